@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ditmesh.comm import PeerError
 from ditmesh.core.partition import Partition
-from ditmesh.parts.own_tokens import OwnTokens, settled
+from ditmesh.parts.own_tokens import OwnTokens
+from ditmesh.parts.part import whole_of
 
 TOKENS, RANK = Partition(((4, 2),)), 1
 WIDTH = 6
@@ -64,7 +65,7 @@ def test_what_acts_on_every_token_by_itself_waits_for_nobody(name, mode):
         assert isinstance(result, OwnTokens)
         assert ranks.gathered == 0
         assert (result.shape, result.dtype) == (ranks.truth.shape, ranks.truth.dtype)
-        assert torch.equal(settled(result), ranks.truth)
+        assert torch.equal(whole_of(result), ranks.truth)
     assert ranks.gathered == 1
 
 
@@ -126,7 +127,7 @@ def test_questions_about_its_form_gather_nothing():
     assert x.is_floating_point()
     assert x.device.type == "cpu"
     assert not x.requires_grad
-    assert "(2, 2, 6) of (2, 6, 6)" in repr(x)
+    assert "(2, 6, 6), torch.float32, (2, 2, 6) here" in repr(x)
     assert x.float() is x
     assert ranks.gathered == 0
 
@@ -140,10 +141,10 @@ def test_tokens_of_another_share_are_not_mixed():
 
 def test_outputs_are_settled_wherever_they_are():
     ranks = Ranks()
-    output = settled(Transformer2DModelOutput(sample=ranks.lazy))
+    output = whole_of(Transformer2DModelOutput(sample=ranks.lazy))
     assert type(output) is Transformer2DModelOutput
     assert type(output.sample) is Tensor
-    assert type(settled(([ranks.lazy],))[0][0]) is Tensor
+    assert type(whole_of(([ranks.lazy],))[0][0]) is Tensor
     assert ranks.gathered == 1
 
 

@@ -28,7 +28,8 @@ from ..core.partition import Partition, even_cut
 from ..errors import DitmeshError, LayoutError
 from ..layout import Region, Stream, TokenLayout
 from ..layout.conventions import CallVariant, Conventions, Size, call_variants
-from ..parts.own_tokens import OwnTokens, settled
+from ..parts.own_tokens import OwnTokens
+from ..parts.part import whole_of
 from ..strategies.heads import heads_of
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.sequence import result_of, with_result
@@ -329,7 +330,7 @@ def _run(
             lists = {regions[kind].blocks: (block, regions[kind]) for block, kind in numbers.items()}
             ends = [lists[region.blocks] for region in _ends(layout)]
             with _AttentionTo(_Recorder(model, numbers)), _cut_behind(ends) as gathers:
-                settled(functional_call(model, weights, (), inputs))
+                whole_of(functional_call(model, weights, (), inputs), OwnTokens)
     finally:
         for hook in hooks:
             hook.remove()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.arguments import Arguments, parameter_names
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
-from ..parts.per_token import PerToken
+from ..parts.own_tokens import PerToken
 from .forms import objects_in
 from .influence import along, differs, off_by, spoilt, tolerance
 from .types import Cut, Region, Stream

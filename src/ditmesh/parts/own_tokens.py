@@ -3,6 +3,9 @@
 Behind its last block a transformer normalises its tokens and projects them to the few channels of a prediction. Both
 act on every token by itself. So a rank does them for its own tokens, and what is sent is the prediction: of FLUX.1-dev
 64 features of a token instead of 3072.
+
+Functions are seen as the program calls them, before torch takes them apart: one look at the table for a norm, where its
+operations of aten would cost the host one each.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..core.partition import Partition
+from .families import FUNCTIONS, Family
+from .part import PartTensor, dims_of, whole_of
 
 # What is answered without any elements.
 _METADATA = {
@@ -27,24 +32,9 @@ _METADATA = {
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex")),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
-# Element by element, of one tensor.
-_UNARY = {
-    *(getattr(Tensor, name) for name in ("float", "half", "bfloat16", "double", "contiguous", "clone")),
-    *(getattr(Tensor, name) for name in ("pow", "__pow__", "square", "rsqrt", "neg", "__neg__", "tanh", "sigmoid")),
-    *(torch.pow, torch.square, torch.rsqrt, torch.neg, torch.tanh, torch.sigmoid, torch.clone),
-    *(F.silu, F.gelu, F.relu),
-}
-# Element by element, of a tensor and a number or another tensor, broadcast.
-_BINARY = {
-    getattr(Tensor, name)
-    for name in (
-        *("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__"),
-        *("div", "__truediv__", "__rtruediv__"),
-    )
-} | {torch.add, torch.sub, torch.mul, torch.div}
 
 
-class OwnTokens(Tensor):
+class OwnTokens(PartTensor):
     """A whole tensor by its shape, of which ``own`` holds this rank's tokens.
 
     Operations that act on every token by itself give another one. Before everything else the tokens of all ranks are
@@ -79,11 +69,29 @@ class OwnTokens(Tensor):
         made._tokens, made._rank, made._gather = tokens, rank, gather
         return made
 
-    def whole(self) -> Tensor:
-        """All ranks' tokens. The first time, they are gathered."""
+    def whole(self, wanted_by: str = "") -> Tensor:
+        """All ranks' tokens. The first time, they are gathered.
+
+        Args:
+            wanted_by: the operation that wants them, for the error of ranks that do not come.
+
+        Raises:
+            DistError: as the gathering does; names the operation.
+        """
         if self._whole is None:
-            self._whole = self._gather(self.own)
+            try:
+                self._whole = self._gather(self.own)
+            except torch.distributed.DistError as error:
+                if not wanted_by:
+                    raise
+                raise type(error)(
+                    f"{error} ({wanted_by!r} behind the last block wants the tokens of all ranks: where a hook or a "
+                    "debug print on one rank calls it, let every rank call it)"
+                ) from error
         return self._whole
+
+    def _held(self) -> str:
+        return f"{tuple(self.own.shape)} here"
 
     def _like(self, own: Tensor) -> OwnTokens | None:
         """What a computation of every token by itself has made of ``own``; None if it has not kept them apart."""
@@ -91,10 +99,12 @@ class OwnTokens(Tensor):
             # As torch does where there is nothing to be done: a write to one is a write to both.
             return self
         fits = own.dim() == self.dim() and own.shape[self.along] == self.own.shape[self.along]
-        return OwnTokens.of(own, self.along, self._tokens, self._rank, self._gather) if fits else None
+        if not fits or own.device != self.own.device:
+            return None
+        return OwnTokens.of(own, self.along, self._tokens, self._rank, self._gather)
 
     def _beside(self, other: Any) -> Any:
-        """This rank's part of another operand of an operation element by element; None if it has none."""
+        """This rank's part of an operand of an operation element by element; None if it has none."""
         if isinstance(other, OwnTokens):
             same = other._tokens == self._tokens and other.along - other.dim() == self.along - self.dim()
             return other.own if same and other._whole is None else None
@@ -109,33 +119,21 @@ class OwnTokens(Tensor):
 
     def _by_token(self, func: Callable[..., Any], args: Any, kwargs: Any) -> OwnTokens | None:
         """The result of a function that acts on every token by itself; None of one that may not."""
-        first = args[0] if args else None
-        if func in _BINARY and len(args) == 2 and not kwargs:
+        family = FUNCTIONS.get(func)
+        if family is Family.POINTWISE:
             parts = [self._beside(value) for value in args]
-            if any(part is None for part in parts):
+            if any(part is None for part in parts) or any(isinstance(value, Tensor) for value in kwargs.values()):
                 return None
-            return self._like(func(*parts))
-        if func is Tensor.type_as and first is self and args[1].device == self.device:
-            return self._like(self.own.to(args[1].dtype))
-        others = [value for value in tree_leaves((args[1:], kwargs)) if isinstance(value, Tensor)]
-        if first is not self or not all(map(_plain, others)):
+            return self._like(func(*parts, **kwargs))
+        if family is None or args[0] is not self or not all(map(_plain, tree_leaves((args[1:], kwargs)))):
             return None
-        if (func in _UNARY and not others) or self._by_rules(func, args[1:], kwargs):
-            return self._like(func(self.own, *args[1:], **kwargs))
-        return None
-
-    def _by_rules(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Whether a function of this tensor and other arguments acts on every token by itself."""
         behind = self.dim() - 1 - self.along
-        if func is Tensor.to:
-            return all(isinstance(value, torch.dtype) for value in tree_leaves((args, kwargs)))
-        if func is F.linear:
-            return behind > 0
-        if func in (F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm):
-            return bool(args) and len(args[0]) <= behind
-        if func in (Tensor.mean, torch.mean):
-            return behind > 0 and args in ((-1,), ((-1,),)) and kwargs == {"keepdim": True}
-        return False
+        if family is Family.REDUCTION:
+            local = len(args) == 2 and kwargs == {"keepdim": True}
+            local = local and min(dims_of(args[1], self.dim())) > self.along
+        else:
+            local = behind > 0 if func is F.linear else len(args) > 1 and len(args[1]) <= behind
+        return self._like(func(self.own, *args[1:], **kwargs)) if local else None
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,40 +147,61 @@ class OwnTokens(Tensor):
             if found is not None:
                 return found
         name = getattr(func, "__name__", "") or str(func)
-        args, kwargs = settled((args, kwargs), name)
+        args, kwargs = tree_map(lambda x: x.whole(name) if isinstance(x, OwnTokens) else x, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = settled((args, kwargs or {}))
+        args, kwargs = whole_of((args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        # One rank may print what the others do not: this must not wait for them.
-        return f"OwnTokens({tuple(self.own.shape)} of {tuple(self.shape)}, {self.dtype})"
+
+def _plain(value: Any) -> bool:
+    """Whether an argument is no tensor or a plain one; fake ones stand for those where work and memory are foreseen."""
+    return not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter, FakeTensor)
 
 
-def settled(value: Any, wanted_by: str = "") -> Any:
-    """A value, such as a model's output, with the whole tensors of those that hold a rank's own tokens.
+class PerToken(Tensor):
+    """A whole tensor that is cut to a rank's part wherever it meets tensors of that part's length.
 
-    Args:
-        value: any.
-        wanted_by: the operation that wants them, for the error of ranks that do not come.
+    What is computed of it alone (a product with a scale, another dtype) is again one. A ControlNet's residual is
+    such a tensor: the model adds it to cut tokens between blocks, and to whole ones behind the last block.
 
-    Raises:
-        DistError: as the gathering does; names the operation.
+    Attributes:
+        whole, part: of the same shape but along one dimension.
+        along: the dimension of the tokens.
     """
-    try:
-        return tree_map(lambda one: one.whole() if isinstance(one, OwnTokens) else one, value)
-    except torch.distributed.DistError as error:
-        if not wanted_by:
-            raise
-        raise type(error)(
-            f"{error} ({wanted_by!r} behind the last block wants the tokens of all ranks: where a hook or a debug "
-            "print on one rank calls it, let every rank call it)"
-        ) from error
 
+    whole: Tensor
+    part: Tensor
+    along: int
 
-def _plain(value: Tensor) -> bool:
-    # Those without elements stand for plain ones, where work and memory are foreseen.
-    return type(value) in (Tensor, nn.Parameter, FakeTensor)
+    @staticmethod
+    def of(whole: Tensor, part: Tensor, dim: int) -> PerToken:
+        """The tensor that is ``whole`` or ``part``, by the tensors that it meets."""
+        made = Tensor._make_subclass(PerToken, whole)
+        made.whole, made.part, made.along = whole, part, dim
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, form = tree_flatten((args, kwargs or {}))
+        mine = next(value for value in leaves if isinstance(value, PerToken))
+        length, dim = mine.part.shape[mine.along], mine.along - mine.whole.dim()
+        others = [value for value in leaves if isinstance(value, Tensor) and not isinstance(value, PerToken)]
+        met = {value.shape[dim] for value in others if value.dim() >= -dim}
+
+        def call(name: str) -> Any:
+            args, kwargs = tree_unflatten(
+                [getattr(value, name) if isinstance(value, PerToken) else value for value in leaves], form
+            )
+            return func(*args, **kwargs)
+
+        if met - {1}:
+            return call("part" if length in met else "whole")
+        whole = call("whole")
+        if not isinstance(whole, Tensor) or whole.dim() != mine.whole.dim():
+            return whole
+        part = call("part")
+        fits = whole.shape[mine.along] == mine.whole.shape[mine.along] and part.shape[mine.along] == length
+        return PerToken.of(whole, part, mine.along) if fits else whole

@@ -26,7 +26,8 @@ from ..layout import Leaf, Region, TokenLayout, layout_of
 from ..layout.derive import derive_anew, derive_rows
 from ..layout.forms import Forms, Processors
 from ..layout.influence import why
-from ..parts.own_tokens import settled
+from ..parts.own_tokens import OwnTokens
+from ..parts.part import whole_of
 from .balance import Balance
 
 
@@ -279,7 +280,7 @@ class ModelHooks:
             self._recomputation.begin_call()
         self._running += 1
         try:
-            output = settled(proceed(*args, **kwargs))
+            output = whole_of(proceed(*args, **kwargs), OwnTokens)
         finally:
             self._running -= 1
             self._recorded = False

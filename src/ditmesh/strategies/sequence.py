@@ -31,8 +31,7 @@ from ..forecast.costs.step import Share, StepForecast, Term
 from ..forecast.costs.work import Gather, Work, Workload
 from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
-from ..parts.own_tokens import OwnTokens
-from ..parts.per_token import PerToken
+from ..parts.own_tokens import OwnTokens, PerToken
 from . import token_mixers as leaves
 from .balance import Balance
 from .base import ParallelModel

@@ -21,7 +21,8 @@ from ..comm.mesh import Mesh
 from ..config import AXES, ParallelConfig
 from ..core.patching import Proceed
 from ..errors import ConfigError, LayoutError
-from ..parts.own_tokens import settled
+from ..parts.own_tokens import OwnTokens
+from ..parts.part import whole_of
 from ..staleness.control import WarmupControl
 from .base import ParallelModel
 from .hooks import BlockSite, Handler
@@ -141,7 +142,7 @@ class SimulatedSequence:
 
         def forward() -> Any:
             # Ranks meet to gather tokens, which they do inside of their runs only.
-            return settled(proceed(*args, **kwargs))
+            return whole_of(proceed(*args, **kwargs), OwnTokens)
 
         return run_together([partial(_as_rank, rank, forward) for rank in range(len(self.handlers))], _meet)[0]
 
