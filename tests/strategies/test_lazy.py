@@ -94,7 +94,7 @@ def test_patch_by_patch(truth, name, grad):
         assert home.flushes == 0
         assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
         # NaN of other patches' elements would show if they were used.
-        assert torch.equal(result.settle(), expected)
+        assert torch.equal(result.whole(), expected)
     assert home.flushes == 1
 
 
@@ -105,7 +105,7 @@ def test_all_patches(truth, name):
         result = FLUSHING[name](lazy(truth, home))
         expected = FLUSHING[name](truth)
         assert home.flushes >= 1
-        result = result.settle() if isinstance(result, LazyPatches) else result
+        result = result.whole() if isinstance(result, LazyPatches) else result
         assert torch.equal(result, expected)
 
 
@@ -118,7 +118,7 @@ def test_only_what_is_wanted_is_computed(truth):
         y.version(1)
         assert asked == [1]
         y.version(1)
-        y.settle()
+        y.whole()
         assert asked == [1, 0, 2]
 
 
@@ -128,7 +128,7 @@ def test_what_was_plain_is_taken_as_it_was(truth):
     with torch.no_grad():
         result = lazy(truth, Here()) + noise
         noise.zero_()
-        assert torch.equal(result.settle(), truth + OTHER)
+        assert torch.equal(result.whole(), truth + OTHER)
 
 
 def test_writing_to_views_and_to_what_is_viewed(truth):
@@ -137,14 +137,14 @@ def test_writing_to_views_and_to_what_is_viewed(truth):
         first, plain = x[:1], expected[:1]
         for tensor in (first, plain):
             tensor += 1
-        assert torch.equal(first.settle(), plain)
-        assert torch.equal(x.settle(), expected)
+        assert torch.equal(first.whole(), plain)
+        assert torch.equal(x.whole(), expected)
         x, expected = lazy(truth, Here()), truth.clone()
         second, plain = x[1:], expected[1:]
         x.mul_(3)
         expected.mul_(3)
-        assert torch.equal(second.settle(), plain)
-        assert torch.equal(x.settle(), expected)
+        assert torch.equal(second.whole(), plain)
+        assert torch.equal(x.whole(), expected)
 
 
 def test_long_chains_do_not_exhaust_the_stack(truth):
@@ -152,7 +152,7 @@ def test_long_chains_do_not_exhaust_the_stack(truth):
         x, expected = lazy(truth, Here()), truth
         for _ in range(2000):
             x, expected = x + 1, expected + 1
-        assert torch.equal(x.settle(), expected)
+        assert torch.equal(x.whole(), expected)
 
 
 def test_a_rank_without_versions_learns_the_whole_only(truth):
@@ -178,7 +178,7 @@ def test_maps_of_owners_that_come_once_are_not_remembered(truth):
         for meeting in (always * picked, torch.cat([always, picked.unsqueeze(0)[0] + 1])):
             assert isinstance(meeting, LazyPatches)
         sizes.append(len(always.owners._made))
-        assert torch.equal((always * picked).settle(), truth * truth[[1, 0]]), step
+        assert torch.equal((always * picked).whole(), truth * truth[[1, 0]]), step
         always = LazyPatches(truth.to("meta"), truth.device, always.owners, lazy(truth, home)._versions, home.whole)
     assert home.flushes == 4
     assert len(set(sizes[1:])) == 1

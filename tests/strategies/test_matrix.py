@@ -14,7 +14,7 @@ import torch
 
 import ditmesh
 from ditmesh.config import ParallelConfig
-from ditmesh.parts.lazy import whole_of
+from ditmesh.parts.part import whole_of
 from ditmesh.strategies import support
 from support.models import MAKERS, RAGGED, inputs, relative_error, run, tiny
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import ditmesh
-from ditmesh.parts.lazy import LazyPatches, whole_of
+from ditmesh.parts.lazy import LazyPatches
+from ditmesh.parts.part import whole_of
 from ditmesh.strategies.pipefusion import patches
 from ditmesh.strategies.pipefusion.stages import balanced
 from support import more_pipelines
@@ -463,7 +464,7 @@ def traffic(patches: int, size: Any, warmup: str) -> dict[str, int]:
         output = model(**made)[0]
         sent = dict(counters.bytes_sent)
         assert isinstance(output, LazyPatches)
-        output.settle()
+        output.whole()
         return sent
 
 

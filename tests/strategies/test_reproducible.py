@@ -11,7 +11,7 @@ import ditmesh
 from ditmesh.core.alignment import aligned
 from ditmesh.core.partition import weighted_cut
 from ditmesh.errors import ConfigError, LayoutError
-from ditmesh.parts.lazy import whole_of
+from ditmesh.parts.part import whole_of
 from ditmesh.strategies.virtual import ask, run_together
 from support import pipelines
 from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny, variant

@@ -24,7 +24,7 @@ from ditmesh.core.digests import weights_fingerprint
 from ditmesh.generate import loading
 from ditmesh.generate.model_info import find_model
 from ditmesh.layout import layout_of
-from ditmesh.parts.lazy import whole_of
+from ditmesh.parts.part import whole_of
 from ditmesh.strategies.sharded import ShardedWeights
 from ditmesh.strategies.text_encoders import TextEncoders
 from support.models import RAGGED, inputs, run, tiny

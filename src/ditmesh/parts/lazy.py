@@ -23,35 +23,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
-aten = torch.ops.aten
+from .families import Family, family_of, is_composite, is_view
+from .part import PartOperation, PartTensor, dims_of, on_meta, whole_of
 
 # Owner of an element that all versions have: it depends on no patch.
 COMMON = -1
 
 # A chain of operations that was not read is computed when it gets this long: Python's stack is finite.
 _LONGEST_CHAIN = 100
-
-
-def _named(names: str) -> set[Any]:
-    """Operations of aten by name."""
-    return {getattr(aten, name) for name in names.split()}
-
-
-_VIEWS = _named(
-    "view permute transpose t unsqueeze squeeze expand slice select split split_with_sizes unbind alias detach "
-    "diagonal unfold"
-)
-_JOINS = _named("cat stack")
-_MOVES = _VIEWS | _JOINS | _named("_unsafe_view repeat flip roll index index_select pixel_shuffle pixel_unshuffle")
-_ELEMENTWISE = _named("_to_copy clone lift_fresh")
-_REDUCTIONS = _named("linalg_vector_norm norm sum mean amax amin var std")
-_PRODUCTS = _named("bmm mm")
-# The values do not matter, only shape and dtype.
-_SHAPE_ONLY = _named(
-    "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full"
-)
 
 
 class Deferred:
@@ -152,7 +133,7 @@ class Owners:
         return self.made(("over", dims, keepdim), make)
 
 
-class LazyPatches(Tensor):
+class LazyPatches(PartTensor):
     """A tensor in M versions, of which version m holds the elements of patch m.
 
     Args:
@@ -183,17 +164,11 @@ class LazyPatches(Tensor):
         versions: list[Deferred] | None,
         assemble: Callable[[LazyPatches], Tensor],
     ) -> LazyPatches:
-        lazy = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
-        )
+        lazy = cls._shaped(like, device)
         lazy.owners, lazy._versions, lazy._assemble = owners, versions, assemble
         lazy._whole = lazy._origin = lazy._recipe = None
         lazy._views = []
         return lazy
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        # Everything is set in __new__.
-        super().__init__()
 
     @property
     def settled(self) -> Tensor | None:
@@ -219,12 +194,12 @@ class LazyPatches(Tensor):
             result = torch.where(self.owners.of == patch, self.version(patch), result)
         return whole.copy_(result)
 
-    def settle(self) -> Tensor:
+    def whole(self) -> Tensor:
         """The whole tensor. The first time, this waits for all patches."""
         if self._whole is None:
             if self._origin is not None and self._recipe is not None:
                 # A view must stay a view: a write to one of the two is a write to both.
-                self._whole = self._recipe(self._origin.settle())
+                self._whole = self._recipe(self._origin.whole())
             else:
                 self._whole = self._assemble(self)
             self._versions = None
@@ -243,37 +218,36 @@ class LazyPatches(Tensor):
     def shared_out(self, function: Callable[[Tensor], list[Tensor]], count: int) -> list[Tensor]:
         """As `sent_through`, for a function that returns ``count`` tensors like this one, with the same owners."""
         return [
-            LazyPatches(_meta(self), self.device, self.owners, versions, self._assemble)
+            LazyPatches(on_meta(self), self.device, self.owners, versions, self._assemble)
             for versions in _deferred(function, [self], count)
         ]
 
     # --- what Python does without the dispatcher -----------------------------------------------------------
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.settle().numpy(*args, **kwargs)
+        return self.whole().numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
-        return self.settle().tolist()
+        return self.whole().tolist()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.settle().__array__(*args, **kwargs)
+        return self.whole().__array__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.settle().__reduce_ex__(protocol)
+        return self.whole().__reduce_ex__(protocol)
 
     def data_ptr(self) -> int:
         """0: there is no memory behind it."""
         return 0 if self._whole is None else self._whole.data_ptr()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.settle().clone()
+        return self.whole().clone()
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if self.dim() else format(self.settle(), spec)
+        return repr(self) if self.dim() else format(self.whole(), spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        # One rank may print what the others do not: this must not wait for them.
-        return f"LazyPatches({tuple(self.shape)}, {self.dtype}, {self.owners.patches} patches)"
+    def _held(self) -> str:
+        return f"{self.owners.patches} patches"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -282,25 +256,20 @@ class LazyPatches(Tensor):
         if mutated and args and isinstance(args[0], LazyPatches):
             return _in_place(func, args, kwargs)
         operation = _Operation(func, args, kwargs)
-        if operation.lazies and not mutated:
-            packet = func.overloadpacket
-            if packet in _SHAPE_ONLY:
+        if operation.parts and not mutated:
+            family = family_of(func)
+            if family is Family.SHAPE:
                 lazy = operation.args[0]
                 stand_in = torch.empty_strided(lazy.shape, _dense(lazy), dtype=lazy.dtype, device=lazy.device)
                 return func(stand_in, *operation.args[1:], **operation.kwargs)
             result = operation.by_version()
             if result is not None:
                 return result
-            if packet not in _MOVES and func._can_decompose():
+            if family not in (Family.MOVE, Family.JOIN) and is_composite(func):
                 # Inference mode hands composite operations over whole.
                 return func.decompose(*args, **kwargs)
-        args, kwargs = tree_map(whole_of, (args, kwargs))
+        args, kwargs = whole_of((args, kwargs))
         return func(*args, **kwargs)
-
-
-def whole_of(value: Any) -> Any:
-    """A lazy tensor's whole tensor; anything else as it is."""
-    return value.settle() if isinstance(value, LazyPatches) else value
 
 
 def settled_of(value: Any) -> Any:
@@ -313,13 +282,6 @@ def _dense(tensor: Tensor) -> Sequence[int]:
     if all(stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         return tensor.stride()
     return torch.empty(tensor.shape, device="meta").stride()
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    """Shape, strides and dtype, without memory."""
-    if isinstance(tensor, LazyPatches):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return torch.empty_like(tensor, device="meta")
 
 
 def _deferred(
@@ -360,70 +322,49 @@ def _deferred(
     return list(results)
 
 
-class _Operation:
-    """An operation of the dispatcher with lazy tensors among its arguments.
+class _Operation(PartOperation[LazyPatches]):
+    """An operation of the dispatcher with lazy tensors among its arguments; those that were read are plain here."""
 
-    Attributes:
-        args, kwargs: its arguments, plain where a lazy tensor is settled.
-        leaves, spec: the same, flattened.
-        lazies: the lazy tensors among them.
-    """
+    kind = LazyPatches
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func = func
-        self.args, self.kwargs = tree_map(settled_of, (args, kwargs))
-        self.leaves, self.spec = tree_flatten((self.args, self.kwargs))
-        self.lazies = [leaf for leaf in self.leaves if isinstance(leaf, LazyPatches)]
-
-    def compute(self, *leaves: Any) -> Any:
-        """The result for other leaves."""
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return self.func(*args, **kwargs)
+        super().__init__(func, *tree_map(settled_of, (args, kwargs)))
 
     @property
     def of_one_source(self) -> bool:
         """Whether the lazy tensors' versions are in the same places."""
-        first = self.lazies[0]
-        return all(lazy._assemble == first._assemble and lazy.held == first.held for lazy in self.lazies)
+        first = self.parts[0]
+        return all(lazy._assemble == first._assemble and lazy.held == first.held for lazy in self.parts)
 
     def by_version(self) -> Any:
         """The result as lazy tensors; None if it cannot be computed version by version."""
-        rule = _rule_of(self.func) if self.of_one_source else None
-        results = None if rule is None else self._results_on_meta()
-        if rule is None or results is None:
+        rule = _RULES.get(family_of(self.func)) if self.of_one_source else None
+        if rule is None:
+            return None
+        try:
+            results = self.likes
+        except (RuntimeError, NotImplementedError):  # a shape that depends on values
             return None
         several = isinstance(results, (list, tuple))
         likes: list[Tensor] = list(results) if several else [results]
-        owners = rule(self, likes)
+        owners = rule(self, likes) if all(isinstance(one, Tensor) for one in likes) else None
         if owners is None:
             return None
-        first = self.lazies[0]
+        first = self.parts[0]
         device = torch.device(self.kwargs.get("device") or first.device)
         versions = _deferred(self.compute, self.leaves, len(likes) if several else None)
         lazies = [
             LazyPatches(like, device, owner, of, first._assemble)
             for like, owner, of in zip(likes, owners, versions, strict=True)
         ]
-        if self.func.overloadpacket in _VIEWS:
+        if is_view(self.func):
             for index, view in enumerate(lazies):
                 self._note_view(view, index if several else None)
         return lazies if several else lazies[0]
 
-    def _results_on_meta(self) -> Any:
-        """Shapes, strides and dtypes of the results, as tensors without memory; None if they depend on values."""
-        args, kwargs = tree_unflatten([_meta(x) if isinstance(x, Tensor) else x for x in self.leaves], self.spec)
-        kwargs.pop("device", None)
-        kwargs.pop("pin_memory", None)
-        try:
-            result = self.func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError):
-            return None
-        several = isinstance(result, (list, tuple))
-        return result if all(isinstance(one, Tensor) for one in (result if several else [result])) else None
-
     def _note_view(self, view: LazyPatches, index: int | None) -> None:
         """Note of what, and how, a result is a view."""
-        of = self.lazies[0]
+        of = self.parts[0]
         base, before = of if of._origin is None else of._origin, of._recipe
 
         def recipe(whole: Tensor) -> Tensor:
@@ -441,8 +382,8 @@ class _Operation:
         """Of an operation whose results have their operands' elements, broadcast."""
         result: list[Owners] = []
         for like in likes:
-            joined: Owners | None = self.lazies[0].owners.expanded(like.shape)
-            for lazy in self.lazies[1:]:
+            joined: Owners | None = self.parts[0].owners.expanded(like.shape)
+            for lazy in self.parts[1:]:
                 joined = joined and joined.union(lazy.owners.expanded(like.shape))
             if joined is None:
                 return None
@@ -451,10 +392,10 @@ class _Operation:
 
     def moved(self, likes: list[Tensor]) -> list[Owners] | None:
         """Of an operation that only moves elements: the map moves alike."""
-        first = self.lazies[0].owners
+        first = self.parts[0].owners
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        joins = self.func.overloadpacket in _JOINS
-        if not joins and (tensors[0] is not self.lazies[0] or len(self.lazies) > 1):
+        joins = family_of(self.func) is Family.JOIN
+        if not joins and (tensors[0] is not self.parts[0] or len(self.parts) > 1):
             # A plain tensor that is indexed by a lazy one.
             return None
         if any(leaf.dtype == torch.bool for leaf in tensors[1:]) and not joins:
@@ -486,42 +427,35 @@ class _Operation:
                 return id(leaf.owners)
             return ("plain", tuple(leaf.shape)) if isinstance(leaf, Tensor) else leaf
 
-        key = (self.func, tuple(map(key_of, self.leaves)), str(self.spec))
-        return first.made(key, make, [lazy.owners for lazy in self.lazies if lazy.owners is not first])
+        key = (self.func, tuple(map(key_of, self.leaves)), str(self.form))
+        return first.made(key, make, [lazy.owners for lazy in self.parts if lazy.owners is not first])
 
     def reduced(self, likes: list[Tensor]) -> list[Owners] | None:
         """Of a reduction over some dimensions."""
-        names = [argument.name for argument in self.func._schema.arguments]
-        named = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
-        dims = named.get("dim")
-        if dims is None or dims == [] or len(self.lazies) > 1:
+        if self["dim"] in (None, []) or len(self.parts) > 1:
             return None
-        dims = (dims,) if isinstance(dims, int) else tuple(dims)
-        lazy = self.lazies[0]
-        owners = lazy.owners.over(tuple(dim % lazy.dim() for dim in dims), bool(named.get("keepdim")))
+        lazy = self.parts[0]
+        owners = lazy.owners.over(tuple(sorted(dims_of(self["dim"], lazy.dim()))), bool(self["keepdim"]))
         return None if owners is None else [owners] * len(likes)
 
     def multiplied(self, likes: list[Tensor]) -> list[Owners] | None:
         """Of a matrix product with one lazy factor."""
-        if len(self.lazies) > 1:
+        if len(self.parts) > 1:
             return None
         # The dimension that is summed over: the last of the left factor, the last but one of the right.
-        lazy = self.lazies[0]
+        lazy = self.parts[0]
         owners = lazy.owners.over((lazy.dim() - 1 if self.args[0] is lazy else lazy.dim() - 2,), True)
         return None if owners is None else [owners.expanded(likes[0].shape)]
 
 
-def _rule_of(func: Any) -> Callable[[_Operation, list[Tensor]], list[Owners] | None] | None:
-    """How the owners of an operation's results are found; None: it needs whole tensors."""
-    packet, tags = func.overloadpacket, func.tags
-    if packet in _MOVES:
-        return _Operation.moved
-    if packet in _REDUCTIONS:
-        return _Operation.reduced
-    if packet in _PRODUCTS:
-        return _Operation.multiplied
-    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return _Operation.elementwise if pointwise or packet in _ELEMENTWISE else None
+# How the owners of a family's results are found; of any other it takes whole tensors.
+_RULES: dict[Family | None, Callable[[_Operation, list[Tensor]], list[Owners] | None]] = {
+    Family.POINTWISE: _Operation.elementwise,
+    Family.MOVE: _Operation.moved,
+    Family.JOIN: _Operation.moved,
+    Family.REDUCTION: _Operation.reduced,
+    Family.PRODUCT: _Operation.multiplied,
+}
 
 
 def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
@@ -530,7 +464,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
     alone = target._origin is None and not any(reference() is not None for reference in target._views)
     if target._whole is None and alone:
         operation = _Operation(func, args, kwargs)
-        if _rule_of(func) is _Operation.elementwise and operation.of_one_source:
+        if family_of(func) is Family.POINTWISE and operation.of_one_source:
             owners = operation.elementwise([target])
             if owners is not None:
 
@@ -545,6 +479,6 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
     base = target if target._origin is None else target._origin
     for one in [base, *(reference() for reference in base._views)]:
         whole_of(one)
-    plain_args, plain_kwargs = tree_map(whole_of, (args, kwargs))
+    plain_args, plain_kwargs = whole_of((args, kwargs))
     func(*plain_args, **plain_kwargs)
     return target

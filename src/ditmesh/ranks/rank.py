@@ -25,7 +25,7 @@ from ..generate.loading import load, pipeline_on
 from ..generate.run import quieten
 from ..launch.failures import Failure, of_exception
 from ..launch.messages import RankChannel, encode
-from ..parts.lazy import whole_of
+from ..parts.part import whole_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -37,7 +37,8 @@ from ...errors import ConfigError, LayoutError
 from ...forecast.costs.step import Share, StepForecast, Term
 from ...forecast.costs.work import Work, Workload
 from ...layout import Region
-from ...parts.lazy import COMMON, Deferred, LazyPatches, settled_of, whole_of
+from ...parts.lazy import COMMON, Deferred, LazyPatches, settled_of
+from ...parts.part import whole_of
 from ...staleness.control import PATIENCE, WarmupControl
 from ..base import ParallelModel, Request
 from .passes import (
@@ -140,7 +141,7 @@ class PipeFusion:
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
         synchronous = self.control.synchronous(buffers.step >= 0 and call.step - buffers.step <= 1)
         buffers.begin_step(call.step)
-        args, kwargs = tree_map(whole_of if synchronous else settled_of, (args, kwargs))
+        args, kwargs = whole_of((args, kwargs)) if synchronous else tree_map(settled_of, (args, kwargs))
         # Only before anything is kept: a block that moves leaves its keys behind.
         if self.stages.wanted and not any(kept.keys for kept in self._buffers.values()):
             timed = TimedRun(self.stages)
@@ -151,7 +152,7 @@ class PipeFusion:
             return self._whole_picture(plan, buffers, args, kwargs)
         lazies = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LazyPatches)]
         if lazies and not self._takes(plan, lazies, args, kwargs):
-            args, kwargs = tree_map(whole_of, (args, kwargs))
+            args, kwargs = whole_of((args, kwargs))
         return self._patch_by_patch(plan, buffers, args, kwargs)
 
     def _whole_picture(self, plan: PatchPlan, buffers: Buffers, args: Any, kwargs: Any) -> Any:
@@ -410,19 +411,6 @@ def _version(patch: int, leaf: Any) -> Any:
     return leaf.version(patch) if isinstance(leaf, LazyPatches) else leaf
 
 
-def whole_result(result: Any) -> Any:
-    """A pipeline's result with whole tensors."""
-    if isinstance(result, list):
-        return [whole_result(item) for item in result]
-    if isinstance(result, tuple) and not hasattr(result, "_fields"):
-        return tuple(whole_result(item) for item in result)
-    if isinstance(result, dict):  # diffusers' BaseOutput, too
-        for key in list(result):
-            result[key] = whole_result(result[key])
-        return result
-    return whole_of(result)
-
-
 class PipeFusionCalls(PipeStrategy):
     """A call of every transformer as a row of calls, one for each patch."""
 
@@ -451,7 +439,7 @@ class PipeFusionCalls(PipeStrategy):
     def result(self, value: Any) -> Any:
         """Whole tensors in place of patches that have still to come."""
         flushes = [pipe.flushes for pipe in self.pipes]
-        value = whole_result(value)
+        value = whole_of(value)
         # At the end everything has to come anyway: that is no pause.
         for pipe, count in zip(self.pipes, flushes, strict=True):
             pipe.flushes = count

@@ -26,7 +26,7 @@ from ...errors import UntestedWarning
 from ...parts.band import bands_of
 from ...parts.banded import Banded, Bands, Uncut
 from ...parts.banded_rules import FUNCTIONS, RULES
-from ...parts.lazy import whole_of
+from ...parts.part import whole_of
 from ..base import Context, Request, Strategy
 from .tested import TESTED
 

@@ -172,7 +172,7 @@ def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tens
 
     from ...core.steps import SchedulerStep, StepEvents
     from ...generate.run import call_parameters, sizes
-    from ...parts.lazy import whole_of
+    from ...parts.part import whole_of
 
     arguments: dict[str, Any] = {
         "num_inference_steps": setup.steps,
@@ -250,7 +250,7 @@ class Taps:
         from torch import Tensor
         from torch.utils._pytree import tree_map_only
 
-        from ...parts.lazy import whole_of
+        from ...parts.part import whole_of
 
         def copied(tensor: Tensor) -> Tensor:
             return whole_of(tensor).detach().clone()

@@ -25,7 +25,7 @@ from ...core.clock import CallClock, timestep_of
 from ...core.steps import SchedulerStep, StepEvents
 from ...engine import DENOISERS, ENGINE, Engine, denoisers, find_layout
 from ...layout import Region, TokenLayout
-from ...parts.lazy import whole_of
+from ...parts.part import whole_of
 from ...quality.metrics import absolute_error, token_digests
 from ...strategies.hooks import Piece, Tap
 
