@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from ..comm import Link
 from ..errors import DitmeshError
 from .band import Band
+from .families import family_of, is_composite, is_view
+from .part import PartOperation, PartTensor, on_meta
 
 
 class Uncut(DitmeshError, RuntimeError):
@@ -43,7 +44,7 @@ class Bands:
 
     Args:
         link: of these ranks.
-        rules: what a rank does, by operation of aten, all its overloads.
+        rules: what a rank does, by operation of aten, all its overloads, or else by family.
         functions: the same for functions of torch that are to be seen before torch takes them apart, by name.
 
     Attributes:
@@ -83,11 +84,7 @@ class Bands:
     def cut(self, whole: Tensor, dim: int, rows: tuple[int, ...]) -> Banded:
         """This rank's rows of a tensor that every rank has."""
         band = Band(dim, rows)
-        return Banded(band.partition.copy(whole, dim, self.rank), band, torch.empty_like(whole, device="meta"), self)
-
-    def gathered(self, banded: Banded) -> Tensor:
-        """The whole tensor, on every rank. Collective."""
-        return self.joined(banded.local, banded.band)
+        return Banded(band.partition.copy(whole, dim, self.rank), band, on_meta(whole), self)
 
     def joined(self, local: Tensor, band: Band) -> Tensor:
         """The whole tensor of which this rank holds ``local``. Collective."""
@@ -130,34 +127,8 @@ class Bands:
         above = [piece for owner in ranks[:me] for piece in received[owner]]
         return above, rows(me), [piece for owner in ranks[me + 1 :] for piece in received[owner]]
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation of aten with banded arguments."""
-        rule = self.rules.get(func.overloadpacket)
-        if rule is None and _pointwise(func):
-            rule = self.rules[torch.Tag.pointwise]
-        if rule is None and _composite(func):
-            # Inference mode hands operations that consist of others over whole.
-            return func.decompose(*args, **kwargs)
-        operation = Operation(self, func, args, kwargs)
-        if operation.target is not None and operation.target.copied:
-            raise Uncut(f"{func} writes to a view of rows that had to be copied")
-        outcome = None if rule is None else rule(operation)
-        return operation.on_whole() if outcome is None else operation.results(outcome)
 
-
-@cache
-def _pointwise(func: Any) -> bool:
-    """Whether an operation acts element by element, with operands broadcast."""
-    return torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-
-
-@cache
-def _composite(func: Any) -> bool:
-    """Whether torch takes an operation apart before it comes here, but in inference mode."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-class Banded(Tensor):
+class Banded(PartTensor):
     """A tensor whose rows are cut; see the module.
 
     Args:
@@ -178,19 +149,15 @@ class Banded(Tensor):
         expected = band.shape(like.shape, bands.rank)
         if tuple(local.shape) != expected or band.total != like.shape[band.dim] or local.dtype != like.dtype:
             raise AssertionError(f"{tuple(local.shape)} are no rows of {tuple(like.shape)}, cut as {band}")
-        banded = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=local.dtype, device=local.device, requires_grad=False
-        )
+        banded = cls._shaped(like, local.device)
         banded.local, banded.band, banded.bands, banded.copied = local, band, bands, copied
         return banded
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        # Everything is set in __new__.
-        super().__init__()
+    def whole(self) -> Tensor:
+        return self.bands.joined(self.local, self.band)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        # One rank may print what the others do not: this must not wait for them.
-        return f"Banded({tuple(self.shape)}, {self.dtype}, cut as {self.band})"
+    def _held(self) -> str:
+        return f"cut as {self.band}"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,60 +172,33 @@ class Banded(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        banded = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Banded))
-        return banded.bands.run(func, args, kwargs)
+        operation = Operation(func, args, kwargs or {})
+        rules = operation.bands.rules
+        rule = rules.get(func.overloadpacket) or rules.get(family_of(func))
+        if rule is None and is_composite(func):
+            # Inference mode hands operations that consist of others over whole.
+            return func.decompose(*args, **(kwargs or {}))
+        if operation.target is not None and operation.target.copied:
+            raise Uncut(f"{func} writes to a view of rows that had to be copied")
+        outcome = None if rule is None else rule(operation)
+        return operation.on_whole() if outcome is None else operation.results(outcome)
 
 
-class Operation:
+class Operation(PartOperation[Banded]):
     """One operation of aten with banded arguments.
 
     Attributes:
         bands: the ranks.
-        func: the operation.
-        args, kwargs: what it is called with.
-        leaves: the same, one after the other.
-        banded: those of them that are banded.
         target: the banded tensor that it writes to; None: it writes to none.
     """
 
-    def __init__(self, bands: Bands, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.bands, self.func, self.args, self.kwargs = bands, func, args, kwargs
-        self.leaves, self._form = tree_flatten((args, kwargs))
-        self.banded = [leaf for leaf in self.leaves if isinstance(leaf, Banded)]
+    kind = Banded
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(func, args, kwargs)
+        self.bands = self.parts[0].bands
         first = args[0] if args else None
         self.target = first if func._schema.is_mutable and isinstance(first, Banded) else None
-        self._likes: Any = None
-
-    @property
-    def names(self) -> list[str]:
-        """Of the arguments in the operation's schema."""
-        return [argument.name for argument in self.func._schema.arguments]
-
-    def __getitem__(self, name: str) -> Any:
-        """An argument by its name in the operation's schema."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        for place, argument in enumerate(self.func._schema.arguments):
-            if argument.name == name:
-                return self.args[place] if place < len(self.args) else argument.default_value
-        raise KeyError(name)
-
-    @property
-    def likes(self) -> Any:
-        """The results on one device: shapes, strides and dtypes, as tensors without memory."""
-        if self._likes is None:
-            args, kwargs = tree_unflatten([_like(leaf) for leaf in self.leaves], self._form)
-            if kwargs.get("device") is not None:
-                kwargs["device"] = torch.device("meta")
-            kwargs.pop("pin_memory", None)
-            self._likes = self.func(*args, **kwargs)
-        return self._likes
-
-    def compute(self, replace: Callable[[Any], Any]) -> Any:
-        """The operation on other leaves: what ``replace`` makes of each."""
-        args, kwargs = tree_unflatten([replace(leaf) for leaf in self.leaves], self._form)
-        return self.func(*args, **kwargs)
 
     def on_local(self, /, **changed: Any) -> Any:
         """The operation on this rank's rows, with some arguments changed, by name."""
@@ -283,9 +223,9 @@ class Operation:
     def _result(self, outcome: Any, like: Tensor) -> Any:
         if not isinstance(outcome, Held):
             return outcome
-        local, source = outcome.local, self.banded[0]
+        local, source = outcome.local, self.parts[0]
         copied = False
-        if _is_view(self.func):
+        if is_view(self.func):
             shared = local.untyped_storage().data_ptr() == source.local.untyped_storage().data_ptr()
             copied = source.copied or not shared
         try:
@@ -295,10 +235,10 @@ class Operation:
 
     def on_whole(self) -> Any:
         """The operation on whole tensors, on every rank; a result of the first operand's shape is cut again."""
-        bands, first = self.bands, self.banded[0]
+        bands, first = self.bands, self.parts[0]
         bands.whole[str(self.func)] += 1
-        known: dict[int, Tensor] = {id(one): bands.gathered(one) for one in self.banded}
-        result = self.compute(lambda leaf: known.get(id(leaf), leaf))
+        known: dict[int, Tensor] = {id(one): one.whole() for one in self.parts}
+        result = self.compute(*(known.get(id(leaf), leaf) for leaf in self.leaves))
         if self.func._schema.is_mutable:
             return self._written(result, known)
 
@@ -306,9 +246,9 @@ class Operation:
             if not isinstance(one, Tensor):
                 return one
             if one.shape != first.shape or one.layout != torch.strided:
-                return bands.lend(one) if _is_view(self.func) else one
+                return bands.lend(one) if is_view(self.func) else one
             local = first.band.partition.copy(one, first.band.dim, bands.rank)
-            return Banded(local, first.band, torch.empty_like(one, device="meta"), bands, _is_view(self.func))
+            return Banded(local, first.band, on_meta(one), bands, is_view(self.func))
 
         return tree_map(cut, result)
 
@@ -320,17 +260,3 @@ class Operation:
                     raise Uncut(f"{self.func} changes the shape of a tensor in place")
                 value.local.copy_(value.band.partition.take(known[id(value)], value.band.dim, self.bands.rank))
         return self.target if self.target is not None else result
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    """Whether a result shares memory with an argument, which is not written to."""
-    returned = any(one.alias_info is not None for one in func._schema.returns)
-    return returned and not func._schema.is_mutable
-
-
-def _like(leaf: Any) -> Any:
-    """Shape, strides and dtype, without memory."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")

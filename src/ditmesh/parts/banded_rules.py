@@ -23,8 +23,8 @@ from torch import Tensor
 from ..core.intercept import sdpa
 from .band import Band
 from .banded import Banded, Bands, Held, Operation, Outcome, Rule
-
-aten = torch.ops.aten
+from .families import Family, aten, packets
+from .part import dims_of, whole_of
 
 # Rows that a view may join into one.
 _JOINED_ROWS = (1, 2, 4, 8, 16)
@@ -40,7 +40,7 @@ def _cut_of(value: Tensor, band: Band, bands: Bands) -> Tensor:
         if value.band.dim == band.dim and value.band.runs == band.runs == 1:
             pieces = [piece for part in bands.fetched(value.local, value.band, band.spans()) for piece in part]
             return torch.cat(pieces, band.dim) if pieces else value.local.narrow(band.dim, 0, 0)
-        value = bands.gathered(value)
+        value = value.whole()
     return band.partition.take(value, band.dim, bands.rank)
 
 
@@ -51,7 +51,7 @@ def pointwise(op: Operation) -> Outcome:
     """Every rank computes its own rows; what has as many rows and is not cut, or otherwise, is cut alike."""
     if op.func._schema.is_mutable and op.target is None:
         return None
-    first = op.banded[0] if op.target is None else op.target
+    first = op.parts[0] if op.target is None else op.target
     shape = op.likes.shape if op.target is None else first.shape
     # Operands are aligned at their last dimensions.
     from_end = first.dim() - first.band.dim
@@ -63,57 +63,40 @@ def pointwise(op: Operation) -> Outcome:
             local[id(leaf)] = _cut_of(leaf, first.band.at(leaf.dim() - from_end), op.bands)
         elif isinstance(leaf, Banded):
             # Cut along another dimension, or a single row that is meant for all.
-            local[id(leaf)] = op.bands.gathered(leaf)
-    return Held(op.compute(lambda leaf: local.get(id(leaf), leaf)), first.band.at(len(shape) - from_end))
+            local[id(leaf)] = leaf.whole()
+    return Held(op.compute(*(local.get(id(leaf), leaf) for leaf in op.leaves)), first.band.at(len(shape) - from_end))
 
 
 # --- along some dimensions ----------------------------------------------------------------------------------
 
 
 def along(name: str) -> Rule:
-    """Rule of an operation along the dimensions in an argument (a number, several, or None: all of them).
-
-    A dimension that is lost moves those behind it.
-    """
-
-    def rule(op: Operation) -> Outcome:
-        x = op.banded[0]
-        dims = _dims(op[name] if name in op.names else None, x.dim())
-        if len(op.banded) > 1 or x.band.dim in dims:
-            return None
-        likes = op.likes if isinstance(op.likes, (list, tuple)) else (op.likes,)
-        lost = 0 if likes[0].dim() >= x.dim() else sum(dim < x.band.dim for dim in dims)
-        local = op.on_local()
-        held = [
-            Held(one, x.band.at(x.band.dim - lost)) for one in (local if isinstance(local, (list, tuple)) else [local])
-        ]
-        return held if isinstance(op.likes, (list, tuple)) else held[0]
-
-    return rule
-
-
-def _dims(given: Any, rank: int) -> set[int]:
-    if given is None or given == []:
-        return set(range(rank))
-    return {dim % rank for dim in ([given] if isinstance(given, int) else given)}
+    """Rule of an operation along the dimensions in an argument (a number, several, or None: all of them)."""
+    return lambda op: _beside_rows(op, dims_of(op[name], op.parts[0].dim()))
 
 
 def over_features(op: Operation) -> Outcome:
     """Layer norm and its like: over the last dimensions."""
-    x = op["input"]
-    if not isinstance(x, Banded) or len(op.banded) > 1 or x.band.dim >= x.dim() - len(op["normalized_shape"]):
-        return None
-    return [Held(one, x.band) for one in op.on_local()]
+    rank = op.parts[0].dim()
+    return _beside_rows(op, set(range(rank - len(op["normalized_shape"]), rank)))
 
 
 def over_channels(op: Operation) -> Outcome:
     """Batch norm with known statistics: element by element."""
-    x = op["input"]
-    training = "training" in op.names and op["training"]
-    if not isinstance(x, Banded) or len(op.banded) > 1 or training or x.band.dim == 1:
+    held = None if op["training"] else _beside_rows(op, {1})
+    # Statistics have no rows.
+    return held and [held[0], *(one.local for one in held[1:])]
+
+
+def _beside_rows(op: Operation, dims: set[int]) -> Outcome:
+    """An operation along dimensions among which rows are not. A dimension that is lost moves those behind it."""
+    x = op.parts[0]
+    if len(op.parts) > 1 or op.args[0] is not x or x.band.dim in dims:
         return None
-    first, *rest = op.on_local()
-    return [Held(first, x.band), *rest]
+    several = isinstance(op.likes, (list, tuple))
+    lost = 0 if (op.likes[0] if several else op.likes).dim() >= x.dim() else sum(dim < x.band.dim for dim in dims)
+    local, band = op.on_local(), x.band.at(x.band.dim - lost)
+    return [Held(one, band) for one in local] if several else Held(local, band)
 
 
 # --- moves --------------------------------------------------------------------------------------------------
@@ -121,7 +104,7 @@ def over_channels(op: Operation) -> Outcome:
 
 def viewed(op: Operation) -> Outcome:
     """The same elements in another shape; where rows are joined, all that become one go to one rank first."""
-    x, after = op.banded[0], tuple(op.likes.shape)
+    x, after = op.parts[0], tuple(op.likes.shape)
     for multiple in _JOINED_ROWS:
         cut = x.band if multiple == 1 else x.band.rounded(multiple)
         band = cut and cut.viewed(x.shape, after)
@@ -131,33 +114,26 @@ def viewed(op: Operation) -> Outcome:
 
 
 def permuted(op: Operation) -> Outcome:
-    """Dimensions in another order."""
-    x = op.banded[0]
-    order = [dim % x.dim() for dim in op["dims"]]
-    return Held(op.on_local(), x.band.at(order.index(x.band.dim)))
-
-
-def transposed(op: Operation) -> Outcome:
-    """Two dimensions trade places."""
-    x = op.banded[0]
-    if op.func.overloadpacket is aten.t:
-        one, other = 0, x.dim() - 1
-    else:
-        one, other = op["dim0"] % x.dim(), op["dim1"] % x.dim()
-    return Held(op.on_local(), x.band.at({one: other, other: one}.get(x.band.dim, x.band.dim)))
+    """Dimensions in another order; `transpose` and `t` swap two."""
+    x, order = op.parts[0], op["dims"]
+    if order is None:
+        order = list(range(x.dim()))
+        one, other = (0, -1) if op["dim0"] is None else (op["dim0"], op["dim1"])
+        order[one], order[other] = order[other], order[one]
+    return Held(op.on_local(), x.band.at([dim % x.dim() for dim in order].index(x.band.dim)))
 
 
 def unsqueezed(op: Operation) -> Outcome:
     """A dimension of one element is put in."""
-    x = op.banded[0]
+    x = op.parts[0]
     at = op["dim"] % (x.dim() + 1)
     return Held(op.on_local(dim=at), x.band.at(x.band.dim + (at <= x.band.dim)))
 
 
 def squeezed(op: Operation) -> Outcome:
     """Dimensions of one element are left out; a rank with a single row keeps its."""
-    x = op.banded[0]
-    out = {dim for dim in _dims(op["dim"] if "dim" in op.names else None, x.dim()) if x.shape[dim] == 1}
+    x = op.parts[0]
+    out = {dim for dim in dims_of(op["dim"], x.dim()) if x.shape[dim] == 1}
     if x.band.dim in out:
         return None
     local = x.local.squeeze(tuple(out)) if out else x.local.view(x.local.shape)
@@ -166,21 +142,21 @@ def squeezed(op: Operation) -> Outcome:
 
 def expanded(op: Operation) -> Outcome:
     """Elements stand for several."""
-    x, after = op.banded[0], op.likes.shape
+    x, after = op.parts[0], op.likes.shape
     band = x.band.at(x.band.dim + len(after) - x.dim())
     return Held(op.on_local(size=band.shape(after, op.bands.rank)), band)
 
 
 def repeated(op: Operation) -> Outcome:
     """Elements are repeated; repeated rows are another run."""
-    x, times = op.banded[0], list(op["repeats"])
+    x, times = op.parts[0], list(op["repeats"])
     dim = x.band.dim + len(times) - x.dim()
     return Held(op.on_local(), Band(dim, x.band.rows, x.band.runs * times[dim]))
 
 
 def sliced(op: Operation) -> Outcome:
     """A part of one dimension; of the rows, those that a rank has."""
-    x = op.banded[0]
+    x = op.parts[0]
     dim = op["dim"] % x.dim()
     if dim != x.band.dim:
         return Held(op.on_local(), x.band)
@@ -194,25 +170,9 @@ def sliced(op: Operation) -> Outcome:
     )
 
 
-def parted(op: Operation) -> Outcome:
-    """Several parts of one dimension that is not cut."""
-    x = op.banded[0]
-    if op["dim"] % x.dim() == x.band.dim:
-        return None
-    lost = op.likes[0].dim() < x.dim() and op["dim"] % x.dim() < x.band.dim
-    return [Held(one, x.band.at(x.band.dim - lost)) for one in op.on_local()]
-
-
-def picked(op: Operation) -> Outcome:
-    """One element of a dimension that is not cut."""
-    x = op.banded[0]
-    dim = op["dim"] % x.dim()
-    return None if dim == x.band.dim else Held(op.on_local(), x.band.at(x.band.dim - (dim < x.band.dim)))
-
-
 def joined(op: Operation) -> Outcome:
     """Tensors one behind the other, or stacked, along a dimension that is not cut."""
-    tensors, first = op["tensors"], op.banded[0]
+    tensors, first = op["tensors"], op.parts[0]
     stack = op.func.overloadpacket is aten.stack
     dim = op["dim"] % (first.dim() + stack)
     band = first.band
@@ -225,29 +185,21 @@ def joined(op: Operation) -> Outcome:
 
 
 def shuffled(op: Operation) -> Outcome:
-    """Channels become pixels: each row several."""
-    x = op.banded[0]
-    if x.band.dim >= x.dim() - 3 and x.band.dim != x.dim() - 2:
+    """Channels become pixels, each row several; or pixels channels, several rows one."""
+    x, more, fewer = op.parts[0], op["upscale_factor"], op["downscale_factor"]
+    if x.band.dim in (x.dim() - 3, x.dim() - 1):
         return None
-    factor = op["upscale_factor"]
-    return Held(op.on_local(), x.band.scaled(factor) if x.band.dim == x.dim() - 2 else x.band)
-
-
-def unshuffled(op: Operation) -> Outcome:
-    """Pixels become channels: several rows one."""
-    x = op.banded[0]
-    if x.band.dim >= x.dim() - 3 and x.band.dim != x.dim() - 2:
-        return None
-    factor = op["downscale_factor"]
-    if x.band.dim != x.dim() - 2:
+    if x.band.dim < x.dim() - 2:
         return Held(op.on_local(), x.band)
-    cut = x.band.rounded(factor)
-    return cut and Held(op.on_local(self=_cut_of(x, cut, op.bands)), cut.divided(factor))
+    if more:
+        return Held(op.on_local(), x.band.scaled(more))
+    cut = x.band.rounded(fewer)
+    return cut and Held(op.on_local(self=_cut_of(x, cut, op.bands)), cut.divided(fewer))
 
 
 def enlarged(op: Operation) -> Outcome:
     """Nearest neighbours: every row becomes as many."""
-    x, after = op.banded[0], op.likes.shape
+    x, after = op.parts[0], op.likes.shape
     if x.band.dim < 2:
         return Held(op.on_local(), x.band)
     factor, rest = divmod(after[x.band.dim], x.band.total)
@@ -257,7 +209,7 @@ def enlarged(op: Operation) -> Outcome:
     size = band.shape(after, op.bands.rank)
     if not prod(size):
         return Held(x.local.new_empty(size), band)
-    if "scale_factors" in op.names and op["scale_factors"] is not None:
+    if op["scale_factors"] is not None:
         return Held(op.on_local(), band)
     return Held(op.on_local(output_size=list(size[2:])), band)
 
@@ -272,7 +224,7 @@ def padded(name: str) -> Rule:
     """
 
     def rule(op: Operation) -> Outcome:
-        x, pad = op.banded[0], list(op[name])
+        x, pad = op.parts[0], list(op[name])
         place = 2 * (x.dim() - 1 - x.band.dim)
         above, below = pad[place : place + 2] if place < len(pad) else (0, 0)
         if min(above, below, 0) < 0 or (x.band.runs > 1 and (above or below)):
@@ -294,7 +246,7 @@ def padded(name: str) -> Rule:
 def convolved(op: Operation) -> Outcome:
     """A convolution: rows that a window reaches for come from the ranks that have them."""
     x = op["input"]
-    if not isinstance(x, Banded) or len(op.banded) > 1 or x.band.dim == 1:
+    if not isinstance(x, Banded) or len(op.parts) > 1 or x.band.dim == 1:
         return None
     if x.band.dim == 0:
         return Held(op.on_local(), x.band)
@@ -311,7 +263,7 @@ def convolved(op: Operation) -> Outcome:
 
 def pooled(op: Operation) -> Outcome:
     """Pooling by windows that need no padding of rows."""
-    x = op.banded[0]
+    x = op.parts[0]
     axis = x.band.dim - (x.dim() - _POOLS[op.func.overloadpacket])
     if axis < 0:
         return Held(op.on_local(), x.band)
@@ -387,7 +339,7 @@ def _with_borders(
 def group_norm(op: Operation) -> Outcome:
     """Group norm: sums of a group's elements and of their squares, in float64, are added up over all ranks."""
     x, groups = op["input"], op["group"]
-    if not isinstance(x, Banded) or len(op.banded) > 1 or x.band.dim < 2:
+    if not isinstance(x, Banded) or len(op.parts) > 1 or x.band.dim < 2:
         return None
     batch, channels = x.shape[:2]
     # torch's result is contiguous whatever it is given; a convolution rounds otherwise where channels come last.
@@ -427,46 +379,35 @@ def _moments(local: Tensor) -> Tensor:
 
 def multiplied(op: Operation) -> Outcome:
     """Matrix products: rows of the result are a rank's where the factor's are, sums over rows are added up."""
-    first = "mat1" if "addmm" in str(op.func) else "batch1" if "baddbmm" in str(op.func) else "self"
-    second = {"mat1": "mat2", "batch1": "batch2"}.get(first, "mat2")
-    left, right = op[first], op[second]
-    bias = op["self"] if first != "self" else None
+    added = op.names[1] in ("mat1", "batch1")
+    first, second = op.names[added : added + 2]
+    left, right, bias = op[first], op[second], op["self"] if added else None
     if isinstance(bias, Banded):
         return None
-    batched = left.dim() == 3
-    bands = op.bands
-    if isinstance(left, Banded) and left.band.dim != left.dim() - 1:
-        band = left.band
-        if batched and band.dim == 0:
-            right = _cut_of(right, band, bands)
-        elif isinstance(right, Banded):
-            right = bands.gathered(right)
-        return Held(_product(op, first, second, left.local, right, _bias(bias, band, op)), band)
-    if isinstance(right, Banded) and right.band.dim != right.dim() - 2:
-        band = right.band
-        if batched and band.dim == 0:
-            left = _cut_of(left, band, bands)
-        elif isinstance(left, Banded):
-            left = bands.gathered(left)
-        return Held(_product(op, first, second, left, right.local, _bias(bias, band, op)), band)
+    for name, factor, summed, beside in ((first, left, -1, second), (second, right, -2, first)):
+        if not isinstance(factor, Banded) or factor.band.dim == factor.dim() + summed:
+            continue
+        band, other = factor.band, op[beside]
+        other = _cut_of(other, band, op.bands) if factor.dim() == 3 and band.dim == 0 else whole_of(other)
+        changed = {name: factor.local, beside: other}
+        if bias is not None:
+            changed["self"] = _bias(bias, band, op)
+        return Held(op.on_local(**changed), band)
     if bias is not None:
         return None
     # The sum is over rows.
     cut = left.band if isinstance(left, Banded) else right.band.at(left.dim() - 1)
-    parts = _cut_of(left, cut, bands), _cut_of(right, cut.at(right.dim() - 2), bands)
-    return bands.link.all_reduce(op.func(*parts))
+    return op.bands.link.all_reduce(
+        op.func(_cut_of(left, cut, op.bands), _cut_of(right, cut.at(right.dim() - 2), op.bands))
+    )
 
 
-def _bias(bias: Tensor | None, band: Band, op: Operation) -> Tensor | None:
+def _bias(bias: Tensor, band: Band, op: Operation) -> Tensor:
     """A rank's part of what is added to a product."""
-    from_end = len(op.likes.shape) - band.dim
-    if bias is None or bias.dim() < from_end or bias.shape[-from_end] == 1:
+    dim = bias.dim() - len(op.likes.shape) + band.dim
+    if dim < 0 or bias.shape[dim] == 1:
         return bias
-    return band.at(bias.dim() - from_end).partition.take(bias, bias.dim() - from_end, op.bands.rank)
-
-
-def _product(op: Operation, first: str, second: str, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    return op.on_local(**{first: left, second: right}, **({} if bias is None else {"self": bias}))
+    return band.partition.take(bias, dim, op.bands.rank)
 
 
 # --- attention ----------------------------------------------------------------------------------------------
@@ -483,30 +424,26 @@ def attention(
     **settings: Any,
 ) -> Tensor:
     """`scaled_dot_product_attention`: a rank asks for its queries, of all keys."""
-
-    def whole(tensor: Any) -> Any:
-        return bands.gathered(tensor) if isinstance(tensor, Banded) else tensor
-
     if not isinstance(query, Banded) or query.band.dim == query.dim() - 1 or dropout_p:
         if isinstance(query, Banded):
             bands.whole["scaled_dot_product_attention"] += 1
-        return sdpa(*map(whole, (query, key, value, attn_mask)), dropout_p, is_causal, **settings)
+        return sdpa(*whole_of((query, key, value, attn_mask)), dropout_p, is_causal, **settings)
     band = query.band
     if is_causal:
         attn_mask, is_causal = query.local.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(), False
     if band.dim < query.dim() - 2:
         # A batch of attentions, such as one for each row.
         key, value = (
-            _cut_of(one, band, bands) if one.shape[band.dim] == band.total else whole(one) for one in (key, value)
+            _cut_of(one, band, bands) if one.shape[band.dim] == band.total else whole_of(one) for one in (key, value)
         )
     else:
-        key, value = whole(key), whole(value)
+        key, value = whole_of((key, value))
     if attn_mask is not None:
         from_end = query.dim() - band.dim
         if attn_mask.dim() >= from_end and attn_mask.shape[-from_end] == band.total:
             attn_mask = _cut_of(attn_mask, band.at(attn_mask.dim() - from_end), bands)
         else:
-            attn_mask = whole(attn_mask)
+            attn_mask = whole_of(attn_mask)
     shape = (*query.shape[:-1], value.shape[-1])
     size = band.shape(shape, bands.rank)
     if prod(size):
@@ -516,11 +453,6 @@ def attention(
     return Banded(local, band, torch.empty(shape, dtype=local.dtype, device="meta"), bands)
 
 
-def made(op: Operation) -> Outcome:
-    """A new tensor, of a size and with values that do not depend on rows: every rank has all of it."""
-    return op.on_local()
-
-
 # --- the table ----------------------------------------------------------------------------------------------
 
 # Dimensions that they work along.
@@ -528,52 +460,44 @@ _POOLS = {aten.avg_pool2d: 2, aten.avg_pool3d: 3}
 _REFLECTIONS = {aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d}
 
 
-def _each(names: str, rule: Rule) -> dict[Any, Rule]:
-    return {getattr(aten, name): rule for name in names.split() if hasattr(aten, name)}
-
-
 RULES: dict[Any, Rule] = {
-    torch.Tag.pointwise: pointwise,
-    # What torch does not tag, and is.
-    **_each(
-        "_to_copy clone lift_fresh alias detach copy_ fill_ zero_ zeros_like ones_like empty_like full_like", pointwise
-    ),
-    **_each(
-        "sum mean amax amin var std linalg_vector_norm norm softmax _softmax log_softmax _log_softmax", along("dim")
-    ),
-    **_each("glu cumsum index_select", along("dim")),
-    **_each("flip roll", along("dims")),
-    **_each("native_layer_norm _fused_rms_norm", over_features),
-    **_each(
-        "native_batch_norm _native_batch_norm_legit_no_training _native_batch_norm_legit cudnn_batch_norm",
-        over_channels,
-    ),
-    **_each("new_empty new_zeros new_ones new_full", made),
-    **_each("view _unsafe_view _reshape_alias", viewed),
-    **_each("permute", permuted),
-    **_each("transpose t", transposed),
-    **_each("unsqueeze", unsqueezed),
-    **_each("squeeze", squeezed),
-    **_each("expand", expanded),
-    **_each("repeat", repeated),
-    **_each("slice", sliced),
-    **_each("select", picked),
-    **_each("split split_with_sizes unsafe_split unbind", parted),
-    **_each("cat stack", joined),
-    **_each("pixel_shuffle", shuffled),
-    **_each("pixel_unshuffle", unshuffled),
-    **_each(
-        "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-        "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
-        enlarged,
-    ),
-    **_each("constant_pad_nd", padded("pad")),
-    **_each("reflection_pad1d reflection_pad2d reflection_pad3d", padded("padding")),
-    **_each("replication_pad1d replication_pad2d replication_pad3d", padded("padding")),
-    **_each("convolution", convolved),
-    **_each("avg_pool2d avg_pool3d", pooled),
-    **_each("native_group_norm", group_norm),
-    **_each("mm bmm addmm baddbmm", multiplied),
+    Family.POINTWISE: pointwise,
+    Family.REDUCTION: along("dim"),
+    Family.PRODUCT: multiplied,
+    **{
+        packet: rule
+        for names, rule in (
+            # What has values of its own, in the place of rows.
+            ("alias detach copy_ fill_ zero_ zeros_like ones_like empty_like full_like", pointwise),
+            # What has a size of its own: every rank has all of it.
+            ("new_empty new_zeros new_ones new_full", Operation.on_local),
+            ("softmax _softmax log_softmax _log_softmax glu cumsum index_select", along("dim")),
+            ("select split split_with_sizes unsafe_split unbind", along("dim")),
+            ("flip roll", along("dims")),
+            ("native_layer_norm _fused_rms_norm", over_features),
+            ("native_batch_norm _native_batch_norm_legit_no_training", over_channels),
+            ("_native_batch_norm_legit cudnn_batch_norm", over_channels),
+            ("view _unsafe_view _reshape_alias", viewed),
+            ("permute transpose t", permuted),
+            ("unsqueeze", unsqueezed),
+            ("squeeze", squeezed),
+            ("expand", expanded),
+            ("repeat", repeated),
+            ("slice", sliced),
+            ("cat stack", joined),
+            ("pixel_shuffle pixel_unshuffle", shuffled),
+            ("upsample_nearest1d upsample_nearest2d upsample_nearest3d", enlarged),
+            ("_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d", enlarged),
+            ("constant_pad_nd", padded("pad")),
+            ("reflection_pad1d reflection_pad2d reflection_pad3d", padded("padding")),
+            ("replication_pad1d replication_pad2d replication_pad3d", padded("padding")),
+            ("convolution", convolved),
+            ("avg_pool2d avg_pool3d", pooled),
+            ("native_group_norm", group_norm),
+            ("addmm baddbmm", multiplied),
+        )
+        for packet in packets(names)
+    },
 }
 
 # Functions of torch as they are called, before it takes them apart.

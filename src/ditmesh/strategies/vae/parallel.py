@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from ...comm import Link
 from ...config import ParallelConfig
@@ -51,23 +51,18 @@ def in_bands(bands: Bands, function: Callable[..., Any], rows: tuple[int, ...], 
         Uncut: it cannot be computed in bands.
     """
     first, *rest = args
-    result = _gathered(function(bands.cut(first, first.dim() - 2, rows), *rest, **kwargs), bands)
+    result = _gathered(function(bands.cut(first, first.dim() - 2, rows), *rest, **kwargs))
     bands.finish()
     return result
 
 
-def _gathered(value: Any, bands: Bands) -> Any:
+def _gathered(value: Any) -> Any:
     """A result, or what it consists of, with whole tensors."""
-    leaves, form = tree_flatten(value)
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Banded):
-            leaves[place] = bands.gathered(leaf)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor):
+    for leaf in tree_leaves(value):
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor):
             # A distribution of latents is an object that has them as attributes.
-            for name, held in vars(leaf).items():
-                if isinstance(held, Banded):
-                    vars(leaf)[name] = bands.gathered(held)
-    return tree_unflatten(leaves, form)
+            vars(leaf).update({name: whole_of(held) for name, held in vars(leaf).items() if isinstance(held, Banded)})
+    return whole_of(value)
 
 
 class InBands:
