@@ -1,7 +1,8 @@
 """Checks of `make lint` on src/ditmesh: one class a name, no import circles, and a reason beside each complex function.
 
-Import circles are looked for between files, by imports at the top of a module. That imports run one way between rooms,
-late ones too, is what tests/project/test_docs.py holds against the tree of docs/architecture.md.
+Import circles are looked for between files: in src by imports at the top of a module, in training/ and benchmarks/ by
+those inside functions too. That imports run one way between rooms of src, late ones too, is what
+tests/project/test_docs.py holds against the tree of docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
 PACKAGE = "ditmesh"
 MOST = 20
 # Violations that are known. Each fix takes its line out of here: an entry that no longer applies is an error too.
@@ -47,8 +49,10 @@ def complex_functions(tree: ast.Module, lines: list[str]) -> Iterator[str]:
             yield node.name
 
 
-def imports(tree: ast.Module, module: str, is_package: bool, modules: Mapping[str, object]) -> Iterator[str]:
-    """Modules of the package that ``module`` imports at once: not inside functions, and not for types only."""
+def imports(
+    tree: ast.Module, module: str, is_package: bool, modules: Mapping[str, object], late: bool = False
+) -> Iterator[str]:
+    """Modules of ``modules`` that ``module`` imports: not for types only, and inside functions only if ``late``."""
 
     def statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
         for child in ast.iter_child_nodes(node):
@@ -56,7 +60,7 @@ def imports(tree: ast.Module, module: str, is_package: bool, modules: Mapping[st
                 yield child
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 yield from (found for other in child.orelse for found in statements(ast.Module([other], [])))
-            elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            elif late or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield from statements(child)
 
     for statement in statements(tree):
@@ -114,6 +118,12 @@ def violations() -> Iterator[str]:
         # A class that is defined twice in one file is one for type checkers and one for the program.
         if len(set(found)) > 1:
             yield f"class name defined more than once: {name}"
+    # Of these folders training is a package; scripts of benchmarks import one another by their bare names.
+    for folder, prefix in (("training", "training."), ("benchmarks", "")):
+        scripts = {prefix + file.stem: file for file in sorted((ROOT / folder).glob("*.py"))}
+        for name, file in scripts.items():
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            between_files[name] = set(imports(tree, name, False, scripts, late=True))
     for circle in circles(between_files):
         yield f"circle of imports between files: {' '.join(circle)}"
 

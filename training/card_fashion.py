@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from training.card import MIT, facts
-from training.fashion import PACKAGE
+from training.fashion_data import PACKAGE
 
 TRAINING_PICTURES = 60_000
 

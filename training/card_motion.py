@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from training.card import DATA_LICENSE
 from training.data import PACKAGE, VERSION
-from training.motion import COPIES, FPS, FRAMES, MOTIONS, SIZE, SUBJECTS
 
 CARD = """\
 ---
@@ -69,8 +69,25 @@ with noise levels as in Stable Diffusion 3 (Esser et al. 2024, arXiv:2403.03206)
 {notes}"""
 
 
-def write(out: Path, record: dict[str, Any]) -> None:
-    """Writes ``README.md`` and ``LICENSE-DATA`` beside the model."""
+def write(
+    out: Path,
+    record: dict[str, Any],
+    *,
+    size: int,
+    frames: int,
+    fps: int,
+    subjects: Collection[str],
+    motions: Collection[str],
+    copies: int,
+) -> None:
+    """Writes ``README.md`` and ``LICENSE-DATA`` beside the model.
+
+    Args:
+        out, record: the model's folder, and what is known of its making.
+        size, frames, fps: of the videos; the size in pixels.
+        subjects, motions: every pair is a caption.
+        copies: training videos of a caption.
+    """
     measured = record["evaluation"]
     vae = json.loads((out / "vae" / "config.json").read_text(encoding="utf-8"))
     counted = {name: count for name, count in record["parameters"].items() if name != "unused"}
@@ -79,14 +96,14 @@ def write(out: Path, record: dict[str, Any]) -> None:
     card = CARD.format(
         **measured,
         name=record["name"],
-        size=SIZE,
-        frames=FRAMES,
-        fps=FPS,
-        subjects=len(SUBJECTS),
-        motions=len(MOTIONS),
-        words=", ".join(SUBJECTS),
-        verbs=", ".join(MOTIONS),
-        references=measured["captions"] * COPIES,
+        size=size,
+        frames=frames,
+        fps=fps,
+        subjects=len(subjects),
+        motions=len(motions),
+        words=", ".join(subjects),
+        verbs=", ".join(motions),
+        references=measured["captions"] * copies,
         failed="; ".join(f"{asked} (to {found})" for asked, found in measured["wrong"].items()) or "none",
         parameters=", ".join(f"{name} {count:,}" for name, count in counted.items()),
         megabytes=weights / 1e6,

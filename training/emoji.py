@@ -26,7 +26,7 @@ from ditmesh import zoo
 from ditmesh.core.files import written_whole
 from ditmesh.zoo.references import views
 from training import autoencoder as ae
-from training import diffusion, evaluate, evaluate_dit, export, export_dit, loop, text
+from training import card_emoji, diffusion, evaluate, evaluate_dit, export, export_dit, loop, text
 from training.data import CLASSES, Entry, Pictures, load
 
 AUTOENCODER = loop.Plan(steps=1400, batch=16, rate=2e-3, warmup=50, average=0.995)
@@ -139,9 +139,7 @@ class _Captioned:
 
     def write_card(self, out: Path, record: dict[str, Any]) -> None:
         """See :mod:`training.card_emoji`."""
-        from training.card_emoji import write_captioned
-
-        write_captioned(out, record)
+        card_emoji.write_captioned(out, record)
 
 
 class EmojiFlux(_Captioned):
@@ -329,9 +327,7 @@ class EmojiDiT:
 
     def write_card(self, out: Path, record: dict[str, Any]) -> None:
         """See :mod:`training.card_emoji`."""
-        from training.card_emoji import write_classes
-
-        write_classes(out, record)
+        card_emoji.write_classes(out, record)
 
 
 def autoencoder_figures(out: Path, pictures: np.ndarray) -> dict[str, float]:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from training import autoencoder as ae
 from training import evaluate_dit, export
-from training.fashion import NAMES, fetch, narrow, read, widen
+from training.fashion_data import NAMES, fetch, narrow, read, widen
 from training.loop import console
 
 STEPS = 20

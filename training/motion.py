@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
 from training import autoencoder as ae
-from training import export, loop, text
+from training import card_motion, export, loop, text
 from training.data import load
 from training.emoji import SETTINGS, write_folder
 from training.loop import console
@@ -316,9 +316,9 @@ class EmojiWan:
 
     def write_card(self, out: Path, record: dict[str, Any]) -> None:
         """``README.md`` and ``LICENSE-DATA``."""
-        from training.card_motion import write
-
-        write(out, record)
+        card_motion.write(
+            out, record, size=SIZE, frames=FRAMES, fps=FPS, subjects=SUBJECTS, motions=MOTIONS, copies=COPIES
+        )
 
 
 @torch.no_grad()

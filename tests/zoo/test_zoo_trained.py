@@ -26,7 +26,7 @@ def clothes(config: dict[str, int] | None) -> np.ndarray:
 def said_of(pictures: np.ndarray) -> list[int]:
     """The classes in which the embedded classifier puts pictures."""
     from training.evaluate_fashion import in_parts, read_classifier
-    from training.fashion import narrow
+    from training.fashion_data import narrow
 
     return in_parts(read_classifier(zoo.path(NAME)), narrow(pictures)).argmax(1).tolist()
 

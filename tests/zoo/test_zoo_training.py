@@ -32,7 +32,7 @@ def test_distances_are_zero_between_equals_and_known_between_others():
 
 
 def test_clothes_get_an_edge_and_lose_it_again():
-    from training.fashion import narrow, widen
+    from training.fashion_data import narrow, widen
 
     pictures = grey(3)[0]
     wide = widen(pictures)
@@ -42,7 +42,7 @@ def test_clothes_get_an_edge_and_lose_it_again():
 
 
 def test_the_files_of_the_set_are_found_and_read(tmp_path: Path):
-    from training.fashion import INSIDE, fetch, read
+    from training.fashion_data import INSIDE, fetch, read
 
     pictures, labels = grey(3)
     (tmp_path / INSIDE).mkdir(parents=True)
@@ -55,12 +55,12 @@ def test_the_files_of_the_set_are_found_and_read(tmp_path: Path):
 
 
 def test_without_apt_the_fetch_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from training import fashion
+    from training import fashion_data
 
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(fashion, "INSIDE", Path("nowhere"))
+    monkeypatch.setattr(fashion_data, "INSIDE", Path("nowhere"))
     with pytest.raises(RuntimeError, match=r"apt-get was not found.*put its four \.gz files there"):
-        fashion.fetch(tmp_path)
+        fashion_data.fetch(tmp_path)
 
 
 def test_a_picture_keeps_its_captions_in_its_copies():
@@ -100,7 +100,7 @@ def test_videos_move_as_their_captions_say():
 
 @pytest.mark.matrix
 def test_the_card_of_the_videos_has_the_figures_of_the_record(tmp_path: Path):
-    from training.card_motion import write
+    from training.motion import EmojiWan
 
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae" / "config.json").write_text('{"z_dim": 24}')
@@ -116,7 +116,7 @@ def test_the_card_of_the_videos_has_the_figures_of_the_record(tmp_path: Path):
         "image_tokens": 320,
         "notes": [],
     }
-    write(tmp_path, record)
+    EmojiWan().write_card(tmp_path, record)
     card = (tmp_path / "README.md").read_text()
     assert "30.2 dB" in card
     assert "a red apple grows (to a red heart grows)" in card
