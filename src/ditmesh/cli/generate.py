@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError, RankFailed
+from ..launch import torchrun_rank
 from .options import (
     AsJson,
     ConfigOptions,
@@ -38,6 +39,7 @@ from .show import bar, count, emit
 from .values import fetched, parallel_config, picture_job, read_prompts, videos_of
 
 if TYPE_CHECKING:
+    from ..config import ParallelConfig
     from ..generate.job import Generated, PictureJob
     from ..generate.receipt import Receipt
     from ..launch import Launcher, MessageSink
@@ -126,97 +128,106 @@ def generate(
 
     ditmesh generate "a red fox" --devices 8 --launcher ray --address 10.0.0.1:6379
     """
-    from ..config import ParallelConfig
-    from ..generate.elastic import check_elastic
     from ..generate.job import check_job
     from ..generate.run import PRELOAD, quieten, with_free_names
-    from ..launch import torchrun_rank
     from ..media.videos import check_video_library
 
     if server is not None:
         check_options(context)
         result = generate_on(server, prompts, model, pictures, inputs, out, overwrite)
-        emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
-        return
-    began, there = time.perf_counter(), torchrun_rank()
-    asked = read_prompts(prompts, pictures.prompts_file)
-    settings = parallel.settings()
-    if "tiles" in settings and "reproducible" not in settings:
-        raise InputError(f"--tiles {settings['tiles']} counts in reproducible mode only; add --reproducible")
-    more: dict[str, Any] = inputs.of_job() | ({} if batch is None else {"per_call": batch})
-    more |= {"check_memory": memory_check, "memory_limit": None if memory_limit is None else memory_limit * 1e9}
-    job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
-    world_size, chosen = parallel_config(devices, config, settings, info.heads)
-    if elastic:
-        if there is not None:
-            raise InputError(
-                "--elastic starts ranks anew, and those of torchrun are not ours to start; leave torchrun out and say "
-                "--devices"
-            )
-        check_elastic(chosen or ParallelConfig(), world_size)
-    job = job.changed(config=chosen or "auto")
-    ranks.begin(PRELOAD)
-    if job.files:
-        # The class of pipeline is looked at.
-        quieten()
-    check_job(job, info, world_size)
-    if videos_of(info):
-        check_video_library()
-    if compare and there is not None:
-        raise InputError("--compare starts ranks of its own; leave torchrun out and say --devices")
-    if compare and world_size == 1:
-        raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
-    if there is not None and ranks.backend is not None:
-        raise InputError(f"--launcher {ranks.launcher} starts ranks, and torchrun has started them; use one of them")
-    kind = ranks.kind(world_size if there is None else there.local_size)
-    check_offload(job.offload, kind)
-    job = with_free_names(fetched(job.changed(dtype=ranks.dtype_on(kind)), info))
-    # Where torchrun has started ranks, this process is one of them.
-    name = ranks.backend if there is None else "torchrun"
-    result = _on_ranks(job, name, world_size, kind, ranks.threads, compare, elastic, began)
+    else:
+        began, there = time.perf_counter(), torchrun_rank()
+        asked, settings = read_prompts(prompts, pictures.prompts_file), parallel.settings()
+        if "tiles" in settings and "reproducible" not in settings:
+            raise InputError(f"--tiles {settings['tiles']} counts in reproducible mode only; add --reproducible")
+        more: dict[str, Any] = inputs.of_job() | ({} if batch is None else {"per_call": batch})
+        more |= {"check_memory": memory_check, "memory_limit": None if memory_limit is None else memory_limit * 1e9}
+        job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
+        world_size, chosen = parallel_config(devices, config, settings, info.heads)
+        _check_launch(ranks, world_size, chosen, elastic, compare)
+        job = job.changed(config=chosen or "auto")
+        ranks.begin(PRELOAD)
+        if job.files:
+            # The class of pipeline is looked at.
+            quieten()
+        check_job(job, info, world_size)
+        if videos_of(info):
+            check_video_library()
+        kind = ranks.kind(world_size if there is None else there.local_size)
+        check_offload(job.offload, kind)
+        job = with_free_names(fetched(job.changed(dtype=ranks.dtype_on(kind)), info))
+        result = _on_ranks(job, ranks, world_size, kind, compare, elastic, began)
     if result is not None:
         emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
 
 
+def _check_launch(
+    ranks: RankOptions, world_size: int, config: ParallelConfig | None, elastic: bool, compare: bool
+) -> None:
+    """Refuse what the way in which ranks are started cannot do."""
+    from ..config import ParallelConfig
+    from ..generate.elastic import check_elastic
+
+    joined = torchrun_rank() is not None
+    if elastic and joined:
+        raise InputError(
+            "--elastic starts ranks anew, and those of torchrun are not ours to start; leave torchrun out and say "
+            "--devices"
+        )
+    if elastic:
+        check_elastic(config or ParallelConfig(), world_size)
+    if compare and joined:
+        raise InputError("--compare starts ranks of its own; leave torchrun out and say --devices")
+    if compare and world_size == 1:
+        raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
+    if joined:
+        check_joined(ranks)
+
+
+def check_joined(ranks: RankOptions) -> None:
+    """Refuse a launcher where torchrun has started the ranks."""
+    if ranks.backend is not None:
+        raise InputError(f"--launcher {ranks.launcher} starts ranks, and torchrun has started them; use one of them")
+
+
 def _on_ranks(
     job: PictureJob,
-    name: str | None,
+    ranks: RankOptions,
     world_size: int,
     kind: Literal["cpu", "cuda"],
-    threads: int | None,
     compare: bool,
     elastic: bool,
     began: float,
 ) -> dict[str, Any] | None:
-    """Generate on ranks of the launcher of that name, and once more on one rank when ``compare``.
+    """Generate, and once more on one rank when ``compare``.
 
     What to say about it; None: another process says it. ``began``: when the command did, by `time.perf_counter`.
     """
     from ..config import ParallelConfig
     from ..generate.elastic import generate_elastically
-    from ..launch import default_threads, guarded_folder, launcher
+    from ..launch import default_threads, launcher
 
+    # Where torchrun has started ranks, this process is one of them.
+    name, threads = "torchrun" if torchrun_rank() is not None else ranks.backend, ranks.threads
     if elastic:
         threads = threads or default_threads(world_size, kind)
         with progress(job, "generating") as (report, made, facts):
             restarts, seconds = generate_elastically(job, world_size, kind, threads, report, launcher_name=name)
-        facts |= {"seconds": seconds}
-        facts["restarts"] = [past.plain() for past in restarts]
+        facts |= {"seconds": seconds, "restarts": [past.plain() for past in restarts]}
     else:
-        with launcher(name, world_size, kind, threads, job.timeout) as ranks:
+        with launcher(name, world_size, kind, threads, job.timeout) as started:
             start_seconds = time.perf_counter() - began
-            made, facts = _generated(job, ranks)
+            made, facts = _generated(job, started)
             facts["start_seconds"] = start_seconds
             # The same for one device and for N: the ratio is then one of devices.
-            threads = ranks.threads
-            if not ranks.is_reporter:
+            threads = started.threads
+            if not started.is_reporter:
                 return None
+    config = made[0].receipt.config if isinstance(job.config, str) else job.config
     result: dict[str, Any] = {
         "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
         "out": job.out,
-        "config": ParallelConfig.read(
-            made[0].receipt.config if isinstance(job.config, str) else job.config
-        ).model_dump(),
+        "config": ParallelConfig.read(config).model_dump(),
         "devices": world_size,
         "device": kind,
         "threads": threads,
@@ -225,21 +236,34 @@ def _on_ranks(
         "total_seconds": time.perf_counter() - began,
     }
     if compare:
-        # One device, in the same mode.
-        config = ParallelConfig()
-        if not isinstance(job.config, str) and job.config.reproducible:
-            from ..forecast.candidates import resized
-
-            config = resized(job.config, 1)
-        with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
-            alone, facts = _generated(job.changed(config=config, out=folder, number=1), ranks, "one device")
-            difference = _largest_difference(made, alone)
-        result["compare"] = {
-            "one_device_seconds": facts["seconds"],
-            "ratio": facts["seconds"] / result["seconds"],
-            "largest_difference": difference,
-        }
+        result["compare"] = _compared(job, name, kind, threads, made, result["seconds"])
     return result
+
+
+def _compared(
+    job: PictureJob,
+    name: str | None,
+    kind: Literal["cpu", "cuda"],
+    threads: int | None,
+    made: list[Generated],
+    seconds: float,
+) -> dict[str, Any]:
+    """The job on one device, in the same mode, beside what several made in ``seconds``."""
+    from ..config import ParallelConfig
+    from ..forecast.candidates import resized
+    from ..launch import guarded_folder, launcher
+
+    config = ParallelConfig()
+    if not isinstance(job.config, str) and job.config.reproducible:
+        config = resized(job.config, 1)
+    with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
+        alone, facts = _generated(job.changed(config=config, out=folder, number=1), ranks, "one device")
+        difference = _largest_difference(made, alone)
+    return {
+        "one_device_seconds": facts["seconds"],
+        "ratio": facts["seconds"] / seconds,
+        "largest_difference": difference,
+    }
 
 
 def _generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tuple[list[Generated], dict[str, Any]]:

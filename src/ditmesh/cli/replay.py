@@ -16,7 +16,9 @@ from .values import config_of as config_of_words
 from .values import fetched
 
 if TYPE_CHECKING:
+    from ..generate.job import Generated, PictureJob
     from ..generate.receipt import Receipt
+    from ..generate.replay import Replay
     from ..report.report import Report
 
 # Ranks that are started on the CPU because a receipt says so, however few cores there are.
@@ -64,11 +66,10 @@ def replay(
     """
     from ..forecast.candidates import resized
     from ..generate.job import check_folder, check_job
-    from ..generate.receipt import copied_free, read_receipt, write_free
-    from ..generate.replay import compare, config_of, job_of, model_of, place_of
-    from ..generate.run import generate
+    from ..generate.receipt import read_receipt
+    from ..generate.replay import config_of, job_of, model_of, place_of
     from ..generate.video import is_video
-    from ..launch import guarded_folder, launcher
+    from ..launch import guarded_folder
 
     was = read_receipt(image)
     if was.frames is not None and not is_video(image):
@@ -83,19 +84,9 @@ def replay(
         job = job_of(was, info, chosen, folder, timeout, image.parent)
         check_job(job, info, there)
         number = threads or _threads(was, there, kind)
-        with (
-            launcher(None, there, kind, number, job.timeout) as ranks,
-            progress(job, "generating") as (report, pictures, facts),
-        ):
-            ranks.run(generate, fetched(job, info), on_message=lambda _, message: report(message))
+        pictures, sampled = _generated(fetched(job, info), there, kind, number)
         again = pictures[place_of(was, chosen)]
-        before, after = opened(image), opened(again.path)
-        name = f"{image.stem}-replayed{Path(again.path).suffix}"
-        if was.frames is None:
-            path = write_free(after, Path(out) / name, again.receipt, overwrite)
-        else:
-            path = copied_free(again.path, Path(out) / name, overwrite)
-        found = compare(before, after, was, again.receipt, facts.get("sampled"))
+        path, found = _compared(image, was, again, sampled, Path(out), overwrite)
     result = {
         "image": str(image),
         "replayed": str(path),
@@ -114,6 +105,37 @@ def replay(
     emit(result, as_json, _say)
     if found.promised and not found.equal:
         raise typer.Exit(1)
+
+
+def _generated(
+    job: PictureJob, devices: int, kind: Literal["cpu", "cuda"], threads: int
+) -> tuple[list[Generated], str | None]:
+    """The pictures of a job, and the digest of what was sampled, if ranks told it."""
+    from ..generate.run import generate
+    from ..launch import launcher
+
+    with (
+        launcher(None, devices, kind, threads, job.timeout) as ranks,
+        progress(job, "generating") as (report, pictures, facts),
+    ):
+        ranks.run(generate, job, on_message=lambda _, message: report(message))
+    return pictures, facts.get("sampled")
+
+
+def _compared(
+    image: Path, was: Receipt, again: Generated, sampled: str | None, out: Path, overwrite: bool
+) -> tuple[Path, Replay]:
+    """Where the new picture was written, and what of it is different."""
+    from ..generate.receipt import copied_free, write_free
+    from ..generate.replay import compare
+
+    before, after = opened(image), opened(again.path)
+    name = out / f"{image.stem}-replayed{Path(again.path).suffix}"
+    if was.frames is None:
+        path = write_free(after, name, again.receipt, overwrite)
+    else:
+        path = copied_free(again.path, name, overwrite)
+    return path, compare(before, after, was, again.receipt, sampled)
 
 
 def opened(path: str | Path) -> Any:

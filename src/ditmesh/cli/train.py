@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,8 @@ from .options import AsJson, Device, Devices, Threads, Timeout, TrainingOptions,
 from .show import bar, count, emit
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from ..launch import MessageSink
     from ..report.report import Report
     from ..train.config import TrainConfig
@@ -50,11 +54,9 @@ def train(
 
     torchrun --nproc-per-node 4 -m ditmesh train emoji.yaml --data 2 --ulysses 2
     """
-    from ..config import AXES
     from ..generate.model_info import find_model
     from ..generate.run import PRELOAD
     from ..launch import begin_local_ranks, launcher, resolve_device, torchrun_rank
-    from ..train.config import TrainConfig
     from ..train.folder import check_output
     from ..train.preflight import check_run, check_settings
 
@@ -63,15 +65,7 @@ def train(
         if devices not in (None, there.world_size):
             raise ConfigError(f"--devices {devices}, but torchrun has started {there.world_size} ranks; leave it out")
         devices = there.world_size
-    run = TrainConfig.read(config).model_dump(exclude_unset=True)
-    run["parallel"] = run.get("parallel", {}) | parallel.settings()
-    for one in change or ():
-        _change(run, one)
-    if resume:
-        run["resume_from_checkpoint"] = "latest"
-    if devices is not None and not any(run["parallel"].get(axis, 1) != 1 for axis in AXES):
-        run["parallel"]["data"] = devices
-    chosen = TrainConfig.read(run)
+    chosen = _configured(config, change or (), parallel.settings(), resume, devices)
     check_settings(chosen)
     world_size = devices or chosen.parallel.world_size
     chosen.parallel.check_world_size(world_size)
@@ -83,25 +77,43 @@ def train(
     check_run(chosen, info)
     kind = resolve_device(device, world_size if there is None else there.local_size)
     with bar(shown=there is None or there.rank == 0) as progress:
-        task = progress.add_task("loading", total=None)
-
-        def report(_: int, now: dict[str, Any]) -> None:
-            if "lines" in now:
-                for line in now["lines"]:
-                    progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-                return
-            if "what" in now:
-                progress.update(task, **_preparing(now))
-                return
-            words = f"loss {now['loss']:.4f}  {now['samples_per_second']:.1f} samples/s"
-            words = f"{words}  {_time(now['seconds_left'])} left"
-            progress.update(task, description=words, total=now["steps"], completed=now["step"])
-
+        show = partial(_show, progress, progress.add_task("loading", total=None))
         with launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
-            results = ranks.run(_on_rank, chosen, timeout, on_message=report)
+            results = ranks.run(_on_rank, chosen, timeout, on_message=lambda _, now: show(now))
             speaks = ranks.is_reporter
     if speaks:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
+
+
+def _configured(
+    file: Path, changes: Sequence[str], settings: dict[str, Any], resume: bool, devices: int | None
+) -> TrainConfig:
+    """The settings of a file, and what options change of them; without degrees devices are data ranks."""
+    from ..config import AXES
+    from ..train.config import TrainConfig
+
+    run = TrainConfig.read(file).model_dump(exclude_unset=True)
+    run["parallel"] = run.get("parallel", {}) | settings
+    for one in changes:
+        _change(run, one)
+    if resume:
+        run["resume_from_checkpoint"] = "latest"
+    if devices is not None and not any(run["parallel"].get(axis, 1) != 1 for axis in AXES):
+        run["parallel"]["data"] = devices
+    return TrainConfig.read(run)
+
+
+def _show(progress: Progress, task: TaskID, now: dict[str, Any]) -> None:
+    """Show what rank 0 reports: lines, how far ranks are with something before the first step, or a step."""
+    if "lines" in now:
+        for line in now["lines"]:
+            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+    elif "what" in now:
+        progress.update(task, **_preparing(now))
+    else:
+        words = f"loss {now['loss']:.4f}  {now['samples_per_second']:.1f} samples/s"
+        words = f"{words}  {_time(now['seconds_left'])} left"
+        progress.update(task, description=words, total=now["steps"], completed=now["step"])
 
 
 def _on_rank(config: TrainConfig, timeout: float, *, report: MessageSink) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import typer
 
 from ..core.files import finite
 from ..errors import ConfigError, InputError
+from .generate import check_joined
 from .options import AsJson, RankOptions, SampleOptions, at_least, common_option, output_option, with_groups
 from .show import bar, count, emit, provenance
 from .values import configs_of, fetched, picture_job, read_prompts
@@ -181,8 +182,7 @@ def _checked(
 
 def _check_joined(world_size: int, configs: Sequence[ParallelConfig], ranks: RankOptions) -> None:
     """Refuse what the ranks that torchrun has started cannot do."""
-    if ranks.backend is not None:
-        raise InputError(f"--launcher {ranks.launcher} starts ranks, and torchrun has started them; use one of them")
+    check_joined(ranks)
     for config in configs:
         if config.world_size != world_size:
             raise InputError(
