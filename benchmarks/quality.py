@@ -182,7 +182,7 @@ def figures_of(results: Any) -> dict[str, Any]:
 
 def show(table: Table, results: Any) -> None:
     """Print one table."""
-    from ditmesh.tools.study.analysis import Mean, findings, signed
+    from ditmesh.tools.study.analysis import Mean, findings
 
     count, seeds = seeds_of(results)
     title = f"{table.model}, {table.sampler}, {table.steps} steps: {count} pictures, seeds {seeds[0]} to {seeds[-1]}"
@@ -199,36 +199,34 @@ def show(table: Table, results: Any) -> None:
             beside = apart.get((row.devices, row.warmup, row.synchronous.value))
             text = "" if beside is None else closer_text(row, beside)
             felt = Mean(None, None, 0) if beside is None else Mean(**beside[1]["perceptual_difference"])
-            closer = "" if felt.value is None else signed(thousandfold(felt, -1))
-            perceptual = "" if row.perceptual.value is None else thousandfold(row.perceptual).text()
+            closer = "" if felt.value is None else format(thousandfold(felt, -1), "+.2f")
+            perceptual = "" if row.perceptual.value is None else format(thousandfold(row.perceptual), ".2f")
             right = "" if row.right.value is None else f"{row.right.value:.3f}"
             print(
-                f"{row.devices:>2} {row.synchronous.value:>2g}  {row.warmup:<20}{row.psnr.text():>15}{text:>26}"
+                f"{row.devices:>2} {row.synchronous.value:>2g}  {row.warmup:<20}{format(row.psnr, '.2f'):>15}{text:>26}"
                 f"{perceptual:>15}{closer:>24}{right:>9}"
             )
             if row.warmup.startswith("adaptive("):
                 print(f"{'':7}{steps_of(results, row)}")
-        print(f"nearest picture of the synchronous runs: {row.right_synchronous.text(3)}")
+        print(f"nearest picture of the synchronous runs: {row.right_synchronous:.3f}")
         return
     for single in results.single_steps():
         print(f"N = {single['devices']}, step: gain when synchronous beside the first; PSNR when it alone is stale")
         for step, gain, left in zip(single["steps"], single["gain"], single["psnr_with_one_stale"], strict=True):
-            print(f"{step:>4}{signed(Mean(**gain)):>16}{Mean(**left).text():>16}")
+            print(f"{step:>4}{format(Mean(**gain), '+.2f'):>16}{format(Mean(**left), '.2f'):>16}")
     if table.part == "roots":
         for row in results.rows():
-            print(f"{row.devices:>2}  {row.warmup:<10}{row.psnr.text():>15}")
+            print(f"{row.devices:>2}  {row.warmup:<10}{format(row.psnr, '.2f'):>15}")
         for sentence in findings(results, {(table.sampler, "displaced"): results.rule(table.sampler, "displaced")})[1:]:
             print(sentence)
 
 
 def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:
     """By how much, and on how many pictures, an adaptive policy is closer than this one."""
-    from ditmesh.tools.study.analysis import signed
-
     apart, other = beside
     if other["same_steps"]:
         return "the same steps"
-    return f"{signed(apart)}, {other['closer']:>2} of {row.pictures}"
+    return f"{apart:+.2f}, {other['closer']:>2} of {row.pictures}"
 
 
 def thousandfold(value: Any, sign: int = 1) -> Any:
@@ -274,11 +272,9 @@ def comparisons(found: list[tuple[Table, Any]]) -> Iterator[tuple[str, Any]]:
 
 def compare(found: list[tuple[Table, Any]]) -> None:
     """Print what is measured across tables."""
-    from ditmesh.tools.study.analysis import signed
-
     print()
     for what, apart in comparisons(found):
-        print(f"{what}: {signed(apart)} dB ({apart.count} pictures)")
+        print(f"{what}: {apart:+.2f} dB ({apart.count} pictures)")
 
 
 def main() -> None:

@@ -267,7 +267,7 @@ def _say(result: dict[str, Any]) -> Report:
     from ..tools.study.analysis import Mean
 
     def number(mean: dict[str, Any], digits: int) -> str:
-        return Mean(mean["value"], None, mean["count"]).text(digits)
+        return f"{Mean(mean['value'], None, mean['count']):.{digits}f}"
 
     def cells(row: dict[str, Any]) -> list[str]:
         synchronous, sent = row["synchronous"]["value"], row["sent"]
@@ -275,7 +275,7 @@ def _say(result: dict[str, Any]) -> Report:
             str(row["devices"]),
             row["warmup"],
             "" if synchronous is None else f"{synchronous:.3g} of {row['evaluations']}",
-            Mean(**row["psnr"]).text(),
+            f"{Mean(**row['psnr']):.2f}",
             number(row["ssim"], 4),
             number(row["perceptual"], 4),
             number(row["right"], 2),

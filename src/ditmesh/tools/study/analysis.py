@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from math import floor, sqrt
+from math import floor, nan, sqrt
 from random import Random
 from typing import Any
 
-from .plan import SYNCHRONOUS, StudyPlan, has_given_steps, steps_text
+import numpy as np
+
+from .plan import SYNCHRONOUS, Pair, StudyPlan, has_given_steps, steps_text
 
 # A picture with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
 CAP = 100.0
@@ -25,6 +27,8 @@ FITTED = 3
 Combination = tuple[str, str, int, str]
 # Values of pictures, by prompt and seed.
 ByPicture = Mapping[tuple[str, int], float]
+# PSNR of all pictures (NaN: not measured), by devices and warm-up.
+Levels = Mapping[int, Mapping[int, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -35,23 +39,35 @@ class Mean:
     error: float | None
     count: int
 
-    def text(self, digits: int = 2) -> str:
-        """Such as ``31.40 ± 0.52``."""
+    def __format__(self, form: str) -> str:
+        """Such as ``31.40 ± 0.52`` for ``.2f``, with a sign for ``+.2f``; empty where nothing was measured."""
         if self.value is None:
             return ""
-        return f"{self.value:.{digits}f}" + ("" if self.error is None else f" ± {self.error:.{digits}f}")
+        return format(self.value, form) + ("" if self.error is None else f" ± {format(self.error, form.lstrip('+'))}")
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is over two standard errors away from zero."""
+        return self.value is not None and self.error is not None and abs(self.value) > 2 * self.error
+
+    def verdict(
+        self, better: str = "better", worse: str = "worse", none: str = "no difference that can be told"
+    ) -> str:
+        """What a difference says, in words."""
+        if self.value is None:
+            return "not measured"
+        if self.error is None:
+            return f"{better if self.value > 0 else worse if self.value < 0 else none}, on one picture only"
+        return (better if self.value > 0 else worse) if self.is_clear else none
 
 
 def mean(values: Iterable[float | None]) -> Mean:
     """Mean and standard error of what is not None."""
-    known = [float(value) for value in values if value is not None]
-    if not known:
+    known = np.array([value for value in values if value is not None], dtype=float)
+    if not known.size:
         return Mean(None, None, 0)
-    middle = sum(known) / len(known)
-    if len(known) == 1:
-        return Mean(middle, None, 1)
-    variance = sum((value - middle) ** 2 for value in known) / (len(known) - 1)
-    return Mean(middle, sqrt(variance / len(known)), len(known))
+    error = float(known.std(ddof=1)) / sqrt(known.size) if known.size > 1 else None
+    return Mean(float(known.mean()), error, known.size)
 
 
 def capped(psnr: float | None) -> float:
@@ -108,18 +124,14 @@ class Row:
     sent: Mapping[str, int] | None = None
 
     @property
-    def bytes_sent(self) -> int | None:
-        """Over all axes."""
-        return None if self.sent is None else sum(self.sent.values())
+    def megabytes(self) -> float | None:
+        """Sent over all axes."""
+        return None if self.sent is None else sum(self.sent.values()) / 1e6
 
     @property
     def share_synchronous(self) -> float | None:
         """Share of the steps in which ranks wait for what they receive, in percent; None where there is no log."""
         return None if self.synchronous.value is None else 100 * self.synchronous.value / self.evaluations
-
-    def synchronous_text(self) -> str:
-        """Such as ``4 of 12``; empty where there is no log."""
-        return "" if self.synchronous.value is None else f"{self.synchronous.value:.3g} of {self.evaluations}"
 
 
 class StudyResults:
@@ -150,10 +162,13 @@ class StudyResults:
         """Those of `asked`."""
         return [self.row(at) for at in self.asked()]
 
+    def pictures(self, at: Combination) -> list[Mapping[str, Any]]:
+        """What was measured of the pictures of a combination."""
+        return [picture for result in self.by.get(at, ()) for picture in result["pictures"]]
+
     def row(self, at: Combination) -> Row:
         """One combination."""
-        results = self.by[at]
-        pictures = [picture for result in results for picture in result["pictures"]]
+        results, pictures = self.by[at], self.pictures(at)
         exact = [self.synchronous.get((at[0], p["prompt"], p["seed"]), {}) for p in pictures]
         axes = ("sampler", "strategy", "devices", "warmup")
         real = next((result for result in self.real if tuple(result["cell"][axis] for axis in axes) == at), {})
@@ -175,17 +190,11 @@ class StudyResults:
 
     def psnr_of(self, at: Combination) -> dict[tuple[str, int], float]:
         """PSNR of every picture of a combination, by prompt and seed."""
-        pictures = [picture for result in self.by.get(at, []) for picture in result["pictures"]]
-        return {(p["prompt"], p["seed"]): capped(p["psnr"]) for p in pictures}
+        return {(p["prompt"], p["seed"]): capped(p["psnr"]) for p in self.pictures(at)}
 
     def paired(self, ours: Combination, theirs: Combination) -> Mean:
         """Mean difference in dB of the same pictures generated in two ways; positive: the first is closer."""
         return _paired(self.psnr_of(ours), self.psnr_of(theirs))
-
-    def perceptual_of(self, at: Combination) -> dict[tuple[str, int], float]:
-        """Perceptual distance of every picture of a combination, where it was measured, by prompt and seed."""
-        pictures = [picture for result in self.by.get(at, []) for picture in result["pictures"]]
-        return {(p["prompt"], p["seed"]): p["perceptual"] for p in pictures if p["perceptual"] is not None}
 
     def fixed(self, sampler: str, strategy: str, devices: int) -> dict[int, Combination]:
         """Measured combinations of a fixed warm-up, by its number of steps."""
@@ -259,22 +268,27 @@ class StudyResults:
 
     def _beside(self, at: Combination, other: Combination) -> dict[str, Any]:
         ours, theirs = self.psnr_of(at), self.psnr_of(other)
+        felt, felt_there = (
+            {(p["prompt"], p["seed"]): p["perceptual"] for p in self.pictures(one) if p["perceptual"] is not None}
+            for one in (at, other)
+        )
         return {
             "warmup": other[3],
             "psnr": asdict(self.row(other).psnr),
             "difference": asdict(_paired(ours, theirs)),
             "closer": sum(ours[picture] > theirs[picture] for picture in ours),
-            "perceptual_difference": asdict(_paired(self.perceptual_of(at), self.perceptual_of(other))),
-            "same_steps": self._sets(other) == self._sets(at),
+            "perceptual_difference": asdict(_paired(felt, felt_there)),
+            "same_steps": [self._synchronous(one) for one in self.by[other]]
+            == [self._synchronous(one) for one in self.by[at]],
         }
 
     def _counts(self, at: Combination) -> dict[tuple[str, int], int | None]:
         """Synchronous steps by prompt and seed."""
         return {(p["prompt"], p["seed"]): synchronous_steps(r) for r in self.by[at] for p in r["pictures"]}
 
-    def _sets(self, at: Combination) -> list[list[bool]]:
-        """For every request which steps were synchronous."""
-        return [[step["synchronous"] for step in result.get("steps", ())] for result in self.by[at]]
+    @staticmethod
+    def _synchronous(result: Mapping[str, Any]) -> list[bool]:
+        return [step["synchronous"] for step in result.get("steps", ())]
 
     def rule(self, sampler: str, strategy: str, target: float | None = None) -> dict[str, Any] | None:
         """The warm-up needed at every N for a mean PSNR, and w = a · N^b through it; None without fixed warm-ups.
@@ -291,16 +305,19 @@ class StudyResults:
         }
         if not pictures:
             return None
-        chosen = list(dict.fromkeys(picture for curve in pictures.values() for of in curve.values() for picture in of))
-        curves = _curves(pictures, chosen)
+        chosen = dict.fromkeys(picture for curve in pictures.values() for of in curve.values() for picture in of)
+        levels = {
+            devices: {warmup: np.array([of.get(picture, nan) for picture in chosen]) for warmup, of in curve.items()}
+            for devices, curve in pictures.items()
+        }
         if target is None:
-            target = float(floor(min(max(curve.values()) for curve in curves.values())))
-        needed = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
+            target = float(floor(min(max(curve.values()) for curve in _curves(levels).values())))
+        needed = {devices: first_reaching(curve, target) for devices, curve in _curves(levels).items()}
         points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
         return {
             "target_psnr": target,
             "needed": {str(devices): warmup for devices, warmup in needed.items()},
-            **_power_law(points, pictures, chosen, target),
+            **_power_law(points, levels, len(chosen), target),
             "points": len(points),
             "points_above_zero": sum(warmup > 0 for warmup in points.values()),
         }
@@ -361,33 +378,24 @@ def latency(result: Mapping[str, Any]) -> float | None:
     return max((rank["seconds"] for rank in result.get("ranks", ())), default=None)
 
 
-def _curves(
-    pictures: Mapping[int, Mapping[int, ByPicture]], chosen: Sequence[tuple[str, int]]
-) -> dict[int, dict[int, float]]:
-    """Mean PSNR over the pictures chosen, by devices and warm-up."""
-    curves: dict[int, dict[int, float]] = {}
-    for devices, curve in pictures.items():
-        for warmup, of in curve.items():
-            some = [of[picture] for picture in chosen if picture in of]
-            if some:
-                curves.setdefault(devices, {})[warmup] = sum(some) / len(some)
-    return curves
+def _curves(levels: Levels, some: Any = slice(None)) -> dict[int, dict[int, float]]:
+    """Mean PSNR over some of the pictures, by devices and warm-up."""
+    drawn = {devices: {warmup: of[some] for warmup, of in curve.items()} for devices, curve in levels.items()}
+    return {
+        devices: {warmup: float(np.nanmean(of)) for warmup, of in curve.items() if not np.isnan(of).all()}
+        for devices, curve in drawn.items()
+    }
 
 
-def _power_law(
-    points: Mapping[int, float],
-    pictures: Mapping[int, Mapping[int, ByPicture]],
-    chosen: Sequence[tuple[str, int]],
-    target: float,
-) -> dict[str, Any]:
+def _power_law(points: Mapping[int, float], levels: Levels, pictures: int, target: float) -> dict[str, Any]:
     """Both fits through the warm-ups needed, by devices; see `StudyResults.rule`."""
     fit = fit_power(points) if sum(warmup > 0 for warmup in points.values()) >= FITTED else None
     if fit is None:
         return {"fit": None, "sqrt": None}
     base, spread = fit_root(points)
     interval = None
-    if len(points) > 2 and len(chosen) >= FEWEST:
-        powers = _resampled_powers(pictures, chosen, target)
+    if len(points) > 2 and pictures >= FEWEST:
+        powers = _resampled_powers(levels, pictures, target)
         if len(powers) >= RESAMPLES // 2:
             interval = [powers[round(share * (len(powers) - 1))] for share in (0.025, 0.975)]
     return {
@@ -396,16 +404,14 @@ def _power_law(
     }
 
 
-def _resampled_powers(
-    pictures: Mapping[int, Mapping[int, ByPicture]], chosen: Sequence[tuple[str, int]], target: float
-) -> list[float]:
+def _resampled_powers(levels: Levels, pictures: int, target: float) -> list[float]:
     """Exponents of w = a · N^b on pictures drawn with replacement, sorted; only where every N reaches the target."""
     random, powers = Random(0), []
     for _ in range(RESAMPLES):
-        curves = _curves(pictures, random.choices(chosen, k=len(chosen)))
+        curves = _curves(levels, random.choices(range(pictures), k=pictures))
         points = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
         reached = {devices: warmup for devices, warmup in points.items() if warmup is not None}
-        fit = fit_power(reached) if len(reached) == len(pictures) else None
+        fit = fit_power(reached) if len(reached) == len(levels) else None
         if fit is not None:
             powers.append(fit[1])
     return sorted(powers)
@@ -413,13 +419,10 @@ def _resampled_powers(
 
 def interpolate(known: Mapping[int, float], at: float) -> float | None:
     """The value at a place between measured ones; None outside of them."""
-    below = [place for place in known if place <= at]
-    above = [place for place in known if place >= at]
-    if not below or not above:
+    places = sorted(known)
+    if not places or not places[0] <= at <= places[-1]:
         return None
-    low, high = max(below), min(above)
-    share = (at - low) / (high - low) if high > low else 0.0
-    return known[low] * (1 - share) + known[high] * share
+    return float(np.interp(at, places, [known[place] for place in places]))
 
 
 def first_reaching(curve: Mapping[int, float], target: float) -> float | None:
@@ -440,11 +443,12 @@ def fit_power(points: Mapping[int, float]) -> tuple[float, float, float] | None:
     """
     if len(points) < 2 or not any(points.values()):
         return None
+    devices, warmups = (np.array([*some], dtype=float) for some in (points, points.values()))
 
     def solve(b: float) -> tuple[float, float]:
-        powers = [devices**b for devices in points]
-        a = sum(w * p for w, p in zip(points.values(), powers, strict=True)) / sum(p * p for p in powers)
-        return a, sum((w - a * p) ** 2 for w, p in zip(points.values(), powers, strict=True))
+        powers = devices**b
+        a = warmups @ powers / (powers @ powers)
+        return float(a), float(((warmups - a * powers) ** 2).sum())
 
     best, width = min((n / 20 for n in range(-80, 81)), key=lambda b: solve(b)[1]), 0.05
     while width > 1e-9:
@@ -458,15 +462,43 @@ def fit_root(points: Mapping[int, float]) -> tuple[float | None, float | None]:
     """Least squares of w = base · √N: base and the root mean square of the residuals; None without points."""
     if not points:
         return None, None
-    base = sum(w * sqrt(n) for n, w in points.items()) / sum(points)
-    return base, sqrt(sum((w - base * sqrt(n)) ** 2 for n, w in points.items()) / len(points))
+    roots, warmups = np.sqrt([*points]), np.array([*points.values()], dtype=float)
+    base = float(warmups @ roots / sum(points))
+    return base, float(np.sqrt(((warmups - base * roots) ** 2).mean()))
 
 
 # --------------------------------------------------------------------------------------------------
 # In words
 
+# What findings say; a difference comes with its verdict.
+SENTENCES = {
+    "all": "Every figure is {over}. PSNR compares with the synchronous picture from the same seed.",
+    "root": "{pair}: {many} devices with {longer} warm-up steps against {devices} with {warmup}, which "
+    "a warm-up of base · √N takes for equal: {difference:+.2f} dB: {verdict}.",
+    "warm-up": "{pair}, {devices} devices: {short:.2f} dB with {low} and {long:.2f} dB with {high} "
+    "warm-up {steps}; the difference is {difference:+.2f} dB: warm-up {verdict}.",
+    "compared": "{what}, the same pictures and warm-ups: {difference:+.2f} dB: {verdict} ({count}).",
+    "fixed": "{warmup} with {devices} devices ({strategy}, {sampler}): {synchronous:.3g} of {evaluations} steps "
+    "synchronous, {psnr:.2f} dB; the fixed warm-up with as many: {fixed_psnr:.2f} dB. Difference {difference:+.2f} dB: "
+    "{verdict}.",
+    "other": "{warmup} with {devices} devices ({strategy}, {sampler}) against the best other policy of those measured "
+    "with {synchronous:.3g} synchronous steps, {other}: {difference:+.2f} dB: {verdict}.",
+    "gain": "{strategy}, {sampler}, {devices} devices: of all steps after the first, making step {step} synchronous "
+    "gains most, {mean:+.2f} dB.",
+    "cost": "{strategy}, {sampler}, {devices} devices: the one stale step that costs most is step {step}: {mean:.2f} "
+    "dB are left.",
+    "real": "On {devices} real ranks ({strategy}, {sampler}, {policies}) the picture {bits}. A request took {seconds} "
+    "s{alone}; ranks spent {share} % of their time inside collectives.",
+    "needed": "{strategy}, {sampler}: for {target_psnr:g} dB the warm-up steps needed are {steps}.",
+    "no fit": " A rule is not determined: {points_above_zero} of {numbers} numbers of devices need a warm-up above "
+    "zero and reach the target, and a fit of two parameters takes {fitted}.",
+    "fit": " Least squares: w = {a:.2f} · N^{b:.2f} (residual {residual:.2f} steps{sure}); w = {base:.2f} · √N leaves "
+    "{root_residual:.2f} steps. {points} points and two parameters: an indication, not a law.",
+    "sure": ", 95 of 100 resampled studies from N^{:.2f} to N^{:.2f}",
+}
 
-def findings(results: StudyResults, rules: Mapping[tuple[str, str], Mapping[str, Any] | None]) -> list[str]:
+
+def findings(results: StudyResults, rules: Mapping[Pair, Mapping[str, Any] | None]) -> list[str]:
     """Sentences made from the figures. A difference under two standard errors is called none."""
     plan = results.plan
     pictures = max((row.pictures for row in results.rows()), default=0)
@@ -475,28 +507,30 @@ def findings(results: StudyResults, rules: Mapping[tuple[str, str], Mapping[str,
         if pictures > 1
         else "of one picture, and has no standard error"
     )
-    sentences = [f"Every figure is {over}. PSNR compares with the synchronous picture from the same seed."]
-    for sampler, strategy in plan.pairs:
-        sentences += _of_strategy(results, sampler, strategy)
-        rule = rules.get((sampler, strategy))
+    said = [SENTENCES["all"].format(over=over)]
+    for pair in plan.pairs:
+        said += _of_strategy(results, pair)
+        rule = rules.get(pair)
         if rule is not None:
-            sentences.append(_rule_text(sampler, strategy, rule))
-        for pair in results.root_pairs(sampler, strategy):
-            apart = Mean(**pair["difference"])
-            devices, warmup = pair["devices"], pair["warmup"]
-            sentences.append(
-                f"{strategy}, {sampler}: {4 * devices} devices with {2 * warmup} warm-up steps against {devices} "
-                f"with {warmup}, which a warm-up of base · √N takes for equal: {signed(apart)} dB: "
-                f"{_verdict(apart, 'closer', 'farther off')}."
-            )
+            said.append(_rule_text(*pair, rule))
+        for roots in results.root_pairs(*pair):
+            apart = Mean(**roots["difference"])
+            facts = {**roots, "difference": apart, "verdict": apart.verdict("closer", "farther off")}
+            facts |= {"many": 4 * roots["devices"], "longer": 2 * roots["warmup"]}
+            said.append(SENTENCES["root"].format(pair=pair, **facts))
     for ours, theirs in pairwise(plan.strategies):
-        sentences += _compared(results, f"{ours} against {theirs}", 1, ours, theirs)
+        said += _compared(results, f"{ours} against {theirs}", 1, ours, theirs)
     for ours, theirs in pairwise(plan.samplers):
-        sentences += _compared(results, f"sampler {ours} against {theirs}", 0, ours, theirs)
-    sentences += policy_findings(results)
+        said += _compared(results, f"sampler {ours} against {theirs}", 0, ours, theirs)
+    said += policy_findings(results)
     for single in results.single_steps():
-        sentences += _single_text(single)
-    return sentences + _real_text(results)
+        for name, measured, most in (("gain", "gain", max), ("cost", "psnr_with_one_stale", min)):
+            steps = zip(single["steps"], (Mean(**one) for one in single[measured]), strict=True)
+            known = {step: one for step, one in steps if one.value is not None}
+            if known:
+                step = most(known, key=lambda step: known[step].value or 0.0)
+                said.append(SENTENCES[name].format(step=step, mean=known[step], **single))
+    return said + _real_text(results)
 
 
 def _real_text(results: StudyResults) -> list[str]:
@@ -505,25 +539,21 @@ def _real_text(results: StudyResults) -> list[str]:
     for result in results.real:
         cell = result["cell"]
         groups.setdefault((cell["sampler"], cell["strategy"], cell["devices"]), []).append(result)
-    sentences = []
+    said = []
     for (sampler, strategy, devices), some in groups.items():
         others = [result["cell"]["warmup"] for result in some if not result["equal_to_simulation"]]
-        bits = (
-            f"differs from the simulated one with {', '.join(others)}"
-            if others
-            else "has the same bits as the simulated one"
-        )
-        ranks = [rank for result in some for rank in result["ranks"]]
-        share = [100 * rank["in_collectives"] / rank["seconds"] for rank in ranks]
-        seconds = [seconds for result in some if (seconds := latency(result)) is not None]
         alone = next((result["one_device_seconds"] for result in some if "one_device_seconds" in result), None)
-        beside = "" if alone is None else f", one device {alone:.2f} s"
-        policies = f"{len(some)} policies" if len(some) > 1 else some[0]["cell"]["warmup"]
-        sentences.append(
-            f"On {devices} real ranks ({strategy}, {sampler}, {policies}) the picture {bits}. A request took "
-            f"{_range(seconds, 2)} s{beside}; ranks spent {_range(share, 0)} % of their time inside collectives."
-        )
-    return sentences
+        facts = {
+            "policies": f"{len(some)} policies" if len(some) > 1 else some[0]["cell"]["warmup"],
+            "bits": f"differs from the simulated one with {', '.join(others)}"
+            if others
+            else "has the same bits as the simulated one",
+            "seconds": _range([seconds for result in some if (seconds := latency(result)) is not None], 2),
+            "alone": "" if alone is None else f", one device {alone:.2f} s",
+            "share": _range([100 * r["in_collectives"] / r["seconds"] for result in some for r in result["ranks"]], 0),
+        }
+        said.append(SENTENCES["real"].format(sampler=sampler, strategy=strategy, devices=devices, **facts))
+    return said
 
 
 def _range(values: Sequence[float], digits: int) -> str:
@@ -533,52 +563,46 @@ def _range(values: Sequence[float], digits: int) -> str:
 
 def policy_findings(results: StudyResults) -> list[str]:
     """Of `findings` those that compare policies with as many synchronous steps."""
-    sentences = []
+    said = []
     for policy in results.against_fixed():
-        apart = Mean(**policy["difference"])
-        sentences.append(
-            f"{_policy(policy)}: {policy['synchronous']:.3g} of {policy['evaluations']} steps synchronous, "
-            f"{Mean(**policy['psnr']).text()} dB; the fixed warm-up with as many: "
-            f"{Mean(**policy['fixed_psnr']).text()} dB. Difference {signed(apart)} dB: {_verdict(apart)}."
-        )
+        means = {name: Mean(**policy[name]) for name in ("psnr", "fixed_psnr", "difference")}
+        said.append(SENTENCES["fixed"].format_map({**policy, **means, "verdict": means["difference"].verdict()}))
     for policy in results.against_others():
         best = policy["others"][0]
         apart = Mean(**best["difference"])
-        verdict = "the same steps" if best["same_steps"] else _verdict(apart)
-        sentences.append(
-            f"{_policy(policy)} against the best other policy of those measured with {policy['synchronous']:.3g} "
-            f"synchronous steps, {best['warmup']}: {signed(apart)} dB: {verdict}."
-        )
-    return sentences
-
-
-def _policy(heading: Mapping[str, Any]) -> str:
-    return "{warmup} with {devices} devices ({strategy}, {sampler})".format(**heading)
+        verdict = "the same steps" if best["same_steps"] else apart.verdict()
+        facts = {**policy, "other": best["warmup"], "difference": apart, "verdict": verdict}
+        said.append(SENTENCES["other"].format_map(facts))
+    return said
 
 
 def _count(pictures: int) -> str:
     return f"{pictures} {'picture' if pictures == 1 else 'pictures'}"
 
 
-def _of_strategy(results: StudyResults, sampler: str, strategy: str) -> list[str]:
-    plan, sentences = results.plan, []
+def _of_strategy(results: StudyResults, pair: Pair) -> list[str]:
+    plan, said = results.plan, []
     for devices in plan.devices:
-        some = results.stale_fixed(sampler, strategy, devices)
+        some = results.stale_fixed(*pair, devices)
         if len(some) < 2:
             continue
         low, high = min(some), max(some)
         gain = results.paired(some[high], some[low])
-        steps = "step" if high == 1 else "steps"
-        sentences.append(
-            f"{strategy}, {sampler}, {devices} devices: {results.row(some[low]).psnr.text()} dB with {low} and "
-            f"{results.row(some[high]).psnr.text()} dB with {high} warm-up {steps}; the difference is {signed(gain)} "
-            f"dB: warm-up {_verdict(gain, 'helped', 'hurt', 'made no difference that can be told')}."
-        )
+        facts = {
+            "devices": devices,
+            "low": low,
+            "short": results.row(some[low]).psnr,
+            "high": high,
+            "long": results.row(some[high]).psnr,
+            "steps": "step" if high == 1 else "steps",
+            "difference": gain,
+            "verdict": gain.verdict("helped", "hurt", "made no difference that can be told"),
+        }
+        said.append(SENTENCES["warm-up"].format(pair=pair, **facts))
     few, many = min(plan.devices), max(plan.devices)
     if few < many:
-        what = f"{strategy}, {sampler}: {few} devices against {many}"
-        sentences += _compared(results, what, 2, few, many, (sampler, strategy))
-    return sentences
+        said += _compared(results, f"{pair}: {few} devices against {many}", 2, few, many, pair)
+    return said
 
 
 def _compared(
@@ -590,64 +614,20 @@ def _compared(
     apart = difference((results.psnr_of(at), results.psnr_of(other)) for at, other in pairs)
     if apart.value is None:
         return []
-    verdict = f"{_verdict(apart, 'closer', 'farther off')} ({_count(apart.count)})"
-    return [f"{what}, the same pictures and warm-ups: {signed(apart)} dB: {verdict}."]
-
-
-def _verdict(
-    apart: Mean, better: str = "better", worse: str = "worse", none: str = "no difference that can be told"
-) -> str:
-    if apart.value is None:
-        return "not measured"
-    if apart.error is None:
-        return f"{better if apart.value > 0 else worse if apart.value < 0 else none}, on one picture only"
-    if abs(apart.value) <= 2 * apart.error:
-        return none
-    return better if apart.value > 0 else worse
-
-
-def signed(value: Mean, digits: int = 2) -> str:
-    """As `Mean.text`, with a sign."""
-    text = value.text(digits)
-    return text if text.startswith("-") or not text else f"+{text}"
+    facts = {"difference": apart, "verdict": apart.verdict("closer", "farther off"), "count": _count(apart.count)}
+    return [SENTENCES["compared"].format(what=what, **facts)]
 
 
 def _rule_text(sampler: str, strategy: str, rule: Mapping[str, Any]) -> str:
-    needed = ", ".join(
+    steps = ", ".join(
         f"{'none of those measured' if warmup is None else f'{warmup:.1f}'} at N = {devices}"
         for devices, warmup in rule["needed"].items()
     )
-    text = f"{strategy}, {sampler}: for {rule['target_psnr']:g} dB the warm-up steps needed are {needed}."
+    text = SENTENCES["needed"].format(sampler=sampler, strategy=strategy, steps=steps, **rule)
     fit, root = rule["fit"], rule["sqrt"]
     if fit is None:
-        return (
-            f"{text} A rule is not determined: {rule['points_above_zero']} of {len(rule['needed'])} numbers of devices "
-            f"need a warm-up above zero and reach the target, and a fit of two parameters takes {FITTED}."
-        )
+        return text + SENTENCES["no fit"].format(numbers=len(rule["needed"]), fitted=FITTED, **rule)
     interval = fit["b_interval"]
-    sure = "" if interval is None else f", 95 of 100 resampled studies from N^{interval[0]:.2f} to N^{interval[1]:.2f}"
-    return (
-        f"{text} Least squares: w = {fit['a']:.2f} · N^{fit['b']:.2f} (residual {fit['residual']:.2f} steps{sure}); "
-        f"w = {root['base']:.2f} · √N leaves {root['residual']:.2f} steps. {rule['points']} points and two "
-        "parameters: an indication, not a law."
-    )
-
-
-def _single_text(single: Mapping[str, Any]) -> list[str]:
-    gains, costs = (
-        {step: Mean(**one) for step, one in zip(single["steps"], single[name], strict=True) if one["value"] is not None}
-        for name in ("gain", "psnr_with_one_stale")
-    )
-    where = f"{single['strategy']}, {single['sampler']}, {single['devices']} devices"
-    sentences = []
-    if gains:
-        best = max(gains, key=lambda step: gains[step].value or 0.0)
-        sentences.append(
-            f"{where}: of all steps after the first, making step {best} synchronous gains most, "
-            f"{signed(gains[best])} dB."
-        )
-    if costs:
-        worst = min(costs, key=lambda step: costs[step].value or 0.0)
-        left = costs[worst].text()
-        sentences.append(f"{where}: the one stale step that costs most is step {worst}: {left} dB are left.")
-    return sentences
+    sure = "" if interval is None else SENTENCES["sure"].format(*interval)
+    facts = {**rule, **fit, **root, "residual": fit["residual"], "root_residual": root["residual"], "sure": sure}
+    return text + SENTENCES["fit"].format_map(facts)

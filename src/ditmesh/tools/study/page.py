@@ -25,15 +25,13 @@ from .analysis import (
     CAP,
     Combination,
     Mean,
-    Row,
     StudyResults,
     findings,
     latency,
     policy_findings,
-    signed,
     synchronous_steps,
 )
-from .plan import SYNCHRONOUS
+from .plan import SYNCHRONOUS, Pair
 from .samplers import scheduler_class
 
 # Pictures of a grid, and lines of a chart, that still can be told apart.
@@ -43,7 +41,7 @@ DISTRIBUTED = 8
 # Pixels of a picture's side, on the page; larger ones are shrunk.
 SIDE = 512
 
-Rules = Mapping[tuple[str, str], Mapping[str, Any] | None]
+Rules = Mapping[Pair, Mapping[str, Any] | None]
 
 
 def write(
@@ -66,12 +64,8 @@ def write(
         "strategies": list(plan.strategies),
         "findings": sentences,
         "table": [asdict(row) for row in results.rows()],
-        "rules": [{"sampler": of[0], "strategy": of[1], **rule} for of, rule in rules.items() if rule is not None],
-        "root_pairs": [
-            {"sampler": sampler, "strategy": strategy, **pair}
-            for sampler, strategy in plan.pairs
-            for pair in results.root_pairs(sampler, strategy)
-        ],
+        "rules": [{**pair._asdict(), **rule} for pair, rule in rules.items() if rule is not None],
+        "root_pairs": [{**pair._asdict(), **roots} for pair in plan.pairs for roots in results.root_pairs(*pair)],
         "against_fixed": results.against_fixed(),
         "against_others": results.against_others(),
         "single_steps": results.single_steps(),
@@ -137,7 +131,7 @@ def page_of(
     report.points([sentence for sentence in sentences if sentence not in policies])
     report.section("Quality")
     for pair in plan.pairs:
-        _table(report, results, *pair)
+        _table(report, results, pair)
     if not available():
         report.text(HINT, note=True)
     report.section("Quality against time and bytes")
@@ -148,18 +142,18 @@ def page_of(
         _others(report, results)
     report.section("Warm-up")
     for pair in plan.pairs:
-        _warmup_charts(report, results, *pair, rules.get(pair))
+        _warmup_charts(report, results, pair, rules.get(pair))
     report.section("Pictures")
     for pair in plan.pairs:
-        _pictures(report, results, *pair, pictures)
-        _frames(report, results, *pair)
+        _pictures(report, results, pair, pictures)
+        _frames(report, results, pair)
     report.section("Error of the prediction, step by step")
     report.text(PREDICTION)
     for pair in plan.pairs:
-        _loss_curves(report, results, *pair)
+        _loss_curves(report, results, pair)
     report.section("Step by layer")
     for pair in plan.pairs:
-        _heat_maps(report, results, *pair)
+        _heat_maps(report, results, pair)
     _single_steps(report, results)
     _real_ranks(report, results)
     report.section("Circumstances")
@@ -185,17 +179,14 @@ def circumstances(results: StudyResults) -> dict[str, Any]:
         "device": setup.device,
         "devices (N)": plan.devices,
         "warm-up policies": plan.warmups,
-        "samplers": [_sampler(name, setup.model) for name in plan.samplers],
+        "samplers": [
+            f"{name} ({kind})" if (kind := scheduler_class(name, Path(setup.model))) else name for name in plan.samplers
+        ],
         "strategies": plan.strategies,
         "prompts": [f"“{prompt}”" for prompt in dict.fromkeys(prompt for prompt, _ in asked)],
         "seeds": f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 2 else seeds,
         "pictures": len(asked),
     }
-
-
-def _sampler(name: str, model: str) -> str:
-    kind = scheduler_class(name, Path(model))
-    return f"{name} ({kind})" if kind else name
 
 
 PREDICTION = (
@@ -205,23 +196,24 @@ PREDICTION = (
 )
 
 
-def _table(report: Report, results: StudyResults, sampler: str, strategy: str) -> None:
-    mine = [row for row in results.rows() if (row.sampler, row.strategy) == (sampler, strategy)]
+def _table(report: Report, results: StudyResults, pair: Pair) -> None:
+    mine = [row for row in results.rows() if (row.sampler, row.strategy) == pair]
     axes = sorted({axis for row in mine for axis in row.sent or ()})
     header = ["configuration", "synchronous", "PSNR dB", "SSIM", NAME, "nearest picture", "time s", "one device s"]
     header += ["sent MB", *(f"{axis} MB" for axis in axes if len(axes) > 1)]
     rows, exact = [], ""
     for row in mine:
         equal = f" ({row.equal} equal)" if row.equal else ""
-        quality = (row.psnr.text() + equal, row.ssim.text(4), row.perceptual.text(4), row.right.text(3))
-        sent = [row.bytes_sent, *((row.sent or {}).get(axis, 0) for axis in axes if len(axes) > 1)]
-        costs = [number_text(row.seconds), number_text(row.one_device_seconds)]
-        costs += ["" if row.sent is None or count is None else number_text(count / 1e6) for count in sent]
-        rows.append((f"N = {row.devices}, {row.warmup}", row.synchronous_text(), *quality, *costs))
+        quality = (f"{row.psnr:.2f}{equal}", f"{row.ssim:.4f}", f"{row.perceptual:.4f}", f"{row.right:.3f}")
+        costs = [number_text(row.seconds), number_text(row.one_device_seconds), number_text(row.megabytes)]
+        if len(axes) > 1:
+            costs += ["" if row.sent is None else number_text(row.sent.get(axis, 0) / 1e6) for axis in axes]
+        synchronous = "" if row.synchronous.value is None else f"{row.synchronous.value:.3g} of {row.evaluations}"
+        rows.append((f"N = {row.devices}, {row.warmup}", synchronous, *quality, *costs))
         if row.right_synchronous.value is not None:
             exact = (
                 " Nearest picture: share of drawings whose nearest training picture is the one asked for (of the "
-                f"synchronous drawings: {row.right_synchronous.text(3)})."
+                f"synchronous drawings: {row.right_synchronous:.3f})."
             )
     costs = [" Sent: by all ranks together in the first request."] if axes else []
     if any(row.seconds is not None for row in mine):
@@ -229,7 +221,7 @@ def _table(report: Report, results: StudyResults, sampler: str, strategy: str) -
     report.table(
         header,
         rows,
-        f"{strategy}, {sampler}: against the synchronous picture; mean ± standard error over pictures. In means an "
+        f"{pair}: against the synchronous picture; mean ± standard error over pictures. In means an "
         f"equal picture counts as {CAP:g} dB.{exact}{''.join(costs)}",
     )
 
@@ -242,12 +234,12 @@ def _costs(report: Report, results: StudyResults) -> None:
         alone = next((row.one_device_seconds for row in rows if row.one_device_seconds is not None), None)
         beside = "" if alone is None else f" One device took {number_text(alone)} s."
         for what, axis, cost, more in (
-            ("time", "time of a request, s", _seconds, f" First request, on real ranks.{beside}"),
-            ("bytes", "sent by all ranks, MB", _megabytes, " First request; all ranks and axes together."),
+            ("time", "time of a request, s", "seconds", f" First request, on real ranks.{beside}"),
+            ("bytes", "sent by all ranks, MB", "megabytes", " First request; all ranks and axes together."),
             (
                 "synchronous steps",
                 "steps in which ranks wait, %",
-                _waiting,
+                "share_synchronous",
                 " Stale steps send as much as synchronous ones, and compute meanwhile: what is sent does not tell "
                 "warm-ups apart, and the share of steps that wait does.",
             ),
@@ -257,7 +249,7 @@ def _costs(report: Report, results: StudyResults) -> None:
                     f"N = {row.devices}, {row.warmup}", f"N={row.devices} {row.warmup}", row.strategy, x, row.psnr.value
                 )
                 for row in rows
-                if (x := cost(row)) is not None and row.psnr.value is not None
+                if (x := getattr(row, cost)) is not None and row.psnr.value is not None
             ]
             if points:
                 chart = scatter_chart(points, f"PSNR against {what}, {sampler}", axis, "PSNR, dB")
@@ -276,35 +268,22 @@ def _costs(report: Report, results: StudyResults) -> None:
         report.text(f"Not known without --real: bytes that {' and '.join(unknown)} would send.", note=True)
 
 
-def _seconds(row: Row) -> float | None:
-    return row.seconds
-
-
-def _waiting(row: Row) -> float | None:
-    return row.share_synchronous
-
-
-def _megabytes(row: Row) -> float | None:
-    return None if row.bytes_sent is None else row.bytes_sent / 1e6
-
-
 def _others(report: Report, results: StudyResults) -> None:
     rows = []
     for policy in results.against_others():
         for other in policy["others"]:
             apart = Mean(**other["difference"])
-            clear = apart.value is not None and apart.error is not None and abs(apart.value) > 2 * apart.error
-            kind = ("good" if (apart.value or 0) > 0 else "bad") if clear else ""
+            kind = ("good" if (apart.value or 0) > 0 else "bad") if apart.is_clear else ""
             same = other["same_steps"]
             rows.append(
                 (
                     f"{policy['sampler']}, {policy['strategy']}, N = {policy['devices']}",
                     f"{policy['synchronous']:g} of {policy['evaluations']}",
                     Styled(policy["warmup"], "name"),
-                    Mean(**policy["psnr"]).text(),
+                    f"{Mean(**policy['psnr']):.2f}",
                     Styled(other["warmup"], "name"),
-                    Mean(**other["psnr"]).text(),
-                    Styled("the same steps" if same else signed(apart), kind),
+                    f"{Mean(**other['psnr']):.2f}",
+                    Styled("the same steps" if same else f"{apart:+.2f}", kind),
                     "" if same else f"{other['closer']} of {apart.count}",
                 )
             )
@@ -317,12 +296,10 @@ def _others(report: Report, results: StudyResults) -> None:
         )
 
 
-def _warmup_charts(
-    report: Report, results: StudyResults, sampler: str, strategy: str, rule: Mapping[str, Any] | None
-) -> None:
-    of, lines = f"{strategy}, {sampler}", []
+def _warmup_charts(report: Report, results: StudyResults, pair: Pair, rule: Mapping[str, Any] | None) -> None:
+    of, lines = f"{pair}", []
     for devices in results.plan.devices:
-        fixed = results.stale_fixed(sampler, strategy, devices)
+        fixed = results.stale_fixed(*pair, devices)
         if fixed:
             lines.append(_line(f"N = {devices}", fixed, [results.row(at).psnr for at in fixed.values()]))
     if not lines:
@@ -353,36 +330,33 @@ def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:
     return replace(series, low=low, high=high)
 
 
-def _pictures(report: Report, results: StudyResults, sampler: str, strategy: str, folder: Path) -> None:
+def _pictures(report: Report, results: StudyResults, pair: Pair, folder: Path) -> None:
     """One picture with every policy and N, and under each how it differs from the synchronous one: first and worst."""
     hidden = results.plan.warmups[ROWS:]
     more = f" Not shown: {', '.join(hidden)}." if hidden else ""
-    first, worst = _first_and_worst(results, sampler, strategy)
+    first, worst = _first_and_worst(results, pair)
     for which, asked in (("first", first), ("worst", worst)):
         if asked is None or (which == "worst" and asked == first):
             continue
-        rows = _rows_of(results, sampler, strategy, folder, asked)
+        rows = _rows_of(results, pair, folder, asked)
         what = "the first picture" if which == "first" else "the picture with the lowest PSNR of all"
         report.pictures(
             rows,
-            f"{strategy}, {sampler}: {what}, at the top left the synchronous one; under each the largest absolute "
+            f"{pair}: {what}, at the top left the synchronous one; under each the largest absolute "
             "difference of a pixel's 8-bit values, of values from 0 to 1. One scale serves a row: its bright end is "
             "the 99th percentile of the row's differences. Dashes: where the ranks' shares of the image meet, if they "
             f"are even.{more}",
         )
-    _distribution(report, results, sampler, strategy)
+    _distribution(report, results, pair)
 
 
-def _first_and_worst(
-    results: StudyResults, sampler: str, strategy: str
-) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+def _first_and_worst(results: StudyResults, pair: Pair) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
     """Prompt and seed of the first picture, and of the one with the lowest PSNR of any policy and N."""
     some = [
         (picture["prompt"], picture["seed"], picture["psnr"])
         for at in results.asked()
-        if at[:2] == (sampler, strategy)
-        for cell in results.by[at]
-        for picture in cell["pictures"]
+        if at[:2] == pair
+        for picture in results.pictures(at)
     ]
     if not some:
         return None, None
@@ -390,22 +364,19 @@ def _first_and_worst(
     return some[0][:2], worst[:2]
 
 
-def _rows_of(
-    results: StudyResults, sampler: str, strategy: str, folder: Path, asked: tuple[str, int]
-) -> list[list[Shown]]:
+def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, int]) -> list[list[Shown]]:
     """For every policy a row of one picture by N, and a row of their differences; the synchronous one stands once."""
-    exact_file = folder / results.synchronous[(sampler, *asked)]["file"]
+    exact_file = folder / results.synchronous[(pair.sampler, *asked)]["file"]
     exact, rows = _read(exact_file), []
     for warmup in results.plan.warmups[:ROWS]:
         found: list[tuple[int, str, Image.Image]] = []
         for devices in results.plan.devices:
-            for cell in results.by.get((sampler, strategy, devices, warmup), ()):
-                for picture in cell["pictures"]:
-                    if (picture["prompt"], picture["seed"]) == asked:
-                        psnr = CAP + 1 if picture["psnr"] is None else picture["psnr"]
-                        over = f"{psnr:.1f} dB" if psnr <= CAP else f"over {CAP:g} dB"
-                        caption = f"N = {devices}, {warmup}: {'equal' if picture['equal'] else over}"
-                        found.append((devices, caption, _read(folder / picture["file"])))
+            for picture in results.pictures((pair.sampler, pair.strategy, devices, warmup)):
+                if (picture["prompt"], picture["seed"]) == asked:
+                    psnr = CAP + 1 if picture["psnr"] is None else picture["psnr"]
+                    over = f"{psnr:.1f} dB" if psnr <= CAP else f"over {CAP:g} dB"
+                    caption = f"N = {devices}, {warmup}: {'equal' if picture['equal'] else over}"
+                    found.append((devices, caption, _read(folder / picture["file"])))
         if not found:
             continue
         begin = Shown(None) if rows else _shown(exact, SYNCHRONOUS, asked[0])
@@ -426,9 +397,9 @@ def _rows_of(
     return rows
 
 
-def _distribution(report: Report, results: StudyResults, sampler: str, strategy: str) -> None:
+def _distribution(report: Report, results: StudyResults, pair: Pair) -> None:
     """Share of the pictures up to every PSNR, a line for each policy, at the most devices."""
-    charted = _charted(results, sampler, strategy)
+    charted = _charted(results, pair)
     if not charted:
         return
     devices = max(charted)
@@ -439,18 +410,19 @@ def _distribution(report: Report, results: StudyResults, sampler: str, strategy:
             shares = tuple(100 * (place + 1) / len(values) for place in range(len(values)))
             lines.append(Series(at[3], tuple(values), shares))
     if lines:
-        of = f"{strategy}, {sampler}, {devices} devices"
+        of = f"{pair}, {devices} devices"
         chart = line_chart(lines, f"Pictures up to every PSNR, {of}", "PSNR, dB", "share of the pictures, %")
         report.chart(chart, f"{of}: share of the pictures whose PSNR is at most so much; farther right is better.")
 
 
-def _frames(report: Report, results: StudyResults, sampler: str, strategy: str) -> None:
+def _frames(report: Report, results: StudyResults, pair: Pair) -> None:
     """Of videos: how far every frame is from the synchronous one, with every policy and N."""
     values: dict[tuple[str, str], float] = {}
     count = 0
     for devices, warmup in product(results.plan.devices, results.plan.warmups):
-        videos = [one for cell in results.by.get((sampler, strategy, devices, warmup), ()) for one in cell["pictures"]]
-        levels = [one["frames"] for one in videos if "frames" in one]
+        levels = [
+            one["frames"] for one in results.pictures((pair.sampler, pair.strategy, devices, warmup)) if "frames" in one
+        ]
         for frame, several in enumerate(zip(*levels, strict=True)):
             count = max(count, frame + 1)
             # The mean of the errors, as a root: of equal frames there is none.
@@ -458,9 +430,9 @@ def _frames(report: Report, results: StudyResults, sampler: str, strategy: str) 
             values[f"N = {devices}, {warmup}", str(frame + 1)] = float(np.mean(errors)) ** 0.5
     if values:
         found = grid(values, columns=[str(frame + 1) for frame in range(count)])
-        title = f"Root mean square difference of every frame, {strategy}, {sampler}"
+        title = f"Root mean square difference of every frame, {pair}"
         said = "of values from 0 to 1, from the synchronous video, by frame"
-        report.chart(heat_map(found, title, "frame", "policy", log=True), f"{strategy}, {sampler}: difference, {said}.")
+        report.chart(heat_map(found, title, "frame", "policy", log=True), f"{pair}: difference, {said}.")
 
 
 def _read(file: Path) -> Image.Image:
@@ -484,7 +456,7 @@ def _difference(apart: np.ndarray, bright: float, devices: int, name: str) -> Sh
     return _shown(shades, caption, f"{name} against the synchronous picture", bright)
 
 
-def _charted(results: StudyResults, sampler: str, strategy: str) -> dict[int, list[Combination]]:
+def _charted(results: StudyResults, pair: Pair) -> dict[int, list[Combination]]:
     """Combinations of one chart, by the number of devices.
 
     Where every step is synchronous there is no error. If there are too many, the last one asked for still is shown.
@@ -492,15 +464,15 @@ def _charted(results: StudyResults, sampler: str, strategy: str) -> dict[int, li
     by: dict[int, list[Combination]] = {}
     for at in results.asked():
         row = results.row(at)
-        if row.synchronous.value != row.evaluations and at[:2] == (sampler, strategy):
+        if row.synchronous.value != row.evaluations and at[:2] == pair:
             by.setdefault(at[2], []).append(at)
     return {devices: [*some[: LINES - 1], *some[LINES - 1 :][-1:]] for devices, some in by.items()}
 
 
-def _loss_curves(report: Report, results: StudyResults, sampler: str, strategy: str) -> None:
+def _loss_curves(report: Report, results: StudyResults, pair: Pair) -> None:
     charts: list[tuple[Chart, str]] = []
-    for devices, some in _charted(results, sampler, strategy).items():
-        of = f"{strategy}, {sampler}, {devices} devices"
+    for devices, some in _charted(results, pair).items():
+        of = f"{pair}, {devices} devices"
         own = {at[3]: results.prediction_errors(at) for at in some}
         same = {at[3]: [Mean(e, None, 1) for e in results.by[at][0].get("same_latents") or ()] for at in some}
         for errors, on, bars in (
@@ -514,15 +486,15 @@ def _loss_curves(report: Report, results: StudyResults, sampler: str, strategy: 
     report.charts(charts)
 
 
-def _heat_maps(report: Report, results: StudyResults, sampler: str, strategy: str) -> None:
+def _heat_maps(report: Report, results: StudyResults, pair: Pair) -> None:
     """Of the most devices with the shortest warm-up there is: there is most to see."""
-    some = [at for at in results.by if at[:2] == (sampler, strategy) and at[3] in results.plan.warmups]
+    some = [at for at in results.by if at[:2] == pair and at[3] in results.plan.warmups]
     some = [at for at in some if at[2] == max(at[2] for at in some)]
     if not some:
         return
     # Without any warm-up the first step alone would be seen.
     at = next((at for at in some if at[3] != "fixed(0)"), some[0])
-    first, of = results.by[at][0], f"{strategy}, {sampler}, {at[2]} devices, {at[3]}"
+    first, of = results.by[at][0], f"{pair}, {at[2]} devices, {at[3]}"
     steps = first.get("steps", [])
     charts: list[tuple[Chart, str]] = []
     drifts = {(block, str(s["step"] + 1)): drift for s in steps for block, drift in s["drift"].items()}

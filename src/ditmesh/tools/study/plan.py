@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from ...config import Compression, ParallelConfig
 from ...errors import ConfigError, InputError
@@ -126,6 +126,16 @@ def steps_text(steps: Iterable[int]) -> str:
     return f"steps({' '.join(map(str, sorted(steps)))})"
 
 
+class Pair(NamedTuple):
+    """A sampler and a strategy."""
+
+    sampler: str
+    strategy: str
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {self.sampler}"
+
+
 @dataclass(frozen=True)
 class StudyPlan:
     """A whole study.
@@ -145,9 +155,9 @@ class StudyPlan:
     which: tuple[str, int] | None = None
 
     @property
-    def pairs(self) -> list[tuple[str, str]]:
-        """Samplers and strategies, everything combined with everything."""
-        return list(product(self.samplers, self.strategies))
+    def pairs(self) -> list[Pair]:
+        """Everything combined with everything."""
+        return [Pair(*pair) for pair in product(self.samplers, self.strategies)]
 
 
 def split_list(text: str, option: str) -> list[str]:
@@ -263,20 +273,17 @@ def make_plan(
             if real and first:
                 cells.append(replace(cell, real=True))
         if which:
-            cells += _single_steps(base, strategies[0], devices[0], setup.steps)
+            # Only step 0, or all steps, synchronous; and each other step added, or taken away.
+            chosen = [{0}, *({0, step} for step in range(1, setup.steps))]
+            chosen += [set(range(setup.steps)) - {step} for step in range(1, setup.steps)]
+            single = replace(base, strategy=strategies[0], devices=devices[0])
+            cells += [replace(single, warmup=steps_text(some)) for some in chosen]
     for cell in cells:
         # What the engine would refuse is refused here.
         cell.config()
     singles = (strategies[0], devices[0]) if which else None
     asked: Any = map(tuple, (devices, warmups, samplers, strategies))
     return StudyPlan(setup, tuple(dict.fromkeys(cells)), *asked, which=singles)
-
-
-def _single_steps(base: Cell, strategy: str, devices: int, steps: int) -> list[Cell]:
-    """Only step 0, or all steps, synchronous; and each other step added, or taken away."""
-    chosen = [{0}, *({0, step} for step in range(1, steps))]
-    chosen += [set(range(steps)) - {step} for step in range(1, steps)]
-    return [replace(base, strategy=strategy, devices=devices, warmup=steps_text(some)) for some in chosen]
 
 
 def weights_digest(folder: Path) -> str:
