@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..config import ParallelConfig
-from ..errors import ConfigError, did_you_mean, nearest_problem, reason_of, what_is_wrong
+from ..errors import ConfigError, InputError, did_you_mean, nearest_problem, reason_of, what_is_wrong
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -35,6 +36,24 @@ class LoraConfig(BaseModel):
     alpha: Annotated[float, Field(gt=0)] | None = None
     dropout: BelowOne = 0.0
     target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def for_peft(self) -> Any:
+        """The adapters as peft has them.
+
+        Raises:
+            InputError: peft is not installed.
+        """
+        try:
+            from peft import LoraConfig as PeftConfig
+        except ImportError:
+            raise InputError("lora needs peft, which is not installed; pip install peft") from None
+        return PeftConfig(
+            r=self.rank,
+            lora_alpha=cast(int, self.rank if self.alpha is None else self.alpha),
+            lora_dropout=self.dropout,
+            init_lora_weights="gaussian",
+            target_modules=list(self.target_modules),
+        )
 
 
 class TrainConfig(BaseModel):
@@ -197,60 +216,63 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
+        for problem in chain(self._problems_of_steps(), self._problems_of_ranks(), self._problems_of_weights()):
+            raise ValueError(problem)
+        return self
+
+    def _problems_of_steps(self) -> Iterator[str]:
         share = self.train_batch_size * self.parallel.data
         if self.global_batch_size is not None and self.global_batch_size % share:
-            raise ValueError(
+            yield (
                 f"global_batch_size={self.global_batch_size} is no multiple of train_batch_size="
                 f"{self.train_batch_size} times data={self.parallel.data}; use "
                 f"{share * max(1, self.global_batch_size // share)}"
             )
         if self.peak_rate > 1:
             scaled = f" with scale_lr={self.scale_lr!r}" if self.scale_lr != "no" else ""
-            raise ValueError(
+            yield (
                 f"learning_rate={self.learning_rate:g}{scaled}: AdamW changes each weight by about that in a step; "
                 f"use at most {self.learning_rate / self.peak_rate:g} (1e-4 is usual)"
             )
         unknown = [name for name in self.resume_allow_changed if name != "data" and name not in type(self).model_fields]
         if unknown:
-            raise ValueError(
-                f"resume_allow_changed: {unknown[0]!r} is no training setting"
-                f"{did_you_mean(unknown[0], [*type(self).model_fields, 'data'])}"
-            )
+            near = did_you_mean(unknown[0], [*type(self).model_fields, "data"])
+            yield f"resume_allow_changed: {unknown[0]!r} is no training setting{near}"
         if (self.lr_decay_steps is not None) != (self.lr_scheduler == "warmup_stable_decay"):
-            raise ValueError(
+            yield (
                 f"lr_scheduler={self.lr_scheduler!r} with lr_decay_steps={self.lr_decay_steps}: "
                 "warmup_stable_decay needs lr_decay_steps, and no other has them"
             )
         if isinstance(self.max_sequence_length, tuple) and self.cache_dir is not None and self.keeps_text:
-            raise ValueError(
+            yield (
                 f"max_sequence_length={list(self.max_sequence_length)}: text embeddings in cache_dir have one length; "
                 "give one number, or leave cache_dir out"
             )
+
+    def _problems_of_ranks(self) -> Iterator[str]:
         if self.token_share < 1 and (self.parallel.world_size > self.parallel.data or self.in_order):
-            raise ValueError(
+            yield (
                 f"token_share={self.token_share:g} is for ranks with whole samples: of parallel use data alone, and "
                 "leave reproducible out, or leave token_share out"
             )
         if self.in_order and self.sharding != "none":
-            raise ValueError(
-                f"sharding={self.sharding!r} adds gradients up as ranks have them; reproducible needs 'none'"
-            )
+            yield f"sharding={self.sharding!r} adds gradients up as ranks have them; reproducible needs 'none'"
         if self.in_order:
+            # Raises where the degrees are none of reproducible mode.
             _ = self.placement
         if self.data_speeds is not None and self.sharding == "fsdp":
-            raise ValueError(
+            yield (
                 "data_speeds: each forward of sharding: fsdp is a collective of all data ranks, which have as many; "
                 "use sharding: ddp or none"
             )
         if isinstance(self.data_speeds, tuple) and len(self.data_speeds) != self.parallel.data:
-            raise ValueError(
-                f"data_speeds has {len(self.data_speeds)} numbers for data={self.parallel.data}; give one for each"
-            )
+            yield f"data_speeds has {len(self.data_speeds)} numbers for data={self.parallel.data}; give one for each"
+
+    def _problems_of_weights(self) -> Iterator[str]:
         if self.lora is not None and self.from_scratch:
-            raise ValueError("lora adapts weights that are there, and from_scratch has none; leave one out")
+            yield "lora adapts weights that are there, and from_scratch has none; leave one out"
         if self.lora is not None and self.train_modules != ("transformer",):
-            raise ValueError("lora is for the transformer; leave train_modules out")
-        return self
+            yield "lora is for the transformer; leave train_modules out"
 
     @property
     def peak_rate(self) -> float:
@@ -313,18 +335,21 @@ class TrainConfig(BaseModel):
         try:
             return TrainConfig(**given)
         except ValidationError as error:
-            top = error.errors()[0]["loc"][:1]
-            alike = [one for one in error.errors() if one["loc"][:1] == top]
-            first = nearest_problem(alike)
-            # Names of types are part of the place as well.
-            where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
-            said = what_is_wrong(first)
-            if first["type"] == "extra_forbidden":
-                known = LoraConfig.model_fields if top == ("lora",) else TrainConfig.model_fields
-                raise ConfigError(
-                    f"{where!r} is no training setting{did_you_mean(str(first['loc'][-1]), known)}"
-                ) from None
-            missing = first["type"] == "missing"
-            if where and not missing and isinstance(first["input"], (int, float, str)):
-                where += f"={first['input']!r}"
-            raise ConfigError(f"{where} is missing" if missing else f"{where}: {said}" if where else said) from None
+            raise ConfigError(_said_of(error)) from None
+
+
+def _said_of(error: ValidationError) -> str:
+    """The sentence about the first setting that is wrong."""
+    top = error.errors()[0]["loc"][:1]
+    first = nearest_problem([one for one in error.errors() if one["loc"][:1] == top])
+    # Names of types are part of the place as well.
+    where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
+    if first["type"] == "extra_forbidden":
+        known = LoraConfig.model_fields if top == ("lora",) else TrainConfig.model_fields
+        return f"{where!r} is no training setting{did_you_mean(str(first['loc'][-1]), known)}"
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    if where and isinstance(first["input"], (int, float, str)):
+        where += f"={first['input']!r}"
+    said = what_is_wrong(first)
+    return f"{where}: {said}" if where else said

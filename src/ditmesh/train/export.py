@@ -18,7 +18,6 @@ from ..core.files import folder_written_whole, written_whole
 from ..errors import InputError
 from .checkpoint import MANIFEST, broken
 from .config import TrainConfig
-from .lora import peft_config
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +133,7 @@ def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
             if ".lora_" in name
         }
         # Without it, loading takes alpha for the rank.
-        about = peft_config(config.lora).to_dict()
+        about = config.lora.for_peft().to_dict()
         type(pipe).save_lora_weights(
             str(folder), transformer_lora_layers=layers, transformer_lora_adapter_metadata=about
         )

@@ -15,7 +15,6 @@ from ..errors import ConfigError
 from ..layout import layout_of
 from .config import TrainConfig
 from .dropout import TokenDropout, dropping, refusal
-from .lora import peft_config
 from .speeds import DataSpeeds
 from .sync import GradientSync, TensorSlicesOf
 from .token_subset import TokenSubset
@@ -40,7 +39,7 @@ def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
         if not hasattr(model, "add_adapter") or not hasattr(pipe, "save_lora_weights"):
             raise ConfigError(f"{type(pipe).__name__} has no LoRA in diffusers; leave lora out to train its weights")
         try:
-            model.add_adapter(peft_config(config.lora))
+            model.add_adapter(config.lora.for_peft())
         except ValueError as error:
             raise ConfigError(f"lora: {str(error).splitlines()[0]}") from None
     if config.in_order:

@@ -295,38 +295,50 @@ class _Search:
         return sorted(found)
 
     def _loose(self, files: list[str]) -> None:
-        listings = [name for name in files if is_listing(os.path.basename(name))]
+        listings = self._listings(files)
         media = [name for name in files if name.lower().endswith(self.kinds)]
+        finder = _Finder(self.folder, files, media)
+        # By name: what lines of listings say of it, and where.
+        listed: dict[str, list[tuple[str | int | None, str]]] = {}
+        covered: list[str] = []
+        for name in listings:
+            place = os.path.dirname(name)
+            if self._listing(name, place, finder, listed):
+                covered.append(place)
+            else:
+                self.notes.append(f"{name} names no file that is there, and is not read")
+        left = [
+            name
+            for name in media
+            if name not in listed and any(not place or name.startswith(place + os.sep) for place in covered)
+        ]
+        if left:
+            self.notes.append(f"in no line of a listing, and left out: {_count(len(left), 'file')} ({_some(left)})")
+        texts = self._texts({*media, *listed} - set(left), files, listings)
+        for name in sorted(texts):
+            for value, source in listed.get(name, [(None, "")]):
+                self._add(name, value, source, texts[name])
+        used = {*media, *listed, *listings, *(one for beside in texts.values() for one in beside.values())}
+        self._unread += [name for name in files if name not in used]
+
+    def _listings(self, files: list[str]) -> list[str]:
+        """Names of the listings, of which a folder may have one."""
+        listings = [name for name in files if is_listing(os.path.basename(name))]
         places = [os.path.dirname(name) for name in listings]
         for place in places:
             if places.count(place) > 1:
                 both = " and ".join(one for one in listings if os.path.dirname(one) == place)
                 raise InputError(f"{self.config.train_data_dir!r} has {both} in one folder; leave one there")
+        return listings
+
+    def _texts(self, names: set[str], files: list[str], listings: list[str]) -> dict[str, dict[str, str]]:
+        """For every name the files beside it that say something of it, by suffix: ``a.txt`` before ``a.png.txt``."""
         beside: dict[str, dict[str, str]] = {}
         for name in files:
             stem, kind = os.path.splitext(name)
             if kind.lower() in BESIDE[self.wanted.by] and name not in listings:
                 beside.setdefault(stem, {})[kind.lower()] = name
-        finder = _Finder(self.folder, files, media)
-        # By name: what lines of listings say of it, and where.
-        listed: dict[str, list[tuple[str | int | None, str]]] = {}
-        covered: list[str] = []
-        for name, place in zip(listings, places, strict=True):
-            if self._listing(name, place, finder, listed):
-                covered.append(place)
-            else:
-                self.notes.append(f"{name} names no file that is there, and is not read")
-        left = [name for name in media if name not in listed and any(_is_below(name, place) for place in covered)]
-        if left:
-            self.notes.append(f"in no line of a listing, and left out: {_count(len(left), 'file')} ({_some(left)})")
-        used: set[str] = set()
-        for name in sorted({*media, *listed} - set(left)):
-            texts = {**beside.get(name, {}), **beside.get(os.path.splitext(name)[0], {})}
-            used.update(texts.values())
-            for value, source in listed.get(name, [(None, "")]):
-                self._add(name, value, source, texts)
-        used.update(media, listed, listings)
-        self._unread += [name for name in files if name not in used]
+        return {name: {**beside.get(name, {}), **beside.get(os.path.splitext(name)[0], {})} for name in names}
 
     def _listing(
         self, name: str, place: str, finder: _Finder, listed: dict[str, list[tuple[str | int | None, str]]]
@@ -528,10 +540,6 @@ def _suffixes(name: str) -> str:
 def _is_shown(name: str) -> bool:
     """Whether a file or folder is not hidden, nor one of those that macOS and network drives add."""
     return not name.startswith(".") and name not in ("__MACOSX", "@eaDir")
-
-
-def _is_below(name: str, place: str) -> bool:
-    return not place or name.startswith(place + os.sep)
 
 
 def _nothing(said: Any) -> bool:

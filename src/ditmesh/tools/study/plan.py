@@ -273,17 +273,20 @@ def make_plan(
             if real and first:
                 cells.append(replace(cell, real=True))
         if which:
-            # Only step 0, or all steps, synchronous; and each other step added, or taken away.
-            chosen = [{0}, *({0, step} for step in range(1, setup.steps))]
-            chosen += [set(range(setup.steps)) - {step} for step in range(1, setup.steps)]
             single = replace(base, strategy=strategies[0], devices=devices[0])
-            cells += [replace(single, warmup=steps_text(some)) for some in chosen]
+            cells += [replace(single, warmup=warmup) for warmup in _single_steps(setup.steps)]
     for cell in cells:
         # What the engine would refuse is refused here.
         cell.config()
     singles = (strategies[0], devices[0]) if which else None
     asked: Any = map(tuple, (devices, warmups, samplers, strategies))
     return StudyPlan(setup, tuple(dict.fromkeys(cells)), *asked, which=singles)
+
+
+def _single_steps(steps: int) -> list[str]:
+    """Policies: only step 0, or all steps, synchronous; and each other step added, or taken away."""
+    chosen = [{0}, *({0, step} for step in range(1, steps))]
+    return [steps_text(some) for some in chosen + [set(range(steps)) - {step} for step in range(1, steps)]]
 
 
 def weights_digest(folder: Path) -> str:
