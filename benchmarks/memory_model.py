@@ -245,7 +245,7 @@ def before_models(config: dict[str, Any]) -> dict[str, int]:
     """On a rank: what the process has once it has drawn a picture of an embedded model; of that, what is its own."""
     import ditmesh
     from ditmesh import zoo
-    from ditmesh.generate.run import quieten
+    from ditmesh.generate.runner import quieten
 
     quieten()
     give_freed_memory_back()

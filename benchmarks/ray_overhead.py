@@ -38,7 +38,7 @@ KINDS = ("seconds", "rank", "processor")
 def pipeline() -> Any:
     """The embedded model, on the ranks."""
     import ditmesh
-    from ditmesh.generate.run import quieten
+    from ditmesh.generate.runner import quieten
 
     quieten()
     pipe = ditmesh.load("emoji-sd3", CONFIG)

@@ -112,8 +112,9 @@ class MeshPipeline:
         """
         import torch
 
+        from ditmesh.generate.arguments import call_arguments
         from ditmesh.generate.files import PICTURES
-        from ditmesh.generate.run import call_arguments, receipt_of
+        from ditmesh.generate.runner import receipt_of
 
         given = {"image": wanted.image, "mask": wanted.mask}
         pictures = {PICTURES[role]: picture.image for role, picture in given.items() if picture is not None}
@@ -191,10 +192,10 @@ class MeshPipeline:
 
         from ditmesh import InputError
         from ditmesh.cli.values import embedded_or
+        from ditmesh.generate.arguments import call_parameters, check_call
         from ditmesh.generate.files import InputFile, adapter, pipeline_for
         from ditmesh.generate.job import PER_CALL, check_content, job_for
         from ditmesh.generate.receipt import MOST_PIXELS
-        from ditmesh.generate.run import call_parameters, check_call
         from ditmesh.request import size_of
 
         request, settings = wanted.request, self.settings
@@ -234,7 +235,7 @@ class MeshPipeline:
     def _prepared(self, opened: _Opened, job: PictureJob, kind: type[Any]) -> tuple[RemotePipeline, dict[str, Any]]:
         """The pipeline of a class with the job's adapters and scheduler alone; what receipts say of it."""
         from ditmesh.generate.files import ADAPTERS, load_adapters
-        from ditmesh.generate.run import facts_on_rank
+        from ditmesh.generate.runner import facts_on_rank
         from ditmesh.generate.schedulers import scheduler_named
 
         name = kind.__name__
@@ -272,7 +273,7 @@ class _Steps:
     def __init__(
         self, watch: Watch, job: PictureJob, kind: type[Any], colours: LatentColours | None, size: tuple[int, int]
     ) -> None:
-        from ditmesh.generate.run import call_parameters
+        from ditmesh.generate.arguments import call_parameters
 
         self._watch, self._job, self._kind, self._colours, self._size = watch, job, kind, colours, size
         self._picture: Any = None

@@ -587,7 +587,7 @@ def test_a_model_without_weights_is_refused(
 def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Path, broken: str) -> None:
     """A pipeline class that diffusers does not have, and weights that are somebody's pickled program."""
     from ditmesh.errors import InputError
-    from ditmesh.generate.run import load_pipeline
+    from ditmesh.generate.runner import load_pipeline
 
     copy = tmp_path / "model"
     shutil.copytree(model, copy)

@@ -27,10 +27,11 @@ from ditmesh.forecast.memory.phases import fullest
 from ditmesh.forecast.plan.subject import subject
 from ditmesh.forecast.search import search
 from ditmesh.forecast.workload import usual_frames, usual_size, workload_of
-from ditmesh.generate import run
-from ditmesh.generate.job import PictureJob, check_config, check_content, check_output
+from ditmesh.generate import runner
+from ditmesh.generate.arguments import call_parameters, check_call, check_options, check_output
+from ditmesh.generate.job import PictureJob, check_config, check_content
 from ditmesh.generate.model_info import ModelInfo, find_model
-from ditmesh.generate.run import call_parameters, check_call, check_options, made_of
+from ditmesh.generate.runner import made_of
 from ditmesh.layout import known_models
 from ditmesh.request import PictureRequest, size_of
 from support.more_pipelines import FAMILIES, draw
@@ -115,7 +116,7 @@ def test_all_count_what_the_transformer_is_called_with(
     monkeypatch.setattr(memory, "check_memory", lambda *args, **_: checked.append(args[4]))
     job = PictureJob(model=str(tmp_path), name="tiny", pipeline_class=info.pipeline_class, prompts=("a",), out=".")
     width, height = size or (None, None)
-    run._check_memory(job.changed(width=width, height=height, frames=frames), torch.device("cpu"))
+    runner._check_memory(job.changed(width=width, height=height, frames=frames), torch.device("cpu"))
     assert checked[0].image == there
     # Of one more latent frame there are as many tokens more as a frame has.
     grid, more = info.token_grid(*size, frames), info.token_grid(*size, frames + (info.frame_step or 1))

@@ -50,7 +50,8 @@ from ditmesh.generate.job import PictureJob, job_for
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt
 from ditmesh.generate.replay import changes_of, job_of
-from ditmesh.generate.run import call_arguments, check_call, receipt_of
+from ditmesh.generate.arguments import call_arguments, check_call
+from ditmesh.generate.runner import receipt_of
 from ditmesh.request import FieldError
 from ditmesh.serve.intake import JobBody
 from ditmesh.serve.openai import ImageRequest

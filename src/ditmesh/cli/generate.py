@@ -129,7 +129,8 @@ def generate(
     ditmesh generate "a red fox" --devices 8 --launcher ray --address 10.0.0.1:6379
     """
     from ..generate.job import check_job
-    from ..generate.run import PRELOAD, quieten, with_free_names
+    from ..generate.run import PRELOAD, with_free_names
+    from ..generate.runner import quieten
     from ..media.videos import check_video_library
 
     if server is not None:

@@ -218,8 +218,7 @@ def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] |
     """Refuse what cannot be studied, and guidance or a size that the pipeline does not accept."""
     import diffusers
 
-    from ..generate.job import check_output
-    from ..generate.run import call_parameters, check_options
+    from ..generate.arguments import call_parameters, check_options, check_output
     from ..request import PictureRequest
 
     kind = getattr(diffusers, info.pipeline_class, None)

@@ -118,7 +118,7 @@ def _show(progress: Progress, task: TaskID, now: dict[str, Any]) -> None:
 
 def _on_rank(config: TrainConfig, timeout: float, *, report: MessageSink) -> dict[str, Any]:
     """Train on a rank of the command; progress is reported as plain data, which the command reads without torch."""
-    from ..generate.run import quieten
+    from ..generate.runner import quieten
     from ..train.run import train
 
     quieten()

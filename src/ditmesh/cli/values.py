@@ -194,7 +194,7 @@ def picture_job(
     """A job without configuration and dtype, from options and ``more`` fields; and what the model's files say."""
     from ..generate.job import PER_CALL, job_for
     from ..generate.receipt import MOST_PIXELS
-    from ..generate.run import quieten
+    from ..generate.runner import quieten
     from ..generate.shape import input_size
     from ..request import PictureRequest, size_of
 
@@ -218,7 +218,7 @@ def picture_job(
 def videos_of(info: ModelInfo) -> bool:
     """Whether a model makes videos, as far as its files say."""
     from ..generate.job import makes_videos
-    from ..generate.run import quieten
+    from ..generate.runner import quieten
 
     if info.frame_step is None:
         # Most make pictures, and diffusers takes seconds to import.

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,8 @@ from ..media.videos import MOST_VIDEO_PIXELS
 from ..request import MOST_TOGETHER, FieldConfigError, FieldError, PictureRequest, check_text, field_values, size_of
 from ..strategies import support
 from ..strategies.heads import check_heads
-from .files import PICTURES, InputFile, check_encoder, check_mask, check_roles, open_video, pipeline_for
+from .arguments import check_output, video_call
+from .files import InputFile, check_encoder, check_mask, check_roles, open_video, pipeline_for
 from .model_info import ModelInfo
 from .receipt import MOST_PIXELS, Dtype, Offload, Receipt
 from .shape import input_size
@@ -28,8 +29,6 @@ from .shape import input_size
 # Pictures of one call of the pipeline where the request does not say how many, and of a whole job at most.
 PER_CALL = 64
 MOST_PICTURES = 100_000
-# What calls of pipelines that make audio alone are told of it.
-AUDIO = ("num_waveforms_per_prompt", "audio_end_in_s", "audio_length_in_s", "audio_duration", "audio_duration_s")
 # In names of parts of models that make audio, or images in layers.
 _ODD = re.compile("audio|oobleck|vocoder|layered|acestep", re.IGNORECASE)
 
@@ -289,24 +288,6 @@ def _check_input_frames(job: PictureJob, model: ModelInfo, file: InputFile) -> N
             raise FieldError("video", "{video} {!r}: {}, as {frames}", file.path, error) from None
 
 
-def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse a pipeline whose outputs are neither images nor silent videos, before anything is computed.
-
-    Args:
-        pipeline: name of its class.
-        parameters: of its call.
-
-    Raises:
-        InputError: it makes sound, or images in layers.
-    """
-    if "audio_latents" in parameters:
-        raise InputError(f"{pipeline} makes sound too, which is not written; call it from Python")
-    if any(name in parameters for name in AUDIO):
-        raise InputError(f"{pipeline} makes audio, which is not written; call it from Python")
-    if "layers" in parameters:
-        raise InputError(f"{pipeline} makes the layers of an image, which are not written; call it from Python")
-
-
 def _check_kind(model: ModelInfo) -> None:
     """As `check_output`, of a model whose parts say that it may make something else; of others the ranks do."""
     if _ODD.search(f"{model.index} {model.vae.get('_class_name')}"):
@@ -343,11 +324,6 @@ def says_frames(pipeline: str) -> bool:
     import diffusers
 
     return "num_frames" in inspect.signature(getattr(diffusers, pipeline).__call__).parameters
-
-
-def video_call(parameters: Mapping[str, Any]) -> bool:
-    """Whether a pipeline's call makes videos, by the names of what it takes."""
-    return "num_frames" in parameters or PICTURES["video"] in parameters
 
 
 def check_layout(model: ModelInfo) -> None:

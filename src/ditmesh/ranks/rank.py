@@ -22,7 +22,7 @@ from ..core.arguments import parameter_names
 from ..engine import engine_of
 from ..errors import ConfigError
 from ..generate.loading import load, pipeline_on
-from ..generate.run import quieten
+from ..generate.runner import quieten
 from ..launch.failures import Failure, of_exception
 from ..launch.messages import RankChannel, encode
 from ..parts.part import whole_of

@@ -20,6 +20,7 @@ from ..core.steps import SchedulerStep, StepEvents
 from ..engine import Engine, engine_of, parallelize
 from ..errors import ConfigError, InputError
 from ..first_call import FirstCall
+from ..generate.arguments import call_arguments, call_parameters, check_call, denoising_steps
 from ..generate.files import (
     PICTURES,
     InputFile,
@@ -34,7 +35,7 @@ from ..generate.job import PictureJob, check_config, check_content, check_layout
 from ..generate.loading import as_class, why_whole
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.offload import offload
-from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
+from ..generate.runner import facts_of, load_pipeline
 from ..generate.shape import input_size
 from ..generate.video import FPS
 from ..media.videos import check_video_library

@@ -10,7 +10,7 @@ import torch
 
 from ..comm import PeerError
 from ..errors import DitmeshError
-from ..generate.run import device_of_rank
+from ..generate.runner import device_of_rank
 from .loaded import LoadedModel
 from .protocol import Load, ModelFailed, ModelReady, ModelSpec
 from .rendezvous import RankRendezvous, failure_of

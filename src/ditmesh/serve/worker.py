@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.steps import SchedulerStep, StepEvents, loop_steps
+from ..generate.arguments import call_parameters
 from ..generate.receipt import Receipt, text_chunk
-from ..generate.run import call_parameters, quieten, receipt_of
+from ..generate.runner import quieten, receipt_of
 from .batching import PipelineTask
 from .loaded import LoadedModel, Prepared, images_of
 from .model_cache import ModelCache

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..comm.mesh import DEFAULT_DEADLINE
 from ..generate.model_info import find_model
-from ..generate.run import device_of_rank
+from ..generate.runner import device_of_rank
 from ..zoo.references import nearest, shrink
 from .config import TrainConfig
 from .export import export

@@ -156,7 +156,7 @@ def load(setup: Setup) -> Any:
     """The pipeline of a study, quiet, on its device."""
     import diffusers
 
-    from ...generate.run import load_pipeline, quieten
+    from ...generate.runner import load_pipeline, quieten
 
     quieten()
     diffusers.utils.logging.set_verbosity_error()
@@ -171,7 +171,7 @@ def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tens
     import torch
 
     from ...core.steps import SchedulerStep, StepEvents
-    from ...generate.run import call_parameters, sizes
+    from ...generate.arguments import call_parameters, sizes
     from ...parts.part import whole_of
 
     arguments: dict[str, Any] = {

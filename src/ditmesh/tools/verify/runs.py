@@ -26,9 +26,10 @@ from ...config import ParallelConfig
 from ...core.patching import Patch
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
 from ...forecast.candidates import grids, resized
+from ...generate.arguments import call_arguments
 from ...generate.job import PictureJob, check_config
 from ...generate.model_info import find_model
-from ...generate.run import call_arguments, device_of_rank, load
+from ...generate.runner import device_of_rank, load
 from ...launch import MessageSink
 
 if TYPE_CHECKING:

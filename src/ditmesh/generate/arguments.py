@@ -1,0 +1,171 @@
+"""The arguments of a pipeline's call: what a pipeline takes, and what a job gives it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from ..request import FieldError, PictureRequest, request_fields
+from .files import PICTURES
+from .video import FPS
+
+if TYPE_CHECKING:
+    from .job import PictureJob
+
+# Arguments of calls that say how many frames a second has.
+RATES = ("frame_rate", "fps")
+# What calls of pipelines that make audio alone are told of it.
+AUDIO = ("num_waveforms_per_prompt", "audio_end_in_s", "audio_length_in_s", "audio_duration", "audio_duration_s")
+
+
+def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
+    """What the call of a pipeline, or of a class of pipelines, takes."""
+    return inspect.signature((pipe if isinstance(pipe, type) else type(pipe)).__call__).parameters
+
+
+def steps_of(job: PictureJob, parameters: Mapping[str, Any]) -> int:
+    """Denoising steps of a job: its own, or the default of the pipeline's call."""
+    return job.steps or _default(parameters, "num_inference_steps", 50)
+
+
+def denoising_steps(job: PictureJob, parameters: Mapping[str, Any]) -> int:
+    """Denoising steps that are taken: an input picture takes the place of the first ones."""
+    steps = steps_of(job, parameters)
+    strength = job.strength if job.strength is not None else _default(parameters, "strength", 1.0)
+    return (
+        max(1, min(int(steps * strength), steps))
+        if any(file.role in ("image", "video") for file in job.files)
+        else steps
+    )
+
+
+def call_arguments(
+    job: PictureJob, pipe: Any, number: int, pictures: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The arguments of call ``number`` of the pipeline, but for the form of its result.
+
+    Args:
+        pipe: the pipeline, or its class.
+        pictures: the job's input pictures, by the argument that takes each.
+    """
+    import torch
+
+    parameters, call = call_parameters(pipe), job.call(number)
+    # One generator for each picture, on the CPU: a picture depends on its own seed alone, not on the device
+    # nor on what else is generated.
+    generators = [torch.Generator("cpu").manual_seed(job.seed + index) for index in call.indices]
+    arguments: dict[str, Any] = {"num_inference_steps": steps_of(job, parameters), "generator": generators}
+    if "guidance_scale" in parameters:
+        arguments["guidance_scale"] = _default(parameters, "guidance_scale", 0.0)
+    if job.labels:
+        arguments["class_labels"] = [job.labels[call.prompt]] * call.images
+    else:
+        many = "num_videos_per_prompt" if "num_videos_per_prompt" in parameters else "num_images_per_prompt"
+        arguments |= {"prompt": job.prompts[call.prompt], many: call.images}
+    for name, field in request_fields().items():
+        if field.argument is not None and (value := getattr(job, name)) is not None:
+            arguments[field.argument] = value
+    if job.strength is not None:
+        arguments["strength"] = job.strength
+    for file in job.files:
+        if file.role == "controlnet":
+            arguments["controlnet_conditioning_scale"] = file.scale
+    for name, picture in (pictures or {}).items():
+        # One for each generated picture: pipelines encode them with a generator of its own. These they repeat.
+        many = call.images > 1 and name not in (PICTURES["ip-image"], PICTURES["control"])
+        arguments[name] = [picture] * call.images if many else picture
+    if job.frames is not None and "num_frames" in parameters:
+        arguments["num_frames"] = job.frames
+    for name in RATES:
+        # Some models are told how fast their frames follow one another.
+        if name in parameters and video_call(parameters):
+            arguments[name] = _default(parameters, name, FPS) if job.fps is None else _rate(job.fps)
+    return arguments | sizes(parameters, job.size, job.max_sequence_length)
+
+
+def _rate(fps: float) -> float:
+    """Whole numbers as such: some pipelines count with them."""
+    return int(fps) if fps == int(fps) else fps
+
+
+def sizes(parameters: Mapping[str, Any], size: tuple[int, int] | None, text_tokens: int | None) -> dict[str, Any]:
+    """The arguments of a pipeline's call for the picture's width and height and the text's length, if it takes them.
+
+    Args:
+        parameters: of the pipeline's call.
+        size: width and height in pixels; None: the pipeline's.
+        text_tokens: None: the pipeline's.
+    """
+    given: dict[str, int] = {}
+    if size is not None:
+        given["width"], given["height"] = size
+    if text_tokens is not None:
+        given["max_sequence_length"] = text_tokens
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _default(parameters: Any, name: str, otherwise: Any) -> Any:
+    parameter = parameters.get(name)
+    if parameter is None or parameter.default in (inspect.Parameter.empty, None):
+        return otherwise
+    return parameter.default
+
+
+def check_call(job: PictureJob, name: str, parameters: Any) -> None:
+    """Refuse what a pipeline of class ``name`` does not take.
+
+    Raises:
+        InputError: naming the option.
+    """
+    check_output(name, parameters)
+    if job.labels:
+        if "class_labels" not in parameters:
+            raise InputError(f"{name} takes no class; give a model of class DiTPipeline")
+    elif "prompt" not in parameters:
+        raise InputError(f"{name} takes no prompt; give a text-to-image model")
+    given = {file.role for file in job.files}
+    for role, needed in PICTURES.items():
+        if needed in parameters and parameters[needed].default is inspect.Parameter.empty and role not in given:
+            what = "video" if role == "video" else "picture"
+            raise InputError(f"{name} needs an input {what} ({needed}); give one with --{role}")
+    check_options(name, parameters, job, None if job.labels else job.size)
+
+
+def check_options(name: str, parameters: Any, request: PictureRequest, size: tuple[int, int] | None = None) -> None:
+    """Refuse fields of a request, or a size, that a pipeline of class ``name`` does not accept.
+
+    Raises:
+        FieldError: naming the field.
+    """
+    for field, of in request_fields().items():
+        value = getattr(request, field)
+        if value is not None and of.argument is not None and of.argument not in parameters:
+            why = "{" + field + "} {!r}: {} takes no {}; leave {" + field + "} out"
+            raise FieldError(field, why, value, name, of.argument)
+    if size is not None and not {"width", "height"} <= set(parameters):
+        raise FieldError("size", "{size} {}x{}: {} has one size only; leave {size} out", *size, name)
+
+
+def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse a pipeline whose outputs are neither images nor silent videos, before anything is computed.
+
+    Args:
+        pipeline: name of its class.
+        parameters: of its call.
+
+    Raises:
+        InputError: it makes sound, or images in layers.
+    """
+    if "audio_latents" in parameters:
+        raise InputError(f"{pipeline} makes sound too, which is not written; call it from Python")
+    if any(name in parameters for name in AUDIO):
+        raise InputError(f"{pipeline} makes audio, which is not written; call it from Python")
+    if "layers" in parameters:
+        raise InputError(f"{pipeline} makes the layers of an image, which are not written; call it from Python")
+
+
+def video_call(parameters: Mapping[str, Any]) -> bool:
+    """Whether a pipeline's call makes videos, by the names of what it takes."""
+    return "num_frames" in parameters or PICTURES["video"] in parameters
