@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -110,11 +109,8 @@ class MeshPipeline:
             DitmeshError: it cannot be done; the ranks stay, unless one was lost.
             Exception: what ``watch`` raises, once all ranks have stopped at the end of a step.
         """
-        import torch
-
-        from ditmesh.generate.arguments import call_arguments
         from ditmesh.generate.files import PICTURES
-        from ditmesh.generate.runner import receipt_of
+        from ditmesh.generate.runner import PipelineRunner
 
         given = {"image": wanted.image, "mask": wanted.mask}
         pictures = {PICTURES[role]: picture.image for role, picture in given.items() if picture is not None}
@@ -122,22 +118,16 @@ class MeshPipeline:
             job, kind, size = self._job(wanted)
             opened = self._ready()
             pipe, facts = self._prepared(opened, job, kind)
+            runner = PipelineRunner(pipe, kind=kind, facts=facts)
             made: list[Made] = []
             steps = _Steps(watch, job, kind, opened.colours, size)
             for number in range(job.calls):
-                call = job.call(number)
-                arguments = call_arguments(job, kind, number, pictures)
                 shown = {} if steps.callback is None else {"callback_on_step_end": steps.callback}
                 pipe.set_progress_bar_config(disable=True, on_update=steps.update)
-                started = time.perf_counter()
-                with torch.random.fork_rng(devices=[]):
-                    # Some pipelines take noise from the process's own generator.
-                    torch.default_generator.manual_seed(job.seed + call.first)
-                    images = pipe(**arguments, **shown).images
-                facts["seconds"] = time.perf_counter() - started
+                prepared = runner.prepare(job, number, pictures, **shown)
                 made += [
-                    Made(image, receipt_of(job, index, image, arguments, {**facts, "place": place}))
-                    for place, (index, image) in enumerate(zip(call.indices, images, strict=True))
+                    Made(one.frames[0], runner.receipt(prepared, place, one))
+                    for place, one in enumerate(runner.run(prepared))
                 ]
                 steps.behind += 1
             return made
@@ -259,7 +249,7 @@ class MeshPipeline:
             opened.schedulers[name] = job.scheduler
         if opened.facts is None:
             opened.facts = opened.ranks.run(facts_on_rank, opened.pipe)[0]
-        return pipe, {**opened.facts, "pipeline": name}
+        return pipe, opened.facts
 
 
 class _Steps:

@@ -30,8 +30,8 @@ from ditmesh.forecast.workload import usual_frames, usual_size, workload_of
 from ditmesh.generate import runner
 from ditmesh.generate.arguments import call_parameters, check_call, check_options, check_output
 from ditmesh.generate.job import PictureJob, check_config, check_content
+from ditmesh.generate.made import Picture, made_of
 from ditmesh.generate.model_info import ModelInfo, find_model
-from ditmesh.generate.runner import made_of
 from ditmesh.layout import known_models
 from ditmesh.request import PictureRequest, size_of
 from support.more_pipelines import FAMILIES, draw
@@ -275,7 +275,7 @@ def test_layers_are_no_video():
         made_of(SimpleNamespace(images=layers))
     with pytest.raises(InputError, match="neither images nor videos"):
         made_of(SimpleNamespace(audios=torch.zeros(1, 2, 8)))
-    assert made_of(SimpleNamespace(images=layers[0])) == layers[0]
+    assert made_of(SimpleNamespace(images=layers[0])) == [Picture(one) for one in layers[0]]
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,9 @@ from ditmesh.generate.job import PictureJob, job_for
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt
 from ditmesh.generate.replay import changes_of, job_of
-from ditmesh.generate.arguments import call_arguments, check_call
-from ditmesh.generate.runner import receipt_of
+from ditmesh.generate.arguments import check_call
+from ditmesh.generate.made import Picture
+from ditmesh.generate.runner import PipelineRunner
 from ditmesh.request import FieldError
 from ditmesh.serve.intake import JobBody
 from ditmesh.serve.openai import ImageRequest
@@ -91,16 +92,17 @@ class WithEta:
 
 info = find_model("emoji-sd3")
 job = job_for(info, request.PictureRequest(prompt="a red fox", steps=4, eta=0.5), "out")
-arguments = call_arguments(job, WithEta, 0)
-assert arguments["eta"] == 0.5
+runner = PipelineRunner(None, kind=WithEta)
+prepared = runner.prepare(job)
+assert prepared.arguments["eta"] == 0.5
 check_call(job, "WithEta", inspect.signature(WithEta.__call__).parameters)
 try:
     check_call(job, "Without", {"prompt": None, "width": None, "height": None})
     raise AssertionError
 except InputError as error:
     assert str(error) == "--eta 0.5: Without takes no eta; leave --eta out", error
-facts = {"pipeline": "WithEta", "device": "cpu", "devices": 1, "seconds": 1.0, "config": ParallelConfig().model_dump()}
-receipt = receipt_of(job, 0, Image.new("RGB", (32, 32)), arguments, facts)
+runner.facts = {"device": "cpu", "devices": 1, "seconds": 1.0, "config": ParallelConfig().model_dump()}
+receipt = runner.receipt(prepared, 0, Picture(Image.new("RGB", (32, 32))))
 again = Receipt.model_validate_json(receipt.model_dump_json())
 assert again.eta == 0.5
 assert job_of(again, info, ParallelConfig(), "out", 60.0).eta == 0.5

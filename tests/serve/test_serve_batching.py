@@ -19,10 +19,10 @@ from ditmesh import zoo
 from ditmesh.config import ParallelConfig
 from ditmesh.core.steps import loop_steps
 from ditmesh.errors import InputError, RankFailed
-from ditmesh.generate.files import partial_fit
+from ditmesh.generate.files import InputFile, partial_fits
+from ditmesh.generate.made import Picture, VideoFrames, made_of
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.launch import RankPool
-from ditmesh.serve.loaded import images_of
 from ditmesh.serve.previews import Projection
 from ditmesh.serve.protocol import (
     Beat,
@@ -292,26 +292,27 @@ def test_a_task_that_cannot_be_done_fails_alone(ranks):
 def serve_odd(specs: Any, *, report: Any) -> None:
     """As `serve_rank`; of the second image nothing can be said, and the third is something else."""
     from ditmesh.serve import worker
+    from ditmesh.serve.loaded import LoadedModel
 
-    images_of, receipt_of, asked = worker.images_of, worker.receipt_of, []
+    receipt, asked = LoadedModel.receipt, []
 
     def odd_images(output: Any) -> Any:
         if len(asked) != 2:
-            return images_of(output)
+            return made_of(output)
         asked.append(output)
-        return images_of(SimpleNamespace(images=[[*output.images, *output.images]]))
+        return made_of(SimpleNamespace(images=[[*output.images, *output.images]]))
 
     def odd_receipt(*of: Any) -> Any:
         asked.append(of)
         if len(asked) == 2:
             raise LookupError("on purpose")
-        return receipt_of(*of)
+        return receipt(*of)
 
-    worker.images_of, worker.receipt_of = odd_images, odd_receipt
+    worker.made_of, LoadedModel.receipt = odd_images, odd_receipt
     try:
         worker.serve_rank(specs, report=report)
     finally:
-        worker.images_of, worker.receipt_of = images_of, receipt_of
+        worker.made_of, LoadedModel.receipt = made_of, receipt
 
 
 def test_what_is_wrong_with_an_output_fails_its_task_and_no_replica(ranks):
@@ -329,7 +330,7 @@ def test_what_is_wrong_with_an_output_fails_its_task_and_no_replica(ranks):
     failed = {one.id: one for one in of(said, TaskFailed)}
     assert failed.keys() == {"1", "2", "nan"}
     assert failed["1"].message == "LookupError: on purpose"
-    assert "holds layers of an image, and a server has files for images and videos alone" in failed["2"].message
+    assert "holds neither images nor videos that can be written" in failed["2"].message
     assert "the latents of the last step are not finite in float32" in failed["nan"].message
     assert abs(picture(said, "last") - alone(PROMPTS[1], 0)).max() <= 1
     # Nor did it spoil the previews of others.
@@ -338,15 +339,15 @@ def test_what_is_wrong_with_an_output_fails_its_task_and_no_replica(ranks):
 
 def test_outputs_that_are_no_images_are_named():
     image = Image.new("RGB", (8, 8))
-    assert images_of(SimpleNamespace(images=[image])) == [image]
-    assert images_of(SimpleNamespace(frames=[[image, image]])) == [image, image]
+    assert made_of(SimpleNamespace(images=[image])) == [Picture(image)]
+    assert made_of(SimpleNamespace(frames=[[image, image]])) == [VideoFrames([image, image])]
     for odd in (
         SimpleNamespace(images=[[image, image]]),
         SimpleNamespace(audios=np.zeros(4)),
         SimpleNamespace(frames=[]),
     ):
-        with pytest.raises(InputError, match="files for images and videos alone"):
-            images_of(odd)
+        with pytest.raises(InputError, match="neither images nor videos"):
+            made_of(odd)
 
 
 def test_previews_outlive_an_image_of_nothing():
@@ -380,11 +381,12 @@ def test_a_lora_that_fits_in_part_is_named(tmp_path):
     save_file(tensors | other, path)
     pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"), dtype=torch.float32)
     pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="lora0")
+    files = [InputFile("lora", str(path), "0" * 64)]
     assert re.fullmatch(
-        r"\d+ of the \d+ layers of .* are none of StableDiffusion3Pipeline's", partial_fit(pipe, str(path), "lora0")
+        r"\d+ of the \d+ layers of .* are none of StableDiffusion3Pipeline's", partial_fits(pipe, files)[str(path)]
     )
     save_file(tensors, path)
-    assert partial_fit(pipe, str(path), "lora0") is None
+    assert not partial_fits(pipe, files)
 
 
 def serve_broken(specs: Any, *, report: Any, rows: int, rank: int) -> None:
@@ -516,11 +518,11 @@ def serve_unlike(specs: Any, *, report: Any) -> None:
 
     whole = LoadedModel._load
 
-    def load(self: Any, rank: int) -> Any:
-        if rank == 1:
+    def load(self: Any) -> Any:
+        if dist.get_rank() == 1:
             raise InputError("no such file here")
         dist.barrier()
-        return whole(self, rank)
+        return whole(self)
 
     LoadedModel._load = load
     serve_rank(specs, report=report)

@@ -170,6 +170,7 @@ def _written(
 
 def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> Iterator[tuple[str, Receipt]]:
     """Write the results of a job that has succeeded, the first of which has number ``index``; paths and receipts."""
+    from ..generate.made import Picture
     from ..generate.receipt import CHUNK, STRIP, Receipt, copied_free, write_free, write_png
     from ..generate.run import file_name
     from ..generate.video import copy_mp4, strip
@@ -185,7 +186,7 @@ def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> I
     ]
     if all(receipt.frames is None for receipt in receipts):
         for image, (receipt, path) in zip(client.images(job), named, strict=True):
-            yield str(write_free(image, path, receipt, overwrite)), receipt
+            yield str(write_free(Picture(image), path, receipt, overwrite)), receipt
         return
     check_video_library()
     for place, (receipt, path) in enumerate(named):

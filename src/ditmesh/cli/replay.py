@@ -126,13 +126,14 @@ def _compared(
     image: Path, was: Receipt, again: Generated, sampled: str | None, out: Path, overwrite: bool
 ) -> tuple[Path, Replay]:
     """Where the new picture was written, and what of it is different."""
+    from ..generate.made import Picture
     from ..generate.receipt import copied_free, write_free
     from ..generate.replay import compare
 
     before, after = opened(image), opened(again.path)
     name = out / f"{image.stem}-replayed{Path(again.path).suffix}"
     if was.frames is None:
-        path = write_free(after, name, again.receipt, overwrite)
+        path = write_free(Picture(after), name, again.receipt, overwrite)
     else:
         path = copied_free(again.path, name, overwrite)
     return path, compare(before, after, was, again.receipt, sampled)

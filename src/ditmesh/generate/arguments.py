@@ -14,6 +14,8 @@ from .video import FPS
 if TYPE_CHECKING:
     from .job import PictureJob
 
+# Takes what is called after every denoising step.
+CALLBACK = "callback_on_step_end"
 # Arguments of calls that say how many frames a second has.
 RATES = ("frame_rate", "fps")
 # What calls of pipelines that make audio alone are told of it.
@@ -42,17 +44,17 @@ def denoising_steps(job: PictureJob, parameters: Mapping[str, Any]) -> int:
 
 
 def call_arguments(
-    job: PictureJob, pipe: Any, number: int, pictures: Mapping[str, Any] | None = None
+    job: PictureJob, parameters: Mapping[str, Any], number: int, pictures: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The arguments of call ``number`` of the pipeline, but for the form of its result.
 
     Args:
-        pipe: the pipeline, or its class.
+        parameters: of the call.
         pictures: the job's input pictures, by the argument that takes each.
     """
     import torch
 
-    parameters, call = call_parameters(pipe), job.call(number)
+    call = job.call(number)
     # One generator for each picture, on the CPU: a picture depends on its own seed alone, not on the device
     # nor on what else is generated.
     generators = [torch.Generator("cpu").manual_seed(job.seed + index) for index in call.indices]
@@ -62,32 +64,39 @@ def call_arguments(
     if job.labels:
         arguments["class_labels"] = [job.labels[call.prompt]] * call.images
     else:
-        many = "num_videos_per_prompt" if "num_videos_per_prompt" in parameters else "num_images_per_prompt"
-        arguments |= {"prompt": job.prompts[call.prompt], many: call.images}
+        arguments["prompt"] = job.prompts[call.prompt]
+        for many in ("num_images_per_prompt", "num_videos_per_prompt"):
+            if many in parameters:
+                arguments[many] = call.images
     for name, field in request_fields().items():
         if field.argument is not None and (value := getattr(job, name)) is not None:
             arguments[field.argument] = value
-    if job.strength is not None:
-        arguments["strength"] = job.strength
-    for file in job.files:
-        if file.role == "controlnet":
-            arguments["controlnet_conditioning_scale"] = file.scale
-    for name, picture in (pictures or {}).items():
-        # One for each generated picture: pipelines encode them with a generator of its own. These they repeat.
-        many = call.images > 1 and name not in (PICTURES["ip-image"], PICTURES["control"])
-        arguments[name] = [picture] * call.images if many else picture
-    if job.frames is not None and "num_frames" in parameters:
-        arguments["num_frames"] = job.frames
-    for name in RATES:
-        # Some models are told how fast their frames follow one another.
-        if name in parameters and video_call(parameters):
-            arguments[name] = _default(parameters, name, FPS) if job.fps is None else _rate(job.fps)
+    arguments |= _of_inputs(job, call.images, pictures or {}) | _of_videos(job, parameters)
     return arguments | sizes(parameters, job.size, job.max_sequence_length)
 
 
-def _rate(fps: float) -> float:
-    """Whole numbers as such: some pipelines count with them."""
-    return int(fps) if fps == int(fps) else fps
+def _of_inputs(job: PictureJob, images: int, pictures: Mapping[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {} if job.strength is None else {"strength": job.strength}
+    for file in job.files:
+        if file.role == "controlnet":
+            given["controlnet_conditioning_scale"] = file.scale
+    for name, picture in pictures.items():
+        # One for each generated picture: pipelines encode them with a generator of its own. These they repeat.
+        many = images > 1 and name not in (PICTURES["ip-image"], PICTURES["control"])
+        given[name] = [picture] * images if many else picture
+    return given
+
+
+def _of_videos(job: PictureJob, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if job.frames is not None and "num_frames" in parameters:
+        given["num_frames"] = job.frames
+    for name in RATES:
+        # Some models are told how fast their frames follow one another; some count with whole numbers.
+        if name in parameters and video_call(parameters):
+            fps = job.fps
+            given[name] = _default(parameters, name, FPS) if fps is None else int(fps) if fps == int(fps) else fps
+    return given
 
 
 def sizes(parameters: Mapping[str, Any], size: tuple[int, int] | None, text_tokens: int | None) -> dict[str, Any]:

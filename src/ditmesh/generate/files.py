@@ -492,28 +492,30 @@ def _in_short(error: Exception) -> str:
 DOWN = re.compile(r"(?:lora_A|lora_down|lora\.down|_lora\.down)(?:\.[^.]*)?\.weight$")
 
 
-def partial_fit(pipe: Any, path: str, name: str) -> str | None:
-    """What is to be said of a LoRA whose file has more layers than were adapted; None: it fits.
+def partial_fits(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
+    """What is to be said of LoRAs whose files have more layers than were adapted, by path.
 
     diffusers leaves out what the model does not have.
 
     Args:
-        pipe: with the adapter loaded.
-        path: its file.
-        name: as it was loaded.
+        pipe: with the adapters loaded.
+        files: of the job.
     """
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, "pt") as file:
-            there = sum(DOWN.search(key) is not None for key in file.keys())  # noqa: SIM118
-    except (OSError, SafetensorError):
-        return None
-    parts = [part for part in pipe.components.values() if hasattr(part, "modules")]
-    fitted = sum(name in getattr(layer, "lora_A", ()) for part in parts for layer in part.modules())
-    if fitted >= there:
-        return None
-    return f"{there - fitted} of the {there} layers of {Path(path).name} are none of {type(pipe).__name__}'s"
+    notes: dict[str, str] = {}
+    for number, path in enumerate(file.path for file in files if file.role == "lora"):
+        try:
+            with safe_open(path, "pt") as file:
+                there = sum(DOWN.search(key) is not None for key in file.keys())  # noqa: SIM118
+        except (OSError, SafetensorError):
+            continue
+        parts = [part for part in pipe.components.values() if hasattr(part, "modules")]
+        fitted = sum(f"lora{number}" in getattr(layer, "lora_A", ()) for part in parts for layer in part.modules())
+        if fitted < there:
+            kind = type(pipe).__name__
+            notes[path] = f"{there - fitted} of the {there} layers of {Path(path).name} are none of {kind}'s"
+    return notes
 
 
 def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:

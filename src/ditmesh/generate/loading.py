@@ -170,41 +170,6 @@ def read_pipeline(
     )
 
 
-def pipeline_on(pipe: Any, name: str) -> Any:
-    """A pipeline of another class on the components of one that is parallelised, with which it shares the ranks.
-
-    Args:
-        pipe: the pipeline.
-        name: the class's name in diffusers.
-
-    Raises:
-        InputError: diffusers has no such pipeline, or it needs other components.
-    """
-    import diffusers
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    kind: Any = getattr(diffusers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
-        raise InputError(f"{name} is no pipeline of diffusers {diffusers.__version__}")
-    try:
-        made = as_class(pipe, kind)
-    except TypeError as error:
-        raise InputError(f"{name} cannot be made of a {type(pipe).__name__}'s components ({error})") from None
-    made.set_progress_bar_config(**getattr(pipe, "_progress_bar_config", {}))
-    return parallelize(made, engine_of(pipe).config)
-
-
-def as_class(pipe: Any, kind: Any) -> Any:
-    """A pipeline of another class on the components of one; not by its `from_pipe`, which casts them.
-
-    Raises:
-        TypeError: it needs other components.
-    """
-    needed, options = kind._get_signature_keys(kind)
-    has = {part: value for part, value in pipe.components.items() if part in needed}
-    return kind(**has, **{key: value for key, value in dict(pipe.config).items() if key in options})
-
-
 def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:
     """The argument of diffusers' ``from_pretrained`` for the weights' dtype."""
     if torch_dtype is None:

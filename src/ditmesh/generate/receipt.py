@@ -20,6 +20,7 @@ from ..media.images import MOST_PIXELS
 from ..media.videos import MOST_VIDEO_PIXELS
 from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count, added_fields
 from .files import Role
+from .made import Made, VideoFrames
 from .video import FPS, is_video, metadata_of, strip, write_mp4
 
 if TYPE_CHECKING:
@@ -207,13 +208,12 @@ def text_chunk(receipt: Receipt) -> PngInfo:
     return info
 
 
-def write_free(
-    image: Image | Sequence[Image], path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1
-) -> Path:
+def write_free(made: Made, path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1) -> Path:
     """Write a picture or video under the first of its names, from number ``start`` on, that is free.
 
     Args:
-        image, path, receipt: as for `write_png`; several images are a video's frames, as for `write_video`.
+        made: the picture or video, of PIL images.
+        path, receipt: as for `write_png` and `write_video`.
         overwrite: a file of such a name that ditmesh has written is replaced.
 
     Returns:
@@ -222,9 +222,9 @@ def write_free(
     for free in free_names(path, start):
         with suppress(FileExistsError):
             replace = overwrite and holds_receipt(free)
-            if isinstance(image, Sequence):
-                return write_video(image, free, receipt, replace)
-            return write_png(image, free, receipt, replace)
+            if isinstance(made, VideoFrames):
+                return write_video(made.frames, free, receipt, replace)
+            return write_png(made.image, free, receipt, replace)
     raise AssertionError("names do not end")
 
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..launch import MessageSink
 from ..launch.pool import PRELOAD as OF_ANY_RANK
-from .job import Generated, Kept, Loaded, PictureJob
+from .arguments import denoising_steps
+from .files import pictures_of
+from .job import Generated, Kept, Loaded, Noted, PictureJob, StepDone
+from .made import Made, VideoFrames
+from .model_info import find_model
 from .receipt import write_free
-from .runner import Made, PipelineRunner
+from .runner import PipelineRunner, Prepared, rank_of_process
+from .shape import stretched
+
+if TYPE_CHECKING:
+    from .journal import Journal
 
 # What ranks that generate import: once, before they are forked.
 PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading", "ditmesh.core.digests")
@@ -37,39 +45,76 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
         LayoutError: the transformer's tokens could not be found out.
         JournalError: what the journal holds is of another request.
     """
-    kept = kept or Kept("")
-    runner = PipelineRunner.open(job, report)
-    journal = runner.journal(kept.folder) if kept.folder else None
-    runner.report(Loaded(runner.load_seconds, runner.steps, runner.sampled))
-    total = 0.0
-    runner.note_stretching()
+    import torch.distributed as dist
+
+    from ..engine import engine_of
+
+    kept, rank = kept or Kept(""), rank_of_process()
+    say: Report = report if report is not None and rank == 0 else lambda message: None
+    runner = PipelineRunner.open(job, say)
+    pipe, engine = runner.pipe, engine_of(runner.pipe)
+    journal = _journal(pipe, kept.folder, rank) if kept.folder else None
+    say(Loaded(runner.load_seconds, denoising_steps(job, runner.parameters), runner.sampled))
+    pictures = pictures_of(job.files, None if "num_frames" in runner.parameters else job.frames)
+    if pictures and job.size is not None:
+        _note(say, stretched(pictures, job.size, find_model(job.model).size_multiple))
+    total, noted = 0.0, False
     for number in range(job.calls):
         if kept.done.issuperset(job.call(number).indices):
             continue
-        arguments = runner.prepare(number)
+        prepared = runner.prepare(job, number, pictures)
         if journal is not None:
             journal.begin(number)
-        made = runner.run(number, arguments)
+
+        def stepped(steps: int, of: int, images: int = prepared.call.images) -> None:
+            # How many steps of a stale strategy have been synchronous so far. A first call has changed the engine.
+            log = engine_of(pipe).staleness
+            say(StepDone(images, steps, of, log.summary() if log is not None else ""))
+
+        if dist.is_available() and dist.is_initialized():
+            # The clock starts when all are here.
+            dist.barrier()
+        made = runner.run(prepared, stepped)
         total += runner.facts["seconds"]
-        if runner.rank == 0:
-            _save(runner, number, made, arguments, kept)
+        for model in () if noted else engine.rows:
+            _note(say, model.idle())
+        noted = True
+        if rank == 0:
+            _save(runner, number, prepared, made, kept, say)
     if journal is not None:
         journal.close()
     return total
 
 
-def _save(runner: PipelineRunner, number: int, made: Sequence[Made], arguments: Mapping[str, Any], kept: Kept) -> None:
+def _note(report: Report, text: str | None) -> None:
+    if text is not None:
+        report(Noted(text))
+
+
+def _journal(pipe: Any, folder: str, rank: int) -> Journal:
+    """A journal of the transformers' calls: around everything else, so that it sees the pipeline's own calls."""
+    from ..engine import DENOISERS, denoisers, engine_of
+    from .journal import Journal
+
+    own = denoisers(pipe)
+    models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in own}
+    return Journal(models, folder, rank, engine_of(pipe).clock)
+
+
+def _save(
+    runner: PipelineRunner, number: int, prepared: Prepared, made: Sequence[Made], kept: Kept, report: Report
+) -> None:
     """Write the pictures or videos of a call that are not on disk yet, with receipts, and report them."""
-    job, call = runner.job, runner.job.call(number)
-    for place, (image, index) in enumerate(zip(made, call.indices, strict=True)):
+    job = prepared.job
+    restarts = [past.plain() for past in kept.restarts if past.request == number]
+    for place, (one, index) in enumerate(zip(made, prepared.call.indices, strict=True)):
         if index in kept.done:
             continue
-        restarts = [past.plain() for past in kept.restarts if past.request == number]
-        receipt = runner.receipt(index, image, arguments, restarts=restarts, place=place)
-        path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, receipt.frames is not None)
+        receipt = runner.receipt(prepared, place, one, restarts=restarts)
+        path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, isinstance(one, VideoFrames))
         # A rank that was lost may have written the picture and not said so.
         overwrite = job.overwrite or bool(kept.restarts)
-        runner.report(Generated(str(write_free(image, path, receipt, overwrite, job.number)), receipt))
+        report(Generated(str(write_free(one, path, receipt, overwrite, job.number)), receipt))
 
 
 def with_free_names(job: PictureJob) -> PictureJob:

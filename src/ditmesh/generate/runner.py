@@ -1,16 +1,15 @@
-"""`PipelineRunner`: a loaded pipeline that makes the calls of a job."""
+"""`PipelineRunner`: a loaded pipeline that makes the calls of jobs."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from .._version import library_versions
 from ..core.steps import loop_steps
@@ -18,231 +17,288 @@ from ..errors import InputError
 from ..launch import MessageSink
 from ..launch.chatter import chatter_off
 from ..request import request_fields
-from .arguments import RATES, call_arguments, call_parameters, check_call, denoising_steps, video_call
-from .job import Noted, PictureJob, StepDone
+from .arguments import CALLBACK, RATES, call_arguments, call_parameters, check_call, denoising_steps
+from .files import load_adapters, load_controlnet, partial_fits, pictures_of, pipeline_for
+from .job import Noted, PictureCall, PictureJob
+from .made import Made, VideoFrames, made_of
 from .model_info import find_model
 from .receipt import Receipt, ReceiptFile
-from .shape import stretched
 from .video import FPS, frames_digest
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
     from ..comm.mesh import Mesh
     from ..config import ParallelConfig
     from ..forecast.memory.check import Peaks
-    from .journal import Journal
+    from ..recipe import Recipe
 
 
-# A picture, or the frames of a video.
-Made: TypeAlias = "Image | Sequence[Image]"
+@dataclass(frozen=True)
+class Prepared:
+    """A call of a pipeline, ready to be made.
+
+    Attributes:
+        job, call: what is asked for, and which pictures of it.
+        pipe, kind: the pipeline and its class.
+        arguments: of the call.
+        steps: denoising steps that are taken.
+        adapters: LoRA adapters that are on, with their scales, where they change from request to request.
+    """
+
+    job: PictureJob
+    call: PictureCall
+    pipe: Any
+    kind: type[Any]
+    arguments: dict[str, Any]
+    steps: int
+    adapters: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def seed(self) -> int:
+        """Seed of its first picture, and of torch's default generators."""
+        return self.job.seed + self.call.first
+
+    @property
+    def fps(self) -> float:
+        """Frames a second of its videos."""
+        return float(next((self.arguments[name] for name in RATES if self.arguments.get(name)), self.job.fps or FPS))
 
 
 class PipelineRunner:
-    """A job's pipeline on this rank, loaded and parallelised, which makes the pictures of one call after the other.
+    """A loaded pipeline that makes the calls of jobs, parallelised or not. All its ranks do so at the same time.
+
+    Args:
+        pipe: the pipeline, or what is called as one, such as a `RemotePipeline`.
+        device: where it computes; default: the CPU.
+        kind: the pipeline's class, if another than that of ``pipe``.
+        facts: see below.
 
     Attributes:
-        job: what is generated.
-        pipe: the pipeline.
-        rank: of this process.
-        steps: denoising steps that each picture is expected to take.
-        load_seconds: time that loading took.
-        sampled: the weights' `sampled_fingerprint`, where the job asks for it; rank 0's.
+        pipe, kind, device: as given.
+        parameters: of its call.
         facts: what receipts say that only the run knows; of weights and environment rank 0's.
-        report: takes rank 0's reports.
+        load_seconds, sampled: see `Loaded`.
     """
 
     def __init__(
-        self, job: PictureJob, pipe: Any, facts: dict[str, Any], peaks: Peaks, rank: int, report: MessageSink
+        self,
+        pipe: Any,
+        device: torch.device | None = None,
+        kind: type[Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
-        from ..engine import engine_of
-        from .files import pictures_of
+        import torch
 
-        self.job, self.pipe, self.facts, self.rank, self.report = job, pipe, facts, rank, report
+        self.pipe, self.device, self.kind = pipe, device or torch.device("cpu"), kind or type(pipe)
+        self.parameters, self.facts = call_parameters(self.kind), dict(facts or {})
         self.load_seconds, self.sampled = 0.0, None
-        self._engine, self._peaks, self._parameters = engine_of(pipe), peaks, call_parameters(pipe)
-        self.steps = denoising_steps(job, self._parameters)
-        self._pictures = pictures_of(job.files, None if "num_frames" in self._parameters else job.frames)
-        self._ran = False
+        self._peaks: Peaks | None = None
 
     @classmethod
-    def open(cls, job: PictureJob, report: MessageSink | None = None) -> PipelineRunner:
-        """Load a job's pipeline and parallelise it. Every rank calls this.
+    def open(cls, job: PictureJob, report: MessageSink) -> PipelineRunner:
+        """Load a job's pipeline and parallelise it. Every rank calls this; ``report`` takes rank 0's notes.
 
         Raises:
             InputError: the pipeline cannot do what is asked, or does not fit into memory.
             LayoutError: the transformer's tokens could not be found out.
         """
-        import torch.distributed as dist
-
         from ..comm.mesh import Mesh
         from ..core.digests import sampled_fingerprint
-        from ..engine import configuration_for, engine_of, parallelize
         from ..forecast.memory.check import Peaks
-        from .files import partial_fit
-        from .offload import offload
 
-        grouped = dist.is_available() and dist.is_initialized()
-        rank, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        say: MessageSink = report if report is not None and rank == 0 else lambda message: None
         device, started = device_of_rank(), time.perf_counter()
         if job.check_memory:
             _check_memory(job, device)
         peaks = Peaks(device)
         mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
-        share, why = _share(job, mesh)
+        share, why = share_of(job, mesh)
         if why is not None:
-            say(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
-        pipe = load(job, device, share)
-        for number, file in enumerate(one for one in job.files if one.role == "lora"):
-            if (text := partial_fit(pipe, file.path, f"lora{number}")) is not None:
-                say(Noted(text))
-        facts = facts_of(job.config, pipe, device, share, rank)
-        sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
-        if job.offload != "none":
-            offload(pipe, job.offload, device)
-        config = job.config
-        if isinstance(config, str):
-            config = configuration_for(pipe, guidance=None if job.guidance is None else job.guidance > 1)
-        parallelize(pipe, config, mesh=mesh, timeout=job.timeout)
-        facts |= {"config": engine_of(pipe).config.model_dump(), "devices": size}
-        runner = cls(job, pipe, facts, peaks, rank, say)
-        runner.load_seconds, runner.sampled = time.perf_counter() - started, sampled
+            report(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
+        runner = cls.load(job, device, share)
+        for note in partial_fits(runner.pipe, job.files).values():
+            report(Noted(note))
+        runner.facts, runner._peaks = facts_of(job.config, runner.pipe, device, share), peaks
+        runner.sampled = sampled_fingerprint(runner.pipe) if job.sampled and rank_of_process() == 0 else None
+        runner.parallelize(job, mesh)
+        runner.load_seconds = time.perf_counter() - started
         return runner
 
-    def journal(self, folder: str) -> Journal:
-        """A journal of the transformers' calls: around everything else, so that it sees the pipeline's own calls."""
-        from ..engine import DENOISERS, denoisers
-        from .journal import Journal
+    @classmethod
+    def load(
+        cls, job: PictureJob, device: torch.device, mesh: Mesh | None = None, checked: bool = True
+    ) -> PipelineRunner:
+        """The job's pipeline, quiet, with its adapters, and not parallelised yet.
 
-        own = denoisers(self.pipe)
-        models = {name: getattr(self.pipe, name) for name in DENOISERS if getattr(self.pipe, name, None) in own}
-        return Journal(models, folder, self.rank, self._engine.clock)
+        Args:
+            job: what is to be generated.
+            device: where the transformers are to be; the other components are there too unless they are offloaded.
+            mesh: each rank reads only its share of the transformers, for ``mesh.config``; None: every rank reads all.
+            checked: refuse what the pipeline cannot do of the job.
 
-    def note_stretching(self) -> None:
-        """Report input pictures that the pipeline will stretch."""
-        if self._pictures and self.job.size is not None:
-            step = find_model(self.job.model).size_multiple
-            if (text := stretched(self._pictures, self.job.size, step)) is not None:
-                self.report(Noted(text))
+        Raises:
+            InputError: it cannot be loaded, or cannot do what the job asks.
+        """
+        import diffusers
+        import torch
 
-    def prepare(self, number: int) -> dict[str, Any]:
-        """The arguments of the pipeline's call ``number``, as receipts tell of them."""
-        return call_arguments(self.job, self.pipe, number, self._pictures)
+        from .loading import dtype_option, whole_shapes
+        from .schedulers import scheduler_named
 
-    def run(self, number: int, arguments: Mapping[str, Any]) -> list[Made]:
-        """Make the pictures of call ``number``. Every rank does so at the same time.
+        # Before the class is imported, which says what optional packages are missing.
+        quieten()
+        name = pipeline_for(job.pipeline_class, job.files, job.strength)
+        kind = getattr(diffusers, name, None)
+        # A pipeline with code of its own is known only once it is loaded.
+        if checked and isinstance(kind, type):
+            check_call(job, name, call_parameters(kind))
+        other = kind if name != job.pipeline_class else None
+        parts = load_controlnet(job.files, dtype_option(getattr(torch, job.dtype)))
+        pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh, **parts)
+        if checked:
+            check_call(job, type(pipe).__name__, call_parameters(pipe))
+        with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
+            load_adapters(pipe, job.files)
+        if job.scheduler is not None:
+            pipe.scheduler = scheduler_named(job.scheduler, type(pipe.scheduler).__name__, pipe.scheduler.config)
+        return cls(pipe.to(device) if job.offload == "none" else pipe, device)
+
+    def parallelize(self, job: PictureJob, mesh: Mesh | None, recipe: Recipe | None = None) -> None:
+        """Make the pipeline run on all ranks as the job says, offloaded if it says so.
+
+        Args:
+            mesh: for the job's configuration; None: that one is ``"auto"``.
+            recipe: as for `ditmesh.parallelize`.
+        """
+        from ..engine import configuration_for, engine_of, parallelize
+        from ..recipe import RECIPE
+        from .offload import offload
+
+        config, guidance = job.config, None if job.guidance is None else job.guidance > 1
+        if job.offload != "none":
+            offload(self.pipe, job.offload, self.device)
+        if isinstance(config, str):
+            config = configuration_for(self.pipe, guidance=guidance)
+        parallelize(self.pipe, config, mesh=mesh, timeout=job.timeout, recipe=recipe or RECIPE)
+        config = engine_of(self.pipe).config
+        self.facts |= {"config": config.model_dump(), "devices": config.world_size}
+
+    def as_class(self, name: str) -> PipelineRunner:
+        """The runner of a pipeline of another class on the same components, and on the same ranks if there are any.
+
+        Not made by diffusers' ``from_pipe``, which casts the components.
+
+        Args:
+            name: the class's name in diffusers.
+
+        Raises:
+            InputError: diffusers has no such pipeline, or it needs other components.
+        """
+        import diffusers
+        from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+        from ..engine import ENGINE, engine_of, parallelize
+
+        pipe, kind = self.pipe, getattr(diffusers, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
+            raise InputError(f"{name} is no pipeline of diffusers {diffusers.__version__}")
+        needed, options = kind._get_signature_keys(kind)
+        given = {part: value for part, value in pipe.components.items() if part in needed}
+        given |= {key: value for key, value in dict(pipe.config).items() if key in options}
+        try:
+            made: Any = kind(**given)
+        except TypeError as error:
+            raise InputError(f"{name} cannot be made of a {self.kind.__name__}'s components ({error})") from None
+        made.set_progress_bar_config(**getattr(pipe, "_progress_bar_config", {}))
+        if getattr(pipe, ENGINE, None) is not None:
+            parallelize(made, engine_of(pipe).config)
+        return PipelineRunner(made, self.device, facts=self.facts)
+
+    def prepare(
+        self, job: PictureJob, number: int = 0, pictures: Mapping[str, Any] | None = None, **more: Any
+    ) -> Prepared:
+        """Call ``number`` of a job.
+
+        Args:
+            pictures: the job's input pictures, by the argument that takes each; default: its files are read.
+            more: arguments in the place of the job's, or beside them.
+        """
+        if pictures is None:
+            pictures = pictures_of(job.files, None if "num_frames" in self.parameters else job.frames)
+        arguments = call_arguments(job, self.parameters, number, pictures)
+        if "output_type" in self.parameters:
+            # Some make arrays by default.
+            arguments["output_type"] = "pil"
+        steps = denoising_steps(job, self.parameters)
+        return Prepared(job, job.call(number), self.pipe, self.kind, arguments | more, steps)
+
+    def run(self, prepared: Prepared, on_step: Callable[[int, int], None] | None = None) -> list[Made]:
+        """Make the pictures or videos of a call.
+
+        Args:
+            on_step: takes the denoising steps that were taken since the last time, and how many there are.
 
         Raises:
             InputError: the pipeline makes something else.
         """
-        import torch
-        import torch.distributed as dist
+        from ..core.generators import OwnGenerators
 
-        call, given = self.job.call(number), dict(arguments)
-        if video_call(self._parameters):
-            # Some make arrays by default.
-            given["output_type"] = "pil"
-        tells = "callback_on_step_end" in self._parameters
-        if tells:
-            given["callback_on_step_end"] = lambda *of: self._stepped(call.images, 1) or of[-1]
-        if dist.is_available() and dist.is_initialized():
-            # The clock starts when all are here.
-            dist.barrier()
-        # Some pipelines encode a control picture with noise of the process's own generator.
-        torch.manual_seed(self.job.seed + call.first)
+        pipe, planned, given = prepared.pipe, prepared.steps, dict(prepared.arguments)
+        tells = CALLBACK in self.parameters
+
+        def stepped(*of: Any) -> Any:
+            # The timesteps are set only now; every one of them calls back, also the second half of a step of Heun's.
+            on_step(1, loop_steps(getattr(pipe, "scheduler", None), planned))  # type: ignore[misc]
+            return of[-1]
+
+        if on_step is not None and tells:
+            given[CALLBACK] = stepped
         started = time.perf_counter()
-        with self._peaks.call(self.pipe):
-            made = made_of(self.pipe(**given))
-        self.facts |= {"seconds": time.perf_counter() - started, "peak_memory": self._peaks.of_all()}
-        for model in () if self._ran else self._engine.rows:
-            if (text := model.idle()) is not None:
-                self.report(Noted(text))
-        self._ran = True
-        if not tells:
-            self._stepped(call.images, self.steps, self.steps)
+        measured = contextlib.nullcontext() if self._peaks is None else self._peaks.call(pipe)
+        with OwnGenerators(prepared.seed, self.device).active(), measured:
+            made = made_of(pipe(**given))
+        self.facts["seconds"] = time.perf_counter() - started
+        if self._peaks is not None:
+            self.facts["peak_memory"] = self._peaks.of_all()
+        if on_step is not None and not tells:
+            on_step(planned, planned)
         return made
 
-    def _stepped(self, images: int, steps: int, of: int | None = None) -> None:
-        from ..engine import engine_of
-
-        if of is None:
-            # The timesteps are set only now; every one of them calls back, also the second half of a step of Heun's.
-            of = loop_steps(getattr(self.pipe, "scheduler", None), self.steps)
-        # How many steps of a stale strategy have been synchronous so far. A first call has changed the engine.
-        log = engine_of(self.pipe).staleness
-        self.report(StepDone(images, steps, of, log.summary() if log is not None else ""))
-
-    def receipt(self, index: int, made: Made, arguments: Mapping[str, Any], **facts: Any) -> Receipt:
-        """The receipt of picture ``index`` of the call that ran last; ``facts``: more of its fields."""
-        every = {**self.facts, "pipeline": type(self.pipe).__name__, **facts}
-        return receipt_of(self.job, index, made, arguments, every)
-
-
-def _check_memory(job: PictureJob, device: torch.device) -> None:
-    """Refuse a job that does not fit, before anything is read."""
-    import torch
-
-    from ..forecast.memory.check import check_memory
-    from ..forecast.workload import workload_of
-    from .loading import configuration_before
-
-    quieten()
-    info = find_model(job.model)
-    guided = None if job.guidance is None or job.guidance > 1 else False
-    pictures = max(job.call(number).images for number in range(job.calls))
-    workload = workload_of(info, job.size, job.max_sequence_length, pictures, guided, job.frames)
-    config = job.config if not isinstance(job.config, str) else lambda: configuration_before(info)
-    dtype, limit = getattr(torch, job.dtype), job.memory_limit
-    check_memory(info, config, dtype, device, workload, limit, offloaded=job.offload != "none")
-
-
-def _share(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
-    """The mesh by which ranks read only their share of the transformers, if they can; else why they cannot."""
-    from .loading import why_whole
-
-    # Samples of former receipts are of weights that are whole.
-    if mesh is None or job.sampled or not mesh.config.cuts_weights:
-        return None, None
-    why = why_whole(find_model(job.model), job.variant)
-    return (mesh, None) if why is None else (None, why)
-
-
-def load(job: PictureJob, device: torch.device, mesh: Mesh | None = None) -> Any:
-    """The job's pipeline, checked and quiet, with its adapters.
-
-    Args:
-        job: what is to be generated.
-        device: where the transformers are to be; the other components are there too unless they are offloaded.
-        mesh: each rank reads only its share of the transformers, for ``mesh.config``; None: every rank reads all.
-
-    Raises:
-        InputError: it cannot be loaded, or cannot do what the job asks.
-    """
-    import diffusers
-    import torch
-
-    from .files import load_adapters, load_controlnet, pipeline_for
-    from .loading import dtype_option, whole_shapes
-    from .schedulers import scheduler_named
-
-    # Before the class is imported, which says what optional packages are missing.
-    quieten()
-    name = pipeline_for(job.pipeline_class, job.files, job.strength)
-    kind = getattr(diffusers, name, None)
-    # A pipeline with code of its own is known only once it is loaded.
-    if isinstance(kind, type):
-        check_call(job, name, inspect.signature(kind.__call__).parameters)
-    other = kind if name != job.pipeline_class else None
-    parts = load_controlnet(job.files, dtype_option(getattr(torch, job.dtype)))
-    pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh, **parts)
-    check_call(job, type(pipe).__name__, call_parameters(pipe))
-    with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
-        load_adapters(pipe, job.files)
-    if job.scheduler is not None:
-        pipe.scheduler = scheduler_named(job.scheduler, type(pipe.scheduler).__name__, pipe.scheduler.config)
-    return pipe.to(device) if job.offload == "none" else pipe
+    def receipt(self, prepared: Prepared, place: int, made: Made, **facts: Any) -> Receipt:
+        """The receipt of a call's picture or video number ``place``; ``facts``: fields that count before `facts`."""
+        job, call, arguments = prepared.job, prepared.call, prepared.arguments
+        asked = {name: getattr(job, name) for name, field in request_fields().items() if field.spelt is not None}
+        first = made.frames[0]
+        asked |= {
+            "prompt": job.prompts[call.prompt],
+            "seed": prepared.seed + place,
+            "steps": arguments["num_inference_steps"],
+            "guidance": arguments.get("guidance_scale", 0.0),
+            "width": first.width,
+            "height": first.height,
+            "frames": None,
+            "fps": None,
+        }
+        if isinstance(made, VideoFrames):
+            digest = frames_digest(made.frames)
+            asked |= {"frames": len(made.frames), "fps": prepared.fps, "frames_digest": digest}
+        return Receipt(
+            **asked,
+            index=call.first + place,
+            place=place,
+            max_sequence_length=arguments.get("max_sequence_length"),
+            model=job.name,
+            pipeline=prepared.kind.__name__,
+            dtype=job.dtype,
+            versions=library_versions(),
+            label=job.labels[call.prompt] if job.labels else None,
+            together=call.images,
+            files=[ReceiptFile(**asdict(file)) for file in job.files],
+            variant=job.variant,
+            offload=job.offload,
+            scheduler=job.scheduler,
+            **self.facts | facts,
+        )
 
 
 def load_pipeline(
@@ -294,17 +350,32 @@ def load_pipeline(
     return pipe
 
 
+def share_of(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
+    """The mesh by which ranks read only their share of the transformers, if they can; else why they cannot."""
+    from .loading import why_whole
+
+    # Samples of former receipts are of weights that are whole.
+    if mesh is None or job.sampled or not mesh.config.cuts_weights:
+        return None, None
+    why = why_whole(find_model(job.model), job.variant)
+    return (mesh, None) if why is None else (None, why)
+
+
 def facts_of(
-    config: ParallelConfig | Literal["auto"], pipe: Any, device: torch.device, share: Mesh | None, rank: int
+    config: ParallelConfig | Literal["auto"], pipe: Any, device: torch.device, share: Mesh | None
 ) -> dict[str, Any]:
-    """What a receipt says about weights and environment, of a pipeline that is not parallelised yet. Rank 0's."""
+    """What a receipt says about weights and environment, on rank 0; of other ranks nothing. Collective.
+
+    Args:
+        share: by which the transformers were read, or are cut by now; None: they are whole.
+    """
     from ..core.digests import weights_fingerprint
     from ..launch.hardware import environment
     from ..strategies.determinism import deterministic
     from .loading import fingerprint
 
     spread = None if share is None else fingerprint(pipe, share)
-    if rank > 0:
+    if rank_of_process() > 0:
         return {}
     reproducible = not isinstance(config, str) and config.reproducible
     # With the settings that are in force while the pipeline runs.
@@ -314,77 +385,37 @@ def facts_of(
 
 
 def facts_on_rank(pipe: Any) -> dict[str, Any]:
-    """What a receipt says of a parallelised pipeline: weights, environment, ranks. Collective; rank 0's, else empty."""
-    import torch.distributed as dist
-
+    """The facts of a parallelised pipeline's receipts; see `facts_of`."""
     from ..engine import engine_of
 
-    engine = engine_of(pipe)
-    mesh, config = engine.mesh, engine.config
-    share, rank = mesh if config.cuts_weights else None, dist.get_rank() if dist.is_initialized() else 0
-    facts = facts_of(config, pipe, mesh.device, share, rank)
+    mesh, config = engine_of(pipe).mesh, engine_of(pipe).config
+    facts = facts_of(config, pipe, mesh.device, mesh if config.cuts_weights else None)
     return facts | {"config": config.model_dump(), "devices": config.world_size} if facts else {}
 
 
-def made_of(output: Any) -> list[Made]:
-    """The pictures of a pipeline's output, or the frames of its videos.
+def rank_of_process() -> int:
+    """The rank of this process; 0 where there are no others."""
+    import torch.distributed as dist
 
-    Raises:
-        InputError: it holds something else.
-    """
-    if hasattr(output, "images") and not any(isinstance(image, (list, tuple)) for image in output.images):
-        return output.images
-    if hasattr(output, "frames"):
-        return [list(frames) for frames in output.frames]
-    raise InputError(
-        f"{type(output).__name__} holds neither images nor videos that can be written; call it from Python"
-    )
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def receipt_of(
-    job: PictureJob, index: int, made: Made, arguments: Mapping[str, Any], facts: Mapping[str, Any]
-) -> Receipt:
-    """The receipt of picture or video ``index`` of a job.
+def _check_memory(job: PictureJob, device: torch.device) -> None:
+    """Refuse a job that does not fit, before anything is read."""
+    import torch
 
-    Args:
-        made: the picture, or the video's frames.
-        arguments: of the pipeline's call.
-        facts: the fields that only the run knows.
-    """
-    call = job.call(job.call_of(index))
-    image, video = (made[0], _about(job, made, arguments)) if isinstance(made, Sequence) else (made, {})
-    asked = {name: getattr(job, name) for name, field in request_fields().items() if field.spelt is not None}
-    asked |= {
-        "prompt": job.prompts[call.prompt],
-        "seed": job.seed + index,
-        "steps": arguments["num_inference_steps"],
-        "guidance": arguments.get("guidance_scale", 0.0),
-        "width": image.width,
-        "height": image.height,
-        "frames": None,
-        "fps": None,
-    }
-    return Receipt(
-        **asked | video,
-        index=index,
-        max_sequence_length=arguments.get("max_sequence_length"),
-        model=job.name,
-        dtype=job.dtype,
-        versions=library_versions(),
-        label=job.labels[call.prompt] if job.labels else None,
-        together=call.images,
-        files=[ReceiptFile(**asdict(file)) for file in job.files],
-        variant=job.variant,
-        offload=job.offload,
-        scheduler=job.scheduler,
-        **facts,
-    )
+    from ..forecast.memory.check import check_memory
+    from ..forecast.workload import workload_of
+    from .loading import configuration_before
 
-
-def _about(job: PictureJob, frames: Sequence[Image], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the receipt of a video says beside that of a picture."""
-    fps = next((arguments[name] for name in RATES if arguments.get(name)), job.fps or FPS)
-    return {"frames": len(frames), "fps": float(fps), "frames_digest": frames_digest(frames)}
+    quieten()
+    info = find_model(job.model)
+    guided = None if job.guidance is None or job.guidance > 1 else False
+    pictures = max(job.call(number).images for number in range(job.calls))
+    workload = workload_of(info, job.size, job.max_sequence_length, pictures, guided, job.frames)
+    config = job.config if not isinstance(job.config, str) else lambda: configuration_before(info)
+    dtype, limit = getattr(torch, job.dtype), job.memory_limit
+    check_memory(info, config, dtype, device, workload, limit, offloaded=job.offload != "none")
 
 
 def device_of_rank() -> torch.device:

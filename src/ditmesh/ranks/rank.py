@@ -21,16 +21,15 @@ from ..comm import PeerError
 from ..core.arguments import parameter_names
 from ..engine import engine_of
 from ..errors import ConfigError
-from ..generate.loading import load, pipeline_on
-from ..generate.runner import quieten
+from ..generate.arguments import CALLBACK
+from ..generate.loading import load
+from ..generate.runner import PipelineRunner, quieten
 from ..launch.failures import Failure, of_exception
 from ..launch.messages import RankChannel, encode
 from ..parts.part import whole_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-CALLBACK = "callback_on_step_end"
 
 # The pipelines that the owner has loaded, by key. What runs in a call has no other place to leave them.
 _pipelines: dict[str, Any] = {}
@@ -129,7 +128,7 @@ def load_pipeline(
 
 def derive(pipe: Any, key: str, name: str) -> tuple[str, tuple[str, ...]]:
     """Make a pipeline of another class from the components of one; its class's name and the parameters of its call."""
-    made = _pipelines[key] = pipeline_on(pipe, name)
+    made = _pipelines[key] = PipelineRunner(pipe).as_class(name).pipe
     return name, parameter_names(type(made).__call__)
 
 

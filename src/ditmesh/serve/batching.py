@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.arguments import Arguments, covers, parameter_names
 from ..core.clock import timestep_of
+from ..core.generators import OwnGenerators
 from ..core.patching import Patch
 from ..core.request import RequestLeft
 from ..core.values import Values, seen
@@ -36,7 +37,6 @@ from ..layout.types import CallForm
 from ..strategies.base import ParallelModel
 from ..strategies.caches import diffusers_hooks
 from ..strategies.hooks import ModelHooks, Piece
-from ..strategies.inputs import default_states, set_default_states
 from ..strategies.rows import batched_in, some_rows
 
 # Largest difference, relative to the largest value, of a row in a batch from the row alone.
@@ -104,8 +104,8 @@ class PipelineTask(greenlet):
         self.failure: Exception | None = None
         self.batch = 0
         self._arguments: Mapping[str, Any] = arguments
-        self._seed, self._device = seed, device
-        self._random: Mapping[str, Tensor] | None = None
+        # Put aside while others run.
+        self.generators = OwnGenerators(seed, device)
 
     def _body(self) -> None:
         try:
@@ -119,7 +119,7 @@ class PipelineTask(greenlet):
 
     def resume(self, answer: Any = None, error: BaseException | None = None) -> None:
         """Go on with the answer to what was pending, or with an error in its place."""
-        with self.random():
+        with self.generators.active():
             if error is not None:
                 self.pending = self.throw(error)
             elif self.begun:
@@ -139,29 +139,6 @@ class PipelineTask(greenlet):
         """Within it: stop until it is resumed; the answer."""
         assert self.parent is not None
         return self.parent.switch(pending)
-
-    @contextmanager
-    def random(self) -> Iterator[None]:
-        """torch's default generators are this coroutine's."""
-        outside = default_states(self._device)
-        if self._random is None:
-            torch.manual_seed(self._seed)
-        else:
-            set_default_states(self._device, self._random)
-        try:
-            yield
-        finally:
-            self._random = default_states(self._device)
-            set_default_states(self._device, outside)
-
-    @property
-    def generators(self) -> Mapping[str, Tensor]:
-        """States of its default generators."""
-        return self._random or {}
-
-    @generators.setter
-    def generators(self, states: Mapping[str, Tensor]) -> None:
-        self._random = states
 
 
 def bare(error: Exception) -> Exception:
@@ -576,19 +553,19 @@ class Batcher:
             assert pending is not None
             started, answer, error = time.perf_counter(), None, None
             self.adapt(run.adapters)
-            with run.random():
+            with run.generators.active():
                 try:
                     answer = pending.call(*pending.args, **pending.kwargs)
                 except Exception as raised:
                     error = bare(raised)
             self.counts.seen[pending.name] = time.perf_counter() - started
-            answers[place] = (answer, error, run.generators)
+            answers[place] = (answer, error, run.generators.states)
         if shared:
             for others in self._exchange(answers):
                 answers.update(others)
         for place, run in enumerate(runs):
             answer, error, states = answers[place]
-            run.generators = states
+            run.generators.states = states
             run.resume(answer, error)
 
     def _run_steps(self, runs: list[PipelineTask]) -> FailedCalls | None:

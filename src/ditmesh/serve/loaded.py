@@ -7,7 +7,7 @@ import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,22 +20,13 @@ from ..core.steps import SchedulerStep, StepEvents
 from ..engine import Engine, engine_of, parallelize
 from ..errors import ConfigError, InputError
 from ..first_call import FirstCall
-from ..generate.arguments import call_arguments, call_parameters, check_call, denoising_steps
-from ..generate.files import (
-    PICTURES,
-    InputFile,
-    adapter,
-    check_mask,
-    load_adapters,
-    partial_fit,
-    pictures_of,
-    pipeline_for,
-)
+from ..generate.arguments import check_call
+from ..generate.files import PICTURES, InputFile, adapter, check_mask, partial_fits, pipeline_for
 from ..generate.job import PictureJob, check_config, check_content, check_layout, job_for
-from ..generate.loading import as_class, why_whole
+from ..generate.made import Made, made_of
 from ..generate.model_info import ModelInfo, find_model
-from ..generate.offload import offload
-from ..generate.runner import facts_of, load_pipeline
+from ..generate.receipt import Receipt
+from ..generate.runner import PipelineRunner, Prepared, facts_of, share_of
 from ..generate.shape import input_size
 from ..generate.video import FPS
 from ..media.videos import check_video_library
@@ -57,27 +48,6 @@ TRIED_SIDE, TRIED_STEPS, TRIED_FRAMES = 16, 4, 9
 # What pipelines call frames a second, and frames for one of latents.
 RATE = "frame_rate"
 TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
-
-
-@dataclass
-class Prepared:
-    """A task as its pipeline is called.
-
-    Attributes:
-        job: what a receipt is written from.
-        pipe: the pipeline, a copy of its own where steps of several tasks run together.
-        arguments: of the call.
-        steps: denoising steps that are taken.
-        adapters: LoRA adapters that are on, with their scales.
-        fps: of videos, frames a second.
-    """
-
-    job: PictureJob
-    pipe: Any
-    arguments: dict[str, Any]
-    steps: int
-    adapters: tuple[tuple[str, float], ...]
-    fps: int = FPS
 
 
 class LoadedModel:
@@ -111,9 +81,9 @@ class LoadedModel:
         self.spec, self.device = spec, device
         self.info: ModelInfo = find_model(spec.model)
         self.projection = Projection()
-        self._files = [replace(adapter("lora", path), scale=1.0) for path in spec.loras.values()]
-        self._size, self._exchange, self._undo = size, exchange, undo
-        self._pipes: dict[str, tuple[Any, Any]] = {}
+        self._files = tuple(replace(adapter("lora", path), scale=1.0) for path in spec.loras.values())
+        self._exchange, self._undo = exchange, undo
+        self._options = {"dtype": spec.dtype, "variant": spec.variant, "offload": spec.offload}
         if size > 1:
             check_layout(self.info)
         if not isinstance(spec.config, str):
@@ -123,21 +93,24 @@ class LoadedModel:
                     "vae='bands' is for one request at a time, and a server decodes pictures of several on a rank "
                     "each; leave vae out"
                 )
-        pipe = self._load(rank)
-        self.kind = type(pipe).__name__
-        template = copy.copy(pipe)
-        parallelize(pipe, spec.config, mesh=self._mesh, recipe=RECIPE_OF_SERVERS)
-        if self._mesh is not None:
+        # Of an embedded model or a class-conditional one some prompts only are possible.
+        request = PictureRequest(prompt=next(iter(self.info.labels), "a picture"))
+        self._job = job_for(self.info, request, "", config=spec.config, files=self._files, **self._options)
+        runner, mesh = self._load(), self._mesh
+        pipe, self.kind = runner.pipe, runner.kind.__name__
+        template = PipelineRunner(copy.copy(pipe), device)
+        runner.parallelize(self._job, mesh, RECIPE_OF_SERVERS)
+        if mesh is not None:
             # Its groups are given back with the engine.
             engine_of(pipe).own_mesh()
             self._undo.pop_all()
-        self._pipes[self.kind] = pipe, template
+        # By class: the parallel pipeline, and what its tasks' own copies are made of.
+        self._runners = {self.kind: (runner, template)}
         if isinstance(engine_of(pipe), FirstCall):
             # Its layout is found out by a call.
-            prepared = self._trial(pipe)
             with torch.no_grad():
-                pipe(**prepared.arguments)
-        self.batcher = Batcher(pipe, template, exchange, rank, size, spec.together)
+                pipe(**self._trial(runner).arguments)
+        self.batcher = Batcher(pipe, template.pipe, exchange, rank, size, spec.together)
         if spec.offload != "none" and not self.batcher.why:
             self.batcher.why = (
                 f"offload={spec.offload!r} moves components between the calls of one request; requests run one after "
@@ -155,48 +128,40 @@ class LoadedModel:
     def close(self) -> None:
         """Let go of everything. Every rank does at the same time."""
         self.batcher.close()
-        self._pipes.clear()
+        self._runners.clear()
         del self.batcher, self._mesh
         # Its mesh gives its groups back; weights are not put together again.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load(self, rank: int) -> Any:
-        spec, config = self.spec, self.spec.config
-        self._mesh = None if isinstance(config, str) else Mesh(config, device=self.device)
-        if self._mesh is not None:
+    def _load(self) -> PipelineRunner:
+        """The pipeline, not parallelised yet."""
+        job, self._mesh = self._job, None
+        if not isinstance(job.config, str):
+            self._mesh = Mesh(job.config, device=self.device)
             self._undo.callback(self._mesh.close)
-        whole = self._mesh is None or not self._mesh.config.cuts_weights or bool(self._files)
-        share = None if whole or why_whole(self.info, spec.variant) is not None else self._mesh
-        model = str(self.info.files) if self.info.local else self.info.name
-        pipe = load_pipeline(model, self.info.name, spec.dtype, None, spec.variant, None, share)
-        if spec.offload == "none":
-            pipe.to(self.device)
-        self._facts = facts_of(config, pipe, self.device, share, rank)
-        before = {name: value for name, (value, _) in WeightDigests(pipe).look().items()} if self._files else {}
-        load_adapters(pipe, self._files)
-        after = {name: value for name, (value, _) in WeightDigests(pipe).look().items()} if self._files else {}
-        self._weights = before, after
-        self._notes = {}
-        for number, (name, file) in enumerate(zip(self.spec.loras, self._files, strict=True)):
-            if (note := partial_fit(pipe, file.path, f"lora{number}")) is not None:
-                self._notes[name] = note
-        if spec.offload != "none":
-            offload(pipe, spec.offload, self.device)
-        return pipe
+        # Digests with some of the adapters are made of whole weights.
+        share = None if self._files else share_of(job, self._mesh)[0]
+        runner = PipelineRunner.load(job, self.device, share, checked=False)
+        runner.facts = facts_of(job.config, runner.pipe, self.device, share)
+        digests = WeightDigests(runner.pipe).look() if job.files else {}
+        self._weights = {name: value for name, (value, _) in digests.items()}
+        names = {file.path: name for name, file in zip(self.spec.loras, job.files, strict=True)}
+        self._notes = {names[path]: note for path, note in partial_fits(runner.pipe, job.files).items()}
+        return runner
 
     # --- looking at it -----------------------------------------------------------------------------------------
 
-    def _trial(self, pipe: Any) -> Prepared:
+    def _trial(self, runner: PipelineRunner) -> Prepared:
         """A small call, to look at the model with."""
-        info, parameters = self.info, call_parameters(pipe)
-        prompt = next(iter(info.labels), "a picture")
-        job = job_for(info, PictureRequest(prompt=prompt), "", config=self.spec.config, dtype=self.spec.dtype)
+        info, parameters, job = self.info, runner.parameters, self._job.changed(files=())
         size, most = info.default_size, TRIED_SIDE * info.size_multiple
-        if size is None and "num_frames" in parameters:
+        more: dict[str, Any] = {"num_inference_steps": TRIED_STEPS}
+        if "num_frames" in parameters:
+            more["num_frames"] = TRIED_FRAMES
             # The pipeline's own would take long.
-            size = most, most
+            size = size or (most, most)
         if size is not None and not info.labels:
             job = job.changed(width=min(size[0], most), height=min(size[1], most))
         pictures = {
@@ -204,20 +169,17 @@ class LoadedModel:
             for role, name in PICTURES.items()
             if name in parameters and parameters[name].default is inspect.Parameter.empty
         }
-        arguments = self._arguments(job, pipe, pictures) | {"num_inference_steps": TRIED_STEPS}
-        if "num_frames" in parameters:
-            arguments["num_frames"] = TRIED_FRAMES
-        return Prepared(job, pipe, arguments, TRIED_STEPS, ())
+        return runner.prepare(job, 0, pictures, **more)
 
-    def _try(self, template: Any) -> None:
+    def _try(self, template: PipelineRunner) -> None:
         """Find out whether calls of several requests can be joined, with a small picture."""
         batcher = self.batcher
         if batcher.why:
             return
         try:
             # Before anything that ranks do together: what fails here fails on all of them.
-            own = copied(template)
-            run = PipelineTask(own, self._trial(own).arguments, 0, self.device)
+            own = copied(template.pipe)
+            run = PipelineTask(own, self._trial(template).arguments, 0, self.device)
         except Exception as error:
             batcher.why = f"it cannot be tried ({_short(error)}); requests run one after the other"
             return
@@ -240,7 +202,7 @@ class LoadedModel:
         if run.output is not None and latest is not None:
             # Of something else than images there are no previews, and its tasks fail with the reason.
             with suppress(InputError):
-                frames = images_of(run.output)
+                frames = made_of(run.output)[0].frames
                 self.projection.learn_from(latest, frames[len(frames) // 2])
 
     def _agree(self, failed: Exception | None) -> None:
@@ -251,8 +213,8 @@ class LoadedModel:
             reason = next(filter(None, every))
             self.batcher.why = f"a small picture to try it with failed ({reason}); requests run one after the other"
 
-    def _card(self, template: Any) -> dict[str, Any]:
-        info, parameters = self.info, call_parameters(template)
+    def _card(self, template: PipelineRunner) -> dict[str, Any]:
+        info, parameters = self.info, template.parameters
         size, defaults = info.default_size, {name: one.default for name, one in parameters.items()}
         guidance = defaults.get("guidance_scale") if self.spec.guidance is None else self.spec.guidance
         steps = self.spec.steps or defaults.get("num_inference_steps")
@@ -266,7 +228,7 @@ class LoadedModel:
             "video": "num_frames" in parameters,
             "frames": info.default_frames or _whole(defaults.get("num_frames")),
             "fps": self._fps(defaults) if "num_frames" in parameters else None,
-            "frame_multiple": self._frame_multiple(template, defaults),
+            "frame_multiple": self._frame_multiple(template.pipe, defaults),
             "inputs": [role for role in ("image", "mask", "control") if self._takes(role)],
             "loras": list(self.spec.loras),
             "lora_notes": self._notes,
@@ -329,7 +291,8 @@ class LoadedModel:
             "height": height,
             "n": 1,
             "seed": (request.seed or 0) + task.index,
-            "fps": None,
+            # Of an image it is not asked for.
+            "fps": request.fps if self.card["video"] else None,
         }
         job = job_for(
             self.info,
@@ -337,26 +300,20 @@ class LoadedModel:
             "",
             config=self.engine.config,
             max_sequence_length=self.spec.text_tokens,
-            dtype=self.spec.dtype,
             files=tuple(files),
-            variant=self.spec.variant,
-            offload=self.spec.offload,
+            **self._options,
         )
-        check_content(job, self.info, self._size)
-        pipe, template = self._pipe_for(job)
-        parameters = call_parameters(pipe)
-        check_call(job, type(pipe).__name__, parameters)
+        check_content(job, self.info, self.engine.config.world_size)
+        runner, template = self._runners_for(job)
+        check_call(job, runner.kind.__name__, runner.parameters)
         card = ModelCard.model_validate({"id": self.spec.name, "created": 0, **self.card})
         check_frames(request, card)
         if request.format == "mp4":
             check_video_library()
-        own = pipe if self.batcher.why else copied(template)
-        arguments = self._arguments(job, own, pictures_of(job.files))
-        if request.fps is not None and RATE in parameters:
-            arguments[RATE] = request.fps
+        prepared = (runner if self.batcher.why else template).prepare(job)
+        own = prepared.pipe if self.batcher.why else copied(prepared.pipe)
         adapters = tuple((f"lora{loras.index(one.name)}", one.scale) for one in request.loras)
-        fps = request.fps or card.fps or FPS
-        return Prepared(job, own, arguments, denoising_steps(job, parameters), adapters, fps)
+        return replace(prepared, pipe=own, adapters=adapters)
 
     def _asked_size(self, task: PictureTask, files: Sequence[InputFile]) -> tuple[int, int] | None:
         """Width and height that are asked for; of one side alone the other is the input image's, or the model's.
@@ -378,34 +335,24 @@ class LoadedModel:
             raise InputError("width and height are given together or not at all; give both")
         return request.width or width, request.height or height
 
-    def _arguments(self, job: PictureJob, pipe: Any, pictures: Mapping[str, Image.Image]) -> dict[str, Any]:
-        arguments, parameters = call_arguments(job, pipe, 0, pictures), call_parameters(pipe)
-        if "num_images_per_prompt" not in parameters:
-            arguments.pop("num_images_per_prompt", None)
-        return arguments | ({"output_type": "pil"} if "output_type" in parameters else {})
-
-    def _pipe_for(self, job: PictureJob) -> tuple[Any, Any]:
+    def _runners_for(self, job: PictureJob) -> tuple[PipelineRunner, PipelineRunner]:
         """The parallel pipeline of the class that takes a job's input pictures, and its template."""
         name = pipeline_for(self.kind, job.files, job.strength)
-        if name not in self._pipes:
-            import diffusers
-
-            other = as_class(self._pipes[self.kind][1], getattr(diffusers, name))
-            other.set_progress_bar_config(disable=True)
-            own = copy.copy(other)
+        if name not in self._runners:
+            other = self._runners[self.kind][1].as_class(name)
+            template = PipelineRunner(copy.copy(other.pipe), self.device)
             if self.batcher.why:
-                parallelize(other, self.engine.config)
-            self._pipes[name] = other, own
-        return self._pipes[name]
+                parallelize(other.pipe, self.engine.config)
+            self._runners[name] = other, template
+        return self._runners[name]
 
-    def facts(self, prepared: Prepared, seconds: float) -> dict[str, Any]:
-        """What a receipt says of a task beside its job; on rank 0."""
-        config = self.engine.config
-        facts = self._facts | {"config": config.model_dump(), "devices": self._size, "seconds": seconds}
-        if prepared.adapters:
+    def receipt(self, prepared: Prepared, made: Made, seconds: float) -> Receipt:
+        """The receipt of a task; on rank 0."""
+        facts: dict[str, Any] = {"seconds": seconds}
+        if self._files:
             numbers = [int(name.removeprefix("lora")) for name, _ in prepared.adapters]
-            facts["weights_digest"] = adapted_digest(*self._weights, numbers)
-        return facts | {"pipeline": type(prepared.pipe).__name__}
+            facts["weights_digest"] = adapted_digest(self._weights, numbers)
+        return self._runners[self.kind][0].receipt(prepared, 0, made, **facts)
 
 
 def _short(error: Exception) -> str:
@@ -416,40 +363,15 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def images_of(output: Any) -> list[Image.Image]:
-    """The image of a pipeline's output, or a video's frames.
-
-    Raises:
-        InputError: it is neither.
-    """
-    found: list[Any]
-    made = getattr(output, "images", None)
-    if made is not None:
-        # A list of them: layers of one image, which no file of ours holds.
-        first = made[0] if isinstance(made, (list, tuple)) and made else made
-        found = [first]
-    else:
-        frames = getattr(output, "frames", None)
-        found = list(frames[0]) if frames is not None and len(frames) else [output]
-    other = next((one for one in found if not isinstance(one, Image.Image)), None)
-    if other is not None or not found:
-        what = "layers of an image" if isinstance(other, (list, tuple)) else type(other).__name__
-        raise InputError(
-            f"{type(output).__name__} holds {what}, and a server has files for images and videos alone; use the "
-            "pipeline itself"
-        )
-    return found
-
-
-def adapted_digest(before: Mapping[str, str], after: Mapping[str, str], numbers: list[int]) -> str:
+def adapted_digest(weights: Mapping[str, str], numbers: list[int]) -> str:
     """The digest of a pipeline's weights as if some adapters alone had been loaded, in this order.
 
     Args:
-        before, after: digests of the weights by name, without adapters and with all of them.
+        weights: digests of the weights by name, with all adapters.
         numbers: of the adapters, as in their names ``lora0``, ``lora1``, …
     """
     found, adapted = {}, set()
-    for name, value in after.items():
+    for name, value in weights.items():
         parts = name.split(".")
         place = next((place for place, part in enumerate(parts) if part.startswith("lora_")), None)
         if place is None:
@@ -459,7 +381,11 @@ def adapted_digest(before: Mapping[str, str], after: Mapping[str, str], numbers:
                 adapted.add(".".join(parts[:place]))
                 renamed = [f"lora{position}" if part == f"lora{number}" else part for part in parts[place:]]
                 found[".".join([*parts[:place], *renamed])] = value
-    for name, value in before.items():
+    for name, value in weights.items():
         layer, _, weight = name.rpartition(".")
-        found[f"{layer}.base_layer.{weight}" if layer in adapted else name] = value
+        if layer.endswith(".base_layer"):
+            own = layer.removesuffix(".base_layer")
+            found[name if own in adapted else f"{own}.{weight}"] = value
+        elif not any(part.startswith("lora_") for part in name.split(".")):
+            found[name] = value
     return digest(found)

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.steps import SchedulerStep, StepEvents, loop_steps
-from ..generate.arguments import call_parameters
+from ..generate.arguments import CALLBACK, call_parameters
+from ..generate.made import Picture, made_of
 from ..generate.receipt import Receipt, text_chunk
-from ..generate.runner import quieten, receipt_of
+from ..generate.runner import Prepared, quieten
 from .batching import PipelineTask
-from .loaded import LoadedModel, Prepared, images_of
+from .loaded import LoadedModel
 from .model_cache import ModelCache
 from .previews import grid
 from .protocol import (
@@ -308,12 +309,9 @@ class TaskScheduler:
                     f"the latents of the last step are not finite in {model.spec.dtype}; serve the model in another "
                     "dtype, or ask for another guidance"
                 )
-            images = images_of(output)
-            facts = model.facts(prepared, seconds)
-            job, made = prepared.job, images[0]
-            if len(images) > 1:
-                job, made = job.changed(fps=float(prepared.fps)), images
-            receipt = receipt_of(job, 0, made, prepared.arguments, facts)
+            made = made_of(output)[0]
+            images = [*made.frames]
+            receipt = model.receipt(prepared, made if len(images) > 1 else Picture(images[0]), seconds)
             if latents is not None:
                 model.projection.learn_from(latents, images[len(images) // 2])
         except Exception as error:
@@ -322,7 +320,7 @@ class TaskScheduler:
         form = work.task.request.format
         self._writer.submit(self._write, work.task.id, images, form, prepared.fps, receipt)
 
-    def _write(self, name: str, images: list[Image], form: str, fps: int, receipt: Receipt) -> None:
+    def _write(self, name: str, images: list[Image], form: str, fps: float, receipt: Receipt) -> None:
         """Encode a picture and report it; in a thread."""
         try:
             data = encoded(images, form, fps, receipt)
@@ -434,15 +432,14 @@ class TaskScheduler:
         except Exception as error:
             self._ranks.message.failed[work.task.id] = failure_of(error)
             return
-        arguments = dict(prepared.arguments)
-        called = "callback_on_step_end" in call_parameters(prepared.pipe)
+        called = CALLBACK in call_parameters(prepared.kind)
         if called:
-            arguments["callback_on_step_end"] = lambda *of: (self._stepped(work, model), of[-1])[-1]
+            prepared.arguments[CALLBACK] = lambda *of: (self._stepped(work, model), of[-1])[-1]
         self._watch(work, model, prepared.pipe, not called)
         batched = not model.batcher.why
         work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
         work.run = PipelineTask(
-            prepared.pipe, arguments, prepared.job.seed, self._models.device, prepared.adapters, batched
+            prepared.pipe, prepared.arguments, prepared.seed, self._models.device, prepared.adapters, batched
         )
         self._ranks.send(TaskBegan(work.task.id, prepared.steps))
 
@@ -494,7 +491,7 @@ class TaskScheduler:
             logger.warning("a preview could not be made: %s", error)
 
 
-def encoded(images: Sequence[Image], form: str, fps: int, receipt: Receipt) -> bytes:
+def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) -> bytes:
     """A picture, or a video's frames, as a file: a PNG holds its receipt; frames are an MP4, or animated PNG or WebP.
 
     Raises:

@@ -29,6 +29,7 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.arguments import parameter_names
 from ..core.digests import WeightDigests, compared, digest, name_of
+from ..core.generators import default_states, set_default_states
 from ..errors import InputDifferenceWarning, InputError
 from .base import CallArguments, Context, Strategy
 from .pipefusion.stages import IN_PIECES, blocks_of, spread_parameters
@@ -452,20 +453,6 @@ def _unpacked(value: Any, own: Any, device: torch.device) -> Any:
     # The caller's generator goes on as the first rank's does: the next call finds them alike.
     generator = own if isinstance(own, torch.Generator) and own.device.type == place.type else torch.Generator(place)
     return generator.set_state(value.value)
-
-
-def default_states(device: torch.device) -> dict[str, Tensor]:
-    """States of torch's default generators, of the CPU and of a device."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-def set_default_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type in states and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 class SameInputs(Strategy):

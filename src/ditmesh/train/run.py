@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -14,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ..comm.mesh import DEFAULT_DEADLINE
+from ..generate.job import PictureJob
 from ..generate.model_info import find_model
-from ..generate.runner import device_of_rank
+from ..generate.runner import PipelineRunner, device_of_rank
 from ..zoo.references import nearest, shrink
 from .config import TrainConfig
 from .export import export
@@ -106,25 +106,32 @@ class _Validation:
 
     def run(self, step: int) -> None:
         trainer, config = self._trainer, self._trainer.config
-        options: dict[str, Any] = {"num_inference_steps": config.validation_inference_steps, "output_type": "np"}
-        if config.guidance_scale is not None:
-            options["guidance_scale"] = config.guidance_scale
-        side = config.resolution
-        said: list[Any] = list(config.validation_prompts)
-        if trainer.family.conditioned_by == "label":
-            said = [int(one) for one in said]
-        else:
-            options |= {"height": side, "width": side}
-            if (length := config.max_sequence_length) is not None:
-                options["max_sequence_length"] = length[0] if isinstance(length, tuple) else length
-        if "use_resolution_binning" in inspect.signature(trainer.pipe.__call__).parameters:
+        runner = PipelineRunner(trainer.pipe, trainer.device)
+        labelled, length = trainer.family.conditioned_by == "label", config.max_sequence_length
+        said: list[Any] = [int(one) if labelled else one for one in config.validation_prompts]
+        side = None if labelled else config.resolution
+        job = PictureJob(
+            model="",
+            name="",
+            pipeline_class=runner.kind.__name__,
+            prompts=config.validation_prompts,
+            labels=tuple(said) if labelled else (),
+            out="",
+            width=side,
+            height=side,
+            steps=config.validation_inference_steps,
+            guidance=config.guidance_scale,
+            seed=config.seed,
+            max_sequence_length=length[0] if isinstance(length, tuple) else length,
+        )
+        more: dict[str, Any] = {"output_type": "np"}
+        if "use_resolution_binning" in runner.parameters:
             # At the resolution of training, not at the nearest one of the published weights.
-            options["use_resolution_binning"] = False
-        found = []
+            more["use_resolution_binning"] = False
+        found: list[Any] = []
         # One by one: a picture does not depend on its neighbours.
-        for number, one in enumerate(said):
-            generator = torch.Generator().manual_seed(config.seed + number)
-            found.append(trainer.pipe([one], generator=generator, **options).images[0])
+        for number in range(job.calls):
+            found += runner.run(runner.prepare(job, number, **more))[0].frames
         pictures = (np.stack(found) * 255).round().clip(0, 255).astype(np.uint8)
         self.nearest = self._nearest(said, pictures)
         if trainer.speaks:

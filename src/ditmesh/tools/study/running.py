@@ -171,20 +171,31 @@ def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tens
     import torch
 
     from ...core.steps import SchedulerStep, StepEvents
-    from ...generate.arguments import call_parameters, sizes
+    from ...generate.job import PictureJob
+    from ...generate.made import Picture
+    from ...generate.runner import PipelineRunner
     from ...parts.part import whole_of
 
-    arguments: dict[str, Any] = {
-        "num_inference_steps": setup.steps,
-        "generator": [torch.Generator("cpu").manual_seed(seed) for seed in cell.seeds],
-        "output_type": "np",
-    }
-    arguments |= {"class_labels": list(cell.labels)} if cell.labels else {"prompt": list(cell.prompts)}
-    if setup.guidance is not None:
-        arguments["guidance_scale"] = setup.guidance
-    arguments |= sizes(call_parameters(pipe), setup.size, setup.max_sequence_length)
-    if setup.frames is not None:
-        arguments["num_frames"] = setup.frames
+    width, height = setup.size or (None, None)
+    job = PictureJob(
+        model=setup.model,
+        name=setup.name,
+        pipeline_class=type(pipe).__name__,
+        prompts=cell.prompts,
+        labels=cell.labels,
+        out="",
+        width=width,
+        height=height,
+        steps=setup.steps,
+        guidance=setup.guidance,
+        seed=cell.seeds[0],
+        frames=setup.frames,
+        max_sequence_length=setup.max_sequence_length,
+    )
+    # All prompts in one call.
+    more: dict[str, Any] = {"generator": [torch.Generator("cpu").manual_seed(seed) for seed in cell.seeds]}
+    more |= {"class_labels": list(cell.labels)} if cell.labels else {"prompt": list(cell.prompts)}
+    runner = PipelineRunner(pipe, torch.device(setup.device))
     predictions: list[Tensor] = []
 
     def recorded(step: SchedulerStep) -> None:
@@ -193,15 +204,12 @@ def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tens
 
     events = StepEvents(pipe.scheduler, recorded)
     try:
-        # Some samplers draw noise in every step, and some pipelines hand them no generator.
-        with torch.random.fork_rng():
-            torch.manual_seed(cell.seeds[0])
-            output = pipe(**arguments)
+        made = runner.run(runner.prepare(job, **more, output_type="np"))
     finally:
         events.undo()
     # A run that went astray has no picture, and black is as far from one as any other.
-    made = output.images if hasattr(output, "images") else output.frames
-    return np.nan_to_num(np.asarray(made, dtype=np.float32)), predictions
+    pictures = [one.image if isinstance(one, Picture) else one.frames for one in made]
+    return np.nan_to_num(np.asarray(pictures, dtype=np.float32)), predictions
 
 
 @contextmanager

@@ -26,10 +26,10 @@ from ...config import ParallelConfig
 from ...core.patching import Patch
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
 from ...forecast.candidates import grids, resized
-from ...generate.arguments import call_arguments
+from ...generate.arguments import call_parameters, steps_of
 from ...generate.job import PictureJob, check_config
 from ...generate.model_info import find_model
-from ...generate.runner import device_of_rank, load
+from ...generate.runner import PipelineRunner, device_of_rank, rank_of_process
 from ...launch import MessageSink
 
 if TYPE_CHECKING:
@@ -186,14 +186,12 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
     Raises:
         InputError: the pipeline cannot do what is asked.
     """
-    import torch.distributed as dist
 
     from ...comm.mesh import Mesh
     from ...engine import parallelize, restore
     from ...generate.loading import why_whole
 
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    device = device_of_rank()
+    rank, device = rank_of_process(), device_of_rank()
     pipe: Any = None
     runs = []
     for task in tasks:
@@ -205,14 +203,14 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
             pipe = None
             gc.collect()
         elif pipe is None:
-            pipe = load(job, device)
+            pipe = PipelineRunner.load(job, device).pipe
         if task.config is not None:
             # One device needs no other rank.
             alone = {"world": Link("world", [0], 0, Traffic())} if task.writes else None
             mesh = Mesh(task.config, device=device, timeout=job.timeout, links=alone)
             try:
                 if share:
-                    pipe = load(job, device, mesh)
+                    pipe = PipelineRunner.load(job, device, mesh).pipe
                 with warnings.catch_warnings():
                     # Untested is what this is about to change.
                     warnings.simplefilter("ignore", UntestedWarning)
@@ -263,7 +261,7 @@ def _recorded(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> tuple[lis
 
     if task.writes:
         # Guidance calls the transformer once or twice a step.
-        calls = call_arguments(job, pipe, 0)["num_inference_steps"] * len(job.prompts) * 2
+        calls = steps_of(job, call_parameters(pipe)) * len(job.prompts) * 2
         sink: Any = TraceWriter(task.trace, task.budget, calls)
     else:
         sink = TraceComparer(Trace(task.trace), rank)
@@ -336,10 +334,8 @@ def _generate(job: PictureJob, pipe: Any, number: int, recorder: Recorder | None
     """The pictures of one prompt, or the frames of its videos, before they are rounded to 8 bits."""
     if recorder is not None:
         recorder.begin(number)
-    output = pipe(**call_arguments(job, pipe, number), output_type="np")
+    runner = PipelineRunner(pipe, device_of_rank())
+    made = runner.run(runner.prepare(job, number, {}, output_type="np"))
     if recorder is not None:
         recorder.end()
-    if hasattr(output, "images"):
-        return output.images
-    frames = np.asarray(output.frames)
-    return frames.reshape(-1, *frames.shape[2:])
+    return np.concatenate([one.frames for one in made])
