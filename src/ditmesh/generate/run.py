@@ -50,7 +50,7 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
     from ..engine import engine_of
 
     kept, rank = kept or Kept(""), rank_of_process()
-    say: Report = report if report is not None and rank == 0 else lambda message: None
+    say: MessageSink = report if report is not None and rank == 0 else lambda message: None
     runner = PipelineRunner.open(job, say)
     pipe, engine = runner.pipe, engine_of(runner.pipe)
     journal = _journal(pipe, kept.folder, rank) if kept.folder else None
@@ -86,7 +86,7 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
     return total
 
 
-def _note(report: Report, text: str | None) -> None:
+def _note(report: MessageSink, text: str | None) -> None:
     if text is not None:
         report(Noted(text))
 
@@ -102,7 +102,7 @@ def _journal(pipe: Any, folder: str, rank: int) -> Journal:
 
 
 def _save(
-    runner: PipelineRunner, number: int, prepared: Prepared, made: Sequence[Made], kept: Kept, report: Report
+    runner: PipelineRunner, number: int, prepared: Prepared, made: Sequence[Made], kept: Kept, report: MessageSink
 ) -> None:
     """Write the pictures or videos of a call that are not on disk yet, with receipts, and report them."""
     job = prepared.job
