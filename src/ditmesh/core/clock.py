@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -239,6 +239,10 @@ class CallClock:
 
 def timestep_of(model: nn.Module, layout: Any = None) -> str | None:
     """What a transformer calls its timestep: as its layout says, else one of the usual names; None: it takes none."""
-    names = parameter_names(type(model).forward)
-    known = getattr(layout, "timestep", None)
-    return next((name for name in ((known,) if known else ()) + TIMESTEPS if name in names), None)
+    names, known = parameter_names(type(model).forward), getattr(layout, "timestep", None)
+    return known if known in names else timestep_among(names)
+
+
+def timestep_among(names: Container[str]) -> str | None:
+    """The usual name of a timestep that is among some names; None: there is none."""
+    return next((name for name in TIMESTEPS if name in names), None)

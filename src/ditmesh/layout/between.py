@@ -129,36 +129,46 @@ def examine(
     # Lists that follow one another without anything in between are as one.
     runs: list[list[Region]] = []
     for region in regions:
-        if region.chained:
-            runs[-1].append(region)
-        else:
-            runs.append([region])
+        runs += [] if region.chained else [[]]
+        runs[-1].append(region)
     seen: list[Region] = []
     for run in runs:
         lists = [region.blocks for region in run]
         sites = [one.site for one in skeleton.ran if _list_of(one.site) in lists]
-        more = [(run[0].blocks, cut) for cut in _added(skeleton, run[0], sites, call, before)]
-        beside = [stream.name for stream in run[0].streams[1:] if not stream.replicate]
-        # As it is; with the streams beside the first whole on every rank; with all tokens between blocks.
-        for whole in ([], beside) if beside else ([],):
-            trial = [_whole(region, whole) for region in run]
-            local: set[str] = set()
-            cuts = [cut for _, cut in more]
-            if not _problem_of(skeleton, trial[0], sites, call, before, cuts, local) and not _leaks(
-                skeleton, trial[0], sites, call, before, output, cuts
-            ):
-                added += more
-                seen += [_with_local(region, local) for region in trial]
-                if not more:
-                    # What is handed on as it is need not be gathered between two lists; anything else is.
-                    seen[len(seen) - len(run) :] = [_chained(r, skeleton, before, handed) for r in seen[-len(run) :]]
-                break
-        else:
+        cuts = list(_added(skeleton, run[0], sites, call, before))
+        own = _on_own_tokens(skeleton, run, sites, call, before, output, cuts)
+        if own is None:
             seen += [replace(region, alone=True, chained=False) for region in run]
+            continue
+        added += [(run[0].blocks, cut) for cut in cuts]
+        # What is handed on as it is need not be gathered between two lists; anything else is.
+        seen += own if cuts else [_chained(region, skeleton, before, handed) for region in own]
     # Blocks of a later list may read what they hand on unread here.
     if not seen[-1].alone:
         seen[-1] = _read_after(skeleton, seen[-1], call)
     return seen, tuple(added)
+
+
+def _on_own_tokens(
+    skeleton: IdentityBlocks,
+    run: Sequence[Region],
+    sites: list[str],
+    call: dict[str, Any],
+    before: Given,
+    output: Any,
+    cuts: Sequence[Cut],
+) -> list[Region] | None:
+    """Lists of blocks as a rank can run them on its own tokens; None: it needs all tokens between blocks."""
+    beside = [stream.name for stream in run[0].streams[1:] if not stream.replicate]
+    # As it is; with the streams beside the first whole on every rank.
+    for whole in ([], beside) if beside else ([],):
+        trial = [_whole(region, whole) for region in run]
+        local: set[str] = set()
+        if not _problem_of(skeleton, trial[0], sites, call, before, cuts, local) and not _leaks(
+            skeleton, trial[0], sites, call, before, output, cuts
+        ):
+            return [_with_local(region, local) for region in trial]
+    return None
 
 
 def _chained(region: Region, skeleton: IdentityBlocks, before: Given, handed: Given) -> Region:
@@ -209,6 +219,20 @@ def _added(
     first, main = sites[0], region.main
     length = before[first][main.name].shape[main.dim]
     places = torch.arange(length) % 2 == 0
+    dims = {main.name: main.dim} | {f".{c.arg}": c.dim for c in region.cuts if c.tokens == (main.name,)}
+
+    def late(arguments: Arguments) -> bool:
+        """Whether spoilt entries reach the same places of the tokens, in some block but not in the first."""
+        after, _ = skeleton(arguments.kwargs)
+        hits = {
+            site: torch.stack(
+                [along(differs(after[site][n], before[site][n]), d) for n, d in dims.items() if n in before[site]]
+            )
+            for site in sites
+        }
+        other = any(hit.any() for site, hit in hits.items() if site != first)
+        return other and not hits[first].any() and not any((hit & ~places).any() for hit in hits.values())
+
     for name, value in call.items():
         leaves = [(p, v) for p, v in Arguments((), (), {name: value}).leaves() if isinstance(v, Tensor)]
         for dim in sorted({dim for _, v in leaves for dim in range(v.dim()) if v.shape[dim] == length}):
@@ -216,16 +240,7 @@ def _added(
             for path, tensor in leaves:
                 if dim < tensor.dim() and tensor.shape[dim] == length and tensor.is_floating_point():
                     arguments.set(path, spoilt(tensor, dim, places))
-            after, _ = skeleton(arguments.kwargs)
-            dims = {main.name: main.dim} | {f".{c.arg}": c.dim for c in region.cuts if c.tokens == (main.name,)}
-            hits = {
-                site: torch.stack(
-                    [along(differs(after[site][n], before[site][n]), d) for n, d in dims.items() if n in before[site]]
-                )
-                for site in sites
-            }
-            late = [hit for site, hit in hits.items() if site != first and hit.any()]
-            if late and not hits[first].any() and not any((hit & ~places).any() for hit in late):
+            if late(arguments):
                 yield Cut(name, dim, (main.name,))
                 break
 
@@ -255,11 +270,7 @@ def _problem_of(
             if not stream.replicate and before[sites[0]][stream.name].shape[stream.dim] >= ranks
         }
         also = {f".{cut.arg}": cut.dim for cut in region.cuts}
-        arguments = Arguments((), (), dict(call))
-        for cut in added:
-            for path, value in Arguments((), (), {cut.arg: call[cut.arg]}).leaves():
-                if isinstance(value, Tensor) and value.dim() > cut.dim and value.shape[cut.dim] == length:
-                    arguments.set(path, mine(value, cut.dim))
+        arguments = _with_added(call, added, length, mine)
         failed: Exception | None = None
         try:
             skeleton(arguments.kwargs, partial(_cut_first, sites[0], dims, mine))
@@ -288,11 +299,9 @@ def _leaks(
     dims = {s.name: s.dim for s in region.streams if not s.replicate and before[sites[0]][s.name].shape[s.dim] > 1}
     mine = partial(_share, rank=0, ranks=2)
     length = before[sites[0]][region.main.name].shape[region.main.dim]
-    arguments = Arguments((), (), dict(call))
-    for cut in added:
-        for path, value in Arguments((), (), {cut.arg: call[cut.arg]}).leaves():
-            if isinstance(value, Tensor) and value.dim() > cut.dim and value.shape[cut.dim] == length:
-                arguments.set(path, PerToken.of(value, mine(value, cut.dim).contiguous(), cut.dim))
+    arguments = _with_added(
+        call, added, length, lambda value, dim: PerToken.of(value, mine(value, dim).contiguous(), dim)
+    )
 
     def part(site: str, name: str, value: Tensor) -> Tensor:
         if len(sites) > 1 and site == sites[-1] and name in before[site]:
@@ -300,6 +309,18 @@ def _leaks(
         return _cut_first(sites[0], dims, mine, site, name, value) if len(sites) > 1 else value
 
     return not _clean(skeleton, arguments.kwargs, output, part)
+
+
+def _with_added(
+    call: dict[str, Any], added: Sequence[Cut], length: int, cut_of: Callable[[Tensor, int], Tensor]
+) -> Arguments:
+    """The call with a part of what is added to the tokens between blocks."""
+    arguments = Arguments((), (), dict(call))
+    for cut in added:
+        for path, value in Arguments((), (), {cut.arg: call[cut.arg]}).leaves():
+            if isinstance(value, Tensor) and value.dim() > cut.dim and value.shape[cut.dim] == length:
+                arguments.set(path, cut_of(value, cut.dim))
+    return arguments
 
 
 def _share(value: Tensor, dim: int, rank: int, ranks: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
+from ..core.clock import timestep_among
 from ..errors import LayoutError
 from .between import IdentityBlocks, Ran, examine, fresh, unread
 from .forms import WAY_OUT, dtype_class, form_of, samples_of
@@ -36,9 +37,11 @@ from .influence import (
     tolerance,
     why,
 )
-from .types import LOCAL, Attention, Count, Cut, Leaf, Region, TokenLayout
+from .types import LOCAL, Attention, Count, Cut, Leaf, Region, Stream, TokenLayout
 
 T = TypeVar("T")
+# A block that ran: its path, facts, names and kinds of its arguments.
+_SeenBlock = tuple[str, Facts, tuple[tuple[str, str, int], ...]]
 
 
 class _Observer:
@@ -57,7 +60,7 @@ class _Observer:
 
     def __init__(self, model: nn.Module, lists: list[str]) -> None:
         self.model, self.lists = model, lists
-        self.seen: dict[str, list[tuple[str, Facts, tuple[tuple[str, str, int], ...]]]] = {path: [] for path in lists}
+        self.seen: dict[str, list[_SeenBlock]] = {path: [] for path in lists}
         self.order: list[str] = []
         self.fed: dict[str, dict[str, str]] = {}
         self.local: dict[str, dict[str, None]] = {path: {} for path in lists}
@@ -122,37 +125,18 @@ class _Observer:
 
     def _look(self, ran: RecordedBlock, path: str, sources: Mapping[str, str]) -> None:
         site = ran.site
-        before = self.seen[path][-1][1].streams if self.seen[path] else ()
-        key = (ran.form, before)
-        facts = self._known.get(key)
-        for mixer in () if facts is None else facts.mixers:
-            ran.mix(*mixer)
-        if facts is None:
-            facts = self._known[key] = facts_of(ran, before)
-            if ran.note and not facts.streams:
-                self.notes.append(ran.note)
-        mine = {stream.arg for stream in facts.streams}
-        self.fed[site] = {stream.arg: sources[stream.arg] for stream in facts.streams if stream.returned}
-        outs = {stream.out or 0 for stream in facts.streams if stream.returned}
+        key = (ran.form, self.seen[path][-1][1].streams if self.seen[path] else ())
+        facts = self._facts(ran, key)
+        returned = [stream for stream in facts.streams if stream.returned]
+        self.fed[site] = {stream.arg: sources[stream.arg] for stream in returned}
+        outs = {stream.out or 0 for stream in returned}
         others = {n: result for n, result in enumerate(ran.results) if n not in outs or result is None}
         self.ran.append(Ran(site, ran.single, len(ran.results), others))
-        for name in ran.written if facts.streams else ():
-            if name not in {stream.arg for stream in facts.streams if stream.returned}:
-                raise LayoutError(
-                    f"{site} writes to its argument {name!r}, which is none of the tokens that it returns, so that "
-                    f"later blocks would depend on how often it runs; {WAY_OUT}"
-                )
-            self.written[path].setdefault(name, site)
         self.lengths[site] = {stream.name: length_of(ran, stream) for stream in facts.streams}
         if facts.streams:
+            self._note_written(ran, path, [stream.arg for stream in returned])
             facts = self._known[key] = checked(ran, facts)
-            made = [p for p, source in sources.items() if source.rsplit(".", 1)[0] == path and p not in mine]
-            self.local[path].update(dict.fromkeys(made))
-            main = facts.streams[0]
-            self.tokens.setdefault(path, length_of(ran, main))
-            batch = ran.leaves[main.arg].shape[0] if main.dim else 1
-            samples = {asked.q.shape[0] for asked in ran.asked}
-            self.per_sample[site] = samples == {1} and batch > 1 and len(ran.asked) == batch
+            self._note_tokens(ran, path, facts, sources)
         kinds = tuple(
             (p, dtype_class(v.dtype), v.dim()) if isinstance(v, Tensor) else (p, "count", 0)
             for p, v in ran.leaves.items()
@@ -161,6 +145,37 @@ class _Observer:
         for value in ran.results:
             if isinstance(value, Tensor):
                 self._made_by[id(value)] = (weakref.ref(value), _version(value), site)
+
+    def _facts(self, ran: RecordedBlock, key: tuple[Any, tuple[Stream, ...]]) -> Facts:
+        """Of blocks of this form after a block with these streams; looked for once."""
+        if key in self._known:
+            for mixer in self._known[key].mixers:
+                ran.mix(*mixer)
+            return self._known[key]
+        facts = self._known[key] = facts_of(ran, key[1])
+        if ran.note and not facts.streams:
+            self.notes.append(ran.note)
+        return facts
+
+    def _note_written(self, ran: RecordedBlock, path: str, returned: Collection[str]) -> None:
+        """Note the tokens that a block writes to in place; refuse it if it writes to anything else."""
+        for name in ran.written:
+            if name not in returned:
+                raise LayoutError(
+                    f"{ran.site} writes to its argument {name!r}, which is none of the tokens that it returns, so that "
+                    f"later blocks would depend on how often it runs; {WAY_OUT}"
+                )
+            self.written[path].setdefault(name, ran.site)
+
+    def _note_tokens(self, ran: RecordedBlock, path: str, facts: Facts, sources: Mapping[str, str]) -> None:
+        """Note how many tokens a block has, in how many samples, and what of its arguments the list itself has made."""
+        mine, main = {stream.arg for stream in facts.streams}, facts.streams[0]
+        made = [p for p, source in sources.items() if source.rsplit(".", 1)[0] == path and p not in mine]
+        self.local[path].update(dict.fromkeys(made))
+        self.tokens.setdefault(path, length_of(ran, main))
+        batch = ran.leaves[main.arg].shape[0] if main.dim else 1
+        samples = {asked.q.shape[0] for asked in ran.asked}
+        self.per_sample[ran.site] = samples == {1} and batch > 1 and len(ran.asked) == batch
 
     def _source(self, value: Tensor) -> str:
         """Path of the block that returned this very tensor, which nothing has written to since; empty for none."""
@@ -288,15 +303,11 @@ def derive_rows(
         output = (run or model)(**fresh(dict(call)))
         rows = _batch(call, parameters, run or model, output)
     return replace(
-        base or TokenLayout(type(model).__name__, (), timestep=_timestep(parameters)),
+        base or TokenLayout(type(model).__name__, (), timestep=timestep_among(parameters)),
         **rows,
         calls=_form(call, parameters),
         source="derived",
     )
-
-
-def _timestep(parameters: Sequence[str]) -> str | None:
-    return next((name for name in ("timestep", "t") if name in parameters), None)
 
 
 def _form(call: Mapping[str, Any], parameters: tuple[str, ...]) -> tuple[Any, ...]:
@@ -312,33 +323,16 @@ def _layout(
     choose: bool,
     output: Any,
 ) -> TokenLayout:
-    carrying = {path: seen for path, seen in observer.seen.items() if any(facts.streams for _, facts, _ in seen)}
-    carrying = {path: seen for path, seen in carrying.items() if path not in observer.failed}
-    # A small list that cannot be understood is left whole; the one with most at stake is what it is all about.
-    for path, error in observer.failed.items():
-        if not choose or observer.rows[path] == max(observer.rows.values()) or not carrying:
-            raise error
-    if not carrying and observer.longest == 1:
-        raise LayoutError(
-            f"{name} cannot be cut by tokens: attention in its blocks was over one token in this call, which cannot be "
-            "shared out over ranks; ask for a longer or larger output, or use data or cfg"
-        )
-    if not carrying:
-        seen = observer.notes[0] if observer.notes else f"none of its block lists ({', '.join(observer.lists)}) makes "
-        seen += "" if observer.notes else "attention calls over tokens that it returns"
-        raise LayoutError(f"{name} cannot be cut by tokens: {seen}; {WAY_OUT}")
+    carrying = _carrying(name, observer, choose)
     most = max(observer.tokens[path] for path in carrying)
     order = [path for path in dict.fromkeys(site.rsplit(".", 1)[0] for site in observer.order) if path in carrying]
     order = [path for path in order if not choose or 2 * observer.tokens[path] >= most]
     regions = [_region(path, carrying[path], observer) for path in order]
+    regions = [
+        region if before is None else replace(region, chained=_is_chained(region, before, observer))
+        for before, region in zip([None, *regions], regions, strict=False)
+    ]
     alternating = _alternating(order, observer)
-    for index, region in enumerate(regions[1:], 1):
-        fed, before = observer.fed[f"{region.blocks}.0"], regions[index - 1]
-        last = carrying[before.blocks][-1][0]
-        same = {s.name: s.dim for s in region.streams} == {s.name: s.dim for s in before.streams}
-        same &= all(s.returned for s in region.streams) and not any(s.folded for s in region.streams)
-        same &= observer.lengths[last] == observer.lengths[carrying[region.blocks][0][0]]
-        regions[index] = replace(region, chained=same and bool(set(fed.values()) & {last}))
     residuals: tuple[tuple[str, Cut], ...] = ()
     if not alternating:
         skeleton = IdentityBlocks(model, regions, observer.ran, run)
@@ -357,13 +351,48 @@ def _layout(
         residuals=residuals,
         **_batch(call, parameters, run, output),
         alternating=alternating,
-        timestep=_timestep(parameters),
+        timestep=timestep_among(parameters),
         calls=_form(call, parameters),
         source="derived",
     )
 
 
-def _region(path: str, seen: list[tuple[str, Facts, Any]], observer: _Observer) -> Region:
+def _carrying(name: str, observer: _Observer, choose: bool) -> dict[str, list[_SeenBlock]]:
+    """The block lists through which tokens run, with their blocks.
+
+    Raises:
+        LayoutError: there are none, or the one with most at stake cannot be understood.
+    """
+    carrying = {
+        path: seen
+        for path, seen in observer.seen.items()
+        if path not in observer.failed and any(facts.streams for _, facts, _ in seen)
+    }
+    # A small list that cannot be understood is left whole; the one with most at stake is what it is all about.
+    for path, error in observer.failed.items():
+        if not choose or observer.rows[path] == max(observer.rows.values()) or not carrying:
+            raise error
+    if carrying:
+        return carrying
+    if observer.longest == 1:
+        raise LayoutError(
+            f"{name} cannot be cut by tokens: attention in its blocks was over one token in this call, which cannot be "
+            "shared out over ranks; ask for a longer or larger output, or use data or cfg"
+        )
+    none = f"none of its block lists ({', '.join(observer.lists)}) makes attention calls over tokens that it returns"
+    raise LayoutError(f"{name} cannot be cut by tokens: {next(iter(observer.notes), none)}; {WAY_OUT}")
+
+
+def _is_chained(region: Region, before: Region, observer: _Observer) -> bool:
+    """Whether a list goes on with the tokens that the one before it returned."""
+    first, last = observer.seen[region.blocks][0][0], observer.seen[before.blocks][-1][0]
+    same = {s.name: s.dim for s in region.streams} == {s.name: s.dim for s in before.streams}
+    same &= all(s.returned for s in region.streams) and not any(s.folded for s in region.streams)
+    same &= observer.lengths[last] == observer.lengths[first]
+    return same and last in observer.fed[f"{region.blocks}.0"].values()
+
+
+def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
     """What the blocks of one list have in common.
 
     Raises:
@@ -485,34 +514,13 @@ def _batch(
     """
     samples = samples_of(Arguments(parameters, (), dict(call)))
     tensors = {p: v for p, v in Arguments((), (), dict(call)).leaves() if isinstance(v, Tensor) and v.dim()}
-    listed = tuple(n for n, v in call.items() if isinstance(v, list) and len(v) == samples)
-    rows = {n for n in listed if all(isinstance(v, Tensor) and v.shape[:1] == (samples,) for v in call[n])}
-    indices = tuple(
-        path
-        for path, value in tensors.items()
-        if value.shape == (samples,) and not value.is_floating_point()
-        if path not in (*parameters[:1], _timestep(parameters))
-    )
-    tried: list[_RowArguments] = []
-    for names in dict.fromkeys((listed, tuple(n for n in listed if n not in rows), ())):
-        unbatched = {
-            path: value
-            for path, value in tensors.items()
-            if len(value) != samples and not any(covers(name, path) for name in names)
-        }
-        paths = tuple(unbatched)
-        dims = tuple((path, tuple(v.shape).index(samples)) for path, v in unbatched.items() if samples in v.shape)
-        grouped = tuple(path for path, v in unbatched.items() if len(v) and len(v) % samples == 0)
-        tried += [
-            _RowArguments(paths, listed=names),
-            # The samples of some lie along another dimension.
-            _RowArguments(paths, batched=dims, listed=names),
-            # Some have several entries for every sample.
-            _RowArguments(tuple(path for path in paths if path not in grouped), grouped=grouped, listed=names),
-            # Some are numbers of places, as many as there are samples.
-            _RowArguments((*paths, *indices), listed=names),
-        ]
-    found = _first_that_holds(tried, call, samples, run, output)
+
+    def holds(guess: _RowArguments) -> bool:
+        """Whether the last sample and the first, cut out of the arguments as a guess has it, give their rows."""
+        return samples < 2 or all(_row_holds(call, samples, n, guess, run, output) for n in (samples - 1, 0))
+
+    guesses = list(dict.fromkeys(_guesses(call, parameters, tensors, samples)))
+    found = next(filter(holds, guesses), None)
     if found is None:
         # Tensors with as many entries as there are samples, whose entries are none: tokens, layers.
         dims = _without_rows(call, {p: v for p, v in tensors.items() if len(v) == samples}, samples, run, output)
@@ -522,20 +530,40 @@ def _batch(
                 unbatched=(*one.unbatched, *(p for p in dims if not _covered(p, (*one.unbatched, *one.listed)))),
                 batched=(*one.batched, *((p, d) for p, d in dims.items() if d is not None)),
             )
-            for one in (tried if dims else ())
+            for one in (guesses if dims else ())
         ]
-        found = _first_that_holds(more, call, samples, run, output)
-    return asdict(found or replace(tried[0], rows=False))
+        found = next(filter(holds, dict.fromkeys(more)), None)
+    return asdict(found or replace(guesses[0], rows=False))
+
+
+def _guesses(
+    call: Mapping[str, Any], parameters: tuple[str, ...], tensors: Mapping[str, Tensor], samples: int
+) -> Iterator[_RowArguments]:
+    """Which arguments of a call may have rows, by their shapes, the likeliest first."""
+    listed = tuple(n for n, v in call.items() if isinstance(v, list) and len(v) == samples)
+    rows = {n for n in listed if all(isinstance(v, Tensor) and v.shape[:1] == (samples,) for v in call[n])}
+    known = (*parameters[:1], timestep_among(parameters))
+    numbers = tuple(
+        p for p, v in tensors.items() if v.shape == (samples,) and not v.is_floating_point() and p not in known
+    )
+    # Every list of so many items has one for each sample; those of tensors with rows have none; no list has.
+    for names in (listed, tuple(n for n in listed if n not in rows), ()):
+        unbatched = {path: v for path, v in tensors.items() if len(v) != samples and not _covered(path, names)}
+        paths = tuple(unbatched)
+        # What has not as many entries as there are samples has no rows.
+        yield _RowArguments(paths, listed=names)
+        # The samples of some lie along another dimension.
+        dims = tuple((path, tuple(v.shape).index(samples)) for path, v in unbatched.items() if samples in v.shape)
+        yield _RowArguments(paths, batched=dims, listed=names)
+        # Some have several entries for every sample.
+        grouped = tuple(path for path, v in unbatched.items() if len(v) and len(v) % samples == 0)
+        yield _RowArguments(tuple(path for path in paths if path not in grouped), grouped=grouped, listed=names)
+        # Some are numbers of places, as many as there are samples.
+        yield _RowArguments((*paths, *numbers), listed=names)
 
 
 def _covered(path: str, names: Sequence[str]) -> bool:
     return any(covers(name, path) for name in names)
-
-
-def _first_that_holds(
-    tried: Sequence[_RowArguments], call: Mapping[str, Any], samples: int, run: Callable[..., Any], output: Any
-) -> _RowArguments | None:
-    return next((one for one in dict.fromkeys(tried) if _rows_hold(call, samples, one, run, output)), None)
 
 
 def _without_rows(
@@ -568,13 +596,6 @@ def _without_rows(
     return found
 
 
-def _rows_hold(
-    call: Mapping[str, Any], samples: int, found: _RowArguments, run: Callable[..., Any], output: Any
-) -> bool:
-    """Whether the last sample and the first, cut out of the arguments as a guess has it, give their rows."""
-    return samples < 2 or all(_row_holds(call, samples, n, found, run, output) for n in (samples - 1, 0))
-
-
 def _row_holds(
     call: Mapping[str, Any], samples: int, number: int, found: _RowArguments, run: Callable[..., Any], output: Any
 ) -> bool:
@@ -587,7 +608,7 @@ def _row_holds(
             continue
         if path in dims:
             arguments.set(path, value.narrow(dims[path], number, 1))
-        elif not any(covers(name, path) for name in (*found.unbatched, *found.listed)):
+        elif not _covered(path, (*found.unbatched, *found.listed)):
             each = len(value) // samples
             arguments.set(path, value[number * each : (number + 1) * each])
     try:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..attention.masks import per_token
 from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
-from ..core.masks import per_token
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..errors import LayoutError
@@ -340,15 +340,7 @@ def facts_of(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
     Raises:
         LayoutError: its tokens cannot be told apart; says what they were seen to do.
     """
-    for name, value in [
-        *zip(block.arguments.names, block.arguments.args, strict=False),
-        *block.arguments.kwargs.items(),
-    ]:
-        if _keeps_state(value):
-            raise LayoutError(
-                f"{block.site} is given {name!r}, a {type(value).__name__}, which may keep tensors that no rank may "
-                f"cut; {WAY_OUT}"
-            )
+    _refuse_state(block)
     streams = _streams(block, before)
     if not streams:
         return Facts((), [])
@@ -357,46 +349,74 @@ def facts_of(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
         _find_rows(block, stream, calls)
     _find_answered_rows(block, streams, calls)
     streams = (*streams, *_given_only(block, streams, calls))
-    for number, call in enumerate(calls):
-        for what, rows, tensor in (("queries", call.queries, "q"), ("keys", call.keys, "k")):
-            there = getattr(block.asked[number], tensor).shape[2]
-            if call.keys and sum(r.length for r in rows.values()) != there:
-                raise LayoutError(
-                    f"{block.site}: attention call {number + 1} has {there} {what}, which no sum of streams explains "
-                    f"({', '.join(f'{r.length} {n}' for n, r in rows.items()) or 'none is a token of an argument'})"
-                )
-    beside: set[str] = set()
-    for call in calls:
-        # All the keys are some tokens of streams beside the main one: those stay whole, and no other rank is asked.
-        part = any(r.length < length_of(block, s) for s in streams for n, r in call.keys.items() if n == s.name)
-        if part and streams[0].name not in call.keys and len(call.queries) == 1 and streams[0].name in call.queries:
-            beside |= call.keys.keys()
-            call.queries.clear()
-            call.keys.clear()
-    ragged = {
-        name
-        for call in calls
-        for rows in (call.queries, call.keys)
-        for name, found in rows.items()
-        if call.keys and found.length < length_of(block, next(s for s in streams if s.name == name))
-    }
-    places = {(name, rows.start, rows.length) for call in calls if call.keys for name, rows in call.keys.items()}
-    apart = {asked.q.shape[0] for asked in block.asked} == {1} and len(block.asked) > 1
-    several = len({name for name, *_ in places}) < len(places)
-    if streams[0].name in ragged or (ragged and several and not apart):
-        raise LayoutError(
-            f"{block.site}: its attention calls take some of the tokens of {' and '.join(sorted(ragged))} each, which "
-            f"no rank can do with a part of them; {WAY_OUT}"
-        )
-    streams = tuple(replace(stream, replicate=stream.replicate or stream.name in ragged | beside) for stream in streams)
+    _explained_calls(block, calls)
+    lengths = {stream.name: length_of(block, stream) for stream in streams}
+    whole = _text_kept_whole(calls, streams[0].name, lengths)
+    whole |= _ragged(block, calls, streams[0].name, lengths)
+    streams = tuple(replace(stream, replicate=stream.replicate or stream.name in whole) for stream in streams)
     facts = Facts(streams, calls, mixers=tuple((mixer.path, mixer.arg, mixer.dim) for mixer in block.mixers))
     _other_arguments(block, facts)
     return facts
 
 
-def _keeps_state(value: Any) -> bool:
-    """Whether an argument is a custom object that holds tensors, now that the block has run."""
-    return any(map(holds_tensors, objects_in(value)))
+def _refuse_state(block: RecordedBlock) -> None:
+    """Refuse a block with an argument that is a custom object, and holds tensors now that the block has run."""
+    given = block.arguments
+    for name, value in [*zip(given.names, given.args, strict=False), *given.kwargs.items()]:
+        if any(map(holds_tensors, objects_in(value))):
+            raise LayoutError(
+                f"{block.site} is given {name!r}, a {type(value).__name__}, which may keep tensors that no rank may "
+                f"cut; {WAY_OUT}"
+            )
+
+
+def _explained_calls(block: RecordedBlock, calls: list[_CallStreams]) -> None:
+    """Refuse a block with an attention call over rows that are no tokens of a stream."""
+    for number, (call, asked) in enumerate(zip(calls, block.asked, strict=True), 1):
+        for what, rows, there in (("queries", call.queries, asked.q.shape[2]), ("keys", call.keys, asked.k.shape[2])):
+            if call.keys and sum(r.length for r in rows.values()) != there:
+                raise LayoutError(
+                    f"{block.site}: attention call {number} has {there} {what}, which no sum of streams explains "
+                    f"({', '.join(f'{r.length} {n}' for n, r in rows.items()) or 'none is a token of an argument'})"
+                )
+
+
+def _shortened(rows: Mapping[str, _TokenRows], lengths: Mapping[str, int]) -> set[str]:
+    """Streams of which an attention call leaves tokens out."""
+    return {name for name, found in rows.items() if found.length < lengths[name]}
+
+
+def _text_kept_whole(calls: list[_CallStreams], main: str, lengths: Mapping[str, int]) -> set[str]:
+    """Streams of which the main one attends to some tokens: whole on every rank, and no other rank is asked.
+
+    Such attention calls are emptied: they mix no tokens that are cut.
+    """
+    found: set[str] = set()
+    for call in calls:
+        if _shortened(call.keys, lengths) and main not in call.keys and [*call.queries] == [main]:
+            found |= call.keys.keys()
+            call.queries.clear()
+            call.keys.clear()
+    return found
+
+
+def _ragged(block: RecordedBlock, calls: list[_CallStreams], main: str, lengths: Mapping[str, int]) -> set[str]:
+    """Streams of which attention calls leave out padding.
+
+    Raises:
+        LayoutError: the calls share out the tokens of a stream.
+    """
+    calls = [call for call in calls if call.keys]
+    found = {name for call in calls for rows in (call.queries, call.keys) for name in _shortened(rows, lengths)}
+    places = {(name, rows.start, rows.length) for call in calls for name, rows in call.keys.items()}
+    apart = {asked.q.shape[0] for asked in block.asked} == {1} and len(block.asked) > 1
+    several = len({name for name, *_ in places}) < len(places)
+    if main in found or (found and several and not apart):
+        raise LayoutError(
+            f"{block.site}: its attention calls take some of the tokens of {' and '.join(sorted(found))} each, which "
+            f"no rank can do with a part of them; {WAY_OUT}"
+        )
+    return found
 
 
 def length_of(block: RecordedBlock, stream: Stream) -> int:
@@ -405,34 +425,42 @@ def length_of(block: RecordedBlock, stream: Stream) -> int:
 
 def _streams(block: RecordedBlock, before: tuple[Stream, ...]) -> tuple[Stream, ...]:
     """Arguments that come back, token by token; and those that did in the block before, and here nothing does."""
-    if before and all(
-        isinstance(block.leaves.get(stream.arg), Tensor)
-        and (not stream.returned or len(block.results) > (stream.out or 0))
-        for stream in before
-    ):
-        for stream in before:
-            result = block.results[stream.out or 0] if stream.returned else None
-            value = block.leaves[stream.arg]
-            if isinstance(result, Tensor) and (
-                result.shape != value.shape or _token_dim(block, stream.arg, value, stream.out or 0) != stream.dim
-            ):
-                break
-        else:
-            return tuple(stream for stream in before if stream.returned)
+    if before and _as_before(block, before):
+        return tuple(stream for stream in before if stream.returned)
     found: list[Stream] = []
     for position, result in enumerate(block.results):
-        if not isinstance(result, Tensor) or result.dim() < 2 or not result.is_floating_point():
+        if isinstance(result, Tensor) and result.dim() >= 2 and result.is_floating_point():
+            stream = _come_back(block, position, result, [stream.arg for stream in found])
+            found += [] if stream is None else [stream]
+    return _named(block, found)
+
+
+def _as_before(block: RecordedBlock, before: tuple[Stream, ...]) -> bool:
+    """Whether the streams of the block before are arguments of this one, and none comes back otherwise."""
+    for stream in before:
+        missing = stream.returned and len(block.results) <= (stream.out or 0)
+        if missing or not isinstance(block.leaves.get(stream.arg), Tensor):
+            return False
+    for stream in before:
+        value, position = block.leaves[stream.arg], stream.out or 0
+        result = block.results[position] if stream.returned else None
+        if isinstance(result, Tensor) and (
+            result.shape != value.shape or _token_dim(block, stream.arg, value, position) != stream.dim
+        ):
+            return False
+    return True
+
+
+def _come_back(block: RecordedBlock, position: int, result: Tensor, taken: Collection[str]) -> Stream | None:
+    """The argument whose tokens come back as a result."""
+    for path, value in block.leaves.items():
+        if not isinstance(value, Tensor) or "." in path or path in taken:
             continue
-        for path, value in block.leaves.items():
-            if not isinstance(value, Tensor) or "." in path or any(path == stream.arg for stream in found):
-                continue
-            if value.shape != result.shape or value.dtype != result.dtype:
-                continue
+        if value.shape == result.shape and value.dtype == result.dtype:
             dim = _token_dim(block, path, value, position)
             if dim is not None:
-                found.append(Stream(path, path, None if block.single else position, dim))
-                break
-    return _named(block, found)
+                return Stream(path, path, None if block.single else position, dim)
+    return None
 
 
 def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) -> int | None:

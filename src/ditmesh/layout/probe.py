@@ -13,7 +13,7 @@ from ..errors import LayoutError
 from .conventions import CallVariant, Conventions, call_variants
 from .derive import bare, block_lists, derive
 from .influence import why
-from .types import Region, TokenLayout
+from .types import Cut, Region, TokenLayout
 
 # What a model raises when inputs do not fit it. Lost ranks and full memory are RuntimeErrors, too: see `why`.
 _MISFITS = (
@@ -145,19 +145,24 @@ def _region_differences(ours: Region, probed: Region) -> Iterator[str]:
         yield f"chained is {ours.chained} against {probed.chained} probed"
     if attention != probed.attention:
         yield f"attention is {ours.attention} against {probed.attention} probed"
-    known = (*ours.whole, *(cut.arg for cut in ours.cuts))
-    for cut in probed.cuts:
-        same = [other for other in ours.cuts if other.arg == cut.arg and other.ndim in (None, cut.ndim)]
-        if any((other.dim, other.tokens) != (cut.dim, cut.tokens) for other in same):
-            yield f"{same} against {cut} probed"
-        elif not same and any(covers(name, cut.arg) for name in ours.whole):
-            yield f"whole against {cut} probed"
-        elif not same and not any(covers(name, cut.arg) for name in known):
-            yield f"{cut.arg!r} follows {' + '.join(cut.tokens)} along dimension {cut.dim}; not in the layout"
+    yield from (what for cut in probed.cuts if (what := _cut_difference(ours, cut)))
     yield from (
         f"{p!r} is made by an earlier block; not in the layout's `local`" for p in probed.local if p not in ours.local
     )
     yield from (f"{count} probed, not in the layout" for count in probed.counts if count not in ours.counts)
+    known = (*ours.whole, *(cut.arg for cut in ours.cuts))
     for path in probed.whole:
         if not any(covers(name, path) for name in known):
             yield f"argument {path!r} is not in the layout"
+
+
+def _cut_difference(ours: Region, cut: Cut) -> str:
+    """What a reviewed region says otherwise of a cut that was probed; empty for nothing."""
+    same = [other for other in ours.cuts if other.arg == cut.arg and other.ndim in (None, cut.ndim)]
+    if any((other.dim, other.tokens) != (cut.dim, cut.tokens) for other in same):
+        return f"{same} against {cut} probed"
+    if not same and any(covers(name, cut.arg) for name in ours.whole):
+        return f"whole against {cut} probed"
+    if not same and not any(covers(other.arg, cut.arg) for other in ours.cuts):
+        return f"{cut.arg!r} follows {' + '.join(cut.tokens)} along dimension {cut.dim}; not in the layout"
+    return ""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...config import ParallelConfig
+from ...core.clock import TIMESTEPS
 from ...engine import Engine
 from ...errors import DitmeshError
 from ...explain import Layer
@@ -122,7 +123,7 @@ def _steps(engine: Engine, model: nn.Module, inputs: dict[str, Any], calls: int,
         engine.begin_request(3)
         for step in range(3 if engine.control is not None else 1):
             seen.clear()
-            for name in {"timestep", "t"} & inputs.keys():
+            for name in inputs.keys() & TIMESTEPS:
                 # Steps are told apart by their times.
                 inputs[name] = inputs[name] - 0.01 * step
             for _ in range(calls):

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...config import ParallelConfig
 from ...core.alive import LiveBytes
+from ...core.clock import TIMESTEPS
 from ...engine import Engine
 from ...errors import DitmeshError, LayoutError
 from ...layout import TokenLayout
@@ -192,7 +193,7 @@ def _some_steps(engine: Engine, model: nn.Module, alive: LiveBytes, make: Conven
         engine.begin_request(_STEPS)
         before, outputs = alive.now, []
         for step in range(_STEPS if stale else 1):
-            for name in ("timestep", "t"):
+            for name in TIMESTEPS:
                 if name in inputs:
                     # The scheduler's count is not there: steps are told apart by their times.
                     inputs[name] = inputs[name] - 0.01 * step

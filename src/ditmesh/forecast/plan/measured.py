@@ -101,6 +101,7 @@ def _seconds(
     import torch
     import torch.distributed as dist
 
+    from ...core.clock import timestep_among
     from ...engine import engine_of, parallelized
     from ...layout.conventions import Conventions, Size
 
@@ -113,7 +114,7 @@ def _seconds(
         engine_of(model).begin_request(STEPS)
         for step in range(STEPS):
             made = dict(inputs)
-            name = next((name for name in ("timestep", "t") if name in made), None)
+            name = timestep_among(made)
             if name is not None:
                 made[name] = made[name] * (1 - 0.01 * step)
             if dist.is_initialized():
