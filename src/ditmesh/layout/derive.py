@@ -540,14 +540,11 @@ def _guesses(
     call: Mapping[str, Any], parameters: tuple[str, ...], tensors: Mapping[str, Tensor], samples: int
 ) -> Iterator[_RowArguments]:
     """Which arguments of a call may have rows, by their shapes, the likeliest first."""
-    listed = tuple(n for n, v in call.items() if isinstance(v, list) and len(v) == samples)
-    rows = {n for n in listed if all(isinstance(v, Tensor) and v.shape[:1] == (samples,) for v in call[n])}
     known = (*parameters[:1], timestep_among(parameters))
     numbers = tuple(
         p for p, v in tensors.items() if v.shape == (samples,) and not v.is_floating_point() and p not in known
     )
-    # Every list of so many items has one for each sample; those of tensors with rows have none; no list has.
-    for names in (listed, tuple(n for n in listed if n not in rows), ()):
+    for names in _lists_of_samples(call, samples):
         unbatched = {path: v for path, v in tensors.items() if len(v) != samples and not _covered(path, names)}
         paths = tuple(unbatched)
         # What has not as many entries as there are samples has no rows.
@@ -560,6 +557,15 @@ def _guesses(
         yield _RowArguments(tuple(path for path in paths if path not in grouped), grouped=grouped, listed=names)
         # Some are numbers of places, as many as there are samples.
         yield _RowArguments((*paths, *numbers), listed=names)
+
+
+def _lists_of_samples(call: Mapping[str, Any], samples: int) -> Iterator[tuple[str, ...]]:
+    """Which lists of a call may have an item for every sample."""
+    listed = [(n, v) for n, v in call.items() if isinstance(v, list) and len(v) == samples]
+    yield tuple(n for n, _ in listed)
+    # Those of tensors that have rows themselves have none.
+    yield tuple(n for n, v in listed if not all(isinstance(x, Tensor) and x.shape[:1] == (samples,) for x in v))
+    yield ()
 
 
 def _covered(path: str, names: Sequence[str]) -> bool:
