@@ -23,7 +23,7 @@ from torch import Tensor
 from ..core.intercept import sdpa
 from .band import Band
 from .banded import Banded, Bands, Held, Operation, Outcome, Rule
-from .families import OperationFamily, aten, packets
+from .families import OpFamily, aten, packets
 from .part import dims_of, whole_of
 
 # Rows that a view may join into one.
@@ -461,9 +461,9 @@ _REFLECTIONS = {aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pa
 
 
 RULES: dict[Any, Rule] = {
-    OperationFamily.POINTWISE: pointwise,
-    OperationFamily.REDUCTION: along("dim"),
-    OperationFamily.PRODUCT: multiplied,
+    OpFamily.POINTWISE: pointwise,
+    OpFamily.REDUCTION: along("dim"),
+    OpFamily.PRODUCT: multiplied,
     **{
         packet: rule
         for names, rule in (

@@ -17,7 +17,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-class OperationFamily(Enum):
+class OpFamily(Enum):
     """What an operation does to the elements of its operands."""
 
     # An element of the result is made of the operands' elements in its place, broadcast.
@@ -44,48 +44,48 @@ def packets(names: str) -> list[Any]:
 _FAMILIES = {
     packet: family
     for family, names in {
-        OperationFamily.POINTWISE: "_to_copy clone lift_fresh",
-        OperationFamily.MOVE: "view permute transpose t unsqueeze squeeze expand slice select split split_with_sizes unbind "
+        OpFamily.POINTWISE: "_to_copy clone lift_fresh",
+        OpFamily.MOVE: "view permute transpose t unsqueeze squeeze expand slice select split split_with_sizes unbind "
         "alias detach diagonal unfold _unsafe_view repeat flip roll index index_select pixel_shuffle pixel_unshuffle",
-        OperationFamily.JOIN: "cat stack",
-        OperationFamily.REDUCTION: "linalg_vector_norm norm sum mean amax amin var std",
-        OperationFamily.PRODUCT: "bmm mm",
-        OperationFamily.SHAPE: "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_empty new_zeros "
+        OpFamily.JOIN: "cat stack",
+        OpFamily.REDUCTION: "linalg_vector_norm norm sum mean amax amin var std",
+        OpFamily.PRODUCT: "bmm mm",
+        OpFamily.SHAPE: "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_empty new_zeros "
         "new_ones new_full",
     }.items()
     for packet in packets(names)
 }
 # Of functions and methods as a program calls them.
-FUNCTIONS: dict[Callable[..., Any], OperationFamily] = {
+FUNCTIONS: dict[Callable[..., Any], OpFamily] = {
     getattr(home, name): family
     for home, family, names in (
         (
             Tensor,
-            OperationFamily.POINTWISE,
+            OpFamily.POINTWISE,
             "float half bfloat16 double to type_as contiguous clone __pow__ __neg__ square",
         ),
         (
             Tensor,
-            OperationFamily.POINTWISE,
+            OpFamily.POINTWISE,
             "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ pow rsqrt neg",
         ),
-        (Tensor, OperationFamily.POINTWISE, "div __truediv__ __rtruediv__ tanh sigmoid"),
-        (torch, OperationFamily.POINTWISE, "add sub mul div pow square rsqrt neg tanh sigmoid clone"),
-        (F, OperationFamily.POINTWISE, "silu gelu relu"),
-        (F, OperationFamily.FEATURES, "linear layer_norm rms_norm"),
-        (torch, OperationFamily.FEATURES, "layer_norm rms_norm"),
-        (Tensor, OperationFamily.REDUCTION, "mean"),
-        (torch, OperationFamily.REDUCTION, "mean"),
+        (Tensor, OpFamily.POINTWISE, "div __truediv__ __rtruediv__ tanh sigmoid"),
+        (torch, OpFamily.POINTWISE, "add sub mul div pow square rsqrt neg tanh sigmoid clone"),
+        (F, OpFamily.POINTWISE, "silu gelu relu"),
+        (F, OpFamily.FEATURES, "linear layer_norm rms_norm"),
+        (torch, OpFamily.FEATURES, "layer_norm rms_norm"),
+        (Tensor, OpFamily.REDUCTION, "mean"),
+        (torch, OpFamily.REDUCTION, "mean"),
     )
     for name in names.split()
 }
 
 
 @cache
-def family_of(func: Any) -> OperationFamily | None:
+def family_of(func: Any) -> OpFamily | None:
     """The family of an operation of aten."""
     pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    return _FAMILIES.get(func.overloadpacket, OperationFamily.POINTWISE if pointwise else None)
+    return _FAMILIES.get(func.overloadpacket, OpFamily.POINTWISE if pointwise else None)
 
 
 @cache

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .families import OperationFamily, family_of, is_composite, is_view
+from .families import OpFamily, family_of, is_composite, is_view
 from .part import PartOperation, PartTensor, dims_of, on_meta, whole_of
 
 # Owner of an element that all versions have: it depends on no patch.
@@ -258,14 +258,14 @@ class LazyPatches(PartTensor):
         operation = _Operation(func, args, kwargs)
         if operation.parts and not mutated:
             family = family_of(func)
-            if family is OperationFamily.SHAPE:
+            if family is OpFamily.SHAPE:
                 lazy = operation.args[0]
                 stand_in = torch.empty_strided(lazy.shape, _dense(lazy), dtype=lazy.dtype, device=lazy.device)
                 return func(stand_in, *operation.args[1:], **operation.kwargs)
             result = operation.by_version()
             if result is not None:
                 return result
-            if family not in (OperationFamily.MOVE, OperationFamily.JOIN) and is_composite(func):
+            if family not in (OpFamily.MOVE, OpFamily.JOIN) and is_composite(func):
                 # Inference mode hands composite operations over whole.
                 return func.decompose(*args, **kwargs)
         args, kwargs = whole_of((args, kwargs))
@@ -394,7 +394,7 @@ class _Operation(PartOperation[LazyPatches]):
         """Of an operation that only moves elements: the map moves alike."""
         first = self.parts[0].owners
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        joins = family_of(self.func) is OperationFamily.JOIN
+        joins = family_of(self.func) is OpFamily.JOIN
         if not joins and (tensors[0] is not self.parts[0] or len(self.parts) > 1):
             # A plain tensor that is indexed by a lazy one.
             return None
@@ -449,12 +449,12 @@ class _Operation(PartOperation[LazyPatches]):
 
 
 # How the owners of a family's results are found; of any other it takes whole tensors.
-_RULES: dict[OperationFamily | None, Callable[[_Operation, list[Tensor]], list[Owners] | None]] = {
-    OperationFamily.POINTWISE: _Operation.elementwise,
-    OperationFamily.MOVE: _Operation.moved,
-    OperationFamily.JOIN: _Operation.moved,
-    OperationFamily.REDUCTION: _Operation.reduced,
-    OperationFamily.PRODUCT: _Operation.multiplied,
+_RULES: dict[OpFamily | None, Callable[[_Operation, list[Tensor]], list[Owners] | None]] = {
+    OpFamily.POINTWISE: _Operation.elementwise,
+    OpFamily.MOVE: _Operation.moved,
+    OpFamily.JOIN: _Operation.moved,
+    OpFamily.REDUCTION: _Operation.reduced,
+    OpFamily.PRODUCT: _Operation.multiplied,
 }
 
 
@@ -464,7 +464,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
     alone = target._origin is None and not any(reference() is not None for reference in target._views)
     if target._whole is None and alone:
         operation = _Operation(func, args, kwargs)
-        if family_of(func) is OperationFamily.POINTWISE and operation.of_one_source:
+        if family_of(func) is OpFamily.POINTWISE and operation.of_one_source:
             owners = operation.elementwise([target])
             if owners is not None:
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..core.partition import Partition
-from .families import FUNCTIONS, OperationFamily
+from .families import FUNCTIONS, OpFamily
 from .part import PartTensor, dims_of, whole_of
 
 # What is answered without any elements.
@@ -120,7 +120,7 @@ class OwnTokens(PartTensor):
     def _by_token(self, func: Callable[..., Any], args: Any, kwargs: Any) -> OwnTokens | None:
         """The result of a function that acts on every token by itself; None of one that may not."""
         family = FUNCTIONS.get(func)
-        if family is OperationFamily.POINTWISE:
+        if family is OpFamily.POINTWISE:
             parts = [self._beside(value) for value in args]
             if any(part is None for part in parts) or any(isinstance(value, Tensor) for value in kwargs.values()):
                 return None
@@ -128,7 +128,7 @@ class OwnTokens(PartTensor):
         if family is None or args[0] is not self or not all(map(_plain, tree_leaves((args[1:], kwargs)))):
             return None
         behind = self.dim() - 1 - self.along
-        if family is OperationFamily.REDUCTION:
+        if family is OpFamily.REDUCTION:
             local = len(args) == 2 and kwargs == {"keepdim": True}
             local = local and min(dims_of(args[1], self.dim())) > self.along
         else:
