@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
@@ -20,8 +20,17 @@ from .hosts import Relay, relay_of
 from .shared import SharedChannel
 from .state import DesyncError, Header, PeerError, RequestState, Spec, Traffic, raise_for_peer
 
+# For every rank of a link, tensors; for every rank, shapes.
+TensorsByRank = Sequence[Sequence[Tensor]]
+ShapesByRank = Sequence[Sequence[tuple[int, ...]]]
+# Tensors, and the ranks of the link that all of them go to.
+Outgoing = Sequence[tuple[Sequence[Tensor], Sequence[int]]]
+# Tensors of the shapes and dtypes of what comes, which may take it, and the rank it comes from.
+Incoming = Sequence[tuple[Sequence[Tensor], int]]
+Watched = AbstractContextManager[object]
+
 # Messages are not observed.
-_UNSEEN = nullcontext()
+_UNSEEN: Watched = nullcontext()
 
 
 class Transfer:
@@ -41,7 +50,7 @@ class Transfer:
         messages: Sequence[Callable[[timedelta | None], list[Tensor]]] = (),
         link: str = "",
         state: RequestState | None = None,
-        watched: AbstractContextManager[object] = _UNSEEN,
+        watched: Watched = _UNSEEN,
     ) -> None:
         self._state, self._watched = state or RequestState(), watched
         self._received, self._sent = list(received), list(sent)
@@ -193,7 +202,7 @@ class Link:
         if self.traffic.observer is not None:
             self.traffic.observer(self.name, kind)
 
-    def _watch(self, kind: str, sent: int) -> AbstractContextManager[object]:
+    def _watch(self, kind: str, sent: int) -> Watched:
         """Show that a message is posted; what is returned is entered to wait for it. No part of a compiled graph."""
         if torch.compiler.is_compiling() or self.traffic.watcher is None:
             return _UNSEEN
@@ -218,9 +227,7 @@ class Link:
         self._state.check()
         return self._backend == "gloo"
 
-    def all_to_all(
-        self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[Tensor]]:
+    def all_to_all(self, outgoing: TensorsByRank, shapes: ShapesByRank) -> list[list[Tensor]]:
         """All-to-all with tensors of their own shapes for every pair of ranks.
 
         Args:
@@ -232,18 +239,14 @@ class Link:
         """
         return self._exchange("all_to_all", outgoing, shapes)()
 
-    def all_to_all_async(
-        self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> Callable[[], list[list[Tensor]]]:
+    def all_to_all_async(self, outgoing: TensorsByRank, shapes: ShapesByRank) -> Callable[[], list[list[Tensor]]]:
         """`all_to_all` that returns at once: a function that waits for the others'. Call it once.
 
         The outgoing tensors may be written to at once.
         """
         return self._exchange("all_to_all", outgoing, shapes)
 
-    def _exchange(
-        self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> Callable[[], list[list[Tensor]]]:
+    def _exchange(self, kind: str, outgoing: TensorsByRank, shapes: ShapesByRank) -> Callable[[], list[list[Tensor]]]:
         if self.size == 1:
             return lambda: [list(outgoing[0])]
         if not any(outgoing) and not any(shapes):
@@ -251,23 +254,16 @@ class Link:
         self._enter(kind)
         return self._all_to_all(kind, outgoing, shapes)
 
-    def _all_to_all(
-        self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> Callable[[], list[list[Tensor]]]:
-        mine = list(outgoing[self.rank])
-        if self._shared is not None:
-            return self._exchange_shared(self._shared, kind, outgoing, shapes, mine)
-        return self._exchange_packed(kind, outgoing, shapes, mine)
+    def _all_to_all(self, kind: str, outgoing: TensorsByRank, shapes: ShapesByRank) -> Callable[[], list[list[Tensor]]]:
+        if (shared := self._shared) is not None:
+            return self._exchange_shared(shared, kind, outgoing, shapes)
+        return self._exchange_packed(kind, outgoing, shapes)
 
     def _exchange_shared(
-        self,
-        shared: SharedChannel,
-        kind: str,
-        outgoing: Sequence[Sequence[Tensor]],
-        shapes: Sequence[Sequence[tuple[int, ...]]],
-        mine: list[Tensor],
+        self, shared: SharedChannel, kind: str, outgoing: TensorsByRank, shapes: ShapesByRank
     ) -> Callable[[], list[list[Tensor]]]:
-        me, others, dtype = self.rank, self._others, mine[0].dtype
+        me, others, mine = self.rank, self._others, list(outgoing[self.rank])
+        dtype = mine[0].dtype
         sent = sum(t.nbytes for peer in others for t in outgoing[peer])
         self.traffic.add(self.name, sent)
         watched = self._watch(kind, sent)
@@ -288,21 +284,17 @@ class Link:
         return wait
 
     def _exchange_packed(
-        self,
-        kind: str,
-        outgoing: Sequence[Sequence[Tensor]],
-        shapes: Sequence[Sequence[tuple[int, ...]]],
-        mine: list[Tensor],
+        self, kind: str, outgoing: TensorsByRank, shapes: ShapesByRank
     ) -> Callable[[], list[list[Tensor]]]:
         """Over the process group, one message per peer: the tensors for it lie one after the other."""
-        me, others, sample = self.rank, self._others, mine[0]
+        me, others, mine = self.rank, self._others, list(outgoing[self.rank])
         in_splits = [0 if peer == me else sum(t.numel() for t in parts) for peer, parts in enumerate(outgoing)]
         out_splits = [0 if peer == me else sum(map(prod, wanted)) for peer, wanted in enumerate(shapes)]
-        send = sample.new_empty(sum(in_splits))
+        send = mine[0].new_empty(sum(in_splits))
         parts = [part for peer in others for part in outgoing[peer]]
         for place, part in zip(_views(send, [part.shape for part in parts]), parts, strict=True):
             place.copy_(part)
-        receive = sample.new_empty(sum(out_splits))
+        receive = send.new_empty(sum(out_splits))
         across = sum(in_splits[peer] for peer in self._far)
         self.traffic.add(self.name, send.nbytes, across * send.element_size())
         transfer = None
@@ -318,9 +310,7 @@ class Link:
                 work = dist.all_to_all_single(receive, send, out_splits, in_splits, group=self.group, async_op=True)
             except RuntimeError as error:
                 raise_for_peer(self.name, error)
-            assert work is not None
-            transfer = Transfer((), [send], [work], link=self.name, state=self._state, watched=watched)
-            self._transfers.add(transfer)
+            transfer = self._under_way((), [send], [work], watched)
 
         def wait() -> list[list[Tensor]]:
             if transfer is not None:
@@ -345,9 +335,7 @@ class Link:
         shapes = [[(*piece.shape[:dim], length, *piece.shape[dim + 1 :])] for length in lengths]
         return torch.cat([part for (part,) in self._gather([piece], shapes)], dim=dim)
 
-    def all_gather_list(
-        self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[Tensor]]:
+    def all_gather_list(self, tensors: Sequence[Tensor], shapes: ShapesByRank) -> list[list[Tensor]]:
         """Every rank's tensors, on every rank; what came is this rank's alone, to be written to.
 
         Args:
@@ -361,7 +349,7 @@ class Link:
         # The other receivers of a message read the same memory.
         return [part if peer == self.rank else [tensor.clone() for tensor in part] for peer, part in enumerate(parts)]
 
-    def _gather(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
+    def _gather(self, tensors: Sequence[Tensor], shapes: ShapesByRank) -> list[list[Tensor]]:
         """`all_gather_list` whose tensors are only to be read."""
         if self._relay is None or not any(shapes) or torch.compiler.is_compiling():
             return self._exchange("all_gather", [tensors] * self.size, shapes)()
@@ -490,20 +478,21 @@ class Link:
         sent = (len(far) + len(near)) * tensor.nbytes
         if sent:
             self.traffic.add(self.name, sent, len(far) * tensor.nbytes)
+        inside = partial(self._through_memory, self._channel) if self._channel else self._over_group
         with self._watch(kind, sent):
             if self.rank == taker != source:
                 self._over_group(kind, [], [([tensor], source)]).wait()
             posted = [self._over_group(kind, [([tensor], far)], [])]
             if self.rank == taker:
-                posted.append(self._inside(kind, [([tensor], near)], []))
+                posted.append(inside(kind, [([tensor], near)], []))
             else:
                 # Copied: all receivers read the same memory.
-                got = _passed_on(self._inside(kind, [], [([tensor], taker)]).wait, [self.ranks[source]], None)
+                got = _passed_on(inside(kind, [], [([tensor], taker)]).wait, [self.ranks[source]], None)
                 tensor.copy_(got[0])
             for transfer in posted:
                 transfer.wait()
 
-    def all_gather_async(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
+    def all_gather_async(self, outgoing: Sequence[Tensor], incoming: TensorsByRank) -> Transfer:
         """Send the same tensors to every other rank, receive theirs, rank by rank; returns at once.
 
         To a host with several ranks of the link they travel once. One rank there takes them, and passes them on inside
@@ -521,7 +510,7 @@ class Link:
         self._enter("all_gather_async")
         return self._gather_by_hosts(self._relay, "all_gather_async", outgoing, incoming)
 
-    def _gather_from_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
+    def _gather_from_all(self, outgoing: Sequence[Tensor], incoming: TensorsByRank) -> Transfer:
         """`all_gather_async` between all pairs of ranks."""
         kind, others = "all_gather_async", self._others
         self._enter(kind)
@@ -530,7 +519,7 @@ class Link:
         return self._start(kind, [(outgoing, others)], [(incoming[peer], peer) for peer in others])
 
     def _gather_by_hosts(
-        self, relay: Relay, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]
+        self, relay: Relay, kind: str, outgoing: Sequence[Tensor], incoming: TensorsByRank
     ) -> Transfer:
         """Start an all-gather that sends tensors to one rank of every other host, which passes them on inside of it."""
         me, near, shared = self.rank, relay.near, self._channel
@@ -572,23 +561,7 @@ class Link:
 
         return Transfer(messages=[arrive_through_memory], link=self.name, watched=watched)
 
-    def _inside(
-        self,
-        kind: str,
-        outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
-        incoming: Sequence[tuple[Sequence[Tensor], int]],
-    ) -> Transfer:
-        """`_start` between ranks of this host."""
-        if self._channel is None:
-            return self._over_group(kind, outgoing, incoming)
-        return self._through_memory(self._channel, kind, outgoing, incoming)
-
-    def _start(
-        self,
-        kind: str,
-        outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
-        incoming: Sequence[tuple[Sequence[Tensor], int]],
-    ) -> Transfer:
+    def _start(self, kind: str, outgoing: Outgoing, incoming: Incoming) -> Transfer:
         """Start messages between pairs of ranks, not counted.
 
         ``outgoing`` are tensors and the ranks of the group that all of them go to; ``incoming`` are tensors of the
@@ -600,12 +573,7 @@ class Link:
         return self._over_group(kind, outgoing, incoming, watched)
 
     def _through_memory(
-        self,
-        shared: SharedChannel,
-        kind: str,
-        outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
-        incoming: Sequence[tuple[Sequence[Tensor], int]],
-        watched: AbstractContextManager[object] = _UNSEEN,
+        self, shared: SharedChannel, kind: str, outgoing: Outgoing, incoming: Incoming, watched: Watched = _UNSEEN
     ) -> Transfer:
         """`_start` through shared memory."""
         for tensors, to in outgoing:
@@ -613,39 +581,39 @@ class Link:
         messages = [shared.expect(kind, _specs(like), peer) for like, peer in incoming]
         return Transfer(messages=messages, link=self.name, watched=watched)
 
-    def _over_group(
-        self,
-        kind: str,
-        outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
-        incoming: Sequence[tuple[Sequence[Tensor], int]],
-        watched: AbstractContextManager[object] = _UNSEEN,
-    ) -> Transfer:
+    def _over_group(self, kind: str, outgoing: Outgoing, incoming: Incoming, watched: Watched = _UNSEEN) -> Transfer:
         """`_start` over the process group."""
         sent = [([tensor.contiguous() for tensor in tensors], to) for tensors, to in outgoing]
-        # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
-        moves = [(dist.irecv, t, peer) for tensors, peer in incoming for t in tensors if t.numel()]
-        moves += [(dist.isend, t, peer) for tensors, to in sent for peer in to for t in tensors if t.numel()]
-        group, tagged, operations = self.group, bool(moves) and self._matches, []
-        for move, t, peer in moves:
-            tag = Header.of(self._state.number, kind, [(tuple(t.shape), t.dtype)]).tag if tagged else 0
-            operations.append(dist.P2POp(move, t, self.ranks[peer], group, tag))
+        operations = self._operations(kind, sent, incoming)
         try:
             if operations and outgoing and incoming:
                 # One batch: NCCL needs the sends and receives of a ring in one group call, or it can deadlock.
                 works = dist.batch_isend_irecv(operations)
             else:
                 # No batch: one may need all ranks of the group, and here two of them have to do with one another.
-                works = [one.op(one.tensor, one.peer, group, one.tag) for one in operations]
+                works = [one.op(one.tensor, one.peer, one.group, one.tag) for one in operations]
         except RuntimeError as error:
             raise_for_peer(self.name, error)
-        transfer = Transfer(
-            [t for tensors, _ in incoming for t in tensors],
-            [t for tensors, _ in sent for t in tensors],
-            [work for work in works if work is not None],
-            link=self.name,
-            state=self._state,
-            watched=watched,
-        )
+        received = [t for tensors, _ in incoming for t in tensors]
+        return self._under_way(received, [t for tensors, _ in sent for t in tensors], works, watched)
+
+    def _operations(self, kind: str, outgoing: Outgoing, incoming: Incoming) -> list[dist.P2POp]:
+        """Messages over the process group, which are begun in this order."""
+        # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
+        moves = [(dist.irecv, t, peer) for tensors, peer in incoming for t in tensors if t.numel()]
+        moves += [(dist.isend, t, peer) for tensors, to in outgoing for peer in to for t in tensors if t.numel()]
+        group, tagged, operations = self.group, bool(moves) and self._matches, []
+        for move, t, peer in moves:
+            tag = Header.of(self._state.number, kind, [(tuple(t.shape), t.dtype)]).tag if tagged else 0
+            operations.append(dist.P2POp(move, t, self.ranks[peer], group, tag))
+        return operations
+
+    def _under_way(
+        self, received: Sequence[Tensor], sent: Sequence[Tensor], works: Sequence[dist.Work | None], watched: Watched
+    ) -> Transfer:
+        """A transfer over the process group, which `drop` cancels."""
+        begun = [work for work in works if work is not None]
+        transfer = Transfer(received, sent, begun, link=self.name, state=self._state, watched=watched)
         self._transfers.add(transfer)
         return transfer
 
