@@ -94,12 +94,13 @@ class Syncs:
         return dict(counts.most_common())
 
     def add(self, operation: str) -> None:
-        owner, place, stack = _who()
+        owner, place, stack = asked_by()
         self.found.append(Sync(operation, owner, place, stack, self.marks))
 
 
-def _who() -> tuple[str, str, tuple[str, ...]]:
-    frame = sys._getframe(2)
+def asked_by() -> tuple[str, str, tuple[str, ...]]:
+    """Owner, place and stack, as of a `Sync`, of the operation that torch dispatches at the moment."""
+    frame = sys._getframe(1)
     owner, place, stack = "other", "", []
     while frame is not None:
         name = frame.f_code.co_filename
@@ -126,25 +127,26 @@ class _Watch(TorchDispatchMode):
         if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a subclass takes the operation apart; its parts come here
         name = func._schema.name.rpartition("::")[2]
-        if not self.silent and self.waits(name, args, kwargs):
+        if not self.silent and waits(name, args, kwargs):
             self.syncs.add(name)
         return func(*args, **kwargs)
 
-    @staticmethod
-    def waits(name: str, args: Any, kwargs: Any) -> bool:
-        if name in WAITING:
-            return True
-        if name in INDEXING:
-            masks = [one for one in args[1] if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)]
-            return bool(masks)
-        if name == "repeat_interleave":
-            return kwargs.get("output_size") is None and any(isinstance(one, Tensor) for one in args[:2])
-        if name in COPIES:
-            # `copy_` goes from its second tensor to its first, `_to_copy` from its first to a device.
-            source = args[1] if name == "copy_" else args[0]
-            target = args[0].device if name == "copy_" else kwargs.get("device") or source.device
-            return torch.device(target).type != source.device.type and not _asynchronous(args, kwargs)
-        return False
+
+def waits(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether the host has to wait for the device in an operation of torch."""
+    if name in WAITING:
+        return True
+    if name in INDEXING:
+        masks = [one for one in args[1] if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)]
+        return bool(masks)
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None and any(isinstance(one, Tensor) for one in args[:2])
+    if name in COPIES:
+        # `copy_` goes from its second tensor to its first, `_to_copy` from its first to a device.
+        source = args[1] if name == "copy_" else args[0]
+        target = args[0].device if name == "copy_" else kwargs.get("device") or source.device
+        return torch.device(target).type != source.device.type and not _asynchronous(args, kwargs)
+    return False
 
 
 def _asynchronous(args: Any, kwargs: Any) -> bool:

@@ -81,6 +81,7 @@ def _forward(
     link = ring.link
     out: Tensor | None = None
     lse: Tensor | None = None
+    wide = torch.promote_types(q_bhsd.dtype, torch.float32) if link.size > 1 else q_bhsd.dtype
     k, v = k_bhsd, v_bhsd
     for step in range(link.size):
         block = (link.rank - step) % link.size
@@ -91,14 +92,15 @@ def _forward(
             keys, values = _joined(resident[0], k), _joined(resident[1], v)
         part, part_lse = ring.attend(q_bhsd, keys, values, ring.mask(block), ring.scale)
         if out is None or lse is None:
-            out, lse = part, part_lse
+            # Parts are merged in float32 and rounded once: in half precision every merge would add an error.
+            out, lse = part.to(wide), part_lse
         else:
             out, lse = merge_(out, lse, part, part_lse)
         if arriving is not None:
             k, v = arriving.wait()
     assert out is not None
     assert lse is not None
-    return out, lse
+    return out.to(q_bhsd.dtype), lse
 
 
 class _RingAttention(torch.autograd.Function):

@@ -7,10 +7,11 @@ scores: Milakov & Gimelshein 2018, arXiv:1805.02867; used block-wise by ring att
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ConfigError
@@ -42,7 +43,7 @@ def attend_with_lse(
     if q_bhsd.device.type == "cpu":
         if (kernel := fused("_scaled_dot_product_flash_attention_for_cpu")) is not None:
             found = kernel(q_bhsd, k_bhsd, v_bhsd, 0.0, False, attn_mask=bias, scale=scale)
-    elif q_bhsd.device.type == "cuda" and q_bhsd.shape[-1] % 8 == 0:
+    elif q_bhsd.device.type == "cuda":
         found = _cuda(q_bhsd, k_bhsd, v_bhsd, bias, scale)
     out, lse = found or attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
     lse = lse[..., : q_bhsd.shape[2]].to(wide)
@@ -109,7 +110,8 @@ def attend_backward(
     kernel = fused("_scaled_dot_product_flash_attention_for_cpu_backward")
     if q_bhsd.device.type == "cpu" and kernel is not None:
         return kernel(*tensors, 0.0, False, attn_mask=bias, scale=scale)
-    return attend_backward_reference(*tensors, bias, scale)
+    found = _cuda_backward(*tensors, bias, scale) if q_bhsd.device.type == "cuda" else None
+    return found or attend_backward_reference(*tensors, bias, scale)
 
 
 def attend_backward_reference(
@@ -148,12 +150,12 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     LSE is log(exp a + exp b).
 
     Args:
-        out, other_out: (B, H, S, D), of one dtype.
+        out, other_out: (B, H, S, D). The sum of many parts is exact to ``out``'s dtype only if that is float32.
         lse, other_lse: (B, H, S), as `attend_with_lse` returns them.
     """
     # Both -inf: neither set has a key for the query; the difference is NaN, and any weight keeps the zeros.
     weight = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)
-    out = out.lerp_(other_out, weight.unsqueeze(-1).to(out.dtype))
+    out = out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1).to(out.dtype))
     return out, torch.logaddexp(lse, other_lse)
 
 
@@ -180,21 +182,82 @@ def cudnn(
     return out, lse.reshape(q.shape[:3])
 
 
+def _cuda_kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
+    """The fused kernel that this GPU has for a call: ``"flash"``, ``"efficient"`` or ``""``.
+
+    torch knows which architectures, dtypes and head sizes each takes (flash needs Ampere, neither takes float64), and
+    which ones the program has turned off. Where q requires a gradient, the kernel has a backward for it, too.
+    """
+    cuda = torch.backends.cuda
+    call = cuda.SDPAParams(q, k, v, bias, 0.0, False, False)
+    if bias is None and cuda.can_use_flash_attention(call):
+        return "flash"
+    return "efficient" if cuda.can_use_efficient_attention(call) else ""
+
+
+def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors (B, H, S, D) with D filled up with zeros to a multiple of 8, as kernels want it: the scores stay."""
+    return [F.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t for t in tensors]
+
+
+def _aligned(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The bias expanded to (B, H, Sq, Sk), its rows aligned to 16 elements: the storage is padded, not the shape."""
+    keys = k.shape[2]
+    padded = bias.new_zeros((*bias.shape[:-1], (keys + 15) // 16 * 16))
+    padded[..., :keys] = bias
+    return padded[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
+
+
 def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor] | None:
-    flash, efficient = (fused(f"_scaled_dot_product_{kind}_attention") for kind in ("flash", "efficient"))
-    if bias is None and flash is not None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
-        out, lse, *_ = flash(q, k, v, 0.0, False, False, scale=scale)
-        return out, lse
-    if efficient is None:
+    """By a fused kernel; None: there is none for the call."""
+    width = q.shape[-1]
+    scale = 1 / math.sqrt(width) if scale is None else scale
+    q, k, v = _padded((q, k, v))
+    bias = None if bias is None else _aligned(bias, q, k)
+    kind = _cuda_kernel(q, k, v, bias)
+    kernel = fused(f"_scaled_dot_product_{kind}_attention")
+    if kernel is None:
         return None
-    if bias is not None:
-        # The kernel wants rows of the bias aligned to 16 bytes: pad the storage, keep the shape.
-        keys = k.shape[2]
-        padded = bias.new_zeros((*bias.shape[:-1], (keys + 15) // 16 * 16))
-        padded[..., :keys] = bias
-        bias = padded[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
-    out, lse, *_ = efficient(q, k, v, bias, True, 0.0, False, scale=scale)
-    return out, lse
+    given = (0.0, False, False) if kind == "flash" else (bias, True, 0.0, False)
+    out, lse, *_ = kernel(q, k, v, *given, scale=scale)
+    return out[..., :width], lse
+
+
+def _cuda_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`attend_backward` by a fused kernel; None: there is none for the call."""
+    width, queries, keys = q.shape[-1], q.shape[2], k.shape[2]
+    scale = 1 / math.sqrt(width) if scale is None else scale
+    # Their kernels take one dtype.
+    grad, q, k, v, out = _padded([t.to(q.dtype) for t in (grad, q, k, v, out)])
+    bias = None if bias is None else _aligned(bias, q, k)
+    kind = _cuda_kernel(q.detach().requires_grad_(), k, v, bias)
+    kernel = fused(f"_scaled_dot_product_{kind}_attention_backward")
+    if kernel is None:
+        return None
+    # The state of a dropout that is not there: as the forward kernels return it, never read.
+    wide = torch.uint64 if kind == "flash" else torch.int64
+    seed, offset = torch.empty(2, dtype=wide, device=q.device), torch.empty((), dtype=wide, device=q.device)
+    if kind == "flash":
+        # One sequence a row: no cumulated lengths.
+        given = (None, None, queries, keys, 0.0, False, seed, offset)
+        found = kernel(grad, q, k, v, out, lse.contiguous(), *given, scale=scale)
+    else:
+        # It reads the LSE in blocks of 32 queries.
+        lse = F.pad(lse, (0, -queries % 32), value=math.inf)
+        seed = offset
+        given = (seed, offset, 0.0, [True, True, True, False], False)
+        found = kernel(grad, q, k, v, bias, out, lse, *given, scale=scale)
+    by_q, by_k, by_v = (gradient[..., :width] for gradient in found[:3])
+    return by_q, by_k, by_v
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,310 @@
+"""A CUDA device that is not there: fake tensors on ``cuda``, whose values are kept on the CPU.
+
+torch's fake tensors refuse a CPU tensor among CUDA tensors. torch puts a device guard for CUDA in place in its CUDA
+wheels alone; here it is a library of eleven lines, made by g++ once for every version of torch.
+
+The rules of dtypes and architectures are not those of fake tensors, which take float64 through kernels that have none:
+`has_kernels` stands in for the questions that ditmesh asks torch about them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from support.syncs import COPIES, asked_by, waits
+
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace {
+struct Register {
+  Register() {
+    static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+    c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
+  }
+} now;
+}
+"""
+
+
+@cache
+def unavailable() -> str | None:
+    """Why there are no fake CUDA tensors here; None: there are, from now on."""
+    if torch.version.cuda is not None:
+        return "this torch is made for CUDA, and has a guard of its own"
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return "no g++ is installed"
+    library = Path(tempfile.gettempdir(), f"ditmesh-guard-{os.getuid()}-{torch.__version__}.so")
+    if not library.exists():
+        root = Path(torch.__file__).parent
+        with tempfile.TemporaryDirectory() as folder:
+            source, made = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+            source.write_text(GUARD)
+            command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", f"-L{root / 'lib'}"]
+            command += [f"-Wl,-rpath,{root / 'lib'}", str(source), "-lc10", "-o", str(made)]
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+            if ended.returncode:
+                return f"g++ does not compile torch's headers: {ended.stderr.strip().splitlines()[-1][:200]}"
+            # In one step: other processes may look for it.
+            beside = library.with_suffix(f".{os.getpid()}")
+            shutil.copy(made, beside)
+            beside.replace(library)
+    ctypes.CDLL(str(library))
+    return None
+
+
+# --- attention kernels -----------------------------------------------------------------------------------------------
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def has_kernels(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """Let torch answer which attention kernels a GPU of this compute capability has, by the rules of its C++ code."""
+    ampere = capability >= (8, 0)
+
+    def flash(call: Any, debug: bool = False) -> bool:
+        fits = call.query.dtype in HALF and call.query.shape[-1] <= 256
+        return ampere and fits and call.attn_mask is None
+
+    def efficient(call: Any, debug: bool = False) -> bool:
+        dtype, width = call.query.dtype, call.query.shape[-1]
+        takes = {torch.float32, torch.float16} | ({torch.bfloat16} if ampere else set())
+        return dtype in takes and width % (8 if dtype in HALF else 4) == 0
+
+    cuda = torch.backends.cuda
+    with (
+        mock.patch.object(cuda, "can_use_flash_attention", flash),
+        mock.patch.object(cuda, "can_use_efficient_attention", efficient),
+    ):
+        yield
+
+
+# --- the device ------------------------------------------------------------------------------------------------------
+
+# Views and what only makes memory: no kernel is launched.
+FREE = {
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"),
+    *("_unsafe_view", "_reshape_alias", "lift_fresh", "detach_", "set_", "resize_"),
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """An operation for which the host would wait: it needs a value of the device, or moves tensors to or from it.
+
+    Attributes:
+        operation: such as ``equal``.
+        owner, place: as in `support.syncs.Sync`.
+    """
+
+    operation: str
+    owner: str
+    place: str
+
+
+class FakeDevice(TorchDispatchMode):
+    """Inside of a `FakeTensorMode`: CPU tensors are real, CUDA tensors are fake, and have their values kept aside.
+
+    Every operation runs twice: with fake tensors, which refuse what a GPU would, and with the values, on the CPU.
+
+    Attributes:
+        looks: what would have made the host wait.
+        launches: kernels, by the name of the operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[Look] = []
+        self.launches: Counter[str] = Counter()
+        # By the address of a fake storage, which stays taken while its reference is here: the storage of its values.
+        self._values: dict[int, tuple[StorageWeakRef, torch.UntypedStorage]] = {}
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """The values of a CUDA tensor: a CPU tensor of its shape and strides; views share its memory."""
+        if not tensor.is_cuda:
+            return tensor
+        _, storage = self._values[tensor.untyped_storage()._cdata]
+        with unset_fake_temporarily(), no_dispatch():
+            whole = torch.empty(0, dtype=tensor.dtype)
+            return whole.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
+            return NotImplemented  # A subclass takes the operation apart; its parts come here.
+        name = func._schema.name.rpartition("::")[2]
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        target = kwargs.get("device")
+        makes = target is not None and torch.device(target).type == "cuda"
+        if not makes and not any(one.is_cuda for one in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        found = self._with_values(func, args, kwargs)
+        if waits(name, args, kwargs):
+            self.looks.append(Look(name, *asked_by()[:2]))
+            to_host = (target is not None and not makes) or (name == "copy_" and not args[0].is_cuda)
+            if to_host or not isinstance(found, Tensor):
+                return args[0] if name == "copy_" else found
+            if name not in COPIES:
+                # Of a size that depends on the values.
+                shape, strides, dtype = found.shape, found.stride(), found.dtype
+                return self._keep(torch.empty_strided(shape, strides, dtype=dtype, device="cuda"), found)
+        if not func.is_view and name not in FREE:
+            self.launches[name] += 1
+        return self._paired(func(*args, **kwargs), found)
+
+    def _paired(self, fake: Any, found: Any) -> Any:
+        if isinstance(fake, Tensor):
+            return self._keep(fake, found)
+        if isinstance(fake, (list, tuple)):
+            return type(fake)(self._paired(*both) for both in zip(fake, found, strict=True))
+        return fake
+
+    def _keep(self, fake: Tensor, found: Tensor) -> Tensor:
+        """A result with its values, in new memory unless it is a view or an argument."""
+        if not fake.is_cuda:
+            return found
+        storage = fake.untyped_storage()
+        if storage._cdata not in self._values:
+            assert found.shape == fake.shape, (found.shape, fake.shape)
+            assert found.dtype == fake.dtype, (found.dtype, fake.dtype)
+            with unset_fake_temporarily(), no_dispatch():
+                place = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+                whole = torch.empty(0, dtype=fake.dtype).set_(place, fake.storage_offset(), fake.shape, fake.stride())
+                whole.copy_(found)
+            self._values[storage._cdata] = StorageWeakRef(storage), place
+            if len(self._values) % 512 == 0:
+                self._values = {key: kept for key, kept in self._values.items() if not kept[0].expired()}
+        return fake
+
+    def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, self.values, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        kernel = STAND_INS.get(func.overloadpacket)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None, rows: int
+) -> tuple[Tensor, Tensor]:
+    """What a fused kernel returns: the output, laid out as (B, S, H, D), and the LSE of so many rows."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
+    lse = nn.functional.pad(lse, (0, rows - lse.shape[-1]), value=float("inf"))
+    return out, lse
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float | None = None) -> tuple[Any, ...]:
+    state = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+    out, lse = _attended(q, k, v, None, scale, q.shape[2])
+    return out, lse, None, None, q.shape[2], k.shape[2], *state, torch.zeros(0, dtype=q.dtype)
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *_: Any, scale: float | None = None
+) -> tuple[Any, ...]:
+    state = torch.zeros((), dtype=torch.int64)
+    return *_attended(q, k, v, bias, scale, q.shape[2] + -q.shape[2] % 32), state, state
+
+
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention: _flash,
+    torch.ops.aten._scaled_dot_product_efficient_attention: _efficient,
+}
+
+
+def move_(module: nn.Module) -> nn.Module:
+    """Move a module's parameters and buffers to ``cuda``, in place; inside of a `FakeDevice`."""
+    memo: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in memo:
+                    moved = parameter.detach().to("cuda")
+                    memo[id(parameter)] = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+                part._parameters[name] = memo[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to("cuda")
+    return module
+
+
+class Messages:
+    """What stands in for ``torch.distributed`` in `ditmesh.comm.link`: values travel, over gloo.
+
+    Refuses, as NCCL does, tensors on the host.
+    """
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        assert tensor.is_cuda, "NCCL carries no tensors of the host"
+        return self._device.values(tensor)
+
+    def isend(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
+        return dist.isend(self._sent(tensor), *others, **named)
+
+    def irecv(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
+        return dist.irecv(self._sent(tensor), *others, **named)
+
+    def P2POp(self, move: Any, tensor: Tensor, *others: Any) -> dist.P2POp:  # noqa: N802 - torch's name
+        return dist.P2POp(dist.isend if move == self.isend else dist.irecv, self._sent(tensor), *others)
+
+    def all_to_all_single(self, output: Tensor, given: Tensor, *others: Any, **named: Any) -> Any:
+        return dist.all_to_all_single(self._sent(output), self._sent(given), *others, **named)
+
+    def broadcast(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
+        return dist.broadcast(self._sent(tensor), *others, **named)
+
+    def all_reduce(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
+        return dist.all_reduce(self._sent(tensor), *others, **named)
+
+
+@contextmanager
+def cuda() -> Iterator[FakeDevice]:
+    """A fake ``cuda`` device of this process, or of this rank: links take the path of NCCL."""
+    from ditmesh.comm import link as link_module
+
+    device = FakeDevice()
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (link_module.Link, "_matches", property(lambda _: False)),
+            (link_module, "dist", Messages(device)),
+            (torch.cuda, "_lazy_init", lambda: None),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "synchronize", lambda *_: None),
+            (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+            (torch.cuda, "mem_get_info", lambda *_: (80 << 30, 80 << 30)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        stack.enter_context(has_kernels())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(device)
+        yield device
