@@ -9,6 +9,13 @@ import torch.distributed as dist
 # device where a group has NCCL alone, and each of them makes the host wait for it.
 ON_GPUS = "cpu:gloo,cuda:nccl"
 
+# What NCCL carries; gloo takes others, too, which would fail on the first GPU.
+CARRIED = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+}
+
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
     """Name of the backend that carries a device's tensors, such as ``"gloo"``; empty where the group has none for it.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError
-from .backends import ON_GPUS, backend_of
+from .backends import CARRIED, ON_GPUS, backend_of
 from .hosts import Relay, relay_of
 from .shared import SharedChannel
 from .state import DesyncError, Header, PeerError, RequestState, Spec, Traffic, raise_for_peer
@@ -288,6 +288,7 @@ class Link:
     ) -> Callable[[], list[list[Tensor]]]:
         """Over the process group, one message per peer: the tensors for it lie one after the other."""
         me, others, mine = self.rank, self._others, list(outgoing[self.rank])
+        assert mine[0].dtype in CARRIED, f"NCCL does not carry {mine[0].dtype}"
         in_splits = [0 if peer == me else sum(t.numel() for t in parts) for peer, parts in enumerate(outgoing)]
         out_splits = [0 if peer == me else sum(map(prod, wanted)) for peer, wanted in enumerate(shapes)]
         send = mine[0].new_empty(sum(in_splits))
@@ -604,6 +605,7 @@ class Link:
         moves += [(dist.isend, t, peer) for tensors, to in outgoing for peer in to for t in tensors if t.numel()]
         group, tagged, operations = self.group, bool(moves) and self._matches, []
         for move, t, peer in moves:
+            assert t.dtype in CARRIED, f"NCCL does not carry {t.dtype}"
             tag = Header.of(self._state.number, kind, [(tuple(t.shape), t.dtype)]).tag if tagged else 0
             operations.append(dist.P2POp(move, t, self.ranks[peer], group, tag))
         return operations

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from .base import Context, Request, Strategy
 
 # What cuBLAS needs to have in its environment before it is first used, to add in one order.
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+# torch gives parts of this module other classes at import, which type checkers do not see.
+_BACKENDS: Any = torch.backends
 
 
 @contextmanager
@@ -29,15 +33,11 @@ def deterministic(device: torch.device | str) -> Iterator[None]:
         device: where the work is done.
     """
     os.environ.setdefault(CUBLAS, ":4096:8")
-    # torch gives this module another class at import, which type checkers do not see.
-    cudnn: Any = torch.backends.cudnn
-    matmul = torch.backends.cuda.matmul
+    cudnn, matmul = _BACKENDS.cudnn, _BACKENDS.cuda.matmul
     with ExitStack() as undo:
         for owner, name, value in (
             (cudnn, "deterministic", True),
             (cudnn, "benchmark", False),
-            (cudnn, "allow_tf32", False),
-            (matmul, "allow_tf32", False),
             (matmul, "allow_fp16_reduced_precision_reduction", False),
             (matmul, "allow_bf16_reduced_precision_reduction", False),
             # Filling new memory finds bugs that read it before it is written; it costs time and changes no result.
@@ -45,6 +45,7 @@ def deterministic(device: torch.device | str) -> Iterator[None]:
         ):
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
+        _keep_float32(undo)
         undo.callback(
             torch.use_deterministic_algorithms,
             torch.are_deterministic_algorithms_enabled(),
@@ -61,6 +62,45 @@ def deterministic(device: torch.device | str) -> Iterator[None]:
         yield
 
 
+def _precisions() -> list[tuple[list[Any], str]]:
+    """torch's new switches, with what they are set to: those of all operations, of CUDA's, of one operation."""
+    if not hasattr(_BACKENDS, "fp32_precision"):
+        return []
+    cudnn, mkldnn = _BACKENDS.cudnn, _BACKENDS.mkldnn
+    operations = [_BACKENDS.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
+    # mkldnn's own is left out: torch writes that of all operations there.
+    return [([_BACKENDS, cudnn], "none"), (operations, "ieee")]
+
+
+def _uses_tf32() -> bool:
+    """Whether products or convolutions of float32 may be computed in TF32 on a GPU."""
+    cudnn, matmul = _BACKENDS.cudnn, _BACKENDS.cuda.matmul
+    if hasattr(_BACKENDS, "fp32_precision"):
+        return "tf32" in (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+    return matmul.allow_tf32 or cudnn.allow_tf32
+
+
+def _keep_float32(undo: ExitStack) -> None:
+    """Compute products and convolutions of float32 in float32: neither TF32 on GPUs nor bfloat16 on CPUs.
+
+    torch has old switches and, from 2.9 on, new ones; an old one cannot be read once a program has set a new one. So
+    both are set, and put back in an order that leaves the new ones as they were.
+    """
+    old: list[tuple[Callable[[Any], None], Any, Any]] = []
+    with suppress(RuntimeError):
+        old.append((partial(setattr, _BACKENDS.cudnn, "allow_tf32"), _BACKENDS.cudnn.allow_tf32, False))
+    with suppress(RuntimeError):
+        old.append((torch.set_float32_matmul_precision, torch.get_float32_matmul_precision(), "highest"))
+    # Parents first: where an operation has no precision of its own, its parent's is read, which says none by then.
+    for places, value in _precisions():
+        for place in places:
+            undo.callback(setattr, place, "fp32_precision", place.fp32_precision)
+            place.fp32_precision = value
+    for write, before, value in old:
+        undo.callback(write, before)
+        write(value)
+
+
 def _set_threads(threads: int) -> None:
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
@@ -72,7 +112,7 @@ def settings() -> dict[str, bool | int | str]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "tf32": torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32,
+        "tf32": _uses_tf32(),
         "threads": torch.get_num_threads(),
     }
 

@@ -129,22 +129,21 @@ class GradientSync:
         """
         parameters = [p for p in self._modules.parameters() if p.grad is not None]
         sliced, rest = self._slices.parted(parameters)
-        total = _norm(rest).square()
+        total = self._norm(rest).square()
         if self._mesh.tensor.size > 1:
             # What the others hold zeros of adds nothing.
-            total = total + self._mesh.tensor.all_reduce(_norm(sliced).square().reshape(1))[0]
+            total = total + self._mesh.tensor.all_reduce(self._norm(sliced).square().reshape(1))[0]
         norm = total.sqrt()
         if most:
             torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
         return float(norm)
 
-
-def _norm(parameters: list[nn.Parameter]) -> Tensor:
-    if not parameters:
-        return torch.zeros(())
-    norm = torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
-    # Of shards: all of them together.
-    return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
+    def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        if not parameters:
+            return torch.zeros((), device=self._mesh.device)
+        norm = torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
+        # Of shards: all of them together.
+        return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def _sharded_like(sample: DTensor, tensor: Tensor) -> Tensor:
