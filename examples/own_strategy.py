@@ -16,7 +16,7 @@ from ditmesh.attention.mixer import AttentionCall, gather_keys
 from ditmesh.launch import init_from_environment
 from ditmesh.layout import TokenLayout
 from ditmesh.recipe import RECIPE
-from ditmesh.strategies.base import ParallelModel
+from ditmesh.strategies.base import ParallelModel, VariantLimits
 from ditmesh.strategies.hooks import Handler
 from ditmesh.strategies.sequence import ExactSequence, SequenceParallel
 from ditmesh.strategies.tokens import TokenStrategy
@@ -43,12 +43,19 @@ class GatheredKeys(SequenceParallel):
 class Gathered(TokenStrategy):
     """The line of the recipe."""
 
-    name = "gathered"
+    name = key = "gathered"
+    key_of_axis = "ring"
     promise = "tolerance"
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
         return getattr(config, "gathered", False)
+
+    @classmethod
+    def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
+        if config.ring == 1 or config.ulysses > 1 or limits.exactness == "reproducible":
+            return []
+        return [GatherConfig.model_validate(config.model_dump() | {"gathered": True})]
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
@@ -61,16 +68,23 @@ class Gathered(TokenStrategy):
 
 recipe = tuple(Gathered if strategy is ExactSequence else strategy for strategy in RECIPE)
 
-device = init_from_environment()
-pipe = DiffusionPipeline.from_pretrained(zoo.path()).to(device)
-call = {"prompt": "a red fox", "num_inference_steps": 4, "output_type": "pt"}
-alone = pipe(**call, generator=torch.Generator().manual_seed(0)).images
-with ditmesh.parallelized(pipe, GatherConfig(ring=dist.get_world_size(), gathered=True), recipe=recipe):
-    together = pipe(**call, generator=torch.Generator().manual_seed(0)).images
-    sent = ditmesh.engine_of(pipe).mesh.traffic.bytes_sent["ring"]
-error = float((together - alone).abs().max())
-assert error < 1e-4, error
-assert sent > 0
-if dist.get_rank() == 0:
-    print(f"largest difference from one device {error:.1e}; {sent:,} bytes sent")
-dist.destroy_process_group()
+
+def main() -> None:
+    """Compare a picture with that of one device."""
+    device = init_from_environment()
+    pipe = DiffusionPipeline.from_pretrained(zoo.path()).to(device)
+    call = {"prompt": "a red fox", "num_inference_steps": 4, "output_type": "pt"}
+    alone = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+    with ditmesh.parallelized(pipe, GatherConfig(ring=dist.get_world_size(), gathered=True), recipe=recipe):
+        together = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+        sent = ditmesh.engine_of(pipe).mesh.traffic.bytes_sent["ring"]
+    error = float((together - alone).abs().max())
+    assert error < 1e-4, error
+    assert sent > 0
+    if dist.get_rank() == 0:
+        print(f"largest difference from one device {error:.1e}; {sent:,} bytes sent")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -434,7 +434,7 @@ def parallelize(
     pairs = [(model, found) for model, found in zip(models, layouts, strict=True) if found is not None]
     check(recipe, config, pairs)
     for model in models:
-        support.check(type(model).__name__, config, published=layout_of(model) is not None)
+        support.check(type(model).__name__, config, recipe, published=layout_of(model) is not None)
     owns_mesh = mesh is None
     if mesh is None:
         mesh = Mesh(config, _device_of(models[0]), timeout)

@@ -80,6 +80,11 @@ def check(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[nn.Modu
             strategy.check(config, model, layout)
 
 
+def keeps_between_steps(recipe: Recipe, config: ParallelConfig) -> str:
+    """What a configuration keeps of one request's step for the next, as `Strategy.keeps_between_steps` has it."""
+    return next((kept for one in wanted(recipe, config) if (kept := one.keeps_between_steps(config))), "")
+
+
 def promise_of(config: ParallelConfig, recipe: Recipe = RECIPE) -> Promise:
     """What a configuration promises of its pictures, compared with one device.
 

@@ -274,7 +274,7 @@ def test_a_failed_gpu_is_told_from_a_failed_job(error: Exception, lost: bool) ->
     [
         ({"reproducible": False}, 2, "add --reproducible"),
         ({}, 1, "--devices 2 or more"),
-        ({"pipe": 2}, 2, "carry from step to step"),
+        ({"pipe": 2}, 2, "keeps keys and values of patches from step to step"),
     ],
 )
 def test_what_cannot_go_on_is_refused(changes: dict[str, Any], devices: int, says: str) -> None:

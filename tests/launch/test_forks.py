@@ -16,6 +16,7 @@ from torch import nn
 import ditmesh
 from ditmesh.core.library import is_published, library_class, library_name
 from ditmesh.layout import known_tables, layout_of
+from ditmesh.recipe import RECIPE
 from ditmesh.strategies import support
 from ditmesh.strategies.tensor.slices import plan
 from ditmesh.strategies.token_mixers import linear_attention
@@ -144,7 +145,9 @@ def test_a_fork_is_none_of_the_library():
     assert layout_of(model) is None
     assert library_name(model) == ""
     with pytest.warns(ditmesh.errors.UntestedWarning, match="PixArtTransformer2DModel with ulysses=2 .*: none"):
-        support.check(type(model).__name__, ditmesh.ParallelConfig(ulysses=2), published=layout_of(model) is not None)
+        support.check(
+            type(model).__name__, ditmesh.ParallelConfig(ulysses=2), RECIPE, published=layout_of(model) is not None
+        )
 
 
 def test_a_file_that_a_model_brings_along_is_none_of_the_library(monkeypatch):

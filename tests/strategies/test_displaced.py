@@ -15,6 +15,8 @@ from ditmesh.comm import codec
 from ditmesh.config import ParallelConfig
 from ditmesh.core.intercept import sdpa
 from ditmesh.layout import layout_of
+from ditmesh.recipe import RECIPE
+from ditmesh.strategies.support import combination
 from support.models import KINDS, MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny, variant
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
@@ -421,8 +423,8 @@ def test_wrong_settings(settings, message):
 def test_described():
     config = ParallelConfig(ring=2, exchange="displaced", warmup="fixed(2)", compress="int8")
     assert config.describe() == "ring=2 exchange=displaced warmup=fixed(2) compress=int8"
-    assert ditmesh.strategies.support.combination(config) == "displaced"
-    assert ditmesh.strategies.support.combination(ParallelConfig(cfg=2, ring=2, exchange="naive")) == "cfg+naive"
+    assert combination(config, RECIPE) == "displaced"
+    assert combination(ParallelConfig(cfg=2, ring=2, exchange="naive"), RECIPE) == "cfg+naive"
 
 
 def test_a_bare_transformer_must_be_told_the_steps(ranks):

@@ -15,6 +15,7 @@ import torch
 import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.parts.part import whole_of
+from ditmesh.recipe import RECIPE
 from ditmesh.strategies import support
 from support.models import MAKERS, RAGGED, inputs, relative_error, run, tiny
 
@@ -93,7 +94,7 @@ def flat(output: Any) -> list[torch.Tensor]:
         pytest.param(
             name,
             config,
-            id=f"{name}-{support.combination(ParallelConfig(**config))}",
+            id=f"{name}-{support.combination(ParallelConfig(**config), RECIPE)}",
             marks=() if in_slice(i) else pytest.mark.matrix,
         )
         for i, (name, config) in enumerate(CASES)
@@ -102,7 +103,7 @@ def flat(output: Any) -> list[torch.Tensor]:
 def test_cell(ranks, record_support, name, config):
     results = ranks(ParallelConfig(**config).world_size).run(outcome, name, config)
     worst = max(results, key=lambda result: result.get("wrong", result.get("error", 0.0)))
-    key = support.combination(ParallelConfig(**config))
+    key = support.combination(ParallelConfig(**config), RECIPE)
     record_support(type(tiny(name)).__name__, key, worst)
     assert "wrong" not in worst
     # What is refused is refused by all ranks alike, and the shipped table says so.
@@ -120,7 +121,7 @@ def test_the_page_is_the_table():
     }
     assert all(support.as_markdown().count(sentence) == 1 for sentence in refusals)
     classes = {type(tiny(name)).__name__ for name in MAKERS}
-    combinations = {support.combination(ParallelConfig(**config)) for config in COMBINATIONS}
+    combinations = {support.combination(ParallelConfig(**config), RECIPE) for config in COMBINATIONS}
     assert set(support.table()) <= classes
     assert all(set(row) <= combinations for row in support.table().values())
 
@@ -128,7 +129,7 @@ def test_the_page_is_the_table():
 def test_untested_combinations_warn_by_name(monkeypatch):
     monkeypatch.setattr(support, "table", lambda: {"M": {"ulysses": {"error": 0.0}, "ring": {"wrong": 0.5}}})
     with pytest.warns(ditmesh.errors.UntestedWarning, match=r"M with ulysses=2 ring=2 has not been tested.*ulysses"):
-        support.check("M", ParallelConfig(ulysses=2, ring=2))
+        support.check("M", ParallelConfig(ulysses=2, ring=2), RECIPE)
     with pytest.raises(ditmesh.ConfigError, match="M with ring=2 is known to give a wrong picture"):
-        support.check("M", ParallelConfig(ring=2))
-    support.check("M", ParallelConfig(ulysses=4))
+        support.check("M", ParallelConfig(ring=2), RECIPE)
+    support.check("M", ParallelConfig(ulysses=4), RECIPE)

@@ -10,10 +10,11 @@ from typing import Literal
 from torch import nn
 
 from ..config import AXES, ParallelConfig, TextEncoderPolicy
-from ..errors import ConfigError, DitmeshError, InputError
+from ..errors import DitmeshError, InputError
 from ..layout import TokenLayout
-from ..recipe import RECIPE, check
+from ..recipe import RECIPE, Recipe, check, promise_of
 from ..strategies import support
+from ..strategies.base import Exactness, VariantLimits, variant
 from ..strategies.tensor.slices import plan as tensor_plan
 from .candidates import grids
 from .costs.hardware import Hardware
@@ -23,9 +24,6 @@ from .model_work import one_of_a_kind
 from .prediction import Prediction, predict
 
 Objective = Literal["latency", "throughput", "cost"]
-Exactness = Literal["exact", "reproducible", "stale"]
-# Patches for each stage of PipeFusion that are tried.
-PATCHES = (1, 2, 4)
 # Configurations that fit, behind which memory is looked at no more closely; and how many are looked at at most.
 ENOUGH, MOST_LOOKS = 5, 12
 
@@ -73,6 +71,7 @@ class SearchLimits:
         needed: what the rank that needs most holds, by the program itself; asked of the best configurations near the
             limit. None: only the sum of the terms is known; the same of a result of None.
         near: of the device's memory, how far a prediction may be away from it and count as near.
+        recipe: strategies whose variants are tried.
     """
 
     exactness: Exactness = "exact"
@@ -84,6 +83,7 @@ class SearchLimits:
     text_encoder: TextEncoderPolicy = "whole"
     needed: Callable[[ParallelConfig], Sequence[Term] | None] | None = None
     near: float = 0.15
+    recipe: Recipe = RECIPE
 
 
 @dataclass
@@ -118,7 +118,7 @@ def search(
         if reason is not None:
             found.refused[reason] += 1
             continue
-        prediction = predict(config, model.work, workload, hardware)
+        prediction = predict(config, model.work, workload, hardware, recipe=limits.recipe)
         if limits.deadline is not None and prediction.latency > limits.deadline:
             found.too_slow.append(prediction)
         else:
@@ -174,22 +174,13 @@ def candidates(model: Model, workload: Workload, devices: int, limits: SearchLim
 
 
 def _settings(degrees: dict[str, int], workload: Workload, limits: SearchLimits) -> Iterator[ParallelConfig]:
-    """The configurations of some degrees."""
-    more: list[dict[str, object]] = [{}]
-    if limits.exactness == "reproducible":
-        more = [{"reproducible": True}]
-    elif degrees["pipe"] > 1:
-        more = [{"patches": degrees["pipe"] * times} for times in PATCHES if degrees["pipe"] * times <= workload.image]
-    elif limits.exactness == "stale" and degrees["ring"] > 1:
-        more.append({"exchange": "displaced"})
-    for settings in more:
-        try:
-            yield ParallelConfig(
-                **degrees, shared_memory=limits.shared_memory, text_encoder=limits.text_encoder, **settings
-            )
-        except ConfigError:
-            # Settings that contradict one another are no candidates.
-            continue
+    """The configurations of some degrees: plain where that promises the exactness asked for, and every variant."""
+    common = ParallelConfig(shared_memory=limits.shared_memory, text_encoder=limits.text_encoder)
+    for plain in variant(common, **degrees):
+        if limits.exactness != "reproducible" and promise_of(plain, limits.recipe) != "none":
+            yield plain
+        for strategy in limits.recipe:
+            yield from strategy.variants(plain, VariantLimits(limits.exactness, workload.image))
 
 
 def refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -> str | None:
@@ -197,7 +188,7 @@ def refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -> str |
     # A model that ships is an outline of its class, and a user's class may only have the name of a tested one: the
     # reviewed layout is given to neither by mistake.
     name, reviewed = type(model.module).__name__, model.layout.source == "reviewed"
-    key = support.combination(config)
+    key = support.combination(config, limits.recipe)
     outcome = (support.table().get(name, {}).get(key, {}) if reviewed else {}) if key else {"error": 0.0}
     if "refused" in outcome:
         return str(outcome["refused"])
@@ -206,7 +197,7 @@ def refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -> str |
     if limits.tested and "error" not in outcome:
         return f"{name} with {key} has not been tested"
     try:
-        check(RECIPE, config, [(model.module, model.layout)])
+        check(limits.recipe, config, [(model.module, model.layout)])
     except DitmeshError as error:
         return str(error)
     return model.why_not_cut(config.tensor) if config.tensor > 1 else None

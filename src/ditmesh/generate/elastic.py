@@ -19,6 +19,7 @@ from ..config import ParallelConfig
 from ..errors import ConfigError, RankFailed
 from ..forecast.candidates import resized
 from ..launch import guarded_folder, launcher
+from ..recipe import RECIPE, keeps_between_steps
 from . import journal
 from .job import Generated, Kept, Loaded, PictureJob, Restart, StepDone
 from .run import generate
@@ -35,10 +36,9 @@ def check_elastic(config: ParallelConfig, devices: int) -> None:
             "--elastic goes on with fewer devices, and only reproducible mode draws the same picture on them; "
             "add --reproducible (or 'reproducible: true' to the configuration file)"
         )
-    if config.stages_or_patches:
+    if kept := keeps_between_steps(RECIPE, config):
         raise ConfigError(
-            f"--elastic keeps what the transformer returned, not the keys and values that pipe={config.pipe}, "
-            f"patches={config.patches} carry from step to step; use ring or ulysses instead"
+            f"--elastic keeps what the transformer returned and nothing else, but {kept}; use ring or ulysses instead"
         )
     if devices == 1:
         raise ConfigError("--elastic with 1 device has nothing to go on with; use --devices 2 or more")

@@ -7,7 +7,7 @@ the recipe's order, from the inside of a call to its outside. What one leaves fo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -27,6 +27,8 @@ T = TypeVar("T")
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Of a picture made with a strategy, compared with one device: the same bits, a stated tolerance, or none.
 Promise = Literal["bits", "tolerance", "none"]
+# What a configuration is searched for: the same picture, the same bits, or keys of the step before.
+Exactness = Literal["exact", "reproducible", "stale"]
 
 
 class Parts:
@@ -105,6 +107,31 @@ class Request:
     steps: int | None = None
 
 
+@dataclass(frozen=True)
+class VariantLimits:
+    """Which configurations are asked of `Strategy.variants`.
+
+    Attributes:
+        exactness: ``"exact"``: the same picture; ``"reproducible"``: the same bits; ``"stale"``: keys of the step
+            before are allowed.
+        image: image tokens of a sample.
+        patches_per_stage: numbers of patches that are tried for every stage of PipeFusion; empty: the default number.
+        baselines: also what is only there to be compared with, such as ranks that exchange nothing.
+    """
+
+    exactness: Exactness = "exact"
+    image: int = 2**63
+    patches_per_stage: tuple[int, ...] = (1, 2, 4)
+    baselines: bool = False
+
+
+def variant(config: ParallelConfig, **settings: Any) -> list[ParallelConfig]:
+    """``config`` with other settings, as a list of one; empty where they contradict the others."""
+    with suppress(ConfigError):
+        return [type(config)(**config.model_dump() | settings)]
+    return []
+
+
 class Strategy:
     """One line of a recipe. Everything it may do has a default that does nothing.
 
@@ -118,6 +145,9 @@ class Strategy:
     promise: ClassVar[Promise] = "tolerance"
     # Why no gradient passes through it, a clause; empty: one does.
     no_gradient: ClassVar[str] = ""
+    # Its name in the support table, in the place of `key_of_axis` or behind the axes; empty: the axes alone name it.
+    key: ClassVar[str] = ""
+    key_of_axis: ClassVar[str] = ""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -126,6 +156,17 @@ class Strategy:
     def keeps_between_steps(cls, config: ParallelConfig) -> str:
         """Why steps of several requests cannot run together, a clause: what it keeps of one request's step before."""
         return ""
+
+    @classmethod
+    def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
+        """Configurations of the same degrees with settings of its own, which a planner and ``verify`` try.
+
+        Args:
+            config: degrees, and what else all of them are to have in common. It is tried by itself, too, unless it
+                promises nothing: then the variants stand for it.
+            limits: what is asked for.
+        """
+        return []
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:

@@ -37,6 +37,7 @@ from ..forecast.costs.step import Share
 from ..forecast.costs.work import Work, Workload
 from ..layout import Region, Stream, TokenLayout
 from . import tiled_gradients as tiled
+from .base import VariantLimits, variant
 from .hooks import BlockSite, requires_grad
 from .sequence import ExactSequence, SequenceParallel, counted_here, only, replicated, result_of, shared, with_result
 from .tiled_gradients import AttentionOfTiles, TileWeights, WeightGradients
@@ -586,6 +587,10 @@ class ReproducibleSequence(ExactSequence):
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
         return config.reproducible and not config.stages_or_patches
+
+    @classmethod
+    def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
+        return variant(config, reproducible=True) if limits.exactness == "reproducible" else []
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:

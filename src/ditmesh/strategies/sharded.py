@@ -545,7 +545,7 @@ def _refuse_offloading(model: nn.Module) -> None:
 class ShardedModels(Strategy):
     """The weights of every transformer of a pipeline, in pieces on ranks that would hold the same."""
 
-    name = "shard"
+    name = key = "shard"
     no_gradient = "weights are on a rank while their block runs forward, and no longer"
 
     @classmethod

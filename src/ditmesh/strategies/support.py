@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError, UntestedWarning
+from .base import Strategy
 
 TABLE = Path(__file__).with_name("support.json")
 
@@ -25,11 +26,12 @@ Row = Mapping[str, Mapping[str, Any]]
 Reasons = Mapping[str, list[tuple[str, str]]]
 
 
-def combination(config: ParallelConfig) -> str:
-    """The strategies of a configuration, such as ``"cfg+ulysses"`` or ``"cfg+displaced"``; empty for one device."""
-    names = {"ring": "ring" if config.exchange == "exact" else config.exchange}
-    axes = [names.get(axis, axis) for axis in AXES if config.degrees[axis] > 1]
-    return "+".join([*axes, *(["shard"] if config.shard > 1 else [])])
+def combination(config: ParallelConfig, recipe: Iterable[type[Strategy]]) -> str:
+    """A configuration's key in the table, such as ``"cfg+ulysses"`` or ``"cfg+displaced"``; empty for one device."""
+    named = [strategy for strategy in recipe if strategy.key and strategy.wanted(config)]
+    in_place = {strategy.key_of_axis: strategy.key for strategy in named}
+    axes = [in_place.get(axis, axis) for axis in AXES if config.degrees[axis] > 1]
+    return "+".join([*axes, *(strategy.key for strategy in named if not strategy.key_of_axis)])
 
 
 @cache
@@ -40,18 +42,19 @@ def table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     return json.loads(TABLE.read_text(encoding="utf-8"))["classes"]
 
 
-def check(model: str, config: ParallelConfig, published: bool = True) -> None:
+def check(model: str, config: ParallelConfig, recipe: Iterable[type[Strategy]], published: bool = True) -> None:
     """Refuse what is known to be wrong, warn about what is untested.
 
     Args:
         model: name of the transformer's class.
         config: the configuration.
+        recipe: strategies to choose from.
         published: whether it is diffusers' class, as it was tested; another class may have the name.
 
     Raises:
         ConfigError: the parity matrix found a wrong result for this class and combination.
     """
-    key = combination(config)
+    key = combination(config, recipe)
     if not key:
         return
     row = table().get(model, {}) if published else {}

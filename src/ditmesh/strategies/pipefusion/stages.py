@@ -25,7 +25,7 @@ from ...forecast.costs.step import Share
 from ...forecast.costs.work import Linear, Work, Workload
 from ...layout import Stream, TokenLayout
 from ..balance import Balance, mixed
-from ..base import Strategy
+from ..base import Strategy, VariantLimits, variant
 
 
 def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
@@ -476,6 +476,14 @@ class PipeStrategy(Strategy):
 
 class PipelineStages(PipeStrategy):
     """The stages of every transformer of a pipeline."""
+
+    @classmethod
+    def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
+        if config.pipe == 1 or limits.exactness != "stale":
+            return []
+        patches = [config.pipe * times for times in limits.patches_per_stage]
+        some = [one for number in patches if number <= limits.image for one in variant(config, patches=number)]
+        return some if patches else [config]
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:

@@ -28,7 +28,7 @@ from ...core.partition import Partition
 from ...forecast.costs.step import Share, StepForecast, Term
 from ...forecast.costs.work import Work, Workload
 from ...staleness.control import WarmupControl
-from ..base import ParallelModel, Request
+from ..base import ParallelModel, Request, VariantLimits, variant
 from ..hooks import Handler
 from ..sequence import ExactSequence, SequenceParallel, gathered
 from ..tokens import TokenStrategy
@@ -255,12 +255,20 @@ class StaleStrategy(TokenStrategy):
 
     promise = "none"
     no_gradient = "keys of an earlier step, or none, stand for those of other ranks, and have no gradient path"
+    key_of_axis = "ring"
     # The handler's class.
     kind: ClassVar[type[StaleSequence]]
+    # Whether it is only there to be compared with.
+    lossy: ClassVar[bool] = False
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
         return config.exchange == cls.name
+
+    @classmethod
+    def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
+        stale = limits.exactness == "stale" and config.ring > 1
+        return variant(config, exchange=cls.name) if stale and (not cls.lossy or limits.baselines) else []
 
     @classmethod
     def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
@@ -283,7 +291,7 @@ class StaleStrategy(TokenStrategy):
 class Displaced(StaleStrategy):
     """Keys and values of the step before."""
 
-    name = "displaced"
+    name = key = "displaced"
     kind = DisplacedParallel
 
     @classmethod

@@ -31,7 +31,8 @@ class NaiveParallel(StaleSequence):
 class Naive(StaleStrategy):
     """No exchange after the warm-up."""
 
-    name = "naive"
+    name = key = "naive"
+    lossy = True
     kind = NaiveParallel
 
     @classmethod

@@ -1,0 +1,43 @@
+"""examples/own_strategy.py: what a strategy from outside says of itself is read as what the package's own ones say."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ditmesh.config import ParallelConfig
+from ditmesh.errors import UntestedWarning
+from ditmesh.forecast.search import SearchLimits, candidates
+from ditmesh.forecast.workload import Workload
+from ditmesh.recipe import RECIPE
+from ditmesh.strategies import support
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    return runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples" / "own_strategy.py"))
+
+
+def test_its_key_names_it_in_the_support_table(example: dict[str, Any]) -> None:
+    config = example["GatherConfig"](cfg=2, ring=2, gathered=True)
+    assert support.combination(config, example["recipe"]) == "cfg+gathered"
+    assert support.combination(ParallelConfig(cfg=2, ring=2), example["recipe"]) == "cfg+ring"
+    # Ring attention was tested with this class, the example was not.
+    with pytest.warns(UntestedWarning, match="has not been tested"):
+        support.check("FluxTransformer2DModel", config, example["recipe"])
+
+
+def test_a_planner_tries_its_variants(example: dict[str, Any]) -> None:
+    model = cast("Any", SimpleNamespace(work=SimpleNamespace(heads=4, order=range(2))))
+
+    def tried(recipe: Any) -> list[str]:
+        limits = SearchLimits(recipe=recipe)
+        configs = candidates(model, Workload.of_tokens(64, 8, branches=2), 4, limits)
+        return [c.describe() + " gathered" * getattr(c, "gathered", False) for c in configs]
+
+    own = [name for name in tried(example["recipe"]) if name not in tried(RECIPE)]
+    assert own == ["ring=2 gathered", "tensor=2 ring=2 gathered", "ring=4 gathered", "ring=2 cfg=2 gathered"]
