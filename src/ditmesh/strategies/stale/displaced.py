@@ -11,7 +11,7 @@ them. A rank writes its own tokens into their place, and the others' into theirs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import ClassVar
@@ -45,11 +45,16 @@ class StaleSequence(SequenceParallel):
         config, mesh: as `SequenceParallel` takes them; the ring axis is the one that shares tokens.
         control: the request's steps.
         blocks: number in the drift monitor of every block, by path.
+
+    Attributes:
+        observers: are called with the key, the arguments and the result of every attention over tokens of other ranks;
+            they change nothing.
     """
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh)
         self.control = control
+        self.observers: list[Callable[[Key, AttentionCall, Tensor], None]] = []
         self._blocks = blocks
 
     def end_request(self) -> None:
@@ -67,7 +72,10 @@ class StaleSequence(SequenceParallel):
             sample = (self.link.rank, *key)
             drifting = (attention.k_bhsd, attention.v_bhsd)
             control.monitor.observe(self._blocks[call.site.path], sample, now.step, drifting, dim=2)
-        return self.attend_stale(key, attention)
+        out = self.attend_stale(key, attention)
+        for observe in self.observers:
+            observe(key, attention, out)
+        return out
 
     def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
         """`attend_distributed` for keys of which some lie on other ranks."""
