@@ -19,7 +19,7 @@ from ditmesh.strategies import support
 
 @pytest.fixture(scope="module")
 def example() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples" / "own_strategy.py"))
+    return runpy.run_path(str(Path(__file__).resolve().parents[2] / "examples" / "own_strategy.py"))
 
 
 def test_its_key_names_it_in_the_support_table(example: dict[str, Any]) -> None:
