@@ -18,8 +18,8 @@ from ..comm.mesh import Mesh
 from ..core.digests import WeightDigests, digest
 from ..core.steps import SchedulerStep, StepEvents
 from ..engine import Engine, engine_of, parallelize
+from ..engine.first_call import FirstCall
 from ..errors import ConfigError, InputError
-from ..first_call import FirstCall
 from ..generate.arguments import check_call
 from ..generate.files import PICTURES, InputFile, adapter, check_mask, partial_fits, pipeline_for
 from ..generate.job import PictureJob, check_config, check_content, check_layout, job_for

@@ -17,8 +17,8 @@ from torch import nn
 from ...config import ParallelConfig
 from ...core.clock import TIMESTEPS
 from ...engine import Engine
+from ...engine.explain import Layer
 from ...errors import DitmeshError
-from ...explain import Layer
 from ...layout import TokenLayout
 from ...layout.conventions import Conventions, Size, call_variants
 from ...layout.describe import on_meta

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm.mesh import Mesh
-from .config import ParallelConfig
-from .core.arguments import Arguments, parameter_names
-from .core.patching import CallChain, Proceed
-from .core.request import PipelineCall
-from .errors import ConfigError, InputError, LayoutError
-from .layout import TokenLayout
-from .layout.between import fresh
-from .layout.derive import bare, derive, derive_rows
-from .layout.forms import form_of
-from .layout.types import CallForm
-from .strategies.checked import check_same, difference
-from .strategies.inputs import default_states, set_default_states
-from .strategies.tokens import KnownForms
+from ..comm.mesh import Mesh
+from ..config import ParallelConfig
+from ..core.arguments import Arguments, parameter_names
+from ..core.patching import CallChain, Proceed
+from ..core.request import PipelineCall
+from ..errors import ConfigError, InputError, LayoutError
+from ..layout import TokenLayout
+from ..layout.between import fresh
+from ..layout.derive import bare, derive, derive_rows
+from ..layout.forms import form_of
+from ..layout.types import CallForm
+from ..strategies.checked import check_same, difference
+from ..strategies.inputs import default_states, set_default_states
+from ..strategies.tokens import KnownForms
 
 # What one device returned, by transformer (its `id`) and form of call.
 Alone = dict[int, dict[CallForm, Any]]

@@ -16,38 +16,38 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .comm import PeerError
-from .comm.mesh import DEFAULT_DEADLINE, Mesh
-from .config import ParallelConfig
-from .core.clock import CallClock, timestep_of
-from .core.library import library_name
-from .core.patching import Proceed
-from .core.request import PipelineCall, RequestLeft
-from .errors import ConfigError, HostsWarning, InputError, LayoutError
+from ..comm import PeerError
+from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..config import ParallelConfig
+from ..core.clock import CallClock, timestep_of
+from ..core.library import library_name
+from ..core.patching import Proceed
+from ..core.request import PipelineCall, RequestLeft
+from ..errors import ConfigError, HostsWarning, InputError, LayoutError
+from ..forecast.auto import UsualCall, chosen
+from ..forecast.hosts import advice
+from ..layout import TokenLayout, layout_of
+from ..layout.derive import block_lists
+from ..layout.probe import probe
+from ..layout.types import GIVEN
+from ..recipe import RECIPE, Recipe, check, wanted
+from ..staleness.control import StalenessLog, WarmupControl
+from ..staleness.policy import WarmupPolicy
+from ..strategies import support
+from ..strategies.balance import Balance
+from ..strategies.base import Context, ParallelModel, Request
+from ..strategies.checked import CheckedLayout, LayoutCheck
+from ..strategies.heads import check_heads, heads_of
+from ..strategies.hooks import ModelHooks, requires_grad
+from ..strategies.pipefusion.pipeline import PipeFusion
+from ..strategies.pipefusion.stages import Stages
+from ..strategies.rows import BatchParallel
+from ..strategies.sequence import ExactSequence
+from ..strategies.simulated import SimulatedExact, SimulatedStale, virtual_mesh
+from ..strategies.stale.warmup import StaleSteps
+from ..strategies.tokens import KnownForms
 from .explain import Layer, layers_of
 from .first_call import Alone, FirstCall, FirstControl
-from .forecast.auto import UsualCall, chosen
-from .forecast.hosts import advice
-from .layout import TokenLayout, layout_of
-from .layout.derive import block_lists
-from .layout.probe import probe
-from .layout.types import GIVEN
-from .recipe import RECIPE, Recipe, check, wanted
-from .staleness.control import StalenessLog, WarmupControl
-from .staleness.policy import WarmupPolicy
-from .strategies import support
-from .strategies.balance import Balance
-from .strategies.base import Context, ParallelModel, Request
-from .strategies.checked import CheckedLayout, LayoutCheck
-from .strategies.heads import check_heads, heads_of
-from .strategies.hooks import ModelHooks, requires_grad
-from .strategies.pipefusion.pipeline import PipeFusion
-from .strategies.pipefusion.stages import Stages
-from .strategies.rows import BatchParallel
-from .strategies.sequence import ExactSequence
-from .strategies.simulated import SimulatedExact, SimulatedStale, virtual_mesh
-from .strategies.stale.warmup import StaleSteps
-from .strategies.tokens import KnownForms
 
 __all__ = [
     "Engine",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .recipe import REASONS
-from .strategies.base import ParallelModel, Strategy
+from ..recipe import REASONS
+from ..strategies.base import ParallelModel, Strategy
 
 
 @dataclass(frozen=True)
