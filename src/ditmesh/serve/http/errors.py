@@ -1,0 +1,175 @@
+"""Errors of the HTTP API in OpenAI's form: ``{"error": {"message", "type", "code", "param"}}``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from ..errors import DitmeshError, InputError
+from .backend import KeyReused, NoRanks, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong: a sentence, a class of errors, a code for programs, and the field that is wrong."""
+
+    message: str
+    type: str
+    code: str | None = None
+    param: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class Refused(DitmeshError):
+    """A request that is answered with an error.
+
+    Args:
+        status: of HTTP.
+        message: one sentence.
+        code, param: for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        unknown = ("", "server_error" if status >= 500 else "invalid_request_error", "error")
+        _, self.type, usual = MEANINGS.get(status, unknown)
+        self.status, self.code, self.headers = status, code or usual, dict(headers or {})
+        self.param = param and _text(param)
+
+
+# What each status is for, its class of errors, and its code when nothing says it better.
+MEANINGS: dict[int, tuple[str, str, str]] = {
+    400: ("What is asked for cannot be done; the message says what can", "invalid_request_error", "invalid_value"),
+    401: ("The key is missing or wrong", "authentication_error", "invalid_api_key"),
+    403: ("A page of another site asks", "permission_error", "foreign_origin"),
+    404: ("There is no such thing, or no longer", "not_found_error", "not_found"),
+    405: ("Not with this method", "invalid_request_error", "method_not_allowed"),
+    408: ("The request did not come in time", "invalid_request_error", "timeout"),
+    409: ("The job was cancelled, or the Idempotency-Key belongs to another request", "conflict_error", "cancelled"),
+    413: ("The request's body is too large", "invalid_request_error", "body_too_large"),
+    431: ("The request's header is too large", "invalid_request_error", "header_too_large"),
+    505: ("Another version of HTTP", "invalid_request_error", "http_version"),
+    429: ("Too many jobs; Retry-After says when to ask again", "rate_limit_error", "rate_limit_exceeded"),
+    500: ("The server has failed, or the job has; the code says of what", "server_error", "internal"),
+    503: ("Not ready, or about to stop; Retry-After says when to ask again", "server_error", "unavailable"),
+    507: ("The disk is full", "server_error", "no_space"),
+}
+RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer", "minimum": 1}}}
+
+
+def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Answers of these statuses, as FastAPI documents them; with those that every endpoint may give."""
+    return {
+        status: {
+            "model": ErrorBody,
+            "description": MEANINGS[status][0] + ".",
+            **({"headers": RETRY_AFTER} if status in (429, 503) else {}),
+        }
+        for status in sorted({400, 500, *statuses})
+    }
+
+
+def as_refused(error: Exception) -> Refused:
+    """What was raised on purpose, as the refusal that a client is told of."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, (RequestValidationError, ValidationError)):
+        return _invalid(error.errors())
+    if isinstance(error, HTTPException):
+        what = "the body cannot be read; send what /openapi.json describes" if error.status_code == 400 else None
+        return Refused(error.status_code, what or f"{error.detail}".lower(), headers=error.headers)
+    if isinstance(error, UnknownJob):
+        return Refused(404, str(error), "job_not_found")
+    if isinstance(error, KeyReused):
+        return Refused(409, str(error), "idempotency_key_reused", "Idempotency-Key")
+    if isinstance(error, (Stopping, NoRanks)):
+        return Refused(503, str(error), headers=wait_header(error.retry_after))
+    if isinstance(error, QueueFull):
+        return Refused(429, str(error), "queue_full", headers=wait_header(error.retry_after))
+    if isinstance(error, (NoSpace, InputError)):
+        return Refused(507 if isinstance(error, NoSpace) else 400, str(error))
+    if isinstance(error, StorageError) and not error.passes:
+        return Refused(500, str(error), "storage")
+    # Anything else of ours is a state of the server that passes.
+    return Refused(503, str(error), headers=wait_header(5))
+
+
+def answer_to(error: Exception) -> JSONResponse:
+    """The answer to what was raised on purpose."""
+    refused = as_refused(error)
+    detail = {"message": _text(str(refused)), "type": refused.type, "code": refused.code, "param": refused.param}
+    return JSONResponse({"error": detail}, refused.status, refused.headers)
+
+
+def _text(words: str) -> str:
+    """What is quoted from a client may hold halves of characters, which no answer can."""
+    return words.encode("utf-8", "replace").decode()
+
+
+def wait_header(seconds: float) -> dict[str, str]:
+    """``Retry-After``, in whole seconds."""
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+# What pydantic says of a field, as a sentence that ends with the way out; {input} is what was sent.
+SENTENCES = {
+    "missing": "it is missing; send it",
+    "extra_forbidden": "there is no such field; leave it out",
+    "greater_than_equal": "{input} is too small; use {ge} or more",
+    "greater_than": "{input} is too small; use more than {gt}",
+    "less_than_equal": "{input} is too large; use {le} or less",
+    "less_than": "{input} is too large; use less than {lt}",
+    "string_too_short": "it has too few characters; use {min_length} or more",
+    "string_too_long": "it has too many characters; use {max_length} or fewer",
+    "too_long": "it has too many entries; use {max_length} or fewer",
+    "int_type": "{input} is not a whole number; use one",
+    "int_parsing": "{input} is not a whole number; use one",
+    "int_from_float": "{input} is not a whole number; use one",
+    "float_type": "{input} is not a number; use one",
+    "float_parsing": "{input} is not a number; use one",
+    "finite_number": "{input} is not a finite number; use one",
+    "string_type": "{input} is not a text; use one",
+    "literal_error": "{input} is none of {expected}; use one of them",
+    "model_attributes_type": "the body is not JSON; send one JSON object with Content-Type: application/json",
+}
+
+
+def _sentence(problem: Any) -> str:
+    """What is wrong with a field."""
+    known = SENTENCES.get(problem["type"])
+    if known is not None:
+        given = repr(problem.get("input"))
+        given = given if len(given) <= 80 else f"{given[:77]}..."
+        return known.format(**(problem.get("ctx") or {}), input=given)
+    said = problem["msg"].removeprefix("Value error, ")
+    return f"{said[:1].lower()}{said[1:]}"[:1000]
+
+
+def _invalid(problems: Sequence[Any]) -> Refused:
+    """The first of what is wrong with a request's fields."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return Refused(400, "the body is not JSON; send one JSON object", "invalid_json")
+    # Where it came from, and which alternative of a union was tried, say nothing to a client.
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    param = ".".join(part for part in place if not part.startswith(("tuple[", "Input")))[:200]
+    said = _sentence(first)
+    return Refused(400, f"{param}: {said}" if param else said, param=param or None)
