@@ -84,12 +84,12 @@ class Seen:
 
 def serve(folder: str, keys: str) -> None:
     """The server; prints its URL."""
-    from ditmesh.serve.app import create_app
-    from ditmesh.serve.listen import HttpServer, bound, url_of
-    from ditmesh.serve.logs import log_config
-    from ditmesh.serve.protocol import ModelSpec
+    from ditmesh.serve.http.app import create_app
+    from ditmesh.serve.http.listen import HttpServer, bound, url_of
+    from ditmesh.serve.http.logs import log_config
     from ditmesh.serve.service import Service
     from ditmesh.serve.settings import ApiSettings
+    from ditmesh.serve.worker.protocol import ModelSpec
     from support.serve import serve_fake
 
     logging.config.dictConfig(log_config("text", "INFO"))
@@ -275,7 +275,7 @@ class Attack:
 
 def attacked(size: Size, folder: Path) -> dict[str, Any]:
     """Start a server in an empty folder, attack it, and say how it went."""
-    from ditmesh.serve.keys import new_key
+    from ditmesh.serve.http.keys import new_key
 
     keys, log = folder / "keys", folder / "log.txt"
     honest, greedy = new_key(keys, "honest"), new_key(keys, "greedy")

@@ -30,7 +30,8 @@ from PIL import Image
 from ditmesh import zoo
 from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
-from ditmesh.serve.protocol import (
+from ditmesh.serve.types import JobRequest
+from ditmesh.serve.worker.protocol import (
     Beat,
     Finished,
     ModelReady,
@@ -42,8 +43,7 @@ from ditmesh.serve.protocol import (
     TaskFailed,
     TaskStepped,
 )
-from ditmesh.serve.types import JobRequest
-from ditmesh.serve.worker import serve_rank
+from ditmesh.serve.worker.worker import serve_rank
 from machine import describe_machine
 
 

@@ -21,7 +21,7 @@ from .errors import DitmeshError, InputError, ServerError
 from .generate.receipt import Receipt
 from .media.files import read_whole
 from .media.images import as_mask, as_seen, opened_image
-from .serve.backend import NoSpace, QueueFull, UnknownJob
+from .serve.errors import NoSpace, QueueFull, UnknownJob
 from .serve.types import ENDED, Event, Job, ModelCard, ServerState, Status
 
 if TYPE_CHECKING:

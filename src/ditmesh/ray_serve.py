@@ -28,7 +28,7 @@ from .errors import ConfigError, InputError, did_you_mean
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from .serve.intake import Server
+    from .serve.http.intake import Server
 
 logger = logging.getLogger("ditmesh.serve")
 
@@ -117,8 +117,8 @@ def build(arguments: dict[str, Any]) -> Any:
 
 def _app(arguments: Mapping[str, Any]) -> FastAPI:
     """The application of FastAPI, in the process that serves it."""
-    from .serve.app import create_app
-    from .serve.logs import log_config
+    from .serve.http.app import create_app
+    from .serve.http.logs import log_config
 
     plan = plan_of(arguments)
     form: Any = plan.logs.log_format

@@ -16,8 +16,8 @@ from ditmesh.generate.job import job_for
 from ditmesh.generate.model_info import ModelInfo, find_model
 from ditmesh.generate.shape import check_mask, input_size, stretched
 from ditmesh.request import PictureRequest
-from ditmesh.serve.loaded import LoadedModel
 from ditmesh.serve.types import JobRequest
+from ditmesh.serve.worker.loaded import LoadedModel
 
 
 def saved(path: Path, width: int, height: int, **options) -> Path:

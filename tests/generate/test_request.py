@@ -54,8 +54,8 @@ from ditmesh.generate.arguments import check_call
 from ditmesh.generate.made import Picture
 from ditmesh.generate.runner import PipelineRunner
 from ditmesh.request import FieldError
-from ditmesh.serve.intake import JobBody
-from ditmesh.serve.openai import ImageRequest
+from ditmesh.serve.http.intake import JobBody
+from ditmesh.serve.http.openai import ImageRequest
 from ditmesh.serve.types import JobRequest, ModelCard
 
 # What nodes import of ComfyUI.

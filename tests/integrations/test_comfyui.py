@@ -27,7 +27,7 @@ from ditmesh.cli.main import main
 from ditmesh.client import ServerError
 from ditmesh.errors import ConfigError, InputError, RankFailed
 from ditmesh.generate.receipt import read_receipt
-from ditmesh.serve.keys import new_key
+from ditmesh.serve.http.keys import new_key
 from ditmesh.serve.settings import ApiSettings
 from ditmesh.serve.types import ENDED
 from support import comfyui, comfyui_server, processes

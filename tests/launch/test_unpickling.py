@@ -28,7 +28,7 @@ EXCEPTIONS = {
     ("launch/ray.py", "_Report.reply", "pickle.loads"): OWN,
     ("ranks/handle.py", "Ranks._outcomes", "pickle.loads"): OWN,
     ("ranks/rank.py", "outcome", "pickle.loads"): OWN,
-    ("serve/rendezvous.py", "HostAllGather.__call__", "pickle.loads"): GROUP,
+    ("serve/worker/rendezvous.py", "HostAllGather.__call__", "pickle.loads"): GROUP,
     ("strategies/inputs.py", "AgreedInputs._received", "pickle.loads"): GROUP,
 }
 # Of checkpoints in the format of torch: what is in them is checked before it is read, or read with a list of names.

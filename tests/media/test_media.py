@@ -23,8 +23,8 @@ from ditmesh.media.images import as_seen, image_size, read_image, read_mask
 from ditmesh.media.videos import frame_size, read_frames
 from ditmesh.quality.pictures import as_picture
 from ditmesh.request import PictureRequest
-from ditmesh.serve.errors import Refused
-from ditmesh.serve.uploads import Uploads
+from ditmesh.serve.http.errors import Refused
+from ditmesh.serve.http.uploads import Uploads
 from ditmesh.train import TrainConfig
 from ditmesh.train.samples import Samples, pixels
 from support.train import settings

@@ -20,8 +20,8 @@ from ditmesh.cli.main import main
 from ditmesh.client import Client
 from ditmesh.errors import InputError
 from ditmesh.generate.receipt import Receipt, read_receipt
-from ditmesh.serve.backend import NoSpace, QueueFull, UnknownJob
-from ditmesh.serve.keys import new_key
+from ditmesh.serve.errors import NoSpace, QueueFull, UnknownJob
+from ditmesh.serve.http.keys import new_key
 from ditmesh.serve.settings import ApiSettings
 from support.serving import FakeBackend, drawn, serving
 

@@ -12,19 +12,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file, save_file
-
-from ditmesh import zoo
-from ditmesh.config import ParallelConfig
-from ditmesh.core.steps import loop_steps
-from ditmesh.errors import InputError, RankFailed
-from ditmesh.generate.files import InputFile, partial_fits
-from ditmesh.generate.made import Picture, VideoFrames, made_of
-from ditmesh.generate.receipt import read_receipt
-from ditmesh.launch import RankPool
-from ditmesh.serve.previews import Projection
-from ditmesh.serve.protocol import (
+from ditmesh.serve.worker.previews import Projection
+from ditmesh.serve.worker.protocol import (
     Beat,
     Cancel,
     Cancelled,
@@ -40,6 +29,17 @@ from ditmesh.serve.protocol import (
     TaskFailed,
     TaskStepped,
 )
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from ditmesh import zoo
+from ditmesh.config import ParallelConfig
+from ditmesh.core.steps import loop_steps
+from ditmesh.errors import InputError, RankFailed
+from ditmesh.generate.files import InputFile, partial_fits
+from ditmesh.generate.made import Picture, VideoFrames, made_of
+from ditmesh.generate.receipt import read_receipt
+from ditmesh.launch import RankPool
 from support.batching import STEPS, Owner, alone, at_once, of, picture, pipeline, pixels, save_lora, staggered, task
 
 TOLERANCE = 1e-4  # after some steps; float32
@@ -163,8 +163,8 @@ def serve_counted(specs: Any, *, report: Any) -> list[dict[str, int]]:
     import gc
     from collections import Counter
 
-    from ditmesh.serve import worker
-    from ditmesh.serve.loaded import Prepared
+    from ditmesh.serve.worker import worker
+    from ditmesh.serve.worker.loaded import Prepared
 
     whole, counts = worker.TaskScheduler.round, []
 
@@ -291,8 +291,9 @@ def test_a_task_that_cannot_be_done_fails_alone(ranks):
 
 def serve_odd(specs: Any, *, report: Any) -> None:
     """As `serve_rank`; of the second image nothing can be said, and the third is something else."""
-    from ditmesh.serve import worker
     from ditmesh.serve.loaded import LoadedModel
+
+    from ditmesh.serve import worker
 
     receipt, asked = LoadedModel.receipt, []
 
@@ -394,7 +395,7 @@ def serve_broken(specs: Any, *, report: Any, rows: int, rank: int) -> None:
     import torch.distributed as dist
     from diffusers import SD3Transformer2DModel
 
-    from ditmesh.serve.worker import serve_rank
+    from ditmesh.serve.worker.worker import serve_rank
 
     whole = SD3Transformer2DModel.forward
 
@@ -513,8 +514,8 @@ def serve_unlike(specs: Any, *, report: Any) -> None:
     import torch.distributed as dist
 
     from ditmesh.errors import InputError
-    from ditmesh.serve.loaded import LoadedModel
-    from ditmesh.serve.worker import serve_rank
+    from ditmesh.serve.worker.loaded import LoadedModel
+    from ditmesh.serve.worker.worker import serve_rank
 
     whole = LoadedModel._load
 
@@ -540,7 +541,7 @@ def serve_guilty(specs: Any, *, report: Any) -> None:
     """As `serve_rank`, with a transformer that refuses the time of the second of seven steps."""
     from diffusers import SD3Transformer2DModel
 
-    from ditmesh.serve.worker import serve_rank
+    from ditmesh.serve.worker.worker import serve_rank
 
     scheduler = pipeline("emoji-sd3").scheduler
     scheduler.set_timesteps(7)

@@ -19,8 +19,8 @@ import yaml
 
 from ditmesh.cli import serve as command
 from ditmesh.cli.main import app, main
-from ditmesh.serve.app import create_app
-from ditmesh.serve.keys import new_key
+from ditmesh.serve.http.app import create_app
+from ditmesh.serve.http.keys import new_key
 from support.serving import FakeBackend, serving
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(command, "_serve", note)
     # Ports and addresses of the examples may be somebody else's here.
-    monkeypatch.setattr("ditmesh.serve.listen.bound", lambda host, port: contextlib.nullcontext())
+    monkeypatch.setattr("ditmesh.serve.http.listen.bound", lambda host, port: contextlib.nullcontext())
     return started
 
 

@@ -19,12 +19,12 @@ import pytest
 
 from ditmesh.errors import ConfigError, RankFailed
 from ditmesh.launch import RankPool
-from ditmesh.serve import replicas
-from ditmesh.serve.backend import NoRanks
-from ditmesh.serve.protocol import ModelSpec
-from ditmesh.serve.replicas import RankLimits
+from ditmesh.serve.errors import NoRanks
 from ditmesh.serve.service import Service
 from ditmesh.serve.types import Job, JobRequest
+from ditmesh.serve.worker import replicas
+from ditmesh.serve.worker.protocol import ModelSpec
+from ditmesh.serve.worker.replicas import RankLimits
 from support import rank_functions as on_rank
 from support.processes import family, marked, wait_until_gone
 from support.serve import ThreadRanks, assert_right, ended, picture, serving, until

@@ -27,10 +27,10 @@ import pytest
 from PIL import Image
 
 from ditmesh.errors import InputError, ServerError
-from ditmesh.serve.app import create_app
-from ditmesh.serve.keys import Keys, Limiter, new_key, read_keys
-from ditmesh.serve.listen import HttpServer, bound
-from ditmesh.serve.logs import LineFormatter, RepeatFilter, log_config, otlp_traces
+from ditmesh.serve.http.app import create_app
+from ditmesh.serve.http.keys import Keys, Limiter, new_key, read_keys
+from ditmesh.serve.http.listen import HttpServer, bound
+from ditmesh.serve.http.logs import LineFormatter, RepeatFilter, log_config, otlp_traces
 from ditmesh.serve.settings import LOOPBACK, ApiSettings
 from ditmesh.serve.types import ENDED
 from support.serving import FakeBackend, drawn, serving
@@ -713,7 +713,7 @@ def test_files_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert keys.owner(one + "x") is None
     # Keys come and go while the server runs.
     other = new_key(file)
-    monkeypatch.setattr("ditmesh.serve.keys.LOOK", 0.0)
+    monkeypatch.setattr("ditmesh.serve.http.keys.LOOK", 0.0)
     assert keys.owner(other)
     file.write_text("\n".join(file.read_text().splitlines()[:1] + file.read_text().splitlines()[2:]))
     assert keys.owner(one) is None

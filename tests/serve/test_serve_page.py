@@ -22,8 +22,8 @@ import pytest
 from PIL import Image
 
 from ditmesh.errors import InputError
-from ditmesh.serve.backend import IdempotencyKey
-from ditmesh.serve.keys import new_key
+from ditmesh.serve.errors import IdempotencyKey
+from ditmesh.serve.http.keys import new_key
 from ditmesh.serve.settings import ApiSettings
 from ditmesh.serve.types import (
     ENDED,

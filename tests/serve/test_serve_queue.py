@@ -28,15 +28,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ditmesh.errors import ConfigError, InputError
-from ditmesh.serve import dispatch
-from ditmesh.serve.backend import IdempotencyKey, KeyReused, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
-from ditmesh.serve.errors import as_refused
-from ditmesh.serve.protocol import ModelSpec, under_way
-from ditmesh.serve.queue import FILE, Queue
-from ditmesh.serve.results import ResultFiles
+from ditmesh.serve.errors import IdempotencyKey, KeyReused, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
+from ditmesh.serve.http.errors import as_refused
+from ditmesh.serve.queue import dispatch
+from ditmesh.serve.queue.queue import FILE, Queue
+from ditmesh.serve.queue.results import ResultFiles
+from ditmesh.serve.queue.storage import storage_error
 from ditmesh.serve.service import Service
-from ditmesh.serve.storage import storage_error
 from ditmesh.serve.types import Input, JobError, JobImage, JobRequest
+from ditmesh.serve.worker.protocol import ModelSpec, under_way
 from support.faults import held, more_than
 from support.serve import PNG, assert_right, ended, picture, serving, until
 from support.train import importing_tests
@@ -478,7 +478,7 @@ def test_no_order_of_events_loses_or_repeats_a_picture(operations: list[tuple[st
 DRILL = """
 import json, os, signal, sys
 from pathlib import Path
-from ditmesh.serve import queue, results
+from ditmesh.serve.queue import queue, results
 from ditmesh.serve.types import JobImage, JobRequest
 
 FILES = {queue.__file__, results.__file__}
@@ -945,7 +945,7 @@ FULL = """
 import asyncio, contextlib, json, resource, sys
 from pathlib import Path
 from support.serve import assert_right, ended, serving, until
-from ditmesh.serve.backend import StorageError
+from ditmesh.serve.errors import StorageError
 from ditmesh.serve.types import JobRequest
 
 async def main():

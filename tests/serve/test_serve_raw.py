@@ -13,8 +13,8 @@ import httpx
 import pytest
 from starlette.exceptions import HTTPException
 
-from ditmesh.serve.bodies import Bodies
-from ditmesh.serve.connections import ConnectionLimits
+from ditmesh.serve.http.bodies import Bodies
+from ditmesh.serve.http.connections import ConnectionLimits
 from ditmesh.serve.settings import ApiSettings
 from support.serving import FakeBackend, serving
 

@@ -22,9 +22,9 @@ import ditmesh
 from ditmesh import zoo
 from ditmesh.cli.values import embedded_or
 from ditmesh.config import ParallelConfig
-from ditmesh.serve.protocol import ModelSpec
 from ditmesh.serve.service import Service
 from ditmesh.serve.types import Event, JobRequest
+from ditmesh.serve.worker.protocol import ModelSpec
 from support import processes
 from support.batching import GUIDANCE, alone, pixels
 from support.serve import ended, until

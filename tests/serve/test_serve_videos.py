@@ -22,9 +22,9 @@ from ditmesh.config import ParallelConfig
 from ditmesh.generate.receipt import CHUNK, Receipt, read_receipt
 from ditmesh.generate.video import frames_digest, metadata_of, write_mp4
 from ditmesh.media.videos import read_frames
-from ditmesh.serve.protocol import ModelSpec
 from ditmesh.serve.service import Service
 from ditmesh.serve.settings import ApiSettings
+from ditmesh.serve.worker.protocol import ModelSpec
 from support.serving import serving
 from support.tiny import save_tiny_ltx
 

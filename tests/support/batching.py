@@ -16,8 +16,9 @@ from PIL import Image
 import ditmesh
 from ditmesh import zoo
 from ditmesh.launch import RankPool
-from ditmesh.serve.batching import Batcher, PipelineTask, copied
-from ditmesh.serve.protocol import (
+from ditmesh.serve.types import JobRequest
+from ditmesh.serve.worker.batching import Batcher, PipelineTask, copied
+from ditmesh.serve.worker.protocol import (
     Cancelled,
     Command,
     Finished,
@@ -29,8 +30,7 @@ from ditmesh.serve.protocol import (
     Stop,
     TaskFailed,
 )
-from ditmesh.serve.types import JobRequest
-from ditmesh.serve.worker import serve_rank
+from ditmesh.serve.worker.worker import serve_rank
 from support.models import relative_error
 from support.more_pipelines import FAMILIES, arguments
 

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ditmesh.errors import RankFailed
-from ditmesh.serve.protocol import (
+from ditmesh.serve.service import Service
+from ditmesh.serve.types import Job, RankState
+from ditmesh.serve.worker.protocol import (
     Beat,
     Cancel,
     Cancelled,
@@ -32,8 +34,6 @@ from ditmesh.serve.protocol import (
     TaskFailed,
     TaskStepped,
 )
-from ditmesh.serve.service import Service
-from ditmesh.serve.types import Job, RankState
 
 STEP = 0.01
 PNG = b"\x89PNG\r\n\x1a\n"

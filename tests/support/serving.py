@@ -23,10 +23,10 @@ from PIL.PngImagePlugin import PngInfo
 from ditmesh._version import __version__, library_versions
 from ditmesh.errors import InputError
 from ditmesh.generate.receipt import CHUNK, Receipt
-from ditmesh.serve.app import create_app
-from ditmesh.serve.backend import IdempotencyKey, KeyReused, NoSpace, QueueFull, ResultFile, UnknownJob
-from ditmesh.serve.connections import ConnectionLimits
-from ditmesh.serve.listen import HttpServer, bound, url_of
+from ditmesh.serve.errors import IdempotencyKey, KeyReused, NoSpace, QueueFull, ResultFile, UnknownJob
+from ditmesh.serve.http.app import create_app
+from ditmesh.serve.http.connections import ConnectionLimits
+from ditmesh.serve.http.listen import HttpServer, bound, url_of
 from ditmesh.serve.settings import ApiSettings
 from ditmesh.serve.types import (
     ENDED,

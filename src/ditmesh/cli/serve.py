@@ -20,7 +20,7 @@ from .options import OFFLOADS, ConfigOptions, Devices, RankOptions, at_least, ch
 from .values import download, embedded_or, parallel_config
 
 if TYPE_CHECKING:
-    from ..serve.protocol import ModelSpec
+    from ..serve.worker.protocol import ModelSpec
 
 LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 
@@ -213,8 +213,8 @@ class ServerPlan:
             InputError, ConfigError: the ranks' devices are not there, or a model is not.
         """
         from ..launch import device_of_launcher
-        from ..serve.replicas import RankLimits
         from ..serve.service import Service
+        from ..serve.worker.replicas import RankLimits
 
         models, ranks, limits = self.models, self.ranks, self.limits
         kind = device_of_launcher(launcher, ranks.device, self.devices * models.replicas)
@@ -315,8 +315,8 @@ def serve(
     ditmesh serve --keys keys --new-key alice
     """
     check_installed()
-    from ..serve.keys import new_key
-    from ..serve.listen import bound
+    from ..serve.http.keys import new_key
+    from ..serve.http.listen import bound
 
     if listen.new_key is not None:
         if clients.keys is None:
@@ -343,7 +343,7 @@ def check_installed() -> None:
 
 def traces_of(logs: LogOptions) -> AbstractContextManager[Any]:
     """A tracer, if traces are wanted. Raises `InputError`: OpenTelemetry is not installed."""
-    from ..serve.logs import otlp_traces
+    from ..serve.http.logs import otlp_traces
 
     return otlp_traces() if logs.otel else nullcontext()
 
@@ -382,7 +382,7 @@ def _specs(
     """
     from ..generate.files import adapter
     from ..generate.job import check_config
-    from ..serve.protocol import ModelSpec
+    from ..serve.worker.protocol import ModelSpec
 
     # The name is ours: a scale is the client's.
     files = {name: adapter("lora", str(Path(path).expanduser())).path for name, path in loras.items()}
@@ -407,9 +407,9 @@ def state_folder() -> Path:
 def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, grace: float, logs: LogOptions) -> None:
     """Answer until a signal comes."""
     from ..launch import leave
-    from ..serve.app import create_app
-    from ..serve.listen import HttpServer, url_of
-    from ..serve.logs import log_config
+    from ..serve.http.app import create_app
+    from ..serve.http.listen import HttpServer, url_of
+    from ..serve.http.logs import log_config
 
     def up() -> None:
         print(f"ditmesh: serving {', '.join(card.id for card in backend.models())} at {url_of(listening)}", flush=True)

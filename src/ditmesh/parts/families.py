@@ -50,8 +50,8 @@ _FAMILIES = {
         OpFamily.JOIN: "cat stack",
         OpFamily.REDUCTION: "linalg_vector_norm norm sum mean amax amin var std",
         OpFamily.PRODUCT: "bmm mm",
-        OpFamily.SHAPE: "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_empty new_zeros "
-        "new_ones new_full",
+        OpFamily.SHAPE: "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_empty "
+        "new_zeros new_ones new_full",
     }.items()
     for packet in packets(names)
 }

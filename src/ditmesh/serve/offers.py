@@ -12,8 +12,8 @@ from ..generate.files import InputFile, check_roles
 from ..generate.job import check_content, job_for
 from ..generate.model_info import ModelInfo, find_model
 from ..request import FieldError
-from .protocol import ModelSpec
 from .types import JobRequest, ModelCard
+from .worker.protocol import ModelSpec
 
 # What is called otherwise in JSON.
 FIELDS = {"batch": "n"}

@@ -13,15 +13,15 @@ from .._version import __version__
 from ..errors import ConfigError, InputError, did_you_mean
 from ..launch import DeviceChoice, Launcher, connection, device_of_launcher, launcher, threads_of_launcher
 from ..launch.pool import PRELOAD
-from .backend import IdempotencyKey, NoRanks, Stopping
-from .dispatch import Dispatcher
-from .jobs import JobStore
+from .errors import IdempotencyKey, NoRanks, Stopping
 from .offers import ServedModel
-from .protocol import ModelSpec
-from .queue import Queue
-from .replicas import LONGEST_BACKOFF, RankLimits
-from .results import ResultFiles
+from .queue.dispatch import Dispatcher
+from .queue.jobs import JobStore
+from .queue.queue import Queue
+from .queue.results import ResultFiles
 from .types import Job, JobRequest, ModelCard, ServerState
+from .worker.protocol import ModelSpec
+from .worker.replicas import LONGEST_BACKOFF, RankLimits
 
 # Seconds after which a client that comes while the server stops should ask again.
 AWAY = 10.0
@@ -202,5 +202,5 @@ def _ranks(
     if threads is None:
         threads = threads_of_launcher(name, kind, devices * replicas)
     gpus = range(number * devices, (number + 1) * devices)
-    preload = (*PRELOAD, "ditmesh.serve.replicas", "ditmesh.serve.worker")
+    preload = (*PRELOAD, "ditmesh.serve.worker.replicas", "ditmesh.serve.worker.worker")
     return launcher(name, devices, kind, threads, timeout, gpus=gpus, stop_limit=stopped, preload=preload)

@@ -18,8 +18,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from .._version import __version__
-from ..errors import DitmeshError
+from ..._version import __version__
+from ...errors import DitmeshError
+from ..settings import ApiSettings
+from ..types import EventName, Job, ModelCard, ServerState, Status
 from . import openai, videos
 from .bodies import Bodies, JsonRoute
 from .errors import Refused, answer_to, described, wait_header
@@ -28,15 +30,13 @@ from .intake import IdempotencyHeader, JobBody, JobId, Server, known, result_fil
 from .keys import Keys, Limiter
 from .logs import JobWatch
 from .metrics import Metrics
-from .settings import ApiSettings
 from .streams import EventStream, closed_after, event_schema, sse
-from .types import EventName, Job, ModelCard, ServerState, Status
 from .uploads import Uploads
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-    from .service import Service
+    from ..service import Service
 
 # Characters of what /readyz says has failed.
 LONGEST_REASON = 500

@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from ..errors import did_you_mean
+from ...errors import did_you_mean
+from ..settings import ApiSettings
 from .errors import Refused, wait_header
-from .settings import ApiSettings
 
 # Bytes of JSON that holds no images.
 MOST_OF_WORDS = 1024 * 1024

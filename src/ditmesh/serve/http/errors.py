@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from ..errors import DitmeshError, InputError
-from .backend import KeyReused, NoRanks, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
+from ...errors import DitmeshError, InputError
+from ..errors import KeyReused, NoRanks, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
 
 
 class ErrorDetail(BaseModel):

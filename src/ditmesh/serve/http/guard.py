@@ -13,11 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..settings import ApiSettings
 from .bodies import Bodies
 from .errors import Refused, answer_to
 from .keys import Keys
 from .metrics import Metrics
-from .settings import ApiSettings
 
 logger = logging.getLogger("ditmesh.serve.access")
 

@@ -19,20 +19,20 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from ..errors import DitmeshError, InputError
-from .backend import IdempotencyKey, UnknownJob
+from ...errors import DitmeshError, InputError
+from ..errors import IdempotencyKey, UnknownJob
+from ..settings import ApiSettings
+from ..types import Input, InputRole, Job, JobRequest, ModelCard
 from .bodies import LIMITED, check_limits
 from .errors import Refused, as_refused, wait_header
 from .keys import Limiter
 from .logs import JobWatch
 from .metrics import Metrics
-from .settings import ApiSettings
 from .streams import ended
-from .types import Input, InputRole, Job, JobRequest, ModelCard
 from .uploads import Uploads, from_data_url
 
 if TYPE_CHECKING:
-    from .service import Service
+    from ..service import Service
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -11,8 +11,8 @@ import threading
 import time
 from pathlib import Path
 
-from ..core.files import written_whole
-from ..errors import InputError
+from ...core.files import written_whole
+from ...errors import InputError
 
 # Keys are 256 random bits, too many to be tried out: one round of SHA-256 hides them as well as a slow hash would.
 PREFIX = "dm-"

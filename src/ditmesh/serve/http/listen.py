@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from ..errors import InputError, ServerError
+from ...errors import InputError, ServerError
 from .connections import LONGEST_HEADER, Acceptor, ClientConnection, ConnectionLimits, Connections
 from .intake import Server
 from .streams import ended

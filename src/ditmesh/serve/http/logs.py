@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.files import finite
-from ..errors import DitmeshError, InputError
+from ...core.files import finite
+from ...errors import DitmeshError, InputError
+from ..types import ENDED, Event, Job
 from .metrics import Metrics
 from .streams import closed_after, ended
-from .types import ENDED, Event, Job
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-    from .service import Service
+    from ..service import Service
 
 LogFormat = Literal["json", "text"]
 

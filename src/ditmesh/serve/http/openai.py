@@ -16,12 +16,12 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..request import image_fields, request_fields
+from ...request import image_fields, request_fields
+from ..types import ENDED, Adapter, Format, Input, Job, JobImage, JobRequest, ModelCard
 from .bodies import JsonRoute
 from .errors import ErrorDetail, Refused, described, wait_header
 from .intake import IdempotencyHeader, Server, Size, sized, validated
 from .streams import EventStream, closed_after, ended, event_schema, gone, sse
-from .types import ENDED, Adapter, Format, Input, Job, JobImage, JobRequest, ModelCard
 
 router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
 

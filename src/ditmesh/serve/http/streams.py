@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..core.files import finite
-from ..errors import DitmeshError
+from ...core.files import finite
+from ...errors import DitmeshError
 
 Item = TypeVar("Item")
 

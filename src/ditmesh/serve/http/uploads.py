@@ -8,8 +8,8 @@ import binascii
 import re
 from io import BytesIO
 
-from ..errors import InputError
-from ..media.images import read_image, read_mask
+from ...errors import InputError
+from ...media.images import read_image, read_mask
 from .errors import Refused
 
 # A data URL; nothing that a client sends is ever fetched or opened as a path.

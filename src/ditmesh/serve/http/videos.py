@@ -11,11 +11,11 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..generate.video import FPS
+from ...generate.video import FPS
+from ..types import ENDED, Job, JobError, ModelCard
 from .bodies import read_json
 from .errors import Refused, described
 from .intake import IdempotencyHeader, InputData, JobBody, JobId, Server, known, result_file, validated
-from .types import ENDED, Job, JobError, ModelCard
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 

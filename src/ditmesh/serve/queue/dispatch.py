@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from .backend import StorageError
-from .jobs import JobState, JobStore
-from .offers import ServedModel
-from .protocol import (
+from ..errors import StorageError
+from ..offers import ServedModel
+from ..types import ENDED, Job, JobError, JobImage, ReplicaState
+from ..worker.protocol import (
     Beat,
     Cancelled,
     Finished,
@@ -30,9 +30,9 @@ from .protocol import (
     TaskStepped,
     under_way,
 )
+from ..worker.replicas import MakeRanks, RankLimits, RanksDown, RanksUp, Replica, ReplicaReport
+from .jobs import JobState, JobStore
 from .queue import NextJob
-from .replicas import MakeRanks, RankLimits, RanksDown, RanksUp, Replica, ReplicaReport
-from .types import ENDED, Job, JobError, JobImage, ReplicaState
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from .types import ENDED, Event, EventName
+from ..types import ENDED, Event, EventName
 
 # Events kept of a job. Beyond that the oldest go of which later ones say more.
 MOST = 512

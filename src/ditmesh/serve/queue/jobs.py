@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from ..errors import InputError
-from .backend import IdempotencyKey, ResultFile, StorageError, UnknownJob
+from ...errors import InputError
+from ..errors import IdempotencyKey, ResultFile, StorageError, UnknownJob
+from ..offers import ServedModel
+from ..types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
+from ..worker.protocol import Cancel
+from ..worker.replicas import Replica
 from .events import EventLog
-from .offers import ServedModel
-from .protocol import Cancel
 from .queue import Queue, QueuePlace
-from .replicas import Replica
 from .results import ResultFiles
-from .types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

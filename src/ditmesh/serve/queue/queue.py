@@ -22,12 +22,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..core.files import free_names, lock_of
-from ..errors import ConfigError, InputError
-from .backend import IdempotencyKey, KeyReused, QueueFull, UnknownJob
+from ...core.files import free_names, lock_of
+from ...errors import ConfigError, InputError
+from ..errors import IdempotencyKey, KeyReused, QueueFull, UnknownJob
+from ..types import Job, JobError, JobImage, JobRequest, Status
 from .results import INPUTS, RESULTS
 from .storage import kind_of, storage_error
-from .types import Job, JobError, JobImage, JobRequest, Status
 
 FILE, LOCK = "queue.sqlite", "lock"
 # Of the file's tables and the JSON in them: raised when an older server must not touch them. A field of a request that

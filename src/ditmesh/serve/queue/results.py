@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from ..core.files import written_whole
-from .backend import NoSpace, StorageError
+from ...core.files import written_whole
+from ..errors import NoSpace, StorageError
 from .storage import storage_error
 
 RESULTS, INPUTS = "results", "inputs"

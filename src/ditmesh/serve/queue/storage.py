@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sqlite3
 
-from .backend import NoSpace, StorageError
+from ..errors import NoSpace, StorageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)

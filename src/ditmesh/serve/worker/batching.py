@@ -22,22 +22,22 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..core.arguments import Arguments, covers, parameter_names
-from ..core.clock import timestep_of
-from ..core.generators import OwnGenerators
-from ..core.patching import Patch
-from ..core.request import RequestLeft
-from ..core.values import Values, seen
-from ..engine import DENOISERS, Engine, engine_of
-from ..errors import InputError, LayoutError
-from ..layout import TokenLayout
-from ..layout.forms import form_of, holds_tensors, samples_of
-from ..layout.influence import off_by, tolerance
-from ..layout.types import CallForm
-from ..strategies.base import ParallelModel
-from ..strategies.caches import diffusers_hooks
-from ..strategies.hooks import ModelHooks, Piece
-from ..strategies.rows import batched_in, some_rows
+from ...core.arguments import Arguments, covers, parameter_names
+from ...core.clock import timestep_of
+from ...core.generators import OwnGenerators
+from ...core.patching import Patch
+from ...core.request import RequestLeft
+from ...core.values import Values, seen
+from ...engine import DENOISERS, Engine, engine_of
+from ...errors import InputError, LayoutError
+from ...layout import TokenLayout
+from ...layout.forms import form_of, holds_tensors, samples_of
+from ...layout.influence import off_by, tolerance
+from ...layout.types import CallForm
+from ...strategies.base import ParallelModel
+from ...strategies.caches import diffusers_hooks
+from ...strategies.hooks import ModelHooks, Piece
+from ...strategies.rows import batched_in, some_rows
 
 # Largest difference, relative to the largest value, of a row in a batch from the row alone.
 SAME = 1e-4

@@ -14,30 +14,30 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..comm.mesh import Mesh
-from ..core.digests import WeightDigests, digest
-from ..core.steps import SchedulerStep, StepEvents
-from ..engine import Engine, engine_of, parallelize
-from ..engine.first_call import FirstCall
-from ..errors import ConfigError, InputError
-from ..generate.arguments import check_call
-from ..generate.files import PICTURES, InputFile, adapter, check_mask, partial_fits, pipeline_for
-from ..generate.job import PictureJob, check_config, check_content, check_layout, job_for
-from ..generate.made import Made, made_of
-from ..generate.model_info import ModelInfo, find_model
-from ..generate.receipt import Receipt
-from ..generate.runner import PipelineRunner, Prepared, facts_of, share_of
-from ..generate.shape import input_size
-from ..generate.video import FPS
-from ..media.videos import check_video_library
-from ..recipe import RECIPE
-from ..request import PictureRequest
-from ..strategies.vae.parallel import BandedVae
+from ...comm.mesh import Mesh
+from ...core.digests import WeightDigests, digest
+from ...core.steps import SchedulerStep, StepEvents
+from ...engine import Engine, engine_of, parallelize
+from ...engine.first_call import FirstCall
+from ...errors import ConfigError, InputError
+from ...generate.arguments import check_call
+from ...generate.files import PICTURES, InputFile, adapter, check_mask, partial_fits, pipeline_for
+from ...generate.job import PictureJob, check_config, check_content, check_layout, job_for
+from ...generate.made import Made, made_of
+from ...generate.model_info import ModelInfo, find_model
+from ...generate.receipt import Receipt
+from ...generate.runner import PipelineRunner, Prepared, facts_of, share_of
+from ...generate.shape import input_size
+from ...generate.video import FPS
+from ...media.videos import check_video_library
+from ...recipe import RECIPE
+from ...request import PictureRequest
+from ...strategies.vae.parallel import BandedVae
+from ..offers import check_frames
+from ..types import ModelCard
 from .batching import Batcher, PipelineTask, copied
-from .offers import check_frames
 from .previews import Projection
 from .protocol import ModelSpec, PictureTask
-from .types import ModelCard
 
 # Pictures that are done at the same time are decoded on a rank each: bands of one would need all ranks at once.
 RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BandedVae)

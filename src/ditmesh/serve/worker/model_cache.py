@@ -8,9 +8,9 @@ from contextlib import ExitStack, suppress
 
 import torch
 
-from ..comm import PeerError
-from ..errors import DitmeshError
-from ..generate.runner import device_of_rank
+from ...comm import PeerError
+from ...errors import DitmeshError
+from ...generate.runner import device_of_rank
 from .loaded import LoadedModel
 from .protocol import Load, ModelFailed, ModelReady, ModelSpec
 from .rendezvous import RankRendezvous, failure_of

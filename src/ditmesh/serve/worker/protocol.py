@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..config import ParallelConfig
-from ..generate.receipt import Dtype, Offload
-from .types import JobRequest, RankState
+from ...config import ParallelConfig
+from ...generate.receipt import Dtype, Offload
+from ..types import JobRequest, RankState
 
 FailureCode = Literal["invalid_request", "out_of_memory", "internal"]
 

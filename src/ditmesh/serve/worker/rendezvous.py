@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm import PeerError
-from ..errors import LayoutError
+from ...comm import PeerError
+from ...errors import LayoutError
+from ..types import RankState
 from .protocol import Command, FailureCode, Message, Stop
-from .types import RankState
 
 # Bytes of a rank's pickled message that travel in the first collective; a longer message takes a second one.
 INLINE_BYTES = 2048

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
-from ..errors import ConfigError, RankFailed
-from ..launch import Launcher
-from ..launch.backend import Conversing
-from ..launch.pool import LOOK
+from ...errors import ConfigError, RankFailed
+from ...launch import Launcher
+from ...launch.backend import Conversing
+from ...launch.pool import LOOK
 from .protocol import Beat, Command, Load, Message, ModelFailed, ModelReady, Stop
 
 # Seconds between attempts to start ranks, the first and the longest.

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.steps import SchedulerStep, StepEvents, loop_steps
-from ..generate.arguments import CALLBACK, call_parameters
-from ..generate.made import Picture, made_of
-from ..generate.receipt import Receipt, text_chunk
-from ..generate.runner import Prepared, quieten
+from ...core.steps import SchedulerStep, StepEvents, loop_steps
+from ...generate.arguments import CALLBACK, call_parameters
+from ...generate.made import Picture, made_of
+from ...generate.receipt import Receipt, text_chunk
+from ...generate.runner import Prepared, quieten
+from ..types import RankState
 from .batching import PipelineTask
 from .loaded import LoadedModel
 from .model_cache import ModelCache
@@ -44,7 +45,6 @@ from .protocol import (
     under_way,
 )
 from .rendezvous import FailureReason, RankRendezvous, RoundMessage, failure_of
-from .types import RankState
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -497,9 +497,9 @@ def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) ->
     Raises:
         InputError: the format cannot hold what is to be in there.
     """
-    from ..errors import InputError
-    from ..generate.receipt import CHUNK
-    from ..generate.video import write_mp4
+    from ...errors import InputError
+    from ...generate.receipt import CHUNK
+    from ...generate.video import write_mp4
 
     if form == "mp4":
         # A file: its index goes first, so that players begin before they have all of it, and is known last.

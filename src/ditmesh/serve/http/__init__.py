@@ -1,0 +1,1 @@
+"""The HTTP side: the API, who may ask, and what is answered."""

@@ -1,0 +1,1 @@
+"""Jobs: on disk, in memory, and given to replicas."""

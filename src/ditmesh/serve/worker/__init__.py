@@ -1,0 +1,1 @@
+"""Ranks that run pictures step by step, and their owner's side: replicas."""
