@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import httpx
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Result = TypeVar("Result")
+P = ParamSpec("P")
 # A picture to send: as PIL has it, a file's name, or its bytes.
 Picture = Any
 OnEvent = Callable[[Event], None]
@@ -42,81 +44,15 @@ TIMEOUT, SILENCE, PAUSE = 30.0, 45.0, 1.0
 LAST = 3.0
 
 
-# --- what both clients share: requests as data, and generators that make them and read their answers
+# --- requests as data
 
 
-@dataclass(frozen=True)
-class ApiRequest:
-    """A request that may be sent again, as `httpx.Client.request` takes it."""
+class ApiRequest(NamedTuple):
+    """A request that may be sent again; ``more``: other arguments of `httpx.Client.request`."""
 
     method: str
     url: str
-    json: Any = None
-    params: Mapping[str, Any] | None = None
-    headers: Mapping[str, str] | None = None
-
-
-# Yields requests, is sent their answers, and returns the result.
-Flow = Generator[ApiRequest, httpx.Response, Result]
-
-
-def _submission(prompt: str, options: Mapping[str, Any]) -> ApiRequest:
-    """A job; sent again, after a lost connection for one, it is the same job."""
-    once = {"Idempotency-Key": secrets.token_hex(16)}
-    return ApiRequest("POST", "/v1/jobs", json=job_body(prompt, options), headers=once)
-
-
-def _submit(ask: ApiRequest) -> Flow[Job]:
-    response = yield ask
-    return Job.model_validate(response.json())
-
-
-def _job(id: str) -> Flow[Job]:
-    response = yield ApiRequest("GET", f"/v1/jobs/{id}")
-    return Job.model_validate(response.json())
-
-
-def _jobs(limit: int, status: Status | None) -> Flow[list[Job]]:
-    params = {"limit": limit} | ({} if status is None else {"status": status})
-    response = yield ApiRequest("GET", "/v1/jobs", params=params)
-    return [Job.model_validate(one) for one in response.json()["data"]]
-
-
-def _cancel(id: str) -> Flow[Job]:
-    response = yield ApiRequest("DELETE", f"/v1/jobs/{id}")
-    return Job.model_validate(response.json())
-
-
-def _file(id: str, index: int) -> Flow[bytes]:
-    response = yield ApiRequest("GET", f"/v1/jobs/{id}/images/{index}")
-    return response.content
-
-
-def _images(job: Job) -> Flow[list[Image]]:
-    """The pictures of a job that has succeeded."""
-    from PIL import Image
-
-    images = []
-    for one in job.images:
-        data = yield from _file(job.id, one.index)
-        try:
-            image = Image.open(BytesIO(data))
-            image.load()
-        except OSError:
-            raise InputError(f"result {one.index} of {job.id} is no picture; read it with file()") from None
-        image.receipt = None if one.receipt is None else Receipt.model_validate(one.receipt)  # type: ignore[attr-defined]
-        images.append(image)
-    return images
-
-
-def _models() -> Flow[list[ModelCard]]:
-    response = yield ApiRequest("GET", "/v1/models")
-    return [ModelCard.model_validate(one) for one in response.json()["data"]]
-
-
-def _server() -> Flow[ServerState]:
-    response = yield ApiRequest("GET", "/v1/server")
-    return ServerState.model_validate(response.json())
+    more: dict[str, Any]
 
 
 def job_body(prompt: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,14 +138,6 @@ def _check(response: httpx.Response) -> None:
     raise ServerError(message, status, code)
 
 
-def _check_success(job: Job) -> None:
-    if job.error is not None and job.error.code == "invalid_request":
-        raise InputError(job.error.message)
-    if job.status != "succeeded":
-        message = job.error.message if job.error is not None else f"{job.id} was {job.status}"
-        raise ServerError(message, code=job.error.code if job.error is not None else job.status)
-
-
 def _unreachable(url: str, error: Exception) -> ServerError | InputError:
     if isinstance(error, (httpx.ConnectError, httpx.UnsupportedProtocol, httpx.InvalidURL)):
         return InputError(f"no server answers at {url} ({error}); start one with ditmesh serve, or check the address")
@@ -227,10 +155,10 @@ class EventReader:
     lost_since: float | None = None
     fields: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def headers(self) -> dict[str, str]:
-        self.fields = {}
-        return {"Last-Event-ID": str(self.after)} if self.after else {}
+    def refused(self, response: httpx.Response) -> None:
+        """Raise what an answer that is no stream says, unless it is worth asking again."""
+        if _wait(response, 0.0, self.patience) is None:
+            _check(response)
 
     def feed(self, line: str) -> Event | None:
         """The event that ends with a line."""
@@ -266,11 +194,20 @@ class EventReader:
         return min(PAUSE, self.patience)
 
 
-class _ClientBase:
-    """What both clients are made with; subclasses say which client of httpx asks."""
+# --- the clients
+
+
+# What a method of both clients does, as a generator: it yields a request to be sent, seconds to sleep, or a stream of
+# events of which it is sent the next (None: there are no more). Every client has its own way to do that.
+Flow = Generator[Any, Any, Result]
+
+
+class _Flows:
+    """The methods of both clients; subclasses say which client of httpx asks."""
 
     _http: Any
     _library: Callable[..., Any]
+    events: Callable[..., Any]
 
     def __init__(
         self, url: str = URL, key: str | None = None, *, timeout: float = TIMEOUT, patience: float = 60.0
@@ -285,24 +222,113 @@ class _ClientBase:
         self._http = self._library(base_url=self.url, headers=headers, timeout=timeout)
         self._silence = httpx.Timeout(timeout, read=SILENCE)
 
-    def _lost(self, ask: ApiRequest, error: Exception, waited: float) -> float | None:
-        """Seconds to wait before a request is sent again that found no connection, or lost it; None: it is not."""
-        if ask.method == "DELETE":
-            # A caller that breaks off does not wait.
-            return None
-        passing = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException))
-        absent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
-        return PAUSE if passing and not absent and waited + PAUSE <= self._patience else None
+    def _ask(self, method: str, url: str, **more: Any) -> Flow[httpx.Response]:
+        """Send a request until it is answered, or for as long as the client is patient."""
+        ask, waited = ApiRequest(method, url, more), 0.0
+        while True:
+            try:
+                response = yield ask
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                passing = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException))
+                absent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
+                # A caller that breaks off does not wait.
+                wait = PAUSE if passing and not absent and method != "DELETE" else None
+                if wait is None or waited + wait > self._patience:
+                    raise _unreachable(self.url, error) from None
+            else:
+                self._reached = True
+                wait = _wait(response, waited, self._patience)
+                if wait is None:
+                    _check(response)
+                    return response
+            waited += wait
+            yield wait
 
-    def _stream(self, id: str, reader: EventReader) -> dict[str, Any]:
-        path = f"/v1/jobs/{id}/events"
-        return {"method": "GET", "url": path, "headers": reader.headers, "timeout": self._silence}
+    def _generate(self, prompt: str, on_event: OnEvent | None = None, **options: Any) -> Flow[list[Image]]:
+        job = yield from self._submit(prompt, **options)
+        try:
+            job = yield from self._wait(job.id, on_event)
+        except BaseException:
+            with contextlib.suppress(DitmeshError):
+                yield from self._cancel(job.id)
+            raise
+        return (yield from self._images(job))
+
+    def _submit(self, prompt: str, **options: Any) -> Flow[Job]:
+        # Sent again, after a lost connection for one, it is the same job.
+        once = {"json": job_body(prompt, options), "headers": {"Idempotency-Key": secrets.token_hex(16)}}
+        try:
+            response = yield from self._ask("POST", "/v1/jobs", **once)
+            return Job.model_validate(response.json())
+        except Exception:
+            raise
+        except BaseException:
+            # It may have arrived: the same request again says which job it is.
+            with contextlib.suppress(Exception):
+                response = yield ApiRequest("POST", "/v1/jobs", once | {"timeout": LAST})
+                yield ApiRequest("DELETE", f"/v1/jobs/{response.json()['id']}", {"timeout": LAST})
+            raise
+
+    def _wait(self, id: str, on_event: OnEvent | None = None) -> Flow[Job]:
+        events, done = self.events(id), None
+        while (event := (yield events)) is not None:
+            if on_event is not None:
+                on_event(event)
+            if event.event in ENDED:
+                done = Job.model_validate(event.data)
+        assert done is not None
+        if done.status == "succeeded":
+            return done
+        if done.error is None:
+            raise ServerError(f"{id} was {done.status}", code=done.status)
+        if done.error.code == "invalid_request":
+            raise InputError(done.error.message)
+        raise ServerError(done.error.message, code=done.error.code)
+
+    def _images(self, job: Job) -> Flow[list[Image]]:
+        from PIL import Image
+
+        images = []
+        for one in job.images:
+            data = yield from self._file(job.id, one.index)
+            try:
+                image = Image.open(BytesIO(data))
+                image.load()
+            except OSError:
+                raise InputError(f"result {one.index} of {job.id} is no picture; read it with file()") from None
+            receipt = None if one.receipt is None else Receipt.model_validate(one.receipt)
+            image.receipt = receipt  # type: ignore[attr-defined]
+            images.append(image)
+        return images
+
+    def _file(self, id: str, index: int = 0) -> Flow[bytes]:
+        return (yield from self._ask("GET", f"/v1/jobs/{id}/images/{index}")).content
+
+    def _job(self, id: str) -> Flow[Job]:
+        return Job.model_validate((yield from self._ask("GET", f"/v1/jobs/{id}")).json())
+
+    def _jobs(self, limit: int = 50, status: Status | None = None) -> Flow[list[Job]]:
+        params = {"limit": limit} | ({} if status is None else {"status": status})
+        response = yield from self._ask("GET", "/v1/jobs", params=params)
+        return [Job.model_validate(one) for one in response.json()["data"]]
+
+    def _cancel(self, id: str) -> Flow[Job]:
+        return Job.model_validate((yield from self._ask("DELETE", f"/v1/jobs/{id}")).json())
+
+    def _models(self) -> Flow[list[ModelCard]]:
+        response = yield from self._ask("GET", "/v1/models")
+        return [ModelCard.model_validate(one) for one in response.json()["data"]]
+
+    def _server(self) -> Flow[ServerState]:
+        return ServerState.model_validate((yield from self._ask("GET", "/v1/server")).json())
+
+    def _stream(self, id: str, reader: EventReader) -> Any:
+        reader.fields = {}
+        headers = {"Last-Event-ID": str(reader.after)} if reader.after else {}
+        return self._http.stream("GET", f"/v1/jobs/{id}/events", headers=headers, timeout=self._silence)
 
 
-# --- the clients
-
-
-class Client(_ClientBase):
+class Client(_Flows):
     """A server's client.
 
     Args:
@@ -334,63 +360,35 @@ class Client(_ClientBase):
         Returns:
             The pictures; ``.receipt`` of each says how it was generated (`generate.receipt.Receipt`).
         """
-        job = self.submit(prompt, **options)
-        try:
-            job = self.wait(job.id, on_event)
-        except BaseException:
-            with contextlib.suppress(DitmeshError):
-                self.cancel(job.id)
-            raise
-        return self.images(job)
+        return self._do(self._generate(prompt, on_event, **options))
 
     def submit(self, prompt: str, **options: Any) -> Job:
         """Submit a job and return at once; ``options`` as for `generate`. Breaking off cancels what has arrived."""
-        ask = _submission(prompt, options)
-        try:
-            return self._do(_submit(ask))
-        except Exception:
-            raise
-        except BaseException:
-            self._withdraw(ask)
-            raise
-
-    def _withdraw(self, ask: ApiRequest) -> None:
-        """Cancel a job that may have arrived: the same request again says which one it is."""
-        with contextlib.suppress(Exception):
-            job = Job.model_validate(self._http.request(**vars(ask), timeout=LAST).json())
-            self._http.request("DELETE", f"/v1/jobs/{job.id}", timeout=LAST)
+        return self._do(self._submit(prompt, **options))
 
     def wait(self, id: str, on_event: OnEvent | None = None) -> Job:
         """Wait until a job has succeeded. Raises what it failed of."""
-        done: Job | None = None
-        for event in self.events(id):
-            if on_event is not None:
-                on_event(event)
-            if event.event in ENDED:
-                done = Job.model_validate(event.data)
-        assert done is not None
-        _check_success(done)
-        return done
+        return self._do(self._wait(id, on_event))
 
     def images(self, job: Job) -> list[Image]:
         """The pictures of a job that has succeeded, each with its ``.receipt``."""
-        return self._do(_images(job))
+        return self._do(self._images(job))
 
     def file(self, id: str, index: int = 0) -> bytes:
         """The file of a result, as the server has it."""
-        return self._do(_file(id, index))
+        return self._do(self._file(id, index))
 
     def job(self, id: str) -> Job:
         """A job as it is now."""
-        return self._do(_job(id))
+        return self._do(self._job(id))
 
     def jobs(self, limit: int = 50, status: Status | None = None) -> list[Job]:
         """One's own jobs, the newest first."""
-        return self._do(_jobs(limit, status))
+        return self._do(self._jobs(limit, status))
 
     def cancel(self, id: str) -> Job:
         """Cancel a job: it stops at the next step."""
-        return self._do(_cancel(id))
+        return self._do(self._cancel(id))
 
     def events(self, id: str, after: int = 0) -> Iterator[Event]:
         """What happens to a job, behind event number ``after``, to its end; lost connections are made again."""
@@ -398,11 +396,10 @@ class Client(_ClientBase):
         while True:
             error = None
             try:
-                with self._http.stream(**self._stream(id, reader)) as response:
+                with self._stream(id, reader) as response:
                     if not response.is_success:
                         response.read()
-                        if _wait(response, 0.0, self._patience) is None:
-                            _check(response)
+                        reader.refused(response)
                     else:
                         for line in response.iter_lines():
                             if (event := reader.feed(line)) is not None:
@@ -415,11 +412,11 @@ class Client(_ClientBase):
 
     def models(self) -> list[ModelCard]:
         """The models that the server offers; the first is its default."""
-        return self._do(_models())
+        return self._do(self._models())
 
     def server(self) -> ServerState:
         """The server's state."""
-        return self._do(_server())
+        return self._do(self._server())
 
     def close(self) -> None:
         """Close all connections."""
@@ -432,96 +429,52 @@ class Client(_ClientBase):
         self.close()
 
     def _do(self, flow: Flow[Result]) -> Result:
-        try:
-            ask = next(flow)
-            while True:
-                ask = flow.send(self._answer(ask))
-        except StopIteration as done:
-            return done.value
-
-    def _answer(self, ask: ApiRequest) -> httpx.Response:
-        waited = 0.0
+        resume: Any = flow.send
+        value: Any = None
         while True:
             try:
-                response = self._http.request(**vars(ask))
-            except (httpx.TransportError, httpx.InvalidURL) as error:
-                wait = self._lost(ask, error, waited)
-                if wait is None:
-                    raise _unreachable(self.url, error) from None
-            else:
-                self._reached = True
-                wait = _wait(response, waited, self._patience)
-                if wait is None:
-                    _check(response)
-                    return response
-            waited += wait
-            time.sleep(wait)
+                step = resume(value)
+            except StopIteration as done:
+                return done.value
+            try:
+                resume, value = flow.send, self._step(step)
+            except BaseException as error:
+                resume, value = flow.throw, error
+
+    def _step(self, step: Any) -> Any:
+        if isinstance(step, ApiRequest):
+            return self._http.request(step.method, step.url, **step.more)
+        return time.sleep(step) if isinstance(step, float) else next(step, None)
 
 
-class AsyncClient(_ClientBase):
-    """`Client` for programs with an event loop: the same methods, to be awaited."""
+def _awaited(
+    flow: Callable[Concatenate[Any, P], Flow[Result]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Result]]:
+    """The method of `AsyncClient` that does what a flow says."""
+
+    @functools.wraps(flow)
+    async def method(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> Result:
+        return await self._do(flow(self, *args, **kwargs))
+
+    return method
+
+
+class AsyncClient(_Flows):
+    """`Client` for programs with an event loop: the same methods, to be awaited. Cancelling a task cancels its job."""
 
     _http: httpx.AsyncClient
     _library = httpx.AsyncClient
 
-    async def generate(self, prompt: str, *, on_event: OnEvent | None = None, **options: Any) -> list[Image]:
-        """See `Client.generate`; cancelling the task cancels the job."""
-        job = await self.submit(prompt, **options)
-        try:
-            job = await self.wait(job.id, on_event)
-        except BaseException:
-            with contextlib.suppress(DitmeshError):
-                await asyncio.shield(self.cancel(job.id))
-            raise
-        return await self.images(job)
-
-    async def submit(self, prompt: str, **options: Any) -> Job:
-        """See `Client.submit`."""
-        ask = _submission(prompt, options)
-        try:
-            return await self._do(_submit(ask))
-        except Exception:
-            raise
-        except BaseException:
-            await asyncio.shield(self._withdraw(ask))
-            raise
-
-    async def _withdraw(self, ask: ApiRequest) -> None:
-        with contextlib.suppress(Exception):
-            job = Job.model_validate((await self._http.request(**vars(ask), timeout=LAST)).json())
-            await self._http.request("DELETE", f"/v1/jobs/{job.id}", timeout=LAST)
-
-    async def wait(self, id: str, on_event: OnEvent | None = None) -> Job:
-        """See `Client.wait`."""
-        done: Job | None = None
-        async for event in self.events(id):
-            if on_event is not None:
-                on_event(event)
-            if event.event in ENDED:
-                done = Job.model_validate(event.data)
-        assert done is not None
-        _check_success(done)
-        return done
-
-    async def images(self, job: Job) -> list[Image]:
-        """See `Client.images`."""
-        return await self._do(_images(job))
-
-    async def file(self, id: str, index: int = 0) -> bytes:
-        """See `Client.file`."""
-        return await self._do(_file(id, index))
-
-    async def job(self, id: str) -> Job:
-        """See `Client.job`."""
-        return await self._do(_job(id))
-
-    async def jobs(self, limit: int = 50, status: Status | None = None) -> list[Job]:
-        """See `Client.jobs`."""
-        return await self._do(_jobs(limit, status))
-
-    async def cancel(self, id: str) -> Job:
-        """See `Client.cancel`."""
-        return await self._do(_cancel(id))
+    generate = _awaited(_Flows._generate)
+    submit = _awaited(_Flows._submit)
+    wait = _awaited(_Flows._wait)
+    images = _awaited(_Flows._images)
+    file = _awaited(_Flows._file)
+    job = _awaited(_Flows._job)
+    jobs = _awaited(_Flows._jobs)
+    cancel = _awaited(_Flows._cancel)
+    models = _awaited(_Flows._models)
+    server = _awaited(_Flows._server)
 
     async def events(self, id: str, after: int = 0) -> AsyncIterator[Event]:
         """See `Client.events`."""
@@ -529,11 +482,10 @@ class AsyncClient(_ClientBase):
         while True:
             error = None
             try:
-                async with self._http.stream(**self._stream(id, reader)) as response:
+                async with self._stream(id, reader) as response:
                     if not response.is_success:
                         await response.aread()
-                        if _wait(response, 0.0, self._patience) is None:
-                            _check(response)
+                        reader.refused(response)
                     else:
                         async for line in response.aiter_lines():
                             if (event := reader.feed(line)) is not None:
@@ -543,14 +495,6 @@ class AsyncClient(_ClientBase):
             except httpx.TransportError as lost:
                 error = lost
             await asyncio.sleep(reader.pause(error))
-
-    async def models(self) -> list[ModelCard]:
-        """See `Client.models`."""
-        return await self._do(_models())
-
-    async def server(self) -> ServerState:
-        """See `Client.server`."""
-        return await self._do(_server())
 
     async def close(self) -> None:
         """See `Client.close`."""
@@ -563,27 +507,22 @@ class AsyncClient(_ClientBase):
         await self.close()
 
     async def _do(self, flow: Flow[Result]) -> Result:
-        try:
-            ask = next(flow)
-            while True:
-                ask = flow.send(await self._answer(ask))
-        except StopIteration as done:
-            return done.value
-
-    async def _answer(self, ask: ApiRequest) -> httpx.Response:
-        waited = 0.0
+        resume: Any = flow.send
+        value: Any = None
+        broken = False
         while True:
             try:
-                response = await self._http.request(**vars(ask))
-            except (httpx.TransportError, httpx.InvalidURL) as error:
-                wait = self._lost(ask, error, waited)
-                if wait is None:
-                    raise _unreachable(self.url, error) from None
-            else:
-                self._reached = True
-                wait = _wait(response, waited, self._patience)
-                if wait is None:
-                    _check(response)
-                    return response
-            waited += wait
-            await asyncio.sleep(wait)
+                step = resume(value)
+            except StopIteration as done:
+                return done.value
+            try:
+                # What is still to be done after a cancellation is not broken off by a second one.
+                doing = self._step(step)
+                resume, value = flow.send, await (asyncio.shield(doing) if broken else doing)
+            except BaseException as error:
+                resume, value, broken = flow.throw, error, broken or not isinstance(error, Exception)
+
+    async def _step(self, step: Any) -> Any:
+        if isinstance(step, ApiRequest):
+            return await self._http.request(step.method, step.url, **step.more)
+        return await asyncio.sleep(step) if isinstance(step, float) else await anext(step, None)
