@@ -277,7 +277,7 @@ class _Steps:
         if latents is not None and self._colours is not None:
             # Latents can be packed in any way: a preview is not worth a picture.
             with contextlib.suppress(Exception):
-                self._picture = self._colours.picture(latents, self._kind, *self._size)
+                self._picture = self._colours.picture(latents, *self._size)
         return {}
 
     def update(self, done: int, total: int | None) -> None:

@@ -12,7 +12,18 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from ditmesh.serve.worker.previews import Projection
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from ditmesh import zoo
+from ditmesh.config import ParallelConfig
+from ditmesh.core.steps import loop_steps
+from ditmesh.errors import InputError, RankFailed
+from ditmesh.generate.files import InputFile, partial_fits
+from ditmesh.generate.made import Picture, VideoFrames, made_of
+from ditmesh.generate.preview import LatentColours, preview_jpeg
+from ditmesh.generate.receipt import read_receipt
+from ditmesh.launch import RankPool
 from ditmesh.serve.worker.protocol import (
     Beat,
     Cancel,
@@ -29,17 +40,6 @@ from ditmesh.serve.worker.protocol import (
     TaskFailed,
     TaskStepped,
 )
-from PIL import Image
-from safetensors.torch import load_file, save_file
-
-from ditmesh import zoo
-from ditmesh.config import ParallelConfig
-from ditmesh.core.steps import loop_steps
-from ditmesh.errors import InputError, RankFailed
-from ditmesh.generate.files import InputFile, partial_fits
-from ditmesh.generate.made import Picture, VideoFrames, made_of
-from ditmesh.generate.receipt import read_receipt
-from ditmesh.launch import RankPool
 from support.batching import STEPS, Owner, alone, at_once, of, picture, pipeline, pixels, save_lora, staggered, task
 
 TOLERANCE = 1e-4  # after some steps; float32
@@ -291,7 +291,7 @@ def test_a_task_that_cannot_be_done_fails_alone(ranks):
 
 def serve_odd(specs: Any, *, report: Any) -> None:
     """As `serve_rank`; of the second image nothing can be said, and the third is something else."""
-    from ditmesh.serve.loaded import LoadedModel
+    from ditmesh.serve.worker.loaded import LoadedModel
 
     from ditmesh.serve import worker
 
@@ -351,13 +351,22 @@ def test_outputs_that_are_no_images_are_named():
             made_of(odd)
 
 
-def test_previews_outlive_an_image_of_nothing():
-    projection, latents = Projection(), torch.rand(4, 8, 8)
-    image = Image.new("RGB", (64, 64), "red")
-    projection.learn(latents, image)
-    before = projection.jpeg(latents)
-    projection.learn(torch.full((4, 8, 8), float("nan")), image)
-    assert projection.jpeg(latents) == before
+def test_a_preview_is_of_the_middle_frame_and_of_tokens_of_any_packing():
+    colours = LatentColours(torch.cat([torch.eye(4)[:, :3], torch.zeros(1, 3)]), 8)
+    plain = torch.rand(1, 4, 6, 4)
+    shown = colours.picture(plain, 32, 48)
+    assert shown is not None
+    assert shown.size == (4, 6)
+    video = torch.stack([torch.zeros_like(plain), plain, torch.zeros_like(plain)], dim=2)
+    packed = plain.reshape(1, 4, 3, 2, 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 6, 16)
+    for latents in (video, plain.flatten(2).mT, video.flatten(2).mT, packed):
+        same = colours.picture(latents, 32, 48)
+        assert same is not None
+        assert same.tobytes() == shown.tobytes()
+    for odd in (plain[:, :3], packed[:, :5], plain * float("nan")):
+        assert colours.picture(odd, 32, 48) is None
+    data, *size = preview_jpeg(shown)
+    assert Image.open(io.BytesIO(data)).size == tuple(size) == (84, 126)
 
 
 def test_steps_are_those_of_the_loop():

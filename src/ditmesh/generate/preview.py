@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Longest side of a preview in pixels, at least, where it is made larger than the latents.
+SHOWN_SIDE = 128
 # Colours that are decoded to find out what latents mean, and pixels of latents of each.
 SAMPLES, SIDE = 96, 4
 
@@ -31,29 +34,44 @@ class LatentColours:
     factors: Tensor
     scale: int
 
-    def picture(self, latents: Tensor, pipeline: type[Any], width: int, height: int) -> Image | None:
-        """A picture of the first latents of a batch, one pixel for each of theirs; None: they are of another form.
+    def picture(self, latents: Tensor, width: int, height: int) -> Image | None:
+        """A picture of the first latents of a batch, one pixel for each of theirs.
 
         Args:
-            latents: as a pipeline's callback has them: (batch, channels, [frames,] height, width), or packed into
-                tokens where the pipeline's class has ``_unpack_latents``.
-            pipeline: class of the pipeline.
-            width, height: of the picture that is generated; of use for packed latents only.
+            latents: as a pipeline's callback has them: (batch, channels, [frames,] height, width), or tokens of one
+                latent pixel, or of two by two, in rows. Of frames the middle one is shown.
+            width, height: of the picture that is generated; of use for tokens only.
+
+        Returns:
+            None: they are of another form, or not finite.
         """
         from PIL import Image
 
-        latents = latents[:1].float()
-        if latents.ndim == 3 and hasattr(pipeline, "_unpack_latents"):
-            if latents.shape[1] != (width // self.scale // 2) * (height // self.scale // 2):
-                return None
-            latents = pipeline._unpack_latents(latents, height, width, self.scale)
-        if latents.ndim == 5:
-            latents = latents[:, :, 0]
+        shown = latents.detach()[0].float().cpu()
         channels = self.factors.shape[0] - 1
-        if latents.ndim != 4 or latents.shape[1] != channels:
+        if shown.ndim == 2 and (patch := {channels: 1, 4 * channels: 2}.get(shown.shape[1])) is not None:
+            down, across = height // self.scale // patch, width // self.scale // patch
+            if not down * across or shown.shape[0] % (down * across):
+                return None
+            blocks = shown.reshape(-1, down, across, channels, patch, patch).permute(3, 0, 1, 4, 2, 5)
+            shown = blocks.reshape(channels, -1, down * patch, across * patch)
+        if shown.ndim == 4:
+            shown = shown[:, shown.shape[1] // 2]
+        if shown.ndim != 3 or shown.shape[0] != channels or not bool(shown.isfinite().all()):
             return None
-        colours = latents[0].movedim(0, -1) @ self.factors[:-1] + self.factors[-1]
-        return Image.fromarray((colours.nan_to_num().clamp(0, 1) * 255).round().to(torch.uint8).numpy())
+        colours = (shown.movedim(0, -1) @ self.factors[:-1] + self.factors[-1]).clamp(0, 1)
+        return Image.fromarray((colours * 255).round().to(torch.uint8).numpy())
+
+
+def preview_jpeg(picture: Image) -> tuple[bytes, int, int]:
+    """A picture of latents as a JPEG that is large enough to be looked at, its width and height."""
+    from PIL.Image import Resampling
+
+    times = max(1, SHOWN_SIDE // max(picture.size))
+    picture = picture.resize((picture.width * times, picture.height * times), Resampling.BICUBIC)
+    data = BytesIO()
+    picture.save(data, format="JPEG", quality=80)
+    return data.getvalue(), picture.width, picture.height
 
 
 def latent_colours(pipe: Any) -> LatentColours | None:
@@ -67,7 +85,8 @@ def latent_colours(pipe: Any) -> LatentColours | None:
     if vae is None or not channels:
         return None
     try:
-        return _fitted(vae, config, channels, getattr(pipe, "vae_scale_factor", 8))
+        scale = getattr(pipe, "vae_scale_factor", getattr(pipe, "vae_spatial_compression_ratio", 8))
+        return _fitted(vae, config, channels, scale)
     except Exception as error:
         # Previews are not worth a pipeline that cannot be loaded.
         log.warning("there are no previews: %s cannot be looked at (%s)", type(vae).__name__, error)

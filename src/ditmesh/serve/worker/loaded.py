@@ -6,27 +6,26 @@ import copy
 import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from ...comm.mesh import Mesh
 from ...core.digests import WeightDigests, digest
-from ...core.steps import SchedulerStep, StepEvents
 from ...engine import Engine, engine_of, parallelize
 from ...engine.first_call import FirstCall
 from ...errors import ConfigError, InputError
 from ...generate.arguments import check_call
 from ...generate.files import PICTURES, InputFile, adapter, check_mask, partial_fits, pipeline_for
 from ...generate.job import PictureJob, check_config, check_content, check_layout, job_for
-from ...generate.made import Made, made_of
+from ...generate.made import Made
 from ...generate.model_info import ModelInfo, find_model
+from ...generate.preview import latent_colours
 from ...generate.receipt import Receipt
-from ...generate.runner import PipelineRunner, Prepared, facts_of, share_of
+from ...generate.runner import PipelineRunner, Prepared, facts_of, rank_of_process, share_of
 from ...generate.shape import input_size
 from ...generate.video import FPS
 from ...media.videos import check_video_library
@@ -36,7 +35,6 @@ from ...strategies.vae.parallel import BandedVae
 from ..offers import check_frames
 from ..types import ModelCard
 from .batching import Batcher, PipelineTask, copied
-from .previews import Projection
 from .protocol import ModelSpec, PictureTask
 
 # Pictures that are done at the same time are decoded on a rank each: bands of one would need all ranks at once.
@@ -62,7 +60,7 @@ class LoadedModel:
 
     Attributes:
         batcher: runs its calls.
-        projection: for previews.
+        colours: of its latents, for previews, which rank 0 makes; None: it has none.
         card: the fields of its `ModelCard` that loading shows.
 
     Raises:
@@ -80,7 +78,6 @@ class LoadedModel:
     ) -> None:
         self.spec, self.device = spec, device
         self.info: ModelInfo = find_model(spec.model)
-        self.projection = Projection()
         self._files = tuple(replace(adapter("lora", path), scale=1.0) for path in spec.loras.values())
         self._exchange, self._undo = exchange, undo
         self._options = {"dtype": spec.dtype, "variant": spec.variant, "offload": spec.offload}
@@ -149,6 +146,7 @@ class LoadedModel:
         self._weights = {name: value for name, (value, _) in digests.items()}
         names = {file.path: name for name, file in zip(self.spec.loras, job.files, strict=True)}
         self._notes = {names[path]: note for path, note in partial_fits(runner.pipe, job.files).items()}
+        self.colours = latent_colours(runner.pipe) if rank_of_process() == 0 else None
         return runner
 
     # --- looking at it -----------------------------------------------------------------------------------------
@@ -183,13 +181,6 @@ class LoadedModel:
         except Exception as error:
             batcher.why = f"it cannot be tried ({_short(error)}); requests run one after the other"
             return
-        latest: Tensor | None = None
-
-        def seen(step: SchedulerStep) -> None:
-            nonlocal latest
-            latest = step.latents()
-
-        events = StepEvents(own.scheduler, seen)
         with torch.no_grad():
             while not run.ended and not batcher.why:
                 if batcher.steps(run):
@@ -198,12 +189,6 @@ class LoadedModel:
                 self._agree(run.failure if trouble is None else trouble.error)
         run.leave()
         batcher.close_request()
-        events.undo()
-        if run.output is not None and latest is not None:
-            # Of something else than images there are no previews, and its tasks fail with the reason.
-            with suppress(InputError):
-                frames = made_of(run.output)[0].frames
-                self.projection.learn_from(latest, frames[len(frames) // 2])
 
     def _agree(self, failed: Exception | None) -> None:
         """Whether the small picture can be made on all ranks; else requests run one after the other."""

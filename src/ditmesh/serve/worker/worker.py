@@ -19,13 +19,13 @@ import torch
 from ...core.steps import SchedulerStep, StepEvents, loop_steps
 from ...generate.arguments import CALLBACK, call_parameters
 from ...generate.made import Picture, made_of
+from ...generate.preview import preview_jpeg
 from ...generate.receipt import Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
 from ..types import RankState
 from .batching import PipelineTask
 from .loaded import LoadedModel
 from .model_cache import ModelCache
-from .previews import grid
 from .protocol import (
     Beat,
     Cancel,
@@ -312,8 +312,6 @@ class TaskScheduler:
             made = made_of(output)[0]
             images = [*made.frames]
             receipt = model.receipt(prepared, made if len(images) > 1 else Picture(images[0]), seconds)
-            if latents is not None:
-                model.projection.learn_from(latents, images[len(images) // 2])
         except Exception as error:
             self._report_failure(work.task.id, failure_of(error))
             return
@@ -476,15 +474,15 @@ class TaskScheduler:
             run.ask(None)
 
     def _preview(self, work: RunningTask, model: LoadedModel) -> None:
+        if work.seen is None or work.prepared is None or model.colours is None:
+            return
         try:
-            assert work.prepared is not None
-            width, height = work.prepared.job.size or model.info.default_size or (1, 1)
-            estimate = None if work.seen is None else work.seen.estimate()
-            shown = work.seen.latents() if work.seen is not None and estimate is None else estimate
-            small = None if shown is None else grid(shown, width / height)
-            made = None if small is None else model.projection.jpeg(small)
-            if made is not None:
-                data, width, height = made
+            estimate = work.seen.estimate()
+            shown = work.seen.latents() if estimate is None else estimate
+            size = work.prepared.job.size or model.info.default_size or (0, 0)
+            picture = None if shown is None else model.colours.picture(shown, *size)
+            if picture is not None:
+                data, width, height = preview_jpeg(picture)
                 self._ranks.send(Preview(work.task.id, work.step, width, height, data))
         except Exception as error:
             # A picture does without.
