@@ -165,6 +165,7 @@ def _checked(
     """Refuse configurations that say nothing or do not fit; the others that are to be verified."""
     from ..config import ParallelConfig
     from ..generate.job import check_config
+    from ..recipe import RECIPE
     from ..strategies.support import check as check_support
     from ..tools.verify.runs import reference_of, sensible
 
@@ -172,7 +173,7 @@ def _checked(
         if config == (reference_of(config) or ParallelConfig()):
             raise ConfigError(f"{config.describe()!r} compares one device with itself; write such as 'ulysses=2'")
         check_config(config, info, config.world_size, job.size, job.frames or 1)
-        check_support(info.transformer_class, config)
+        check_support(info.transformer_class, config, RECIPE)
     if all_of is None:
         return []
     guided = job.guidance is None or job.guidance > 1
