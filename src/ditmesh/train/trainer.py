@@ -304,7 +304,8 @@ class Trainer:
         by_rank = shares(batches, self.parallel.speeds.values, equal_counts=self.config.sharding == "fsdp")
         mine = by_rank[data.rank]
         samples = sum(len(batch.samples) for batch in batches)
-        found: dict[int, float] = {}
+        # On the device until all are there: one that is read here would be waited for in every micro-batch.
+        sums = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
         for place, number in enumerate(mine):
             with self.parallel.sync.accumulating(number, len(batches), is_last=place == len(mine) - 1):
                 with self.parallel.speeds.measured(batches[number].cost):
@@ -312,12 +313,11 @@ class Trainer:
                 self.update.scaler.scale(losses.sum() * (self.parallel.sync.share / samples)).backward()
                 if self.parallel.subset is not None:
                     self.parallel.subset.keep(None)
-            found[number] = float(losses.detach().double().sum())
+            sums[number] = losses.detach().double().sum()
         self.parallel.speeds.agree()
         self.parallel.sync.reduce(by_rank)
-        for others in data.all_gather_object(found) if data.size > 1 else ():
-            found |= others
-        loss = sum(found[number] for number in range(len(batches))) / samples
+        # Each is one rank's; the zeros of the others change no bit of it.
+        loss = sum(data.all_reduce(sums).tolist()) / samples
         if not math.isfinite(loss):
             raise FloatingPointError(self.update.unchanged(f"the loss of step {self.step + 1} is {loss}"))
         norm, overflowed = self.update.apply(self.parallel.sync, self.step + 1)
