@@ -132,10 +132,8 @@ class Mesh:
             )
         if links is None:
             config.check_world_size(world_size)
-        if device is None:
-            on_nccl = initialised and backend_of(None, "cuda") == "nccl"
-            device = torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")
-        self.config, self.device = config, torch.device(device)
+        self.config = config
+        self.device = _usual_device(initialised) if device is None else torch.device(device)
         self.rank, self.world_size = dist.get_rank() if initialised else 0, world_size
         self.traffic = Traffic() if links is None else next(iter(links.values())).traffic
         self.hosts = Hosts.one(world_size)
@@ -193,9 +191,7 @@ class Mesh:
         None for one rank. Made when it is first asked for, which is a collective call of all ranks of the job.
         """
         if not self._averaging and self.config.size_of(AVERAGED) > 1:
-            group, _ = dist.new_subgroups_by_enumeration(self.config.groups(AVERAGED), timeout=self._deadline)
-            assert isinstance(group, dist.ProcessGroup)
-            self._averaging.append(group)
+            self._averaging.append(self._new_subgroup(self.config.groups(AVERAGED)))
         return self._averaging[0] if self._averaging else None
 
     def new_host_group(self) -> dist.ProcessGroup | None:
@@ -208,6 +204,20 @@ class Mesh:
         group = dist.new_group(backend="gloo", timeout=self._deadline)
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    def _new_subgroup(self, sets: list[list[int]]) -> dist.ProcessGroup:
+        """A process group of each of these sets of ranks, of which this rank is in one. A collective call."""
+        group, _ = dist.new_subgroups_by_enumeration(sets, timeout=self._deadline)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def _keeps_order(self, name: str) -> bool:
+        """Whether messages of a link keep an order of their own, or are long under way: it shares no process group.
+
+        NCCL carries what one group is given in that order: stages post theirs in another order than the sums of all
+        ranks, and what is to travel beside the computation would hold up what is waited for.
+        """
+        return name in ("pipe", "pipe_back", "shard") or (name == "ring" and self.config.exchange == "displaced")
 
     def _sets(self, name: str) -> list[list[int]]:
         """All sets of ranks that a link of this name joins."""
@@ -229,16 +239,20 @@ class Mesh:
             near = self.hosts.near[self.rank]
             self._memory = SharedMemory(len(self._links), self._deadline, self._state, self._control, near)
         memory = self._memory
+        # Not the default group for the world: after a failure it could be neither given up nor made again.
+        made: dict[tuple[str, str], dist.ProcessGroup] = {}
         for number, (name, link) in enumerate(self._links.items()):
             if link.size > 1:
-                group, _ = dist.new_subgroups_by_enumeration(self._sets(name), timeout=self._deadline)
-                assert isinstance(group, dist.ProcessGroup)
-                self._groups.append(group)
+                sets = self._sets(name)
+                key = name if self._keeps_order(name) else "", str(sets)
+                if key not in made:
+                    made[key] = self._new_subgroup(sets)
+                    self._groups.append(made[key])
                 hosts = self.hosts.numbers
                 here = [rank for rank in link.ranks if hosts[rank] == hosts[self.rank]]
                 joined = len(here) > 1 and self.hosts.joins(here)
                 shared = SharedChannel(memory, number, link.ranks) if memory and joined else None
-                link.connect(group, shared, [hosts[rank] for rank in link.ranks], self.device)
+                link.connect(made[key], shared, [hosts[rank] for rank in link.ranks], self.device)
         # A group is there for one rank while another still connects, and would be lost if the first one failed now.
         dist.barrier(group=self._control)
 
@@ -466,3 +480,9 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({self.config.describe()}, rank {self.rank} of {self.world_size}, {self.device})"
+
+
+def _usual_device(initialised: bool) -> torch.device:
+    """The current CUDA device where the default process group runs on NCCL, else the CPU."""
+    on_nccl = initialised and backend_of(None, "cuda") == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")
