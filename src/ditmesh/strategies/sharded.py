@@ -140,6 +140,7 @@ class GatherGroup:
     parameters: tuple[str, ...]
 
 
+# complex: one walk over the modules, where a block and a layer outside of blocks take different parameters.
 def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()) -> list[GatherGroup]:
     """The parameters of a model that can be in pieces: those of every block, and of large layers outside of blocks.
 
@@ -171,12 +172,10 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
             own = {n: p for n, p in own.items() if all(other.startswith(f"{path}.") for other in holders[id(p)])}
             runs_with = (path,)
         else:
-            if not isinstance(module, _LAYERS) or sum(map(_bytes_of, own.values())) < LARGE * total:
+            large = isinstance(module, _LAYERS) and sum(map(_bytes_of, own.values())) >= LARGE * total
+            runs_with = tuple(dict.fromkeys(name.rpartition(".")[0] for p in own.values() for name in holders[id(p)]))
+            if not large or not all(isinstance(modules[home], _LAYERS) for home in runs_with):
                 continue
-            homes = dict.fromkeys(name.rpartition(".")[0] for p in own.values() for name in holders[id(p)])
-            if any(not isinstance(modules[home], _LAYERS) for home in homes):
-                continue
-            runs_with = tuple(homes)
         if own:
             taken.update(map(id, own.values()))
             found.append(GatherGroup(path, runs_with, tuple(own)))

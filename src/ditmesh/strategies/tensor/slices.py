@@ -116,18 +116,7 @@ def _apply(made: TensorPlan, rule: Rule, path: str, module: nn.Module, degree: i
     attention_path = _join(path, rule.attention or "")
     attention = None if rule.attention is None else _child(module, rule.attention)
     widths = {} if attention is None else _head_cuts(attention, attention_path, degree)
-    for name, parts in rule.row.items():
-        linear = _linear_at(module, name)
-        if linear is None:
-            continue
-        missing = [width for width in parts if width not in widths]
-        if missing:
-            # What the named widths leave of the input features is the hidden width.
-            rest = linear.in_features - sum(widths[width].total for width in parts if width in widths)
-            widths[missing[0]] = _hidden_cut(rest, degree)
-        cut = _packed(parts, widths)
-        _expect(path, name, linear.in_features, cut.total, "input", rule)
-        made.sites.append(Site(_join(path, name), "row", cut))
+    _apply_rows(made, rule, path, module, widths, degree)
     for name, parts in rule.column.items():
         linear = _linear_at(module, name)
         if linear is None:
@@ -154,6 +143,24 @@ def _apply(made: TensorPlan, rule: Rule, path: str, module: nn.Module, degree: i
             value = vars(holder).get(name)
             if width in widths and type(value) is int and value == widths[width].total:
                 made.attributes.append((holder_path, name, widths[width].lengths))
+
+
+def _apply_rows(
+    made: TensorPlan, rule: Rule, path: str, module: nn.Module, widths: dict[str, Partition], degree: int
+) -> None:
+    """Note what is cut by row; widths that only these layers show are added."""
+    for name, parts in rule.row.items():
+        linear = _linear_at(module, name)
+        if linear is None:
+            continue
+        missing = [width for width in parts if width not in widths]
+        if missing:
+            # What the named widths leave of the input features is the hidden width.
+            rest = linear.in_features - sum(widths[width].total for width in parts if width in widths)
+            widths[missing[0]] = _hidden_cut(rest, degree)
+        cut = _packed(parts, widths)
+        _expect(path, name, linear.in_features, cut.total, "input", rule)
+        made.sites.append(Site(_join(path, name), "row", cut))
 
 
 def _refuse_unknown(rule: Rule, module: nn.Module, path: str, attention: nn.Module, queries: int) -> None:
