@@ -411,6 +411,20 @@ def _version(patch: int, leaf: Any) -> Any:
     return leaf.version(patch) if isinstance(leaf, LazyPatches) else leaf
 
 
+def whole_result(result: Any) -> Any:
+    """A pipeline's result with whole tensors."""
+    if isinstance(result, list):
+        return [whole_result(item) for item in result]
+    if isinstance(result, tuple) and not hasattr(result, "_fields"):
+        return tuple(whole_result(item) for item in result)
+    if isinstance(result, dict):
+        # In place: pytree cannot build diffusers' BaseOutput again, which leaves out fields that are None.
+        for key in list(result):
+            result[key] = whole_result(result[key])
+        return result
+    return whole_of(result)
+
+
 class PipeFusionCalls(PipeStrategy):
     """A call of every transformer as a row of calls, one for each patch."""
 
@@ -439,7 +453,7 @@ class PipeFusionCalls(PipeStrategy):
     def result(self, value: Any) -> Any:
         """Whole tensors in place of patches that have still to come."""
         flushes = [pipe.flushes for pipe in self.pipes]
-        value = whole_of(value)
+        value = whole_result(value)
         # At the end everything has to come anyway: that is no pause.
         for pipe, count in zip(self.pipes, flushes, strict=True):
             pipe.flushes = count
