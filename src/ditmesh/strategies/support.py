@@ -12,11 +12,13 @@ import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError, UntestedWarning
-from .base import Strategy
+
+if TYPE_CHECKING:
+    from .base import Strategy
 
 TABLE = Path(__file__).with_name("support.json")
 
