@@ -19,7 +19,6 @@ from ..config import ParallelConfig
 from ..errors import ConfigError, RankFailed
 from ..forecast.candidates import resized
 from ..launch import guarded_folder, launcher
-from ..recipe import RECIPE, keeps_between_steps
 from . import journal
 from .job import Generated, Kept, Loaded, PictureJob, Restart, StepDone
 from .run import generate
@@ -31,6 +30,9 @@ def check_elastic(config: ParallelConfig, devices: int) -> None:
     Raises:
         ConfigError: naming the setting and the way out.
     """
+    # Strategies need torch, for which a mistake on the command line is not to wait.
+    from ..recipe import RECIPE, keeps_between_steps
+
     if not config.reproducible:
         raise ConfigError(
             "--elastic goes on with fewer devices, and only reproducible mode draws the same picture on them; "
