@@ -750,7 +750,7 @@ def test_operators_of_torch_on_cuda(masked, dtype):
     if bias is not None:
         bias[..., 3:5] = -torch.inf
     kind = "efficient" if masked or dtype == torch.float32 else "flash"
-    chosen = mock.patch.object(torch_lse, "_cuda_kernel", lambda *call: kind)
+    chosen = mock.patch.object(torch_lse, "_cuda_kernel", return_value=kind)
     with mock.patch.object(torch_lse, "fused", OPERATORS.get), chosen:
         out, found = torch_lse._cuda(q, k, v, bias, 0.3)
     truth = attend_with_lse_reference(q, k, v, bias, 0.3)
