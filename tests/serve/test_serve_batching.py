@@ -291,7 +291,7 @@ def test_a_task_that_cannot_be_done_fails_alone(ranks):
 
 def serve_odd(specs: Any, *, report: Any) -> None:
     """As `serve_rank`; of the second image nothing can be said, and the third is something else."""
-    from ditmesh.serve import worker
+    from ditmesh.serve.worker import worker
     from ditmesh.serve.worker.loaded import LoadedModel
 
     receipt, asked = LoadedModel.receipt, []
