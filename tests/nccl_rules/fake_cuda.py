@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from support.syncs import COPIES, asked_by, waits
@@ -287,17 +287,35 @@ class Messages:
         return dist.all_reduce(self._sent(tensor), *others, **named)
 
 
+def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes tensors of memory that is there."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
 @contextmanager
 def cuda() -> Iterator[FakeDevice]:
     """A fake ``cuda`` device of this process, or of this rank: links take the path of NCCL."""
     from ditmesh.comm import link as link_module
+    from ditmesh.core import digests
 
-    device = FakeDevice()
+    device, feed, samples = FakeDevice(), _on_host(digests._feed_bytes), _on_host(digests._samples)
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (link_module.Link, "_matches", property(lambda _: False)),
             (link_module, "dist", Messages(device)),
+            # Every bit of the weights is read once: by many operations, which are of no interest here.
+            (digests, "_feed_bytes", lambda update, tensor: feed(update, device.values(tensor))),
+            (digests, "_samples", lambda tensors: samples([device.values(one) for one in tensors])),
+            (dist, "all_gather_object", _on_host(dist.all_gather_object)),
+            (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),
             (torch.cuda, "_lazy_init", lambda: None),
+            (torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
+            (torch.cuda, "set_rng_state", lambda *_: None),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "synchronize", lambda *_: None),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
