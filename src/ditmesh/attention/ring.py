@@ -81,7 +81,7 @@ def _forward(
     link = ring.link
     out: Tensor | None = None
     lse: Tensor | None = None
-    wide = torch.promote_types(q_bhsd.dtype, torch.float32) if link.size > 1 else q_bhsd.dtype
+    wide = torch.float32 if link.size > 1 and q_bhsd.dtype.itemsize < 4 else q_bhsd.dtype
     k, v = k_bhsd, v_bhsd
     for step in range(link.size):
         block = (link.rank - step) % link.size
