@@ -14,7 +14,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.core import intercept
 from ditmesh.core.partition import even_cut, offsets
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny
-from support.patched import everything, same
+from support.patched import everything, same, sdpa
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -65,7 +65,7 @@ def test_parallelised_models_do_not_disturb_one_another(ranks):
 
 
 def test_attention_is_intercepted_only_while_somebody_is_parallel():
-    original = F.scaled_dot_product_attention
+    original = sdpa()
     with ditmesh.parallelized(tiny("DiT"), {}):
         assert F.scaled_dot_product_attention is not original
         with ditmesh.parallelized(tiny("SD3"), {}):
