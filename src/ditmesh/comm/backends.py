@@ -34,3 +34,9 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> s
         return world._get_backend(torch.device(device)).name()
     except RuntimeError:
         return ""
+
+
+def device_of_rank() -> torch.device:
+    """Where this rank computes: the current GPU when the ranks talk over NCCL, else the CPU."""
+    on_nccl = dist.is_available() and dist.is_initialized() and backend_of(None, "cuda") == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")

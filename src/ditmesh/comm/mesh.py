@@ -25,7 +25,7 @@ from torch import nn
 from ..config import AXES, REPLICAS, ParallelConfig
 from ..errors import ConfigError
 from . import Hosts, Link, PeerError, RequestState, SharedChannel, SharedMemory, Traffic, find_hosts, possible
-from .backends import backend_of
+from .backends import device_of_rank
 
 # Seconds a collective may wait for a rank that does not come.
 DEFAULT_DEADLINE = 600.0
@@ -133,7 +133,9 @@ class Mesh:
         if links is None:
             config.check_world_size(world_size)
         self.config = config
-        self.device = _usual_device(initialised) if device is None else torch.device(device)
+        if device is None:
+            device = torch.device("cpu") if links is not None else device_of_rank()
+        self.device = torch.device(device)
         self.rank, self.world_size = dist.get_rank() if initialised else 0, world_size
         self.traffic = Traffic() if links is None else next(iter(links.values())).traffic
         self.hosts = Hosts.one(world_size)
@@ -480,9 +482,3 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({self.config.describe()}, rank {self.rank} of {self.world_size}, {self.device})"
-
-
-def _usual_device(initialised: bool) -> torch.device:
-    """The current CUDA device where the default process group runs on NCCL, else the CPU."""
-    on_nccl = initialised and backend_of(None, "cuda") == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")

@@ -103,6 +103,7 @@ class PipelineRunner:
             InputError: the pipeline cannot do what is asked, or does not fit into memory.
             LayoutError: the transformer's tokens could not be found out.
         """
+        from ..comm.backends import device_of_rank
         from ..comm.mesh import Mesh
         from ..core.digests import sampled_fingerprint
         from ..forecast.memory.check import Peaks
@@ -418,17 +419,6 @@ def _check_memory(job: PictureJob, device: torch.device) -> None:
     check_memory(info, config, dtype, device, workload, limit, offloaded=job.offload != "none")
 
 
-def device_of_rank() -> torch.device:
-    """Where this rank computes: its GPU when the job's ranks talk over NCCL, else the CPU."""
-    import torch
-    import torch.distributed as dist
-
-    from ..comm.backends import backend_of
-
-    on_cuda = dist.is_available() and dist.is_initialized() and backend_of(None, "cuda") == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-
-
 def quieten() -> None:
     """Let this process of ours show no loading bars, and warnings of libraries on the first rank alone.
 
@@ -436,7 +426,6 @@ def quieten() -> None:
     a file lacks, text that is cut off.
     """
     import diffusers
-    import torch.distributed as dist
     import tqdm
     import transformers
 
@@ -445,7 +434,7 @@ def quieten() -> None:
     # complains about when a rank is killed.
     tqdm.tqdm.set_lock(threading.RLock())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    first = rank_of_process() == 0
     for library in (diffusers, transformers):
         library.utils.logging.disable_progress_bar()
         if not first and f"{library.__name__.upper()}_VERBOSITY" not in os.environ:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from ..comm.backends import device_of_rank
 from ..comm.mesh import DEFAULT_DEADLINE
 from ..generate.job import PictureJob
 from ..generate.model_info import find_model
-from ..generate.runner import PipelineRunner, device_of_rank
+from ..generate.runner import PipelineRunner, rank_of_process
 from ..zoo.references import nearest, shrink
 from .config import TrainConfig
 from .export import export
@@ -62,8 +62,7 @@ def train(
     pipe.set_progress_bar_config(disable=True)
     began = time.monotonic()
     model = type(pipe.transformer)
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    with Trainer(config, pipe, device_of_rank(), timeout, report if first else None) as trainer:
+    with Trainer(config, pipe, device_of_rank(), timeout, report if rank_of_process() == 0 else None) as trainer:
         validation = _Validation(trainer)
         # Messages of the other ranks would be the same.
         reported = report if trainer.speaks else None

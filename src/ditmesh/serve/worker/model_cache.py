@@ -9,8 +9,8 @@ from contextlib import ExitStack, suppress
 import torch
 
 from ...comm import PeerError
+from ...comm.backends import device_of_rank
 from ...errors import DitmeshError
-from ...generate.runner import device_of_rank
 from .loaded import LoadedModel
 from .protocol import Load, ModelFailed, ModelReady, ModelSpec
 from .rendezvous import RankRendezvous, failure_of

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from ...comm import Link, Traffic
+from ...comm.backends import device_of_rank
 from ...config import ParallelConfig
 from ...core.patching import Patch
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
@@ -29,7 +30,7 @@ from ...forecast.candidates import grids, resized
 from ...generate.arguments import call_parameters, steps_of
 from ...generate.job import PictureJob, check_config
 from ...generate.model_info import find_model
-from ...generate.runner import PipelineRunner, device_of_rank, rank_of_process
+from ...generate.runner import PipelineRunner, rank_of_process
 from ...launch import MessageSink
 
 if TYPE_CHECKING:
