@@ -244,10 +244,12 @@ class Taps:
         self._sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def __enter__(self) -> Taps:
+        from ...strategies.stale.displaced import StaleSequence
+
         for model, hooks in zip(self._models, self._engine.hooks, strict=True):
             self._undo.callback(model.register_forward_hook(self._called, with_kwargs=True).remove)
             for handler in getattr(hooks.handler, "handlers", ()):
-                if hasattr(handler, "attend_stale"):
+                if isinstance(handler, StaleSequence):
                     self._tap(handler)
         return self
 
@@ -267,27 +269,26 @@ class Taps:
         self._calls.append((model, *tree_map_only(Tensor, copied, (args, kwargs)), copied(_first(output))))
 
     def _tap(self, handler: Any) -> None:
-        from ...core.patching import Patch
         from ...strategies.sequence import SequenceParallel
 
-        inner, traffic = handler.attend_stale, self._engine.mesh.traffic
+        traffic = self._engine.mesh.traffic
         counted = traffic.bytes_sent
 
-        def attend_stale(key: Any, attention: AttentionCall) -> Tensor:
-            out = inner(key, attention)
+        def observe(key: Any, attention: AttentionCall, out: Tensor) -> None:
             control = handler.control
-            if not control.decision.synchronous:
-                # Ranks take turns where they would send, by when all of them have counted: what one puts back is
-                # not missing for another.
-                traffic.bytes_sent = Counter()
-                try:
-                    exact = SequenceParallel.attend_distributed(handler, attention)
-                finally:
-                    traffic.bytes_sent = counted
-                _add(self._sums[key[1], control.clock.call.step], out, exact)
-            return out
+            if control.decision.synchronous:
+                return
+            # Ranks take turns where they would send, by when all of them have counted: what one puts back is
+            # not missing for another.
+            traffic.bytes_sent = Counter()
+            try:
+                exact = SequenceParallel.attend_distributed(handler, attention)
+            finally:
+                traffic.bytes_sent = counted
+            _add(self._sums[key[1], control.clock.call.step], out, exact)
 
-        self._undo.callback(Patch(handler, "attend_stale", attend_stale))
+        handler.observers.append(observe)
+        self._undo.callback(handler.observers.remove, observe)
 
     def attention_errors(self) -> dict[str, dict[int, float]]:
         """By block and stale step: relative L2 error of the attention's output, over all ranks, heads and branches."""
