@@ -450,9 +450,9 @@ class Client(_Flows):
 def _awaited(
     flow: Callable[Concatenate[Any, P], Flow[Result]],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Result]]:
-    """The method of `AsyncClient` that does what a flow says."""
+    """The method of `AsyncClient` that does what a flow says, with the name and docstring of `Client`'s."""
 
-    @functools.wraps(flow)
+    @functools.wraps(getattr(Client, flow.__name__.removeprefix("_")))
     async def method(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> Result:
         return await self._do(flow(self, *args, **kwargs))
 
