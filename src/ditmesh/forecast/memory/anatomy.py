@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ...config import ParallelConfig
-from ...core.clock import TIMESTEPS
 from ...engine import Engine
 from ...engine.explain import Layer
 from ...errors import DitmeshError
@@ -26,7 +25,7 @@ from ...strategies.pipefusion.stages import blocks_of, kinds_of
 from ..costs.work import Workload
 from ..model_work import WithoutValues, kept_blocks
 from .phantom import phantom_mesh
-from .walk import FAILURES, fake_weights
+from .walk import FAILURES, STEPS, fake_weights, run_steps
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,12 @@ def anatomy(
                     make = Conventions(model, variant)
                     make.dtype = dtype
                     with _noted(model, layout, place):
-                        _steps(engine, model, make.inputs(size), calls, seen)
+                        inputs = make.inputs(size)
+                        with WithoutValues():
+                            engine.begin_request(STEPS)
+                            # What is left are the exchanges of the last step, which is stale if any is.
+                            run_steps(engine, model, inputs, calls, seen.clear)
+                            engine.end_request()
                     return layers, _in_a_row(seen)
                 except (DitmeshError, *FAILURES):
                     continue
@@ -115,20 +119,6 @@ def _noted(model: nn.Module, layout: TokenLayout, place: list[str]) -> Iterator[
             undo.callback(before.remove)
             undo.callback(after.remove)
         yield
-
-
-def _steps(engine: Engine, model: nn.Module, inputs: dict[str, Any], calls: int, seen: list[Any]) -> None:
-    """Some steps; ``seen`` is left with the exchanges of the last one, which is stale if any is."""
-    with WithoutValues():
-        engine.begin_request(3)
-        for step in range(3 if engine.control is not None else 1):
-            seen.clear()
-            for name in inputs.keys() & TIMESTEPS:
-                # Steps are told apart by their times.
-                inputs[name] = inputs[name] - 0.01 * step
-            for _ in range(calls):
-                model(**inputs)
-        engine.end_request()
 
 
 def _in_a_row(seen: list[tuple[str, str, str, int]]) -> list[Exchange]:

@@ -49,7 +49,7 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 # torch's own convolution is taken for small inputs of small kernels: elements of its first four dimensions.
 _SMALL = 20480
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
-_STEPS = 3
+STEPS = 3
 
 
 # Bytes that an operation takes besides its results, from the operation, its arguments and its results.
@@ -186,22 +186,39 @@ def _step(
 
 def _some_steps(engine: Engine, model: nn.Module, alive: LiveBytes, make: Conventions, size: Size, calls: int) -> float:
     """What is alive between the steps."""
-    stale = engine.control is not None
     with WithoutValues(), alive:
         inputs = make.inputs(size)
         gc.collect()
-        engine.begin_request(_STEPS)
-        before, outputs = alive.now, []
-        for step in range(_STEPS if stale else 1):
-            for name in TIMESTEPS:
-                if name in inputs:
-                    # The scheduler's count is not there: steps are told apart by their times.
-                    inputs[name] = inputs[name] - 0.01 * step
-            outputs = [model(**inputs) for _ in range(calls)]
+        engine.begin_request(STEPS)
+        before = alive.now
+        outputs = run_steps(engine, model, inputs, calls)
         del outputs
         kept = max(0.0, alive.now - before)
         engine.end_request()
     return kept
+
+
+def run_steps(
+    engine: Engine, model: nn.Module, inputs: dict[str, Any], calls: int, begin: Callable[[], None] = lambda: None
+) -> list[Any]:
+    """Run a request's first steps: enough for a stale one where there are any, else one.
+
+    Args:
+        inputs: of the first step; their times are changed.
+        calls: of the model in a step.
+        begin: called before every step.
+
+    Returns:
+        The results of the last step.
+    """
+    outputs = []
+    for step in range(STEPS if engine.control is not None else 1):
+        begin()
+        for name in inputs.keys() & TIMESTEPS:
+            # The scheduler's count is not there: steps are told apart by their times.
+            inputs[name] = inputs[name] - 0.01 * step
+        outputs = [model(**inputs) for _ in range(calls)]
+    return outputs
 
 
 @contextmanager
