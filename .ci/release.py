@@ -2,7 +2,7 @@
 
 The sdist and the wheel are built from the committed files, the wheel from the sdist. Their metadata and contents are
 compared with the repository, and the wheel generates an image on two ranks in a fresh virtual environment, from which
-`ditmesh replay` has to get the same bytes. The files of a successful check are left in the folder given by --out.
+`ditmesh replay` has to get the same pixels. The files of a successful check are left in the folder given by --out.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _check_launch(
     joined = torchrun_rank() is not None
     if elastic and joined:
         raise InputError(
-            "--elastic starts ranks anew, and those of torchrun are not ours to start; leave torchrun out and say "
+            "--elastic starts ranks again, and those of torchrun are not ours to start; leave torchrun out and say "
             "--devices"
         )
     if elastic:

@@ -31,7 +31,7 @@ class OwnGenerators:
 
     Args:
         seed: of all of them.
-        device: whose generator counts beside the CPU's.
+        device: its default generator is seeded beside the CPU's.
 
     Attributes:
         states: see `default_states`; empty before the first use.

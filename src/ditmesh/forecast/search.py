@@ -71,7 +71,7 @@ class SearchLimits:
         needed: what the rank that needs most holds, by the program itself; asked of the best configurations near the
             limit. None: only the sum of the terms is known; the same of a result of None.
         near: of the device's memory, how far a prediction may be away from it and count as near.
-        recipe: strategies whose variants are tried.
+        recipe: strategies; every variant of each is tried.
     """
 
     exactness: Exactness = "exact"

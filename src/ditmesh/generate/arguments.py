@@ -158,7 +158,7 @@ def check_options(name: str, parameters: Any, request: PictureRequest, size: tup
 
 
 def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse a pipeline whose outputs are neither images nor silent videos, before anything is computed.
+    """Refuse a pipeline that makes neither images nor silent videos, before anything is computed.
 
     Args:
         pipeline: name of its class.

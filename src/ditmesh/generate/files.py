@@ -493,7 +493,7 @@ DOWN = re.compile(r"(?:lora_A|lora_down|lora\.down|_lora\.down)(?:\.[^.]*)?\.wei
 
 
 def partial_fits(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
-    """What is to be said of LoRAs whose files have more layers than were adapted, by path.
+    """Notes on LoRA files that hold more layers than the pipeline could adapt, by path.
 
     diffusers leaves out what the model does not have.
 

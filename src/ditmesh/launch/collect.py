@@ -70,7 +70,7 @@ class Collector:
             return 0.0
         if self.failed:
             # A dead rank sends nothing more. After an exception, wait briefly: other ranks may raise too, and what was
-            # seen first may be a consequence whose cause shows up within moments.
+            # seen first may be a consequence, and its cause shows up within moments.
             if self._causes[0].certain:
                 return 0.0
             self._limit = min(self._limit, now + self._grace(self.failed.values()))

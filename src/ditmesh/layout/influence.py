@@ -452,7 +452,7 @@ def _as_before(block: RecordedBlock, before: tuple[Stream, ...]) -> bool:
 
 
 def _come_back(block: RecordedBlock, position: int, result: Tensor, taken: Collection[str]) -> Stream | None:
-    """The argument whose tokens come back as a result."""
+    """The argument that comes back as a result with its tokens changed."""
     for path, value in block.leaves.items():
         if not isinstance(value, Tensor) or "." in path or path in taken:
             continue

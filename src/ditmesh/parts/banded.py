@@ -2,8 +2,8 @@
 
 To the model a `Banded` tensor is whole: it has the shape, strides and dtype of the tensor on one device, so that every
 rank runs the same program and every module as it is. What torch is asked to do with it goes through its dispatcher, and
-the table in `rules.py` says, operation by operation, what a rank does with its rows and which rows of others it needs.
-An operation without a rule is computed on whole tensors, on every rank: slower, never wrong, and counted.
+the table in `banded_rules.py` says, operation by operation, what a rank does with its rows and which rows of others it
+needs. An operation without a rule is computed on whole tensors, on every rank: slower, never wrong, and counted.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ have been by already, of the step before where they have not. Diffusion steps ch
 the first steps, which change much, are run *synchronously*: the whole picture as one patch, which is exact.
 
 The pipeline runs as it is, on every rank. What the transformer returns is a tensor of which the patches arrive later
-(`lazy.py`). Only the first stage computes with it: it alone needs the next step's input.
+(`parts/lazy.py`). Only the first stage computes with it: it alone needs the next step's input.
 """
 
 from __future__ import annotations
