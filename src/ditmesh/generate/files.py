@@ -342,9 +342,9 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     import diffusers
 
     files = list(files)
-    own = getattr(diffusers, name, None)
     if not files and strength is None:
         return name
+    own = getattr(diffusers, name, None)
     if not isinstance(own, type):
         options = ", ".join(f"--{file.role}" for file in files) or "--strength"
         raise InputError(f"{options}: {name} is no class of diffusers; call the pipeline from Python")
@@ -355,20 +355,25 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     networks = [controlnet_class(Path(file.path)) for file in files if file.role == "controlnet"]
     if networks:
         kinds = _with_controlnet(kinds, networks[0])
-    fitting = [kind for kind in kinds if wanted.keys() <= inspect.signature(kind.__call__).parameters.keys()]
-    if not fitting:
-        parameters = inspect.signature(kinds[-1].__call__).parameters
-        missing = [argument for argument in wanted if argument not in parameters]
-        takes = [p for p in parameters if p in (*PICTURES.values(), "prompt", "class_labels", "strength")]
-        raise InputError(
-            f"--{wanted[missing[0]]}: {kinds[-1].__name__} takes no {missing[0]} (it takes {', '.join(takes)}, and "
-            f"{len(parameters) - 1 - len(takes)} others); leave --{wanted[missing[0]]} out, or give "
-            f"{'a ControlNet with --controlnet' if missing[0] == PICTURES['control'] else 'a model that does'}"
-        )
+    takes = {kind: inspect.signature(kind.__call__).parameters for kind in kinds}
+    fitting = next((kind for kind in kinds if wanted.keys() <= takes[kind].keys()), None)
+    if fitting is None:
+        raise _takes_no(kinds[-1].__name__, takes[kinds[-1]], wanted)
     for file in files:
-        if file.role in ADAPTERS and not hasattr(fitting[0], ADAPTERS[file.role][0]):
-            raise InputError(f"--{file.role}: {fitting[0].__name__} has no {ADAPTERS[file.role][0]}; leave it out")
-    return fitting[0].__name__
+        if file.role in ADAPTERS and not hasattr(fitting, ADAPTERS[file.role][0]):
+            raise InputError(f"--{file.role}: {fitting.__name__} has no {ADAPTERS[file.role][0]}; leave it out")
+    return fitting.__name__
+
+
+def _takes_no(pipeline: str, parameters: Mapping[str, Any], wanted: Mapping[str, str]) -> InputError:
+    """The error of a pipeline that lacks one of the ``wanted`` arguments, given with their options."""
+    missing = next(argument for argument in wanted if argument not in parameters)
+    takes = [p for p in parameters if p in (*PICTURES.values(), "prompt", "class_labels", "strength")]
+    return InputError(
+        f"--{wanted[missing]}: {pipeline} takes no {missing} (it takes {', '.join(takes)}, and "
+        f"{len(parameters) - 1 - len(takes)} others); leave --{wanted[missing]} out, or give "
+        f"{'a ControlNet with --controlnet' if missing == PICTURES['control'] else 'a model that does'}"
+    )
 
 
 def check_mask(pipeline: str, files: Iterable[InputFile], channels: Any) -> None:

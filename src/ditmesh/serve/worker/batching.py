@@ -254,7 +254,7 @@ def rows_of(model: nn.Module, layout: TokenLayout, pending: PendingCall) -> Call
         return f"{name} takes no timestep, and requests stand at different ones"
     if not isinstance(main, (Tensor, list)):
         return f"{name} is not called with tensors of latents"
-    count = main.shape[0] if isinstance(main, Tensor) else len(main)
+    count = len(main)
     batched = batched_in(arguments, count, layout)
     lists = [path for path in batched if not isinstance(arguments.get(path), Tensor)]
     times: list[str] = []
@@ -267,23 +267,30 @@ def rows_of(model: nn.Module, layout: TokenLayout, pending: PendingCall) -> Call
             if isinstance(value, Tensor) and value.numel() != 1:
                 return f"{name} takes a timestep for all rows together"
             times.append(path)
-            key.append((path, value.dtype if isinstance(value, Tensor) else type(value)))
+            key.append((path, getattr(value, "dtype", type(value))))
         elif isinstance(value, Tensor):
-            shape, dim = list(value.shape), batched.get(path)
-            if dim is None:
+            if path not in batched:
                 shared[path] = value
-            else:
-                shape[dim] = -(shape[dim] // count)
-            key.append((path, tuple(shape), value.dtype, value.device))
-        elif isinstance(value, _PLAIN):
-            key.append((path, type(value), value))
-        elif callable(value) or holds_tensors(value):
+            key.append((path, _rows_form(value, batched.get(path), count)))
+        elif not isinstance(value, _PLAIN) and (callable(value) or holds_tensors(value)):
             return f"{name} is given a {type(value).__name__} ({path!r}), which may remember other calls"
         else:
-            key.append((path, id(value)))
+            key.append((path, _plain_form(value)))
     # Lists of samples of one shape only.
-    key += [(path, frozenset(_form(item) for item in arguments.get(path))) for path in lists]
+    key += [(path, _forms(arguments.get(path))) for path in lists]
     return CallRows(arguments, count, batched, tuple(times), shared, isinstance(main, list), tuple(key))
+
+
+def _rows_form(value: Tensor, dim: int | None, count: int) -> Hashable:
+    """The form of a tensor with ``count`` rows along a dimension, the same for any number of them."""
+    shape = list(value.shape)
+    if dim is not None:
+        shape[dim] = -(shape[dim] // count)
+    return tuple(shape), value.dtype, value.device
+
+
+def _forms(values: Sequence[Any]) -> Hashable:
+    return frozenset(_form(item) for item in values)
 
 
 def _form(value: Any) -> Hashable:
@@ -291,6 +298,10 @@ def _form(value: Any) -> Hashable:
         return (value.shape, value.dtype, value.device)
     if isinstance(value, (list, tuple)):
         return tuple(_form(item) for item in value)
+    return _plain_form(value)
+
+
+def _plain_form(value: Any) -> Hashable:
     return (type(value), value if isinstance(value, _PLAIN) else id(value))
 
 
