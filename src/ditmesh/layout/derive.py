@@ -335,10 +335,10 @@ def _layout(
     alternating = _alternating(order, observer)
     residuals: tuple[tuple[str, Cut], ...] = ()
     if not alternating:
-        skeleton = IdentityBlocks(model, regions, observer.ran, run)
-        regions, residuals = examine(skeleton, regions, dict(call))
+        skeleton = IdentityBlocks(model, regions, observer.ran, run, call)
+        regions, residuals = examine(skeleton, regions)
         for region in regions:
-            if region.written and (region.alone or unread(skeleton, region, dict(call))):
+            if region.written and (region.alone or unread(skeleton, region)):
                 site = next(iter(observer.written[region.blocks].values()))
                 raise LayoutError(
                     f"{site} writes to the tokens that it is given, and {name} goes on with those instead of what its "
