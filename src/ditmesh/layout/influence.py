@@ -282,6 +282,12 @@ class _Touched:
         self.k = [differs(new.k, old.k) | _changed_rows(new.v, old.v, old.k) for new, old in pairs]
         self.masks = [differs(new.mask, old.mask) for new, old in pairs]
 
+    @property
+    def some_queries(self) -> bool:
+        """Whether some rows of a sample's queries have changed, and others have not."""
+        rows = (changed.any(3).any(1) for changed in self.q if changed is not None)
+        return any(bool((one.any(1) & ~one.all(1)).any()) for one in rows)
+
 
 def differs(new: Any, old: Any) -> Tensor | None:
     if not isinstance(new, Tensor) or not isinstance(old, Tensor):
@@ -489,7 +495,7 @@ def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) ->
                     break
                 block.mix(found[0], path, found[1])
                 continue
-            if any(mixer.arg == path for mixer in block.mixers) or _reaches_some_queries(touched):
+            if any(mixer.arg == path for mixer in block.mixers) or touched.some_queries:
                 return dim
             break
     return None
@@ -505,15 +511,6 @@ def _mixed(block: RecordedBlock, path: str) -> str:
         f"{block.site}: tokens of {path!r} change other tokens even when attention's answers are held fixed, so "
         f"they are mixed by something else ({', '.join(mixers) or 'attention without a softmax, say'})"
     )
-
-
-def _reaches_some_queries(touched: _Touched) -> bool:
-    for changed in touched.q:
-        assert changed is not None
-        rows = changed.any(3).any(1)
-        if (rows.any(1) & ~rows.all(1)).any():
-            return True
-    return False
 
 
 def _culprit(block: RecordedBlock, edits: Mapping[str, Any], places: Tensor) -> tuple[str, int] | None:
@@ -827,25 +824,60 @@ def _check(block: RecordedBlock, facts: Facts) -> None:
         parts.append(Partition((lengths,), frozenset((0,)) if whole else frozenset(), (stream.name,)))
     tokens = Partition.beside(parts)
     for rank in range(_RANKS):
-        _check_rank(block, facts, tokens, rank)
+        _RankCheck(block, facts, tokens, rank).run()
 
 
-def _check_rank(block: RecordedBlock, facts: Facts, tokens: Partition, rank: int) -> None:
-    edits: dict[str, Any] = {}
-    for stream in facts.streams:
-        edits[stream.arg] = tokens.select((stream.name,)).take(block.leaves[stream.arg], stream.dim, rank)
-    for cut in facts.cuts.values():
-        edits[cut.arg] = tokens.select(cut.tokens).take(block.leaves[cut.arg], cut.dim, rank)
-    for counted in facts.counts.values():
-        number, held = block.leaves[counted.arg], tokens.select((counted.stream,))
-        last = counted.part == "last"
-        here = held.first(held.total - number if last else number, rank)
-        edits[counted.arg] = held.lengths[rank] - here if last else here
+@dataclass
+class _RankCheck:
+    """A block on the tokens of one rank: cut its arguments, run it, compare what it asks and returns.
 
-    def answer(index: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        if index >= len(block.asked):
-            raise LayoutError(f"{block.site} makes more attention calls on some of its tokens than on all; {WAY_OUT}")
-        call, was = facts.calls[index], block.asked[index]
+    Attributes:
+        block: as it ran with all tokens.
+        facts: what is to be checked.
+        tokens: of every rank.
+        rank: whose tokens the block gets.
+    """
+
+    block: RecordedBlock
+    facts: Facts
+    tokens: Partition
+    rank: int
+
+    def run(self) -> None:
+        block = self.block
+        try:
+            results, _ = block.again(self._arguments(), self._answer, self._mix)
+        except LayoutError:
+            raise
+        except Exception as error:
+            raise LayoutError(f"{block.site} cannot run on some of its tokens ({why(error)}); {WAY_OUT}") from error
+        for stream in self.facts.streams:
+            if stream.returned and isinstance(whole := block.results[stream.out or 0], Tensor):
+                here = self._part(whole, stream.dim, stream.name)
+                self._compare(f"the {stream.name} tokens it returns", results[stream.out or 0], here)
+
+    def _part(self, whole: Tensor, dim: int, *streams: str) -> Tensor:
+        """The rank's entries of a tensor that follows the tokens of some streams."""
+        return self.tokens.select(streams).take(whole, dim, self.rank)
+
+    def _arguments(self) -> dict[str, Any]:
+        """The rank's part of the arguments that follow or count tokens."""
+        facts, leaves = self.facts, self.block.leaves
+        edits: dict[str, Any] = {s.arg: self._part(leaves[s.arg], s.dim, s.name) for s in facts.streams}
+        edits |= {cut.arg: self._part(leaves[cut.arg], cut.dim, *cut.tokens) for cut in facts.cuts.values()}
+        for counted in facts.counts.values():
+            number, held = leaves[counted.arg], self.tokens.select((counted.stream,))
+            last = counted.part == "last"
+            here = held.first(held.total - number if last else number, self.rank)
+            edits[counted.arg] = held.lengths[self.rank] - here if last else here
+        return edits
+
+    def _answer(self, index: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """The rank's rows of what attention answered with all tokens, if they are what it is asked for."""
+        site, number = self.block.site, index + 1
+        if index >= len(self.block.asked):
+            raise LayoutError(f"{site} makes more attention calls on some of its tokens than on all; {WAY_OUT}")
+        call, was = self.facts.calls[index], self.block.asked[index]
         if not call.keys:
             return computed(index, q, k, v, mask, scale)
         for what, asked, before, rows in (
@@ -853,24 +885,22 @@ def _check_rank(block: RecordedBlock, facts: Facts, tokens: Partition, rank: int
             ("keys", k, was.k, call.keys),
             ("values", v, was.v, call.keys),
         ):
-            _compare(
-                block, f"the {what} of attention call {index + 1}", asked, _rows_of(before, rows, tokens, rank), rank
-            )
+            self._compare(f"the {what} of attention call {number}", asked, self._rows(before, rows))
         if scale != was.scale:
             raise LayoutError(
-                f"{block.site} scales the scores of attention call {index + 1} by how many tokens it is given, so "
+                f"{site} scales the scores of attention call {number} by how many tokens it is given, so "
                 f"that a rank with some of them would scale them otherwise; {WAY_OUT}"
             )
         if mask is not None and was.mask is not None:
-            _check_mask(block, index, mask, was, call, tokens, rank)
+            self._check_mask(number, mask, was.mask, was.k, call)
         # In memory as torch's own attention leaves it: some processors view it.
-        return _rows_of(was.out, call.queries, tokens, rank).transpose(1, 2).contiguous().transpose(1, 2)
+        return self._rows(was.out, call.queries).transpose(1, 2).contiguous().transpose(1, 2)
 
-    def own(mixer: _Mixer, number: int, arguments: Arguments, _: Callable[..., Any]) -> Any:
+    def _mix(self, mixer: _Mixer, number: int, arguments: Arguments, _: Callable[..., Any]) -> Any:
         """A mixer gets this rank's tokens, and is to return this rank's."""
+        site, facts = self.block.site, self.facts
         stream = next(stream for stream in facts.streams if stream.arg == mixer.arg)
         before, output = mixer.calls[number]
-        length, mine = length_of(block, stream), tokens.select((stream.name,))
         leaf = facts.leaves.get(mixer.path, Leaf(mixer.path, "gathered", dim=mixer.dim, stream=stream.name))
         given = dict(arguments.leaves())
         for path, whole in before.leaves():
@@ -878,76 +908,67 @@ def _check_rank(block: RecordedBlock, facts: Facts, tokens: Partition, rank: int
             if not isinstance(whole, Tensor) or not isinstance(here, Tensor) or whole.shape == here.shape:
                 continue
             dims = [d for d, (a, b) in enumerate(zip(whole.shape, here.shape, strict=False)) if a != b]
-            if len(dims) != 1 or whole.shape[dims[0]] != length:
-                raise LayoutError(
-                    f"{block.site}: {mixer.path} mixes tokens that its argument {path!r} holds in another way"
-                )
-            _compare(block, f"{path!r} of {mixer.path}", here, mine.take(whole, dims[0], rank), rank)
+            if len(dims) != 1 or whole.shape[dims[0]] != length_of(self.block, stream):
+                raise LayoutError(f"{site}: {mixer.path} mixes tokens that its argument {path!r} holds in another way")
+            self._compare(f"{path!r} of {mixer.path}", here, self._part(whole, dims[0], stream.name))
             if (path, dims[0]) not in leaf.args:
                 leaf = replace(leaf, args=(*leaf.args, (path, dims[0])))
         facts.leaves[mixer.path] = leaf
-        return tree_map(lambda v: mine.take(v, leaf.dim, rank) if isinstance(v, Tensor) else v, output)
+        return tree_map(lambda v: self._part(v, leaf.dim, stream.name) if isinstance(v, Tensor) else v, output)
 
-    try:
-        results, _ = block.again(edits, answer, own)
-    except LayoutError:
-        raise
-    except Exception as error:
-        raise LayoutError(f"{block.site} cannot run on some of its tokens ({why(error)}); {WAY_OUT}") from error
-    for stream in facts.streams:
-        if stream.returned and isinstance(block.results[stream.out or 0], Tensor):
-            here = tokens.select((stream.name,)).take(block.results[stream.out or 0], stream.dim, rank)
-            _compare(block, f"the {stream.name} tokens it returns", results[stream.out or 0], here, rank)
+    def _check_mask(self, number: int, mask: Tensor, whole: Tensor, k: Tensor, call: _CallStreams) -> None:
+        """The mask that a rank hands to attention is the whole one, or its own part along the keys."""
+        site = self.block.site
+        whole, mask = (one.reshape((1,) * (4 - one.dim()) + tuple(one.shape)) for one in (whole, mask))
+        expected, keys = whole, whole.shape[3]
+        if mask.shape[3] == keys + self._rows(k, call.keys).shape[2]:
+            # diffusers' `prepare_attention_mask` lengthens a mask of all keys; see `attention.masks.whole_keys`.
+            mask = mask[..., :keys]
+        if mask.shape[3] != keys:
+            expected = self._rows(expected.transpose(2, 3), call.keys).transpose(2, 3)
+        if mask.shape[2] != whole.shape[2]:
+            if mask.shape[3] != keys:
+                try:
+                    # Only from a mask per token the other ranks' part can be built.
+                    per_token(whole)
+                except LayoutError:
+                    raise LayoutError(
+                        f"{site}: attention call {number} has a mask over pairs of tokens (is_causal=True, say), "
+                        f"of which a rank makes the part for its own tokens only; {WAY_OUT}"
+                    ) from None
+            expected = self._rows(expected, call.queries)
+        if mask.shape != expected.shape or not torch.equal(mask, expected):
+            raise LayoutError(
+                f"{site}: with some of its tokens it hands attention call {number} a mask {tuple(mask.shape)}, "
+                f"which is neither {tuple(whole.shape)} nor a part of it; {WAY_OUT}"
+            )
 
+    def _rows(self, whole: Tensor, rows: Mapping[str, _TokenRows]) -> Tensor:
+        """The rank's rows of the tensor (B, H, S, D) of an attention call."""
+        pieces = []
+        for name in sorted(rows, key=lambda name: rows[name].start):
+            found, own = rows[name], self.tokens.select((name,))
+            start, length = own.places(self.rank)[0]
+            if found.length < own.total:
+                # Padding is left out: every rank has what is left.
+                start, length = 0, found.length
+            pieces.append(whole.narrow(2, found.start + start, length))
+        return torch.cat(pieces, 2)
 
-def _check_mask(
-    block: RecordedBlock,
-    index: int,
-    mask: Tensor,
-    was: _AttentionCall,
-    call: _CallStreams,
-    tokens: Partition,
-    rank: int,
-) -> None:
-    """The mask that a rank hands to attention is the whole one, or its own part along the keys."""
-    assert was.mask is not None
-    whole = was.mask.reshape((1,) * (4 - was.mask.dim()) + tuple(was.mask.shape))
-    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    expected, keys = whole, whole.shape[3]
-    if mask.shape[3] == keys + _rows_of(was.k, call.keys, tokens, rank).shape[2]:
-        # diffusers' `prepare_attention_mask` lengthens a mask of all keys; see `attention.masks.whole_keys`.
-        mask = mask[..., :keys]
-    if mask.shape[3] != whole.shape[3]:
-        expected = _rows_of(expected.transpose(2, 3), call.keys, tokens, rank).transpose(2, 3)
-    if mask.shape[2] != whole.shape[2]:
-        if mask.shape[3] != whole.shape[3]:
-            try:
-                # Only from a mask per token the other ranks' part can be built.
-                per_token(whole)
-            except LayoutError:
-                raise LayoutError(
-                    f"{block.site}: attention call {index + 1} has a mask over pairs of tokens (is_causal=True, say), "
-                    f"of which a rank makes the part for its own tokens only; {WAY_OUT}"
-                ) from None
-        expected = _rows_of(expected, call.queries, tokens, rank)
-    if mask.shape != expected.shape or not torch.equal(mask, expected):
+    def _compare(self, what: str, here: Any, expected: Tensor) -> None:
+        if not isinstance(here, Tensor) or here.shape != expected.shape:
+            shape = tuple(here.shape) if isinstance(here, Tensor) else type(here).__name__
+            problem = f"are {shape} instead of {tuple(expected.shape)}"
+        else:
+            error = off_by(here, expected)
+            if error <= tolerance(expected):
+                return
+            problem = f"are off by {error:.2g} of the largest"
         raise LayoutError(
-            f"{block.site}: with some of its tokens it hands attention call {index + 1} a mask {tuple(mask.shape)}, "
-            f"which is neither {tuple(whole.shape)} nor a part of it; {WAY_OUT}"
+            f"{self.block.site}: with the tokens of rank {self.rank} of {_RANKS} alone {what} {problem}, so something "
+            "in the block depends on where a token stands in a way that its arguments do not show; "
+            f"{WAY_OUT}"
         )
-
-
-def _rows_of(whole: Tensor, rows: Mapping[str, _TokenRows], tokens: Partition, rank: int) -> Tensor:
-    """A rank's rows of the tensor (B, H, S, D) of an attention call."""
-    pieces = []
-    for name in sorted(rows, key=lambda name: rows[name].start):
-        found, own = rows[name], tokens.select((name,))
-        start, length = own.places(rank)[0]
-        if found.length < own.total:
-            # Padding is left out: every rank has what is left.
-            start, length = 0, found.length
-        pieces.append(whole.narrow(2, found.start + start, length))
-    return torch.cat(pieces, 2)
 
 
 def off_by(here: Tensor, expected: Tensor) -> float:
@@ -960,18 +981,3 @@ def off_by(here: Tensor, expected: Tensor) -> float:
 def tolerance(value: Tensor) -> float:
     """How far off a block may be on some of its tokens."""
     return _TOLERANCE.get(value.dtype, 5e-2)
-
-
-def _compare(block: RecordedBlock, what: str, here: Any, expected: Tensor, rank: int) -> None:
-    if not isinstance(here, Tensor) or here.shape != expected.shape:
-        shape = tuple(here.shape) if isinstance(here, Tensor) else type(here).__name__
-        problem = f"are {shape} instead of {tuple(expected.shape)}"
-    else:
-        error = off_by(here, expected)
-        if error <= tolerance(expected):
-            return
-        problem = f"are off by {error:.2g} of the largest"
-    raise LayoutError(
-        f"{block.site}: with the tokens of rank {rank} of {_RANKS} alone {what} {problem}, so something in the block "
-        f"depends on where a token stands in a way that its arguments do not show; {WAY_OUT}"
-    )
