@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -69,7 +68,9 @@ class PartOperation(Generic[P]):
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.leaves, self.form = tree_flatten((args, kwargs))
-        self.parts: list[P] = [leaf for leaf in self.leaves if isinstance(leaf, self.kind)]
+        kind = self.kind
+        self.parts: list[P] = [leaf for leaf in self.leaves if isinstance(leaf, kind)]
+        self._likes: Any = None
 
     @property
     def names(self) -> list[str]:
@@ -90,13 +91,15 @@ class PartOperation(Generic[P]):
         args, kwargs = tree_unflatten(leaves, self.form)
         return self.func(*args, **kwargs)
 
-    @cached_property
+    @property
     def likes(self) -> Any:
         """The results on one device: shapes, strides and dtypes, as tensors without memory."""
-        args, kwargs = tree_unflatten([on_meta(leaf) for leaf in self.leaves], self.form)
-        for name in ("device", "pin_memory"):
-            kwargs.pop(name, None)
-        return self.func(*args, **kwargs)
+        if self._likes is None:
+            args, kwargs = tree_unflatten([on_meta(leaf) for leaf in self.leaves], self.form)
+            kwargs.pop("device", None)
+            kwargs.pop("pin_memory", None)
+            self._likes = self.func(*args, **kwargs)
+        return self._likes
 
 
 def on_meta(value: Any) -> Any:
