@@ -107,6 +107,10 @@ class StayingRanks(Conversing):
     _closed: str | None = None
     _meetings: int = 0
 
+    def __repr__(self) -> str:
+        state = f"closed: {self._closed}" if self.closed else f"{self.threads} threads each"
+        return f"{type(self).__name__}({self.world_size} ranks on {self.device}, {state})"
+
     @property
     def closed(self) -> bool:
         """Whether these ranks can run nothing more."""

@@ -17,13 +17,6 @@ GRACE = 2.0
 class Collector:
     """One answer of every rank, or the failures in their place; the owner of the ranks feeds it with what they send.
 
-    ::
-
-        while seconds := collector.tick(time.monotonic()):
-            for rank, kind, content in events_within(seconds):
-                collector.take(rank, kind, content)
-        return collector.result(whereabouts, rejoin)
-
     Attributes:
         answers, failed: by rank.
     """
@@ -37,13 +30,9 @@ class Collector:
         watch: Watch | None = None,
         grace: Callable[[Collection[Failure]], float] = lambda failed: GRACE,
     ) -> None:
-        """Wait for so many seconds.
+        """Wait for ``seconds`` since the first `tick`; a rank that misses that time has not ``what``.
 
-        Args:
-            world_size: number of ranks.
-            seconds, what: since the first `tick`, and what a rank that misses the time has not done.
-            on_message, watch: see `Launcher.run`.
-            grace: seconds for which to wait for more after these failures.
+        ``on_message`` and ``watch``: see `Launcher.run`. ``grace``: seconds to wait for more after these failures.
         """
         self.answers: dict[int, Any] = {}
         self.failed: dict[int, Failure] = {}

@@ -39,7 +39,8 @@ def describe_machine() -> dict[str, Any]:
     import torch.distributed as dist
     from torch.cuda import nccl
 
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    numbers, reach = range(torch.cuda.device_count()), torch.cuda.can_device_access_peer
+    gpus = map(torch.cuda.get_device_properties, numbers)
     return {
         "versions": library_versions(LIBRARIES),
         "platform": platform.platform(),
@@ -59,7 +60,8 @@ def describe_machine() -> dict[str, Any]:
         "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
         "driver": _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or None,
         "topology": _nvidia_smi("topo", "-m") or None,
-        "peer_access": _peer_access(torch.cuda.device_count()),
+        # Whether each GPU reads each other one's memory directly.
+        "peer_access": [[one == other or reach(one, other) for other in numbers] for one in numbers],
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
         "shared_memory": _shared_memory(),
     }
@@ -71,14 +73,6 @@ def _nvidia_smi(*arguments: str) -> str:
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     return ""
-
-
-def _peer_access(gpus: int) -> list[list[bool]]:
-    """Whether each GPU reads each other one's memory directly."""
-    import torch
-
-    reach = torch.cuda.can_device_access_peer
-    return [[one == other or reach(one, other) for other in range(gpus)] for one in range(gpus)]
 
 
 def _shared_memory() -> dict[str, float] | None:

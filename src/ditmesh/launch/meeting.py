@@ -161,8 +161,10 @@ def _store(rank: int, host: str, place: str, timeout: float, opens: bool) -> Sto
         )
     except (RuntimeError, ValueError) as error:
         if opens:
+            text = str(error)
+            why = "the address is in use" if "in use" in text or "EADDRINUSE" in text else text.splitlines()[0][:100]
             raise MeetingError(
-                f"rank 0 on {host} cannot open port {port} ({_reason(error)}); choose another with --master-port"
+                f"rank 0 on {host} cannot open port {port} ({why}); choose another with --master-port"
             ) from error
         raise MeetingError(
             f"rank {rank} on {host} did not reach rank 0 at {place} within {timeout:g} s; give the first host's "
@@ -212,23 +214,14 @@ def _compare(every: Sequence[dict[str, Any]]) -> None:
                 f"{first['versions'].get(name)}; install the same on all hosts"
             )
     # Where all of them are on the loopback it is one host's.
-    inside = [rank for rank, one in enumerate(every) if one["address"] and _loops(one["address"])]
+    places = {rank: one["address"].partition("%")[0] for rank, one in enumerate(every) if one["address"]}
+    inside = [rank for rank, address in places.items() if ipaddress.ip_address(address).is_loopback]
     if 0 < len(inside) < len(every):
         one = every[inside[0]]
         raise MeetingError(
             f"MASTER_ADDR={os.environ['MASTER_ADDR']} leads to the loopback on {one['host']}, where no other host "
             "reaches it; give the first host's address in the network that hosts share as --master-addr"
         )
-
-
-def _loops(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def _reason(error: Exception) -> str:
-    """What the system has said, as far as torch passes it on."""
-    text = str(error)
-    return "the address is in use" if "EADDRINUSE" in text or "in use" in text else text.splitlines()[0][:100]
 
 
 def not_joined(rank: int, error: RuntimeError) -> RuntimeError:

@@ -234,10 +234,6 @@ class RankPool(StayingRanks):
             self._join(CLOSE_LIMIT)
         self._end(reason)
 
-    def __repr__(self) -> str:
-        state = f"closed: {self._closed}" if self.closed else f"{self.threads} threads each"
-        return f"RankPool({self.world_size} ranks on {self.device}, {state})"
-
     def _join(self, seconds: float) -> None:
         limit = time.monotonic() + seconds
         for process in self._processes:

@@ -23,7 +23,7 @@ from ..errors import ConfigError, RankFailed
 from . import failures
 from .backend import OnMessage, StayingRanks, Watch
 from .collect import GRACE, Collector
-from .devices import DeviceChoice, DeviceKind, check_timeout, interface_of, stay_on_loopback, use_interface
+from .devices import DeviceChoice, DeviceKind, check_timeout, interface_of, join, stay_on_loopback, use_interface
 from .failures import Failure, of_exception
 from .meeting import SAME
 from .messages import encode, encode_call
@@ -92,7 +92,7 @@ class RayRanks(StayingRanks):
             self.threads = _threads(threads, there, world_size)
             undo.callback(self._kill)
             self._place(undo)
-            self._join_anew()
+            self._join()
             self._undo = undo.pop_all()
         atexit.register(self.close)
 
@@ -132,7 +132,14 @@ class RayRanks(StayingRanks):
         self.hosts = [facts[place]["host"] for place in order]
         self._addresses = [facts[place]["address"] for place in order]
 
-    def _join_anew(self) -> None:
+    def _join_anew(self) -> bool:
+        """Let the ranks join a new process group; whether they have."""
+        with contextlib.suppress(RankFailed):
+            self._join()
+            return True
+        return False
+
+    def _join(self) -> None:
         """Let the ranks join a process group, after leaving the one there was."""
         alone = len(set(self._addresses)) == 1
         address = "127.0.0.1" if alone else self._addresses[0]
@@ -197,10 +204,6 @@ class RayRanks(StayingRanks):
         """End the ranks; ``reason`` is what `ConfigError` says to later calls. Harmless when they are gone."""
         self._end(reason)
 
-    def __repr__(self) -> str:
-        state = f"closed: {self._closed}" if self.closed else f"{self.threads} threads each"
-        return f"RayRanks({self.world_size} ranks on {self.device}, {state})"
-
     def _kill(self) -> None:
         for actor in self._actors:
             with contextlib.suppress(Exception):
@@ -232,7 +235,7 @@ class RayRanks(StayingRanks):
                 collector.take(streams[stream], kind, content)
                 if kind != "message":
                     del streams[stream]
-        return collector.result(self._whereabouts, self._rejoined)
+        return collector.result(self._whereabouts, self._join_anew)
 
     def _next(self, stream: Any, rank: int) -> tuple[str, Any]:
         """What a rank says next."""
@@ -246,13 +249,6 @@ class RayRanks(StayingRanks):
             what = f"is gone: its process on host {self.hosts[rank]}, or that host ({why})"
             return "failure", Failure(rank, 0, what, gone=True)
         return kind, pickle.loads(content) if kind == "answer" else content
-
-    def _rejoined(self) -> bool:
-        try:
-            self._join_anew()
-        except RankFailed:
-            return False
-        return True
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where in their Python code the ranks are at this moment."""
@@ -299,19 +295,15 @@ class _Rank:
         self._store = _store()(address, 0, is_master=True, wait_for_workers=False)
         return self._store.port
 
-    def join(
-        self, rank: int, world_size: int, device: DeviceKind, timeout: float, address: str, port: int, alone: bool
-    ) -> None:
-        """Join the process group."""
-        self._worker.submit(self._join, rank, world_size, device, timeout, address, port, alone).result()
+    def join(self, *settings: Any) -> None:
+        """Join the process group; see `_join`."""
+        self._worker.submit(self._join, *settings).result()
 
     def _join(
         self, rank: int, world_size: int, device: DeviceKind, timeout: float, address: str, port: int, alone: bool
     ) -> None:
         import torch
         import torch.distributed as dist
-
-        from ..comm.backends import ON_GPUS
 
         torch.set_num_threads(self._threads)
         if alone:
@@ -320,16 +312,10 @@ class _Rank:
             use_interface(name)
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._rank, limit = rank, timedelta(seconds=timeout)
-        place = None
-        if device == "cuda":
-            # Ray shows each rank its own GPU only.
-            place = torch.device("cuda", 0)
-            torch.cuda.set_device(place)
-        store = self._store if rank == 0 else _store()(address, port, is_master=False, timeout=limit)
-        dist.init_process_group(
-            ON_GPUS if place else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=place
-        )
+        self._rank = rank
+        store = self._store if rank == 0 else _store()(address, port, is_master=False, timeout=timedelta(0, timeout))
+        # Ray shows each rank its own GPU only.
+        join(device, rank, world_size, 0, timeout, store)
 
     def call(self, data: bytes) -> Iterator[tuple[str, Any]]:
         """Answer a call: messages, and then ``("answer", pickled)`` or ``("failure", Failure)``."""
@@ -402,7 +388,10 @@ def _connect(ray: Any, address: str | None) -> None:
     asked = address or os.environ.get("RAY_ADDRESS")
     quiet = {} if asked else {"include_dashboard": False}
     try:
-        _look_for(asked or "")
+        host, _, port = (asked or "").rpartition(":")
+        if host and port.isdecimal() and "/" not in host:
+            # Ray tries for minutes to find out whether a server listens there.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT).close()
         ray.init(address=address, log_to_driver=False, logging_level="error", **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -484,13 +473,6 @@ def threads_of_cluster(device: DeviceKind, world_size: int, address: str | None 
     with connected(address):
         share = _threads(None, _import().cluster_resources(), world_size)
     return min(8, share) if device == "cuda" else share
-
-
-def _look_for(address: str) -> None:
-    """Whether a server listens at ``host:port``, which Ray tries for minutes to find out: `OSError` if not."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT).close()
 
 
 def _device(device: DeviceChoice, there: dict[str, float], world_size: int) -> DeviceKind:
