@@ -87,14 +87,14 @@ def serve(folder: str, keys: str) -> None:
     from ditmesh.serve.http.app import create_app
     from ditmesh.serve.http.listen import HttpServer, bound, url_of
     from ditmesh.serve.http.logs import log_config
+    from ditmesh.serve.offers import ModelSpec
     from ditmesh.serve.service import Service
-    from ditmesh.serve.settings import ApiSettings
-    from ditmesh.serve.worker.protocol import ModelSpec
+    from ditmesh.serve.settings import ApiSettings, ServiceSettings
     from support.serve import serve_fake
 
     logging.config.dictConfig(log_config("text", "INFO"))
     models = [ModelSpec("sd3", "emoji-sd3")]
-    service = Service(models, folder, launcher="support.serve:ThreadRanks", device="cpu", function=serve_fake)
+    service = Service(models, folder, ServiceSettings(launcher="support.serve:ThreadRanks", device="cpu"), serve_fake)
     listening = bound(HOST, 0)
     app = create_app(service, ApiSettings(keys=Path(keys)))
     server = HttpServer(app, grace=0.0, up=lambda: print(url_of(listening), flush=True))

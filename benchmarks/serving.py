@@ -30,12 +30,12 @@ from PIL import Image
 from ditmesh import zoo
 from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
+from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.types import JobRequest
 from ditmesh.serve.worker.protocol import (
     Beat,
     Finished,
     ModelReady,
-    ModelSpec,
     PictureTask,
     Start,
     Stop,

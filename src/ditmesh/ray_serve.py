@@ -109,7 +109,7 @@ def build(arguments: dict[str, Any]) -> Any:
         max_ongoing_requests=plan.settings.max_connections,
         health_check_period_s=PERIOD,
         graceful_shutdown_wait_loop_s=1.0,
-        graceful_shutdown_timeout_s=plan.limits.grace + LAST,
+        graceful_shutdown_timeout_s=plan.service.grace + LAST,
         ray_actor_options={"num_cpus": 0},
     )
     return deployment(serve.ingress(app)(RayServeReplica)).bind()
@@ -124,7 +124,7 @@ def _app(arguments: Mapping[str, Any]) -> FastAPI:
     form: Any = plan.logs.log_format
     logging.config.dictConfig(log_config(form, plan.logs.log_level.upper()))
     last = contextlib.ExitStack()
-    app = create_app(plan.backend("ray"), plan.settings, last.enter_context(traces_of(plan.logs)), plan.limits.grace)
+    app = create_app(plan.backend("ray"), plan.settings, last.enter_context(traces_of(plan.logs)), plan.service.grace)
     app.state.last = last
     return app
 

@@ -44,14 +44,14 @@ def test_settings_are_the_options_of_serve(tmp_path: Path):
         {**text, "devices": 2, "ulysses": 2, "reproducible": True, "otel": False, "max_pixels": 4096}
         | {"keys": str(tmp_path / "keys"), "folder": str(tmp_path)}
     )
-    assert (plan.devices, plan.settings.max_pixels, plan.models.folder) == (2, 4096, tmp_path)
+    assert (plan.service.devices, plan.settings.max_pixels, plan.models.folder) == (2, 4096, tmp_path)
     (spec,) = plan.specs
     assert spec.config.ulysses == 2
     assert spec.config.reproducible
     both = plan_of({"model": ["emoji-sd3", "clothes=fashion-dit"], "allow_host": "images.example.org"})
     assert [spec.name for spec in both.specs] == ["emoji-sd3", "clothes"]
     assert both.settings.hosts == ("127.0.0.1", "localhost", "::1", "127.0.0.1", "images.example.org")
-    assert plan_of(yaml.safe_load(EXAMPLE.read_text())["applications"][0]["args"]).limits.grace == 30
+    assert plan_of(yaml.safe_load(EXAMPLE.read_text())["applications"][0]["args"]).service.grace == 30
 
 
 @pytest.mark.parametrize(

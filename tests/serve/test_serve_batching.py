@@ -24,6 +24,7 @@ from ditmesh.generate.made import Picture, VideoFrames, made_of
 from ditmesh.generate.preview import LatentColours, preview_jpeg
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.launch import RankPool
+from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.worker.protocol import (
     Beat,
     Cancel,
@@ -32,7 +33,6 @@ from ditmesh.serve.worker.protocol import (
     Load,
     ModelFailed,
     ModelReady,
-    ModelSpec,
     Paused,
     Preview,
     Stop,

@@ -20,11 +20,10 @@ import pytest
 from ditmesh.errors import ConfigError, RankFailed
 from ditmesh.launch import RankPool
 from ditmesh.serve.errors import NoRanks
+from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.service import Service
 from ditmesh.serve.types import Job, JobRequest
 from ditmesh.serve.worker import replicas
-from ditmesh.serve.worker.protocol import ModelSpec
-from ditmesh.serve.worker.replicas import RankLimits
 from support import rank_functions as on_rank
 from support.processes import family, marked, wait_until_gone
 from support.serve import ThreadRanks, assert_right, ended, picture, serving, until
@@ -32,8 +31,7 @@ from support.train import importing_tests
 
 # Seconds within which a server has ranks again.
 BACK = 30.0
-LIMITS = RankLimits(stall=4.0, load=60.0, stopped=1.5)
-REAL: dict[str, Any] = {"launcher": "local", "threads": 1, "limits": LIMITS}
+REAL: dict[str, Any] = {"launcher": "local", "threads": 1, "stall": 4.0, "load": 60.0, "stopped": 1.5}
 
 SAID = {
     "raise": ("rank_failed", "rank 1 of 2 raised ArithmeticError: on purpose"),

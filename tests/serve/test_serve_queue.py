@@ -30,13 +30,15 @@ from hypothesis import strategies as st
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.serve.errors import IdempotencyKey, KeyReused, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
 from ditmesh.serve.http.errors import as_refused
+from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.queue import dispatch
 from ditmesh.serve.queue.queue import FILE, Queue
 from ditmesh.serve.queue.results import ResultFiles
 from ditmesh.serve.queue.storage import storage_error
 from ditmesh.serve.service import Service
+from ditmesh.serve.settings import ServiceSettings
 from ditmesh.serve.types import Input, JobError, JobImage, JobRequest
-from ditmesh.serve.worker.protocol import ModelSpec, under_way
+from ditmesh.serve.worker.protocol import under_way
 from support.faults import held, more_than
 from support.serve import PNG, assert_right, ended, picture, serving, until
 from support.train import importing_tests
@@ -65,10 +67,10 @@ def opened(tmp_path: Path) -> Iterator[Any]:
     """``opened(...)``: the queue of one folder, the one before closed."""
     queues: list[Queue] = []
 
-    def open_again(**options: Any) -> Queue:
+    def open_again(now: Any = time.time, **options: Any) -> Queue:
         for queue in queues:
             queue.close()
-        queues[:] = [Queue(tmp_path / "server", **options)]
+        queues[:] = [Queue(tmp_path / "server", ServiceSettings(**options), now)]
         return queues[0]
 
     yield open_again
@@ -117,7 +119,7 @@ def test_a_job_lives_and_is_there_after_a_restart(opened: Any) -> None:
 
 def test_a_request_with_a_key_is_one_job(opened: Any) -> None:
     now, once = [1e9], IdempotencyKey("k", "same")
-    options: dict[str, Any] = {"keep": 100.0, "most": 1, "now": lambda: now[0]}
+    options: dict[str, Any] = {"keep": 100.0, "max_queue": 1, "now": lambda: now[0]}
     queue = opened(**options)
     first = queue.submit("a", request(), "me", 1.0, key=once)
     # The queue is full, which it is for others only; and after a restart as well.
@@ -186,7 +188,7 @@ def test_one_owner_with_many_jobs_does_not_hold_up_another(opened: Any, first: s
 
 
 def test_shares_are_of_work_and_by_weight(opened: Any) -> None:
-    queue = opened(weights={"double": 2.0}, most=10_000, most_per_owner=10_000)
+    queue = opened(weights={"double": 2.0}, max_queue=10_000, max_per_owner=10_000)
     for number in range(120):
         queue.submit(f"double{number}", request(), "double", 1.0)
         queue.submit(f"single{number}", request(), "single", 1.0)
@@ -374,7 +376,7 @@ def test_attempts_are_counted_and_second_ones_go_first(opened: Any) -> None:
 
 
 def test_bounds_and_an_honest_time_to_ask_again(opened: Any) -> None:
-    queue = opened(most=10, most_per_owner=4)
+    queue = opened(max_queue=10, max_per_owner=4)
     queue.submit("a", request(3), "a", 2.0)
     with pytest.raises(QueueFull, match="3 pictures of yours wait already, and 4 may") as caught:
         queue.submit("b", request(3), "a", 2.0, rate=0.5)
@@ -419,7 +421,7 @@ def test_no_order_of_events_loses_or_repeats_a_picture(operations: list[tuple[st
     status: dict[str, str] = {}
     names = (f"j{number}" for number in itertools.count())
     with tempfile.TemporaryDirectory(dir=SHARED) as folder:
-        queue = Queue(folder, keep=0.0, most=12, most_per_owner=6)
+        queue = Queue(folder, ServiceSettings(keep=0.0, max_queue=12, max_per_owner=6))
         for what, number in operations:
             live = [id for id in status if status[id] in ("queued", "running")]
             id = live[number % len(live)] if live else ""
@@ -460,7 +462,7 @@ def test_no_order_of_events_loses_or_repeats_a_picture(operations: list[tuple[st
                         book.pop(one)
             elif what == "open":
                 queue.close()
-                queue = Queue(folder, keep=0.0, most=12, most_per_owner=6)
+                queue = Queue(folder, ServiceSettings(keep=0.0, max_queue=12, max_per_owner=6))
                 for one in live:
                     under_way[one].clear()
                     status[one] = "running" if done[one] else "queued"
@@ -623,7 +625,7 @@ def test_another_version_is_refused_and_a_broken_file_moved_aside(opened: Any, t
 def test_results_and_inputs_expire_and_leave_nothing(opened: Any, tmp_path: Path) -> None:
     now = [1e9]
     queue = opened(keep=100.0, now=lambda: now[0])
-    results = ResultFiles(queue.folder, keep=100.0, now=lambda: now[0])
+    results = ResultFiles(queue.folder, ServiceSettings(keep=100.0), lambda: now[0])
     digest, other = results.put_input(b"fox"), results.put_input(b"hen")
     assert digest == hashlib.sha256(b"fox").hexdigest()
     queue.submit("a", request(2, inputs=(Input(role="image", digest=digest),)), "", 1.0)
@@ -647,7 +649,7 @@ def test_results_and_inputs_expire_and_leave_nothing(opened: Any, tmp_path: Path
     # As after a kill: a beginning of a file, and the results of a job that nobody knows.
     (queue.folder / "results" / "a" / ".1-abc.tmp").write_bytes(b"half")
     results.write("unknown", 0, b"x")
-    results = ResultFiles(queue.folder, keep=100.0, now=lambda: now[0])
+    results = ResultFiles(queue.folder, ServiceSettings(keep=100.0), lambda: now[0])
     assert results.bytes == len(PNG) + 1 + 12 + 3 + 1
     queue.forget(["a"])
     results.sweep(queue.ids(), queue.inputs())
@@ -662,7 +664,7 @@ def test_results_and_inputs_expire_and_leave_nothing(opened: Any, tmp_path: Path
 
 def test_jobs_are_done_side_by_side_and_each_is_what_it_is_alone(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path, replicas=2, most_running=3) as service:
+        async with serving(tmp_path, replicas=2, max_batch=3) as service:
             assert not service.state().ready
             asked = [JobRequest(prompt=f"fox {number}", n=1 + number % 4, priority=number % 2) for number in range(16)]
             jobs = [await service.submit(one, "abc"[number % 3]) for number, one in enumerate(asked)]
@@ -731,7 +733,7 @@ def test_events_are_numbered_and_told_to_whoever_comes_late(tmp_path: Path) -> N
 
 def test_cancel(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path, most_running=2) as service:
+        async with serving(tmp_path, max_batch=2) as service:
             running = await service.submit(JobRequest(prompt="one", steps=10_000, n=2), "")
             waiting = await service.submit(JobRequest(prompt="two"), "")
             await until(lambda: service.live_jobs[running.id].progress.get(1, 0) > 3)
@@ -796,7 +798,7 @@ def test_input_pictures_of_refused_jobs_are_removed(tmp_path: Path) -> None:
 
 def test_urgent_jobs_do_not_wait_for_a_place(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path, most_running=2) as service:
+        async with serving(tmp_path, max_batch=2) as service:
             slow = await service.submit(JobRequest(prompt="slow", steps=400, n=3), "")
             await until(lambda: service.live_jobs[slow.id].progress.get(1, 0) > 3)
             assert len(service._dispatcher.slots[0].running) == 2
@@ -813,7 +815,7 @@ def test_models_are_loaded_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyP
     models = [ModelSpec("a", "emoji-sd3"), ModelSpec("b", "emoji-dit-s"), ModelSpec("c", "emoji-sd3")]
 
     async def main() -> None:
-        async with serving(tmp_path, models=models, most_loaded=2) as service:
+        async with serving(tmp_path, models=models, max_loaded=2) as service:
             assert [card.id for card in service.models()] == ["a", "b", "c"]
             assert [card.loaded for card in service.models()] == [False] * 3
             for names, loaded in (("aba", "ab"), ("cc", "bc"), ("ab", "ab")):
@@ -848,7 +850,7 @@ def test_a_model_that_does_not_load_fails_its_jobs_and_no_others(tmp_path: Path)
     ]
 
     async def main() -> None:
-        async with serving(tmp_path, models=models, most_loaded=2) as service:
+        async with serving(tmp_path, models=models, max_loaded=2) as service:
             jobs = [
                 await service.submit(JobRequest(prompt="fox", model=name, steps=40), "")
                 for name in ("well", "breaks", "refuses", "well", "breaks")
@@ -903,14 +905,14 @@ def test_what_cannot_be_done_is_refused_with_the_names_of_the_fields(tmp_path: P
 
 def test_a_stop_ends_what_is_under_way_and_leaves_the_rest(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path, most_running=1) as service:
+        async with serving(tmp_path, max_batch=1) as service:
             jobs = [await service.submit(JobRequest(prompt=f"fox {number}", steps=20), "") for number in range(3)]
             await until(lambda: service.live_jobs[jobs[0].id].progress.get(0, 0) > 2)
             follower = asyncio.create_task(ended(service, jobs[2]))
         # Its events have ended as well.
         with contextlib.suppress(RuntimeError):
             await asyncio.wait_for(follower, 1.0)
-        async with serving(tmp_path, most_running=1, grace=0.0) as service:
+        async with serving(tmp_path, max_batch=1, grace=0.0) as service:
             assert [(await service.job(job.id, "")).status for job in jobs] == ["succeeded", "queued", "queued"]
             await until(lambda: service.live_jobs[jobs[1].id].progress.get(0, 0) > 2)
         async with serving(tmp_path) as service:
@@ -924,7 +926,7 @@ def test_a_stop_ends_what_is_under_way_and_leaves_the_rest(tmp_path: Path) -> No
 
 def test_bounds_of_the_service(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path, most_waiting=6, most_per_owner=4) as service:
+        async with serving(tmp_path, max_queue=6, max_per_owner=4) as service:
             await ended(service, await service.submit(JobRequest(prompt="fox"), ""))
             jobs = [await service.submit(JobRequest(prompt="slow", steps=200, n=2), "a") for _ in range(2)]
             with pytest.raises(QueueFull) as caught:
@@ -1020,7 +1022,7 @@ def test_a_picture_is_written_before_it_is_said_to_be_there(tmp_path: Path, monk
 def test_the_oldest_results_go_when_there_are_too_many(tmp_path: Path) -> None:
     async def main() -> None:
         size = len(picture("", 0))
-        async with serving(tmp_path, most_bytes=20 * size) as service:
+        async with serving(tmp_path, max_disk=20 * size) as service:
             jobs = []
             for number in range(30):
                 jobs.append(await ended(service, await service.submit(JobRequest(prompt=f"fox {number}"), "")))

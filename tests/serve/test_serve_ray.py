@@ -22,9 +22,10 @@ import ditmesh
 from ditmesh import zoo
 from ditmesh.cli.values import embedded_or
 from ditmesh.config import ParallelConfig
+from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.service import Service
+from ditmesh.serve.settings import ServiceSettings
 from ditmesh.serve.types import Event, JobRequest
-from ditmesh.serve.worker.protocol import ModelSpec
 from support import processes
 from support.batching import GUIDANCE, alone, pixels
 from support.serve import ended, until
@@ -134,9 +135,8 @@ def test_replicas_share_the_jobs_and_finish_those_of_one_that_is_killed(
     tmp_path: Path, mark: str, launcher: str, devices: int
 ) -> None:
     spec = ModelSpec("emoji-sd3", str(zoo.path()), ParallelConfig(ulysses=devices), together=2)
-    service = Service(
-        [spec], tmp_path, devices=devices, replicas=2, device="cpu", threads=1, launcher=launcher, most_running=2
-    )
+    settings = ServiceSettings(devices=devices, replicas=2, device="cpu", threads=1, launcher=launcher, max_batch=2)
+    service = Service([spec], tmp_path, settings)
     asyncio.run(shared(service, mark if launcher == "ray" else ""))
     if launcher == "ray":
         import ray

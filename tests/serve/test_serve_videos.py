@@ -22,9 +22,9 @@ from ditmesh.config import ParallelConfig
 from ditmesh.generate.receipt import CHUNK, Receipt, read_receipt
 from ditmesh.generate.video import frames_digest, metadata_of, write_mp4
 from ditmesh.media.videos import read_frames
+from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.service import Service
-from ditmesh.serve.settings import ApiSettings
-from ditmesh.serve.worker.protocol import ModelSpec
+from ditmesh.serve.settings import ApiSettings, ServiceSettings
 from support.serving import serving
 from support.tiny import save_tiny_ltx
 
@@ -44,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def http(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     films = ModelSpec("films", str(folder), ParallelConfig(ulysses=2))
-    service = Service([films], tmp_path_factory.mktemp("state"), devices=2, device="cpu", threads=1, launcher="local")
+    settings = ServiceSettings(devices=2, device="cpu", threads=1, launcher="local")
+    service = Service([films], tmp_path_factory.mktemp("state"), settings)
     with serving(service, ApiSettings()) as url, httpx.Client(base_url=url, timeout=30) as http:
         limit = time.monotonic() + 100
         while http.get("/readyz").status_code != 200:

@@ -16,6 +16,7 @@ from PIL import Image
 import ditmesh
 from ditmesh import zoo
 from ditmesh.launch import RankPool
+from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.types import JobRequest
 from ditmesh.serve.worker.batching import Batcher, PipelineTask, copied
 from ditmesh.serve.worker.protocol import (
@@ -24,7 +25,6 @@ from ditmesh.serve.worker.protocol import (
     Finished,
     ModelFailed,
     ModelReady,
-    ModelSpec,
     PictureTask,
     Start,
     Stop,

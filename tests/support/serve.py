@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ditmesh.errors import RankFailed
+from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.service import Service
+from ditmesh.serve.settings import ServiceSettings
 from ditmesh.serve.types import Job, RankState
 from ditmesh.serve.worker.protocol import (
     Beat,
@@ -25,7 +27,6 @@ from ditmesh.serve.worker.protocol import (
     Load,
     ModelFailed,
     ModelReady,
-    ModelSpec,
     PictureTask,
     Preview,
     Start,
@@ -265,9 +266,8 @@ class ThreadRanks:
 @contextlib.asynccontextmanager
 async def serving(folder: Path, *, grace: float = 5.0, models: Any = None, **options: Any) -> AsyncIterator[Service]:
     specs = models or [ModelSpec("sd3", "emoji-sd3")]
-    service = Service(
-        specs, folder, **{"launcher": "support.serve:ThreadRanks", "device": "cpu", **options}, function=serve_fake
-    )
+    settings = ServiceSettings(**{"launcher": "support.serve:ThreadRanks", "device": "cpu", **options})
+    service = Service(specs, folder, settings, serve_fake)
     await service.start()
     try:
         yield service

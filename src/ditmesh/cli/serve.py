@@ -3,54 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import InputError
-from ..serve.settings import LOOPBACK, ApiSettings
+from ..serve.settings import LOOPBACK, ApiSettings, LimitOption, ServiceSettings
 from .options import OFFLOADS, ConfigOptions, Devices, RankOptions, at_least, check_offload, one_of, with_groups
 from .values import download, embedded_or, parallel_config
 
 if TYPE_CHECKING:
-    from ..serve.worker.protocol import ModelSpec
+    from ..serve.offers import ModelSpec
 
 LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 
 
-# What an option leaves as it is.
-DEFAULTS = ApiSettings()
-
-
-def _option(*flags: str, panel: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel=panel, **more)
-
-
-def _limit(help: str, least: float = 1, **more: Any) -> Any:
-    return typer.Option(rich_help_panel="Limits", help=help, callback=at_least(least), **more)
+network_option, log_option = (functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Network", "Logs"))
 
 
 @dataclass(frozen=True)
 class ListenOptions:
     """Where the server listens."""
 
-    host: Annotated[
-        str, _option(panel="Network", help="Listen at this address; 0.0.0.0 means all of this machine's.")
-    ] = "127.0.0.1"
+    host: Annotated[str, network_option(help="Listen at this address; 0.0.0.0 means all of this machine's.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[
-        int,
-        _option("--port", "-p", panel="Network", help="Listen at this port; 0 means any free one.", min=0, max=65535),
+        int, network_option("--port", "-p", help="Listen at this port; 0 means any free one.", min=0, max=65535)
     ] = 8000
     new_key: Annotated[
-        str | None,
-        _option(panel="Network", metavar="NAME", help="Add a key of this name to --keys, print it and leave."),
+        str | None, network_option(metavar="NAME", help="Add a key of this name to --keys, print it and leave.")
     ] = None
 
 
@@ -60,54 +50,56 @@ class ClientOptions:
 
     allow_host: Annotated[
         list[str] | None,
-        _option(
-            panel="Network",
+        network_option(
             metavar="NAME",
             help="Answer requests for this host name; may be given again.",
             show_default="this machine's at 127.0.0.1, any elsewhere",
         ),
     ] = None
     cors_origin: Annotated[
-        list[str] | None,
-        _option(panel="Network", metavar="URL", help="Let pages of this site use the API; may be given again."),
+        list[str] | None, network_option(metavar="URL", help="Let pages of this site use the API; may be given again.")
     ] = None
     keys: Annotated[
-        Path | None, _option(panel="Network", metavar="FILE", help="Answer only clients that have a key of this file.")
+        Path | None, network_option(metavar="FILE", help="Answer only clients that have a key of this file.")
     ] = None
     rate: Annotated[
         float,
-        _option(
-            panel="Network",
-            help="Accept so many jobs a minute of each key (or address); 0 means any number.",
-            callback=at_least(0),
+        network_option(
+            help="Accept so many jobs a minute of each key (or address); 0 means any number.", callback=at_least(0)
         ),
-    ] = DEFAULTS.rate
+    ] = ApiSettings.model_fields["rate"].default
 
 
-@dataclass(frozen=True)
-class LimitOptions:
-    """What a client may ask for, and how much is kept."""
+if TYPE_CHECKING:
 
-    max_pixels: Annotated[int, _limit("Limit the pixels of an image.")] = DEFAULTS.max_pixels
-    max_steps: Annotated[int, _limit("Limit the steps of an image.")] = DEFAULTS.max_steps
-    max_images: Annotated[int, _limit("Limit the images of a job.")] = DEFAULTS.max_images
-    max_frames: Annotated[int, _limit("Limit the frames of a video.")] = DEFAULTS.max_frames
-    max_prompt: Annotated[int, _limit("Limit the characters of a prompt.")] = DEFAULTS.max_prompt
-    max_body: Annotated[int, _limit("Limit the size of a request.", metavar="MIB")] = DEFAULTS.max_body >> 20
-    max_connections: Annotated[int, _limit("Limit the connections of all clients together.", 8)] = (
-        DEFAULTS.max_connections
-    )
-    max_queue: Annotated[int, _limit("Limit the images that wait.")] = 1000
-    max_batch: Annotated[int, _limit("Limit the images whose steps run as one call.")] = 8
-    max_loaded: Annotated[int, _limit("Limit the models that a replica holds at a time.")] = 1
-    keep: Annotated[float, _limit("Keep results for so long.", 0.001, metavar="HOURS")] = 24.0
-    max_disk: Annotated[float, _limit("Limit the space of results and inputs on the disk.", 0.001, metavar="GIB")] = (
-        10.0
-    )
-    stall: Annotated[float, _limit("Start ranks again after so long without a step.", metavar="SECONDS")] = 60.0
-    grace: Annotated[
-        float, _limit("Let images under way end for so long when the server stops.", 0, metavar="SECONDS")
-    ] = 30.0
+    class LimitOptions:
+        """What a client may ask for, and how much is kept: every setting of the two that has a `LimitOption`."""
+
+        def of(self, settings: type[ApiSettings] | type[ServiceSettings]) -> dict[str, Any]:
+            """The settings of a kind, by name."""
+            ...
+else:
+
+    def _limits(settings: Any) -> dict[str, LimitOption]:
+        fields = settings.model_fields.items()
+        return {name: one for name, field in fields for one in field.metadata if isinstance(one, LimitOption)}
+
+    def _limit_options() -> type:
+        made = []
+        for settings in (ApiSettings, ServiceSettings):
+            for name, of in _limits(settings).items():
+                kind, default = settings.model_fields[name].annotation, settings.model_fields[name].default
+                option = typer.Option(
+                    rich_help_panel="Limits", help=of.help, metavar=of.form, callback=at_least(of.least)
+                )
+                made.append((name, Annotated[kind, option], field(default=kind(default / of.unit))))
+
+        def values(options: Any, settings: Any) -> dict[str, Any]:
+            return {name: getattr(options, name) * of.unit for name, of in _limits(settings).items()}
+
+        return make_dataclass("LimitOptions", made, frozen=True, namespace={"of": values})
+
+    LimitOptions = _limit_options()
 
 
 @dataclass(frozen=True)
@@ -116,8 +108,7 @@ class LogOptions:
 
     log_format: Annotated[
         str,
-        _option(
-            panel="Logs",
+        log_option(
             metavar="|".join(LOG_FORMATS),
             help="Write lines of the log in this form.",
             callback=one_of(LOG_FORMATS, {}),
@@ -125,17 +116,14 @@ class LogOptions:
     ] = "text"
     log_level: Annotated[
         str,
-        _option(
-            panel="Logs",
+        log_option(
             metavar="|".join(LOG_LEVELS),
             help="Write messages of this level and above.",
             callback=one_of(LOG_LEVELS, {}),
         ),
     ] = "info"
-    log_prompts: Annotated[bool, _option("--log-prompts", panel="Logs", help="Write prompts into the log.")] = False
-    otel: Annotated[
-        bool, _option("--otel", panel="Logs", help="Send traces where OTEL_EXPORTER_OTLP_ENDPOINT says.")
-    ] = False
+    log_prompts: Annotated[bool, log_option("--log-prompts", help="Write prompts into the log.")] = False
+    otel: Annotated[bool, log_option("--otel", help="Send traces where OTEL_EXPORTER_OTLP_ENDPOINT says.")] = False
 
 
 @dataclass(frozen=True)
@@ -195,15 +183,14 @@ class ServerPlan:
 
     Attributes:
         settings: of the HTTP side.
-        devices: ranks of a replica.
+        service: of the engine.
     """
 
     settings: ApiSettings
-    devices: int
+    service: ServiceSettings
     specs: list[ModelSpec]
     models: ModelOptions
     ranks: RankOptions
-    limits: LimitOptions
     logs: LogOptions
 
     def backend(self, launcher: str | None) -> Any:
@@ -214,12 +201,11 @@ class ServerPlan:
         """
         from ..launch import device_of_launcher
         from ..serve.service import Service
-        from ..serve.worker.replicas import RankLimits
 
-        models, ranks, limits = self.models, self.ranks, self.limits
-        kind = device_of_launcher(launcher, ranks.device, self.devices * models.replicas)
+        models, settings = self.models, self.service
+        kind = device_of_launcher(launcher, settings.device, settings.devices * settings.replicas)
         check_offload(models.offload, kind)
-        options: Any = {"dtype": ranks.dtype_on(kind), "variant": models.variant, "offload": models.offload}
+        options: Any = {"dtype": self.ranks.dtype_on(kind), "variant": models.variant, "offload": models.offload}
         # A model of a hub is fetched once, before the ranks ask for it.
         specs = [
             replace(
@@ -227,24 +213,7 @@ class ServerPlan:
             )
             for one in self.specs
         ]
-        return Service(
-            specs,
-            models.folder or state_folder(),
-            devices=self.devices,
-            replicas=models.replicas,
-            device=ranks.device,
-            threads=ranks.threads,
-            timeout=ranks.timeout,
-            launcher=launcher,
-            most_loaded=limits.max_loaded,
-            most_running=limits.max_batch,
-            limits=RankLimits(stall=limits.stall),
-            keep=limits.keep * 3600,
-            most_bytes=int(limits.max_disk * 2**30),
-            most_waiting=limits.max_queue,
-            # One key must not fill the queue.
-            most_per_owner=max(1, limits.max_queue // 4) if self.settings.keys else limits.max_queue,
-        )
+        return Service(specs, models.folder or state_folder(), settings.model_copy(update={"launcher": launcher}))
 
 
 def planned(
@@ -261,12 +230,11 @@ def planned(
     Raises:
         InputError: an option is not possible, or there is no such model or LoRA.
     """
-    names, local = tuple(clients.allow_host or ()), host in LOOPBACK
+    names, local, most = tuple(clients.allow_host or ()), host in LOOPBACK, limits.of(ServiceSettings)
     named = _named(models.model or ["emoji-sd3"], "--model"), _named(models.lora or [], "--lora")
-    devices, specs = _specs(*named, models.devices, models.config, parallel, limits.max_batch)
-    same: dict[str, Any] = {name: value for name, value in vars(limits).items() if name in ApiSettings.model_fields}
+    devices, specs = _specs(*named, models.devices, models.config, parallel, most["max_batch"])
     settings = ApiSettings(
-        **{**same, "max_body": limits.max_body * 2**20},
+        **limits.of(ApiSettings),
         keys=clients.keys,
         # Elsewhere it has names that only its owner knows.
         hosts=(*LOOPBACK, host, *names) if local or names else (),
@@ -275,7 +243,17 @@ def planned(
         log_prompts=logs.log_prompts,
         aliases=_aliases(models.model_alias or [], [one.name for one in specs]),
     )
-    return ServerPlan(settings, devices, specs, models, ranks, limits, logs)
+    service = ServiceSettings(
+        **most,
+        devices=devices,
+        replicas=models.replicas,
+        device=ranks.device,
+        threads=ranks.threads,
+        timeout=ranks.timeout,
+        # One key must not fill the queue.
+        max_per_owner=max(1, most["max_queue"] // 4) if clients.keys else most["max_queue"],
+    )
+    return ServerPlan(settings, service, specs, models, ranks, logs)
 
 
 def _aliases(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -327,7 +305,7 @@ def serve(
     plan = planned(parallel, ranks, clients, limits, logs, models, listen.host)
     backend = plan.backend(ranks.backend)
     with traces_of(logs) as tracer, bound(listen.host, listen.port) as listening:
-        _serve(backend, plan.settings, tracer, listening, limits.grace, logs)
+        _serve(backend, plan.settings, tracer, listening, plan.service.grace, logs)
 
 
 def check_installed() -> None:
@@ -382,7 +360,7 @@ def _specs(
     """
     from ..generate.files import adapter
     from ..generate.job import check_config
-    from ..serve.worker.protocol import ModelSpec
+    from ..serve.offers import ModelSpec
 
     # The name is ours: a scale is the client's.
     files = {name: adapter("lora", str(Path(path).expanduser())).path for name, path in loras.items()}

@@ -4,21 +4,49 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from ..config import ParallelConfig
 from ..errors import InputError, did_you_mean
 from ..generate.files import InputFile, check_roles
 from ..generate.job import check_content, job_for
 from ..generate.model_info import ModelInfo, find_model
+from ..generate.receipt import Dtype, Offload
 from ..request import FieldError
 from .types import JobRequest, ModelCard
-from .worker.protocol import ModelSpec
 
 # What is called otherwise in JSON.
 FIELDS = {"batch": "n"}
 # Of models that do not say: for a guess at the work.
 STEPS, SIDE = 28, 1024
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that ranks can load.
+
+    Attributes:
+        name: as clients call it.
+        model: folder or hub id.
+        config: parallel configuration; ``"auto"``: the engine chooses.
+        loras: files or folders of adapters, by name.
+        steps, guidance: of requests that do not say; None: the pipeline's own.
+        text_tokens: longest prompt in tokens; None: the pipeline's own.
+        together: pictures whose steps run as one call, at most; beyond them, less urgent ones wait or are paused.
+    """
+
+    name: str
+    model: str
+    config: ParallelConfig | Literal["auto"] = "auto"
+    dtype: Dtype = "float32"
+    variant: str | None = None
+    offload: Offload = "none"
+    loras: Mapping[str, str] = field(default_factory=dict)
+    together: int = 8
+    steps: int | None = None
+    guidance: float | None = None
+    text_tokens: int | None = None
 
 
 @dataclass

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from .._version import __version__
-from ..errors import ConfigError, InputError, did_you_mean
-from ..launch import DeviceChoice, Launcher, connection, device_of_launcher, launcher, threads_of_launcher
+from ..errors import InputError, did_you_mean
+from ..launch import Launcher, connection, device_of_launcher, launcher, threads_of_launcher
 from ..launch.pool import PRELOAD
 from .errors import IdempotencyKey, NoRanks, Stopping
-from .offers import ServedModel
+from .offers import ModelSpec, ServedModel
 from .queue.dispatch import Dispatcher
 from .queue.jobs import JobStore
-from .queue.queue import Queue
-from .queue.results import ResultFiles
+from .settings import ServiceSettings
 from .types import Job, JobRequest, ModelCard, ServerState
-from .worker.protocol import ModelSpec
-from .worker.replicas import LONGEST_BACKOFF, RankLimits
+from .worker.replicas import LONGEST_BACKOFF
 
 # Seconds after which a client that comes while the server stops should ask again.
 AWAY = 10.0
@@ -37,22 +35,7 @@ class Service(JobStore):
         self,
         specs: Sequence[ModelSpec],
         folder: str | Path,
-        *,
-        devices: int = 1,
-        replicas: int = 1,
-        device: DeviceChoice = "auto",
-        threads: int | None = None,
-        timeout: float = 600.0,
-        launcher: str | None = None,
-        most_loaded: int = 1,
-        most_running: int = 8,
-        limits: RankLimits | None = None,
-        keep: float = 86400.0,
-        most_bytes: int = 10 * 2**30,
-        reserve: int = 64 * 2**20,
-        most_waiting: int = 1000,
-        most_per_owner: int = 250,
-        weights: Mapping[str, float] | None = None,
+        settings: ServiceSettings | None = None,
         function: Callable[..., None] | None = None,
     ) -> None:
         """Look at the models; `start` starts.
@@ -60,22 +43,13 @@ class Service(JobStore):
         Args:
             specs: the models; the first is the default, and is loaded at the start.
             folder: for the queue and the results; no other server may use it.
-            devices: ranks of each replica.
-            replicas: number of groups of ranks.
-            device, threads, timeout: as of `RankPool`; ``threads`` default: all cores shared out to all ranks.
-            launcher: by name; see `launch.launcher`. It has to be `Conversing`.
-            most_loaded: models that a replica holds at a time.
-            most_running: tasks that a replica runs at a time, and as many that pause for more urgent ones.
-            limits: when ranks are given up.
-            keep: seconds for which results are kept.
-            most_bytes: of all results and inputs; the oldest ended jobs are forgotten early where it takes that.
-            reserve: bytes of the disk that have to be free for a job to be accepted.
-            most_waiting, most_per_owner, weights: see `Queue`.
+            settings: of ranks, of what they run and of what is kept.
             function: what ranks run in the place of `worker.serve_rank`.
 
         Raises:
             InputError: there is no such model, or two of the same name.
         """
+        settings = self._settings = settings or ServiceSettings()
         if not specs:
             raise InputError("a server needs a model; give one")
         served = {spec.name: ServedModel.of(spec) for spec in specs}
@@ -83,29 +57,11 @@ class Service(JobStore):
             raise InputError(f"{len(specs)} models have {len(served)} names; give each its own")
         for spec in specs:
             if not isinstance(spec.config, str):
-                spec.config.check_world_size(devices)
-        for name, number in (("devices", devices), ("replicas", replicas), ("most_running", most_running)):
-            if number < 1:
-                raise ConfigError(f"{name} {number} is not possible; use at least 1")
-        super().__init__(
-            served,
-            partial(Queue, folder, keep=keep, most=most_waiting, most_per_owner=most_per_owner, weights=weights),
-            partial(ResultFiles, folder, keep=keep, most_bytes=most_bytes, reserve=reserve),
-        )
-        self._devices = devices
-        self._connection = partial(connection, launcher)
+                spec.config.check_world_size(settings.devices)
+        super().__init__(served, folder, settings)
         self._undo = ExitStack()
-        limits = limits or RankLimits()
-        ranks = partial(_ranks, launcher, devices, device, threads, timeout, limits.stopped, replicas)
-        self._dispatcher = Dispatcher(
-            self,
-            served,
-            [partial(ranks, number) for number in range(replicas)],
-            limits,
-            most_loaded=most_loaded,
-            most_running=most_running,
-            function=function,
-        )
+        ranks = [partial(_ranks, settings, number) for number in range(settings.replicas)]
+        self._dispatcher = Dispatcher(self, served, ranks, settings, function)
         self._stopping = False
 
     async def start(self) -> None:
@@ -118,7 +74,7 @@ class Service(JobStore):
             StorageError: the folder cannot be written.
         """
         # Replicas share it, also when their ranks are started again.
-        await asyncio.to_thread(lambda: self._undo.enter_context(self._connection()))
+        await asyncio.to_thread(lambda: self._undo.enter_context(connection(self._settings.launcher)))
         try:
             await self.open()
         except BaseException:
@@ -162,7 +118,7 @@ class Service(JobStore):
             raise InputError(f"model {name[:80]!r} is none of the server's ({known}){did_you_mean(name, self._served)}")
         seed = secrets.randbelow(2**32) if request.seed is None else request.seed
         request = request.model_copy(update={"model": name, "seed": seed})
-        model.check(request, self._devices)
+        model.check(request, self._settings.devices)
         id = f"job_{secrets.token_hex(16)}"
         return await self._to_the_end(self.accept(id, request, owner, model.work(request), key))
 
@@ -187,20 +143,14 @@ class Service(JobStore):
         )
 
 
-def _ranks(
-    name: str | None,
-    devices: int,
-    device: DeviceChoice,
-    threads: int | None,
-    timeout: float,
-    stopped: float,
-    replicas: int,
-    number: int,
-) -> Launcher:
+def _ranks(settings: ServiceSettings, number: int) -> Launcher:
     """Ranks of replica ``number``, on devices of its own."""
-    kind = device_of_launcher(name, device, devices * replicas)
+    name, devices, threads = settings.launcher, settings.devices, settings.threads
+    kind = device_of_launcher(name, settings.device, devices * settings.replicas)
     if threads is None:
-        threads = threads_of_launcher(name, kind, devices * replicas)
+        threads = threads_of_launcher(name, kind, devices * settings.replicas)
     gpus = range(number * devices, (number + 1) * devices)
     preload = (*PRELOAD, "ditmesh.serve.worker.replicas", "ditmesh.serve.worker.worker")
-    return launcher(name, devices, kind, threads, timeout, gpus=gpus, stop_limit=stopped, preload=preload)
+    return launcher(
+        name, devices, kind, threads, settings.timeout, gpus=gpus, stop_limit=settings.stopped, preload=preload
+    )

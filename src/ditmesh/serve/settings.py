@@ -1,14 +1,31 @@
-"""Settings of the HTTP side: what clients may ask for, and how they are answered."""
+"""Settings of a server: what clients may ask for, how they are answered, and how much is run and kept."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 # Names that a browser on this machine calls it by.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class LimitOption(NamedTuple):
+    """How the command line has a setting.
+
+    Attributes:
+        help: of its option.
+        form: of its value.
+        least: the smallest one.
+        unit: what it is multiplied by.
+    """
+
+    help: str
+    form: str | None = None
+    least: float = 1
+    unit: int = 1
 
 
 class ApiSettings(BaseModel):
@@ -19,10 +36,8 @@ class ApiSettings(BaseModel):
         hosts: names under which the server answers (the ``Host`` header, without the port); empty: any.
         cors: origins of other sites whose pages may call the API.
         max_pixels: of a result, width times height; of videos that of one frame.
-        max_frames: of a video.
         max_steps, max_images, max_prompt: of a request; the last in characters, also of the negative prompt.
         max_body: bytes of a request's body.
-        max_connections: of all clients together, at a time.
         max_input_pixels: of an input picture.
         rate: jobs a minute that a key (without keys: an address) may submit; 0: any number.
         cancel_on_disconnect: a client of the OpenAI endpoints that goes away cancels its job.
@@ -40,13 +55,17 @@ class ApiSettings(BaseModel):
     keys: Path | None = None
     hosts: tuple[str, ...] = LOOPBACK
     cors: tuple[str, ...] = ()
-    max_pixels: int = Field(default=2048 * 2048, ge=1)
-    max_frames: int = Field(default=257, ge=1)
-    max_steps: int = Field(default=200, ge=1)
-    max_images: int = Field(default=16, ge=1)
-    max_prompt: int = Field(default=10_000, ge=1)
-    max_body: int = Field(default=32 * 2**20, ge=1)
-    max_connections: int = Field(default=1024, ge=8)
+    max_pixels: Annotated[int, LimitOption("Limit the pixels of an image.")] = Field(default=2048 * 2048, ge=1)
+    max_steps: Annotated[int, LimitOption("Limit the steps of an image.")] = Field(default=200, ge=1)
+    max_images: Annotated[int, LimitOption("Limit the images of a job.")] = Field(default=16, ge=1)
+    max_frames: Annotated[int, LimitOption("Limit the frames of a video.")] = Field(default=257, ge=1)
+    max_prompt: Annotated[int, LimitOption("Limit the characters of a prompt.")] = Field(default=10_000, ge=1)
+    max_body: Annotated[int, LimitOption("Limit the size of a request.", "MIB", unit=2**20)] = Field(
+        default=32 * 2**20, ge=1
+    )
+    max_connections: Annotated[int, LimitOption("Limit the connections of all clients together.", least=8)] = Field(
+        default=1024, ge=8
+    )
     max_input_pixels: int = Field(default=2**24, ge=1)
     rate: float = Field(default=0.0, ge=0)
     cancel_on_disconnect: bool = True
@@ -57,3 +76,50 @@ class ApiSettings(BaseModel):
     log_prompts: bool = False
     page: Path | None = Path(__file__).with_name("page")
     aliases: Mapping[str, str] = Field(default_factory=dict)
+
+
+class ServiceSettings(BaseModel):
+    """What ranks a `Service` has, what they run, and what is kept.
+
+    Attributes:
+        devices: ranks of each replica.
+        replicas: number of groups of ranks.
+        device, threads, timeout: as of `RankPool`; ``threads`` default: all cores shared out to all ranks.
+        launcher: by name; see `launch.launcher`. It has to be `Conversing`.
+        max_queue: pictures that wait; max_per_owner, weights: see `Queue`.
+        max_batch: tasks that a replica runs at a time, and as many that pause for more urgent ones.
+        max_loaded: models that a replica holds at a time.
+        keep: seconds for which results are kept.
+        max_disk: bytes of all results and inputs; the oldest ended jobs are forgotten early where it takes that.
+        reserve: bytes of the disk that have to be free for a job to be accepted.
+        stall: seconds after which ranks are given up: without a message while they are idle, without a step or anything
+            else done while they work; where steps take long, as long as four of the slowest.
+        load: the same without a message while they start or load a model.
+        stopped: seconds for which a rank may be stopped by a signal such as SIGSTOP.
+        grace: seconds that jobs under way have when the server stops.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    devices: int = Field(default=1, ge=1)
+    replicas: int = Field(default=1, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    timeout: float = 600.0
+    launcher: str | None = None
+    max_queue: Annotated[int, LimitOption("Limit the images that wait.")] = 1000
+    max_per_owner: int = 250
+    weights: Mapping[str, float] | None = None
+    max_batch: Annotated[int, LimitOption("Limit the images whose steps run as one call.")] = Field(default=8, ge=1)
+    max_loaded: Annotated[int, LimitOption("Limit the models that a replica holds at a time.")] = 1
+    keep: Annotated[float, LimitOption("Keep results for so long.", "HOURS", 0.001, 3600)] = 86400.0
+    max_disk: Annotated[
+        float, LimitOption("Limit the space of results and inputs on the disk.", "GIB", 0.001, 2**30)
+    ] = 10.0 * 2**30
+    reserve: int = 64 * 2**20
+    stall: Annotated[float, LimitOption("Start ranks again after so long without a step.", "SECONDS")] = 60.0
+    load: float = 1800.0
+    stopped: float = 5.0
+    grace: Annotated[
+        float, LimitOption("Let images under way end for so long when the server stops.", "SECONDS", 0)
+    ] = 30.0

@@ -13,6 +13,7 @@ from functools import partial
 
 from ..errors import StorageError
 from ..offers import ServedModel
+from ..settings import ServiceSettings
 from ..types import ENDED, Job, JobError, JobImage, ReplicaState
 from ..worker.protocol import (
     Beat,
@@ -30,7 +31,7 @@ from ..worker.protocol import (
     TaskStepped,
     under_way,
 )
-from ..worker.replicas import MakeRanks, RankLimits, RanksDown, RanksUp, Replica, ReplicaReport
+from ..worker.replicas import MakeRanks, RanksDown, RanksUp, Replica, ReplicaReport
 from .jobs import JobState, JobStore
 from .queue import NextJob
 
@@ -97,19 +98,16 @@ class Dispatcher:
         jobs: JobStore,
         models: Mapping[str, ServedModel],
         launchers: Sequence[MakeRanks],
-        limits: RankLimits,
-        *,
-        most_loaded: int,
-        most_running: int,
+        settings: ServiceSettings,
         function: Callable[..., None] | None = None,
     ) -> None:
         """Prepare a replica for each of ``launchers``; for the other arguments see `Service`."""
         self._jobs, self._models = jobs, models
-        self._most_loaded, self._most_running = most_loaded, most_running
+        self._most_loaded, self._most_running = settings.max_loaded, settings.max_batch
         self.slots = []
         for number, make in enumerate(launchers):
             name = f"replica-{number}"
-            replica = Replica(name, make, self._receive, limits, function)
+            replica = Replica(name, make, self._receive, settings, function)
             self.slots.append(ReplicaSlot(replica, ReplicaState(name=name, state="starting")))
         self._slot_of = {slot.replica: slot for slot in self.slots}
         # Loads that have failed, by model; whether any has been loaded.

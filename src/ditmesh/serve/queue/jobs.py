@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ...errors import InputError
 from ..errors import IdempotencyKey, ResultFile, StorageError, UnknownJob
 from ..offers import ServedModel
+from ..settings import ServiceSettings
 from ..types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
 from ..worker.protocol import Cancel
 from ..worker.replicas import Replica
@@ -134,14 +136,9 @@ class JobStore:
         throughput: of all ranks together.
     """
 
-    def __init__(
-        self,
-        served: Mapping[str, ServedModel],
-        open_queue: Callable[[], Queue],
-        open_results: Callable[[], ResultFiles],
-    ) -> None:
-        """Prepare; `open` opens the queue and the files of results, of one folder."""
-        self._served, self._open_queue, self._open_results = served, open_queue, open_results
+    def __init__(self, served: Mapping[str, ServedModel], folder: str | Path, settings: ServiceSettings) -> None:
+        """Prepare; `open` opens the queue and the files of results in a folder."""
+        self._served, self._folder, self._settings = served, Path(folder), settings
         self.live_jobs: OrderedDict[str, JobState] = OrderedDict()
         self.throughput = Throughput()
         # Seconds per step, by model.
@@ -159,9 +156,9 @@ class JobStore:
         """Open the folder, and take up the jobs of an earlier run. Raises `ConfigError`, `StorageError`."""
         self._disk = ThreadPoolExecutor(1, "ditmesh-disk")
         try:
-            self.queue = await self.on_disk(self._open_queue)
+            self.queue = await self.on_disk(Queue, self._folder, self._settings)
             try:
-                self.results = await self.on_disk(self._open_results)
+                self.results = await self.on_disk(ResultFiles, self._folder, self._settings)
                 await self.on_disk(self._sweep)
                 live = await self.on_disk(self.queue.live)
             except BaseException:

@@ -15,7 +15,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from ...core.files import free_names, lock_of
 from ...errors import ConfigError, InputError
 from ..errors import IdempotencyKey, KeyReused, QueueFull, UnknownJob
+from ..settings import ServiceSettings
 from ..types import Job, JobError, JobImage, JobRequest, Status
 from .results import INPUTS, RESULTS
 from .storage import kind_of, storage_error
@@ -142,30 +143,24 @@ class Queue:
     def __init__(
         self,
         folder: str | Path,
-        *,
-        keep: float = 86400.0,
-        most: int = 1000,
-        most_per_owner: int = 250,
-        weights: Mapping[str, float] | None = None,
+        settings: ServiceSettings | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         """Open the folder, and put back into the queue what was under way.
 
         Args:
             folder: made if it is not there.
-            keep: seconds for which a job is remembered after its end.
-            most: pictures that are neither done nor given up, at most.
-            most_per_owner: of one owner, unless that is the one without a name.
-            weights: shares of owners; default: 1 each.
+            settings: how many pictures may wait, and for how long a job is remembered after its end.
             now: seconds since 1970.
 
         Raises:
             ConfigError: another server uses the folder, or the queue in it is of another version.
             StorageError: it cannot be written.
         """
+        settings = settings or ServiceSettings()
         self.folder, self.path = Path(folder), Path(folder) / FILE
-        self.keep, self.most, self.most_per_owner = keep, most, most_per_owner
-        self._weights, self._now = weights or {}, now
+        self.keep, self.most, self.most_per_owner = settings.keep, settings.max_queue, settings.max_per_owner
+        self._weights, self._now = settings.weights or {}, now
         self._lock = threading.RLock()
         self.aside: Path | None = None
         self.unread: list[str] = []
@@ -258,20 +253,20 @@ class Queue:
                 self._db.execute("BEGIN IMMEDIATE")
                 try:
                     yield self._db
-                    counts = self._counts()
+                    counted = "SELECT status, count(*) FROM jobs WHERE status IN ('queued', 'running') GROUP BY status"
+                    counts = dict(self._db.execute(counted).fetchall())
                     self._db.execute("COMMIT")
                 except BaseException:
                     if self._db.in_transaction:
                         self._db.execute("ROLLBACK")
                     raise
-                self.queued, self.running = counts
+                self.queued, self.running = counts.get("queued", 0), counts.get("running", 0)
             except sqlite3.DatabaseError as error:
                 raise storage_error(f"cannot write to {self.path}", error) or error from error
 
-    def _counts(self) -> tuple[int, int]:
-        query = "SELECT count(*) FROM jobs WHERE status = ?"
-        queued, running = (self._db.execute(query, (status,)).fetchone()[0] for status in ("queued", "running"))
-        return queued, running
+    def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        with self._lock:
+            return self._db.execute(query, values).fetchall()
 
     # ---- the life of a job
 
@@ -382,9 +377,9 @@ class Queue:
             query, values = f"{query} AND j.id = ?", [*values, job]
         if not again:
             query += " AND j.attempt = 1"
-        with self._lock:
-            row = self._db.execute(f"{query} ORDER BY {ORDER} LIMIT 1", values).fetchone()
-        return row and NextJob(row["id"], row["model"], row["priority"], row["attempt"] > 1, row["created"])
+        for row in self._rows(f"{query} ORDER BY {ORDER} LIMIT 1", *values):
+            return NextJob(row["id"], row["model"], row["priority"], row["attempt"] > 1, row["created"])
+        return None
 
     def begin(self, id: str) -> int | None:
         """Begin a job's next picture, and charge its owner for it; its number, or None when none waits."""
@@ -422,14 +417,10 @@ class Queue:
     def finish(self, id: str, picture: int, file: str, image: JobImage) -> Job | None:
         """A picture is done, and its file is there; the job, or None when the picture is not wanted any more."""
         with self._change() as db:
-            job = self._row(db, id)
-            if job is None or job["status"] != "running":
+            if (job := self._row(db, id, "running")) is None:
                 return None
-            changed = db.execute(
-                "UPDATE pictures SET file = ?, image = ? WHERE job = ? AND picture = ? AND file IS NULL",
-                (file, image.model_dump_json(), job["number"], picture),
-            ).rowcount
-            if not changed:
+            update = "UPDATE pictures SET file = ?, image = ? WHERE job = ? AND picture = ? AND file IS NULL"
+            if not db.execute(update, (file, image.model_dump_json(), job["number"], picture)).rowcount:
                 return None
             done = "SELECT count(*) FROM pictures WHERE job = ? AND file IS NOT NULL"
             if db.execute(done, (job["number"],)).fetchone()[0] == job["n"]:
@@ -439,8 +430,7 @@ class Queue:
     def fail(self, id: str, error: JobError) -> Job | None:
         """A job cannot be done; None when it has ended already."""
         with self._change() as db:
-            job = self._row(db, id)
-            if job is None or job["status"] not in ("queued", "running"):
+            if (job := self._row(db, id, "queued", "running")) is None:
                 return None
             db.execute("UPDATE jobs SET error = ? WHERE number = ?", (error.model_dump_json(), job["number"]))
             self._end(db, job, "failed")
@@ -454,8 +444,7 @@ class Queue:
             done: of each of its pictures under way the part that is done, from 0 to 1.
         """
         with self._change() as db:
-            job = self._row(db, id)
-            if job is None or job["status"] not in ("queued", "running"):
+            if (job := self._row(db, id, "queued", "running")) is None:
                 return None
             self._refund(db, job, sum(1 - part for part in done))
             self._end(db, job, "cancelled")
@@ -470,8 +459,7 @@ class Queue:
             counts: this is another attempt.
         """
         with self._change() as db:
-            job = self._row(db, id)
-            if job is None or job["status"] != "running":
+            if (job := self._row(db, id, "running")) is None:
                 return None
             numbers = ", ".join(str(int(picture)) for picture in pictures)
             back = _give_back(db, f"job = {job['number']} AND picture IN ({numbers})")
@@ -520,9 +508,7 @@ class Queue:
     def file(self, id: str, picture: int) -> str | None:
         """Name of a picture's file."""
         query = "SELECT p.file FROM pictures p JOIN jobs j ON j.number = p.job WHERE j.id = ? AND p.picture = ?"
-        with self._lock:
-            row = self._db.execute(query, (id, picture)).fetchone()
-        return row and row["file"]
+        return next((row["file"] for row in self._rows(query, id, picture)), None)
 
     def places(self) -> dict[str, QueuePlace]:
         """Places of the queued jobs, as they will begin if no others come."""
@@ -531,8 +517,7 @@ class Queue:
             f"max(coalesce(o.used, 0), c.value) AS used {WAITING} "
             "ORDER BY j.attempt > 1 DESC, j.priority DESC, j.number"
         )
-        with self._lock:
-            rows = self._db.execute(query).fetchall()
+        rows = self._rows(query)
         used = {row["owner"]: row["used"] for row in rows}
         lines: dict[int, dict[str, deque[Any]]] = {}
         for number, row in enumerate(rows):
@@ -562,8 +547,7 @@ class Queue:
 
     def expired(self) -> list[str]:
         """Jobs that have expired."""
-        with self._lock:
-            return [row[0] for row in self._db.execute("SELECT id FROM jobs WHERE expires <= ?", (self._now(),))]
+        return [row[0] for row in self._rows("SELECT id FROM jobs WHERE expires <= ?", self._now())]
 
     def oldest(self, number: int) -> list[str]:
         """The jobs with results that ended first."""
@@ -571,8 +555,7 @@ class Queue:
             "SELECT id FROM jobs WHERE expires IS NOT NULL AND EXISTS (SELECT 1 FROM pictures WHERE job = number) "
             "ORDER BY expires LIMIT ?"
         )
-        with self._lock:
-            return [row[0] for row in self._db.execute(query, (number,))]
+        return [row[0] for row in self._rows(query, number)]
 
     def surplus(self, number: int) -> list[str]:
         """The jobs without results that ended first, beyond so many."""
@@ -580,8 +563,7 @@ class Queue:
             "SELECT id FROM jobs WHERE expires IS NOT NULL AND NOT EXISTS (SELECT 1 FROM pictures WHERE job = number) "
             "ORDER BY expires DESC LIMIT -1 OFFSET ?"
         )
-        with self._lock:
-            return [row[0] for row in self._db.execute(query, (number,))]
+        return [row[0] for row in self._rows(query, number)]
 
     def forget(self, ids: Collection[str]) -> None:
         """Forget jobs that have ended, and owners that have nothing more coming or owing."""
@@ -594,24 +576,23 @@ class Queue:
 
     def ids(self) -> set[str]:
         """Of all jobs."""
-        with self._lock:
-            return {row[0] for row in self._db.execute("SELECT id FROM jobs")}
+        return {row[0] for row in self._rows("SELECT id FROM jobs")}
 
     def needs(self, digest: str) -> bool:
         """Whether a job has this input."""
-        with self._lock:
-            return self._db.execute("SELECT 1 FROM inputs WHERE digest = ?", (digest,)).fetchone() is not None
+        return bool(self._rows("SELECT 1 FROM inputs WHERE digest = ?", digest))
 
     def inputs(self) -> set[str]:
         """Digests of the inputs of all jobs."""
-        with self._lock:
-            return {row[0] for row in self._db.execute("SELECT DISTINCT digest FROM inputs")}
+        return {row[0] for row in self._rows("SELECT DISTINCT digest FROM inputs")}
 
     # ---- rows
 
     @staticmethod
-    def _row(db: sqlite3.Connection, id: str) -> sqlite3.Row | None:
-        return db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
+    def _row(db: sqlite3.Connection, id: str, *statuses: Status) -> sqlite3.Row | None:
+        """A job's row, if the job has one of the statuses (none: any)."""
+        row = db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
+        return row if row is None or not statuses or row["status"] in statuses else None
 
     def _job(self, db: sqlite3.Connection, id: str) -> Job:
         row = self._row(db, id)
@@ -626,10 +607,15 @@ class Queue:
         for picture in db.execute(done, (row["number"],)):
             with contextlib.suppress(ValidationError):
                 images[picture["picture"]] = JobImage.model_validate_json(picture["image"])
+        error = None
+        if row["error"]:
+            error = JobError.model_construct(code="internal", message=row["error"][:1000])
+            with contextlib.suppress(ValidationError):
+                error = JobError.model_validate_json(row["error"])
         return Job(
             request=request,
             images=images,
-            error=_error(row),
+            error=error,
             **{name: row[name] for name in ("id", "status", "created", "started", "finished", "expires", "attempt")},
         )
 
@@ -642,15 +628,6 @@ def _request(row: sqlite3.Row) -> JobRequest:
         fields = json.loads(row["request"])
         return JobRequest.model_validate({name: fields[name] for name in JobRequest.model_fields if name in fields})
     return JobRequest(model=row["model"], prompt=UNREADABLE, n=row["n"], seed=0)
-
-
-def _error(row: sqlite3.Row) -> JobError | None:
-    if not row["error"]:
-        return None
-    try:
-        return JobError.model_validate_json(row["error"])
-    except ValidationError:
-        return JobError(code="internal", message=row["error"][:1000])
 
 
 def _give_back(db: sqlite3.Connection, which: str) -> int:

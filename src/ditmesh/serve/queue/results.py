@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...core.files import written_whole
 from ..errors import NoSpace, StorageError
+from ..settings import ServiceSettings
 from .storage import storage_error
 
 RESULTS, INPUTS = "results", "inputs"
@@ -41,26 +42,23 @@ class ResultFiles:
     def __init__(
         self,
         folder: str | Path,
-        *,
-        keep: float = 86400.0,
-        most_bytes: int = 10 * 2**30,
-        reserve: int = 64 * 2**20,
+        settings: ServiceSettings | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         """Look at what is there, and remove what was never finished.
 
         Args:
             folder: of the server, which no other program uses.
-            keep: seconds for which an input picture is kept that no job needs.
-            most_bytes: of all files.
-            reserve: bytes of the disk that new jobs leave alone, for the results of those that have been accepted.
+            settings: bytes of all files and of the disk's reserve, and for how long unused inputs are kept.
             now: seconds since 1970.
 
         Raises:
             StorageError: the folders cannot be made.
         """
+        settings = settings or ServiceSettings()
         self._results, self._inputs = Path(folder) / RESULTS, Path(folder) / INPUTS
-        self._keep, self._most, self._reserve, self._now = keep, most_bytes, reserve, now
+        self._keep, self._most, self._reserve = settings.keep, int(settings.max_disk), settings.reserve
+        self._now = now
         self._lock = threading.Lock()
         try:
             for parent in (self._results, self._inputs):

@@ -32,10 +32,10 @@ from ...media.videos import check_video_library
 from ...recipe import RECIPE
 from ...request import PictureRequest
 from ...strategies.vae.parallel import BandedVae
-from ..offers import check_frames
+from ..offers import ModelSpec, check_frames
 from ..types import ModelCard
 from .batching import Batcher, PipelineTask, copied
-from .protocol import ModelSpec, PictureTask
+from .protocol import PictureTask
 
 # Pictures that are done at the same time are decoded on a rank each: bands of one would need all ranks at once.
 RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BandedVae)

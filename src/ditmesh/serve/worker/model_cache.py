@@ -11,8 +11,9 @@ import torch
 from ...comm import PeerError
 from ...comm.backends import device_of_rank
 from ...errors import DitmeshError
+from ..offers import ModelSpec
 from .loaded import LoadedModel
-from .protocol import Load, ModelFailed, ModelReady, ModelSpec
+from .protocol import Load, ModelFailed, ModelReady
 from .rendezvous import RankRendezvous, failure_of
 
 # Seconds for which a rank that cannot load a model waits for the others to say the same.

@@ -6,38 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...config import ParallelConfig
-from ...generate.receipt import Dtype, Offload
+from ..offers import ModelSpec
 from ..types import JobRequest, RankState
 
 FailureCode = Literal["invalid_request", "out_of_memory", "internal"]
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A model that ranks can load.
-
-    Attributes:
-        name: as clients call it.
-        model: folder or hub id.
-        config: parallel configuration; ``"auto"``: the engine chooses.
-        loras: files or folders of adapters, by name.
-        steps, guidance: of requests that do not say; None: the pipeline's own.
-        text_tokens: longest prompt in tokens; None: the pipeline's own.
-        together: pictures whose steps run as one call, at most; beyond them, less urgent ones wait or are paused.
-    """
-
-    name: str
-    model: str
-    config: ParallelConfig | Literal["auto"] = "auto"
-    dtype: Dtype = "float32"
-    variant: str | None = None
-    offload: Offload = "none"
-    loras: Mapping[str, str] = field(default_factory=dict)
-    together: int = 8
-    steps: int | None = None
-    guidance: float | None = None
-    text_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ...errors import ConfigError, RankFailed
 from ...launch import Launcher
 from ...launch.backend import Conversing
 from ...launch.pool import LOOK
+from ..settings import ServiceSettings
 from .protocol import Beat, Command, Load, Message, ModelFailed, ModelReady, Stop
 
 # Seconds between attempts to start ranks, the first and the longest.
@@ -28,22 +29,6 @@ WHERE = re.compile(
 )
 
 MakeRanks = Callable[[], Launcher]
-
-
-@dataclass(frozen=True)
-class RankLimits:
-    """Seconds after which ranks are given up.
-
-    Attributes:
-        stall: without a message while they are idle, without a step or anything else done while they work; where
-            steps take long, as long as four of the slowest.
-        load: without a message while they start or load a model.
-        stopped: for which a rank may be stopped by a signal such as SIGSTOP.
-    """
-
-    stall: float = 60.0
-    load: float = 1800.0
-    stopped: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -84,9 +69,9 @@ def serve(function: Callable[..., None] | None, *, report: Any) -> None:
 class Replica:
     """A group of ranks, in a thread that starts them, listens to them, and starts them again when they fail.
 
-    A rank that dies or raises, a rank that is stopped, a step that takes longer than `RankLimits.stall`: all ranks are
-    killed, since those left wait for the one that is gone, and new ones started, at once the first time and after up to
-    a minute when that keeps failing.
+    A rank that dies or raises, a rank that is stopped, a step that takes longer than `ServiceSettings.stall`: all
+    ranks are killed, since those left wait for the one that is gone, and new ones started, at once the first time and
+    after up to a minute when that keeps failing.
     """
 
     def __init__(
@@ -94,7 +79,7 @@ class Replica:
         name: str,
         make: MakeRanks,
         say: Callable[[Replica, ReplicaReport], None],
-        limits: RankLimits | None = None,
+        limits: ServiceSettings | None = None,
         function: Callable[..., None] | None = None,
     ) -> None:
         """Prepare; `start` starts.
@@ -106,7 +91,7 @@ class Replica:
             limits: when ranks are given up.
             function: what every rank calls in the place of `worker.serve_rank`.
         """
-        self.name, self.limits = name, limits or RankLimits()
+        self.name, self.limits = name, limits or ServiceSettings()
         self._make, self._say, self._function = make, say, function
         self._thread = threading.Thread(target=self._run, name=f"ditmesh-{name}", daemon=True)
         self._pool: Conversing | None = None

@@ -22,6 +22,7 @@ from ...generate.made import Picture, made_of
 from ...generate.preview import preview_jpeg
 from ...generate.receipt import Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
+from ..offers import ModelSpec
 from ..types import RankState
 from .batching import PipelineTask
 from .loaded import LoadedModel
@@ -34,7 +35,6 @@ from .protocol import (
     Finished,
     Load,
     ModelFailed,
-    ModelSpec,
     Paused,
     PictureTask,
     Preview,
