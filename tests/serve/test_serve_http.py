@@ -532,9 +532,33 @@ def test_metrics_and_their_dashboard(http: httpx.Client, client: openai.OpenAI):
 
 def test_two_servers_share_no_metrics():
     one, other = create_app(FakeBackend()), create_app(FakeBackend())
-    one.state.server.metrics.submitted("only-here")
+    one.state.server.metrics.submitted.labels("only-here").inc()
     assert b"only-here" in one.state.server.metrics.page()
     assert b"only-here" not in other.state.server.metrics.page()
+
+
+def test_a_route_from_outside():
+    """The page's example: it touches jobs, and one file."""
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8").partition("## A server's route")[2]
+    code = text.partition("```python\n")[2].partition("```")[0]
+    backend = FakeBackend()
+    app = create_app(backend, ApiSettings(max_steps=8))
+    # Endpoints' annotations are looked up in their module.
+    exec(code, {"app": app, "__name__": __name__})
+
+    async def ask() -> None:
+        await backend.start()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            job = (await http.post("/v1/jobs", json={"prompt": "a fox", "seed": 3, "n": 2})).json()
+            answer = await http.post(f"/v1/jobs/{job['id']}/again")
+            assert (answer.status_code, answer.json()["request"]["seed"]) == (202, 5)
+            answer = await http.post("/v1/jobs/x/again")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "job_not_found")
+            assert 'route="/v1/jobs/{id}/again",status="404"' in (await http.get("/metrics")).text
+        await app.state.server.stop(0.0)
+
+    asyncio.run(ask())
 
 
 def test_answers_carry_what_browsers_heed(http: httpx.Client):

@@ -65,7 +65,7 @@ class RequestGuard:
             await send(message)
 
         try:
-            with self.metrics.under_way():
+            with self.metrics.under_way.track_inprogress():
                 await self._answered(scope, receive, answer)
         except ClientDisconnect:
             # In the middle of its body; the client reads no answer.
@@ -78,8 +78,10 @@ class RequestGuard:
             await answer_to(Refused(500, "the server has failed; its log says more"))(scope, receive, answer)
         finally:
             seconds = time.perf_counter() - began
-            self.metrics.answered(scope["method"], _route(scope), status, seconds)
-            facts = {"method": scope["method"], "route": _route(scope), "status": status, "seconds": round(seconds, 4)}
+            route = _route(scope)
+            self.metrics.requests.labels(scope["method"], route, str(status)).inc()
+            self.metrics.request_seconds.labels(route).observe(seconds)
+            facts = {"method": scope["method"], "route": route, "status": status, "seconds": round(seconds, 4)}
             if job := scope.get("state", {}).get("job"):
                 facts["job"] = job
             if owner := scope.get("state", {}).get("owner"):

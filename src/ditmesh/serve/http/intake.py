@@ -185,7 +185,7 @@ class Server:
                 job = await self.backend.submit(request, owner, repeatable)
                 self.watch.follow(job, owner, caller.headers)
         except DitmeshError as error:
-            self.metrics.refused(as_refused(error).code)
+            self.metrics.refused.labels(as_refused(error).code).inc()
             raise
         finally:
             for digest in kept:

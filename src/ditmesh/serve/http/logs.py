@@ -165,7 +165,7 @@ class JobWatch:
         """A job was accepted; once. ``headers``: of the request, which may name the span that it is a part of."""
         if job.id in self._tasks:
             return
-        self._metrics.submitted(job.request.model)
+        self._metrics.submitted.labels(job.request.model).inc()
         facts = {"job": job.id, "model": job.request.model, "images": job.request.n}
         if owner:
             facts["owner"] = owner[:8]
@@ -207,14 +207,17 @@ class JobWatch:
         facts: dict[str, Any] = {"job": job.id}
         seconds = max(0.0, time.time() - job.created)
         if event.event == "started" and event.data.get("attempt", 1) == 1:
-            self._metrics.started(seconds)
+            self._metrics.waiting.observe(seconds)
             facts["waited"] = round(seconds, 4)
         elif event.event == "restarted":
-            self._metrics.restarted()
+            self._metrics.restarts.inc()
             facts |= event.data
         elif event.event in ENDED:
             error = event.data.get("error") or {}
-            self._metrics.ended(event.event, error.get("code"), seconds)
+            self._metrics.ended.labels(event.event).inc()
+            self._metrics.working.observe(seconds)
+            if "code" in error:
+                self._metrics.failures.labels(error["code"]).inc()
             facts |= {"seconds": round(seconds, 4)}
             # What says that a request cannot be done may quote it.
             quotes = error.get("code") == "invalid_request" and not self._log_prompts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,23 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ..types import ReplicaState, ServerState
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+# Of each replica and of each rank: the field of its state, the metric's name, and what it says.
+REPLICA_GAUGES = (
+    ("ready", "replica_ready", "Whether the replica's ranks are ready"),
+    ("batch", "batch_rows", "Rows of the transformer's latest call"),
+    ("drift", "drift", "Drift of a stale strategy, as last measured"),
+)
+REPLICA_COUNTERS = (
+    ("restarts", "replica_restarts", "Ranks started again"),
+    ("calls", "transformer_calls", "Calls of the transformer"),
+    ("rows", "transformer_rows", "Rows of these calls"),
+    ("synchronous_steps", "synchronous_steps", "Steps of a stale strategy that were synchronous"),
+)
+RANK_GAUGES = (
+    ("step_seconds", "rank_step_seconds", "Time of the rank's last step"),
+    ("waiting_seconds", "rank_waiting_seconds", "Of that, waiting for other ranks"),
+    ("memory_bytes", "rank_memory_bytes", "Resident on the CPU, allocated on CUDA"),
+)
 
 
 class StateCollector:
@@ -33,51 +49,29 @@ class StateCollector:
             ("jobs_running", "Jobs under way", state.running),
         ):
             yield GaugeMetricFamily(f"ditmesh_{name}", text, value=float(value))
-        yield from _of_replicas(state.replicas)
-        yield from _of_ranks(state.replicas)
+        replicas = [((one.name,), vars(one) | {"ready": float(one.state == "ready")}) for one in state.replicas]
+        yield from _families(GaugeMetricFamily, ("replica",), REPLICA_GAUGES, replicas)
+        yield from _families(CounterMetricFamily, ("replica",), REPLICA_COUNTERS, replicas)
+        yield from _sent(state.replicas)
+        ranks = [((one.name, str(rank.rank), rank.device), vars(rank)) for one in state.replicas for rank in one.ranks]
+        yield from _families(GaugeMetricFamily, ("replica", "rank", "device"), RANK_GAUGES, ranks)
 
 
-def _of_replicas(replicas: list[ReplicaState]) -> Iterator[Metric]:
-    ready = GaugeMetricFamily("ditmesh_replica_ready", "Whether the replica's ranks are ready", labels=["replica"])
-    batch = GaugeMetricFamily("ditmesh_batch_rows", "Rows of the transformer's latest call", labels=["replica"])
-    drift = GaugeMetricFamily("ditmesh_drift", "Drift of a stale strategy, as last measured", labels=["replica"])
-    counters = {
-        "restarts": CounterMetricFamily("ditmesh_replica_restarts", "Ranks started again", labels=["replica"]),
-        "calls": CounterMetricFamily("ditmesh_transformer_calls", "Calls of the transformer", labels=["replica"]),
-        "rows": CounterMetricFamily("ditmesh_transformer_rows", "Rows of these calls", labels=["replica"]),
-        "synchronous_steps": CounterMetricFamily(
-            "ditmesh_synchronous_steps", "Steps of a stale strategy that were synchronous", labels=["replica"]
-        ),
-    }
+def _families(kind: Any, labels: tuple[str, ...], fields: Any, rows: Any) -> Iterator[Metric]:
+    for field, name, text in fields:
+        family = kind(f"ditmesh_{name}", text, labels=labels)
+        for values, state in rows:
+            if state[field] is not None:
+                family.add_metric(values, state[field])
+        yield family
+
+
+def _sent(replicas: list[ReplicaState]) -> Iterator[Metric]:
     sent = CounterMetricFamily("ditmesh_sent_bytes", "Bytes that ranks have sent, by axis", labels=["replica", "axis"])
     for replica in replicas:
-        ready.add_metric([replica.name], float(replica.state == "ready"))
-        batch.add_metric([replica.name], replica.batch)
-        if replica.drift is not None:
-            drift.add_metric([replica.name], replica.drift)
-        for field, counter in counters.items():
-            counter.add_metric([replica.name], getattr(replica, field))
         for axis, count in replica.bytes.items():
             sent.add_metric([replica.name, axis], count)
-    yield from (ready, batch, drift, *counters.values(), sent)
-
-
-def _of_ranks(replicas: list[ReplicaState]) -> Iterator[Metric]:
-    labels = ["replica", "rank", "device"]
-    gauges = {
-        "step_seconds": GaugeMetricFamily("ditmesh_rank_step_seconds", "Time of the rank's last step", labels=labels),
-        "waiting_seconds": GaugeMetricFamily(
-            "ditmesh_rank_waiting_seconds", "Of that, waiting for other ranks", labels=labels
-        ),
-        "memory_bytes": GaugeMetricFamily(
-            "ditmesh_rank_memory_bytes", "Resident on the CPU, allocated on CUDA", labels=labels
-        ),
-    }
-    for replica in replicas:
-        for rank in replica.ranks:
-            for field, gauge in gauges.items():
-                gauge.add_metric([replica.name, str(rank.rank), rank.device], getattr(rank, field))
-    yield from gauges.values()
+    yield sent
 
 
 class Metrics:
@@ -85,67 +79,39 @@ class Metrics:
 
     Args:
         state: gives the server's state.
+
+    Attributes:
+        requests, request_seconds: that were answered; status 0: the client went away before.
+        under_way: requests.
+        submitted, refused, ended, failures, restarts: jobs, by what their labels say.
+        waiting, working: seconds from a job's acceptance to its first start, and to its end.
     """
 
     def __init__(self, state: Callable[[], ServerState]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(StateCollector(state))
-        more: Any = {"registry": self.registry}
-        self._requests = Counter(
-            "ditmesh_http_requests", "Requests that were answered", ["method", "route", "status"], **more
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"ditmesh_{name}", text, labels, registry=self.registry)
+
+        def seconds(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"ditmesh_{name}_seconds", text, labels, buckets=SECONDS, registry=self.registry)
+
+        self.requests = counter("http_requests", "Requests that were answered", "method", "route", "status")
+        self.request_seconds = seconds(
+            "http_request", "From a request to the end of its answer; of streams, too", "route"
         )
-        self._seconds = Histogram(
-            "ditmesh_http_request_seconds",
-            "From a request to the end of its answer; of streams, too",
-            ["route"],
-            buckets=SECONDS,
-            **more,
+        self.under_way = Gauge(
+            "ditmesh_http_requests_under_way", "Requests under way, streams among them", registry=self.registry
         )
-        self._under_way = Gauge("ditmesh_http_requests_under_way", "Requests under way, streams among them", **more)
-        self._submitted = Counter("ditmesh_jobs_submitted", "Jobs that were accepted", ["model"], **more)
-        self._refused = Counter("ditmesh_jobs_refused", "Jobs that were not accepted", ["code"], **more)
-        self._ended = Counter("ditmesh_jobs_ended", "Jobs that have ended, by what they ended in", ["status"], **more)
-        self._failures = Counter("ditmesh_job_failures", "Jobs that failed, by the error's code", ["code"], **more)
-        self._again = Counter("ditmesh_job_restarts", "Jobs that were begun again after a failure", **more)
-        self._waiting = Histogram(
-            "ditmesh_job_waiting_seconds", "From a job's acceptance to its start", buckets=SECONDS, **more
-        )
-        self._working = Histogram("ditmesh_job_seconds", "From a job's acceptance to its end", buckets=SECONDS, **more)
+        self.submitted = counter("jobs_submitted", "Jobs that were accepted", "model")
+        self.refused = counter("jobs_refused", "Jobs that were not accepted", "code")
+        self.ended = counter("jobs_ended", "Jobs that have ended, by what they ended in", "status")
+        self.failures = counter("job_failures", "Jobs that failed, by the error's code", "code")
+        self.restarts = counter("job_restarts", "Jobs that were begun again after a failure")
+        self.waiting = seconds("job_waiting", "From a job's acceptance to its start")
+        self.working = seconds("job", "From a job's acceptance to its end")
 
     def page(self) -> bytes:
         """What Prometheus reads."""
         return generate_latest(self.registry)
-
-    @contextlib.contextmanager
-    def under_way(self) -> Iterator[None]:
-        """A request is under way."""
-        with self._under_way.track_inprogress():
-            yield
-
-    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """A request has been answered; status 0: its client went away before."""
-        self._requests.labels(method, route, str(status)).inc()
-        self._seconds.labels(route).observe(seconds)
-
-    def submitted(self, model: str) -> None:
-        """A job was accepted."""
-        self._submitted.labels(model).inc()
-
-    def refused(self, code: str) -> None:
-        """A job was not accepted."""
-        self._refused.labels(code).inc()
-
-    def started(self, waited: float) -> None:
-        """A job has begun for the first time, having waited some seconds."""
-        self._waiting.observe(waited)
-
-    def restarted(self) -> None:
-        """A job is begun again."""
-        self._again.inc()
-
-    def ended(self, status: str, code: str | None, seconds: float) -> None:
-        """A job has ended, with the code of its error if it failed."""
-        self._ended.labels(status).inc()
-        self._working.observe(seconds)
-        if code is not None:
-            self._failures.labels(code).inc()

@@ -14,7 +14,7 @@ from functools import partial
 from ..errors import StorageError
 from ..offers import ServedModel
 from ..settings import ServiceSettings
-from ..types import ENDED, Job, JobError, JobImage, ReplicaState
+from ..types import Job, JobError, JobImage, ReplicaState
 from ..worker.protocol import (
     Beat,
     Cancelled,
@@ -154,7 +154,7 @@ class Dispatcher:
         return f"the ranks of {slot.state.name} have failed{often}: {slot.state.message}"
 
     def _give_up(self, reason: str) -> None:
-        self._reason = reason
+        self._reason = f"{reason}; the jobs stay in the queue"
         self._gave_up.set()
 
     # ---- to replicas
@@ -206,7 +206,13 @@ class Dispatcher:
         picture = await self._jobs.on_disk(self._jobs.queue.begin, head.id)
         if picture is None:
             return False
-        self._start(slot, self._jobs.live_jobs[head.id], picture)
+        live = self._jobs.live_jobs[head.id]
+        self._jobs.begin(live, picture, slot.replica)
+        task, request = live.task(picture), live.job.request
+        slot.running[task] = (live, picture)
+        paths = {one.digest: self._jobs.results.input(one.digest) for one in request.inputs}
+        files = {digest: str(path) for digest, path in paths.items() if path is not None}
+        slot.replica.send(Start(PictureTask(task, live.model, request, picture, files, live.owner)))
         return True
 
     def _choose(self, slot: ReplicaSlot) -> Callable[[], NextJob | None]:
@@ -236,14 +242,6 @@ class Dispatcher:
         slot.loading = name
         slot.replica.send(Load(self._models[name].spec, self._most_loaded))
 
-    def _start(self, slot: ReplicaSlot, live: JobState, picture: int) -> None:
-        self._jobs.begin(live, picture, slot.replica)
-        task = live.task(picture)
-        slot.running[task] = (live, picture)
-        paths = {one.digest: self._jobs.results.input(one.digest) for one in live.job.request.inputs}
-        files = {digest: str(path) for digest, path in paths.items() if path is not None}
-        slot.replica.send(Start(PictureTask(task, live.model, live.job.request, picture, files, live.owner)))
-
     # ---- from replicas
 
     def _receive(self, replica: Replica, said: ReplicaReport) -> None:
@@ -269,22 +267,29 @@ class Dispatcher:
     async def _apply_rank_report(
         self, slot: ReplicaSlot, said: RanksUp | RanksDown | ModelReady | ModelFailed | Beat
     ) -> None:
+        state = slot.state
         if isinstance(said, RanksUp):
             slot.up = True
             await self._load_first(slot)
         elif isinstance(said, RanksDown):
             await self._down(slot, said)
         elif isinstance(said, ModelReady):
-            self._loaded(slot, said)
+            slot.loading, slot.failures, self._served = "", 0, True
+            self._failed_loads.pop(said.name, None)
+            slot.models = (slot.models | {said.name}) - set(said.unloaded)
+            self._models[said.name].loaded(said.card)
+            for lora, note in said.card.get("lora_notes", {}).items():
+                logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
+            state.state, state.models = "ready", sorted(slot.models)
+            state.mesh, state.strategy = dict(said.mesh), said.strategy
         elif isinstance(said, ModelFailed):
             slot.loading, slot.models = "", slot.models - set(said.unloaded)
-            slot.state.message, slot.state.models = said.message, sorted(slot.models)
+            state.message, state.models = said.message, sorted(slot.models)
             await self._load_failed(said.name, JobError(code="internal", message=said.message), LOADS)
             if not slot.models:
                 # The server is ready with any of its models.
                 await self._load_first(slot)
         else:
-            state = slot.state
             state.ranks, state.bytes = list(said.ranks), dict(said.bytes)
             state.batch, state.calls, state.rows = said.batch, said.calls, said.rows
             state.synchronous_steps, state.drift = said.synchronous_steps, said.drift
@@ -342,14 +347,13 @@ class Dispatcher:
             if job is not None and not live.ended:
                 live.job = job
                 live.log.publish("image", image.model_dump(mode="json"))
-                if job.status in ENDED:
+                if live.ended:
                     self._jobs.end(live, job)
 
         await self._jobs.write(live, change, then)
 
     async def _fail(self, live: JobState, error: JobError) -> None:
-        change = partial(self._jobs.queue.fail, live.id, error)
-        await self._jobs.write(live, change, lambda job: None if job is None else self._jobs.end(live, job))
+        await self._jobs.write(live, partial(self._jobs.queue.fail, live.id, error), partial(self._jobs.end, live))
 
     async def _restart(self, live: JobState, pictures: Collection[int], why: str, counts: bool = True) -> None:
         """Put pictures back into the queue; ``counts``: as another attempt of their job."""
@@ -372,16 +376,6 @@ class Dispatcher:
         name = next((one for one in names if self._failed_loads.get(one, 0) < LOADS), None)
         if name is not None:
             self._load(slot, name)
-
-    def _loaded(self, slot: ReplicaSlot, said: ModelReady) -> None:
-        slot.loading, slot.failures, self._served = "", 0, True
-        self._failed_loads.pop(said.name, None)
-        slot.models = (slot.models | {said.name}) - set(said.unloaded)
-        self._models[said.name].loaded(said.card)
-        for lora, note in said.card.get("lora_notes", {}).items():
-            logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
-        slot.state.state, slot.state.models = "ready", sorted(slot.models)
-        slot.state.mesh, slot.state.strategy = dict(said.mesh), said.strategy
 
     async def _down(self, slot: ReplicaSlot, said: RanksDown) -> None:
         """Ranks are gone: what they were at begins again, or fails when they have failed under it alone."""
@@ -411,15 +405,16 @@ class Dispatcher:
         if loading and said.why:
             await self._load_failed(loading, JobError(code=said.code, message=said.why), 1)
         if said.why and (why := self.failure_reason):
-            await self._fail_waiting_jobs(why, JobError(code=said.code, message=why))
+            # No ranks start: what waits can wait for a server that ever serves.
+            if not self._served or all(slot.final for slot in self.slots):
+                self._give_up(why)
+            else:
+                await self._fail_waiting(JobError(code=said.code, message=why))
 
-    async def _fail_waiting_jobs(self, why: str, error: JobError) -> None:
-        """No ranks start: what waits fails, unless it can wait for a server that has ever served."""
-        if not self._served or all(slot.final for slot in self.slots):
-            self._give_up(f"{why}; the jobs stay in the queue")
-            return
+    async def _fail_waiting(self, error: JobError, model: str | None = None) -> None:
+        """Fail what waits: all, or what is under way nowhere and is of a model."""
         for live in list(self._jobs.live_jobs.values()):
-            if not live.ended:
+            if not live.ended and (model is None or (live.model == model and not live.tasks)):
                 await self._fail(live, error)
 
     async def _load_failed(self, name: str, error: JobError, attempts: int) -> None:
@@ -430,8 +425,6 @@ class Dispatcher:
         error = JobError(code=error.code, message=f"model {name} could not be loaded: {error.message}")
         logger.error("%s", error.message)
         if not self._served and all(self._failed_loads.get(one, 0) >= LOADS for one in self._models):
-            self._give_up(f"{error.message}; the jobs stay in the queue")
-            return
-        for live in list(self._jobs.live_jobs.values()):
-            if live.model == name and not live.ended and not live.tasks:
-                await self._fail(live, error)
+            self._give_up(error.message)
+        else:
+            await self._fail_waiting(error, name)

@@ -189,9 +189,7 @@ class JobStore:
         for live in gone:
             message = f"this server has no model {live.model!r} any more; submit the job again for one of: {there}"
             error = JobError(code="invalid_request", message=message)
-            job = await self.on_disk(self.queue.fail, live.id, error)
-            if job is not None:
-                self.end(live, job)
+            self.end(live, await self.on_disk(self.queue.fail, live.id, error))
         if gone:
             models = ", ".join(sorted({repr(live.model) for live in gone}))
             logger.error("%d jobs of models that this server does not have (%s) have failed", len(gone), models)
@@ -261,9 +259,7 @@ class JobStore:
             live = self.live_jobs.get(id)
             if live is None:
                 raise UnknownJob(f"there is no job {id!r}, or it has expired")
-            job = await self.on_disk(self.queue.cancel, id, live.parts)
-            if job is not None:
-                self.end(live, job)
+            self.end(live, await self.on_disk(self.queue.cancel, id, live.parts))
         self.wake.set()
         return self.view(live)
 
@@ -274,8 +270,13 @@ class JobStore:
         task.add_done_callback(self._background.discard)
         return await asyncio.shield(task)
 
-    def end(self, live: JobState, job: Job) -> None:
-        """A job has ended: tell who follows it, stop what runs of it, and forget the oldest ones that have."""
+    def end(self, live: JobState, job: Job | None) -> None:
+        """A job has ended: tell who follows it, stop what runs of it, and forget the oldest ones that have.
+
+        None: it had ended before.
+        """
+        if job is None:
+            return
         live.job = job
         live.log.publish(_last(job.status), self.view(live).model_dump(mode="json"))
         for picture, replica in live.tasks.items():
@@ -426,13 +427,6 @@ class JobStore:
     async def _update_places(self) -> None:
         self._places = await self.on_disk(self.queue.places) if self.queue.queued else {}
 
-    def _publish_positions(self) -> None:
-        for id, place in self._places.items():
-            live = self.live_jobs.get(id)
-            if live is not None and live.position != place.position and live.log.readers:
-                live.position = place.position
-                live.log.publish("queued", {"position": place.position})
-
     # ---- the disk
 
     @property
@@ -481,7 +475,11 @@ class JobStore:
                 async with self.change:
                     await self._flush_unwritten()
                     await self._update_places()
-                    self._publish_positions()
+                    for id, place in self._places.items():
+                        live = self.live_jobs.get(id)
+                        if live is not None and live.position != place.position and live.log.readers:
+                            live.position = place.position
+                            live.log.publish("queued", {"position": place.position})
                 if time.monotonic() - swept > SWEEP:
                     swept = time.monotonic()
                     await self.sweep()

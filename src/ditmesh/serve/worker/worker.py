@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,7 +32,6 @@ from .protocol import (
     Beat,
     Cancel,
     Cancelled,
-    Command,
     Finished,
     Load,
     ModelFailed,
@@ -105,6 +105,11 @@ class RunningTask:
         """Smaller ones go first."""
         return -self.task.request.priority, self.order
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Owner and priority, as `under_way` takes them."""
+        return self.task.owner, self.task.request.priority
+
 
 class RankWorker:
     """One rank of a replica. What it decides depends only on what all ranks know."""
@@ -113,7 +118,6 @@ class RankWorker:
         self._ranks = RankRendezvous(report)
         self._models = ModelCache(self._ranks)
         self._scheduler = TaskScheduler(self._ranks, self._models)
-        self._stop = False
         self._state_time = self._beat_time = 0.0
         self._calls = 0
 
@@ -126,9 +130,14 @@ class RankWorker:
             messages = ranks.meet(0.0 if busy else HEARTBEAT_INTERVAL, self._state())
             scheduler.apply_outcomes(messages)
             for command in messages[0].commands:
-                self._handle(command)
-            if self._stop:
-                return
+                if isinstance(command, Stop):
+                    return
+                if isinstance(command, Load):
+                    models.waiting.append(command)
+                elif isinstance(command, Cancel):
+                    scheduler.cancel(command.id)
+                else:
+                    scheduler.add(command.task)
             if (load := models.next_load(scheduler.needed)) is not None:
                 answer = models.load(load, scheduler.needed)
                 ranks.send(answer)
@@ -143,16 +152,6 @@ class RankWorker:
         self._models.close()
         self._ranks.close()
         gc.collect()
-
-    def _handle(self, command: Command) -> None:
-        if isinstance(command, Load):
-            self._models.waiting.append(command)
-        elif isinstance(command, Stop):
-            self._stop = True
-        elif isinstance(command, Cancel):
-            self._scheduler.cancel(command.id)
-        else:
-            self._scheduler.add(command.task)
 
     def _state(self) -> RankState | None:
         """The state of this rank, twice a second at most."""
@@ -178,7 +177,6 @@ class RankWorker:
         )
 
     def _beat(self) -> None:
-        """Report that the ranks are alive: after a step, and once a second without one."""
         models, current = self._models.models.values(), self._models.current
         steps, now = sum(model.batcher.counts.calls for model in models), time.monotonic()
         if self._ranks.rank > 0 or (steps == self._calls and now - self._beat_time < HEARTBEAT_INTERVAL):
@@ -186,10 +184,9 @@ class RankWorker:
         self._calls, self._beat_time = steps, now
         log = None if current is None else current.engine.staleness
         drifts = [] if log is None else [step.mean_drift for step in log.steps if step.mean_drift is not None]
-        sent: dict[str, int] = {}
+        sent: Counter[str] = Counter()
         for model in models:
-            for axis, count in model.engine.mesh.traffic.bytes_sent.items():
-                sent[axis] = sent.get(axis, 0) + count
+            sent.update(model.engine.mesh.traffic.bytes_sent)
         self._ranks.send(
             Beat(
                 running=tuple(name for name, work in self._scheduler.tasks.items() if work.run is not None),
@@ -197,7 +194,7 @@ class RankWorker:
                 calls=steps,
                 rows=sum(model.batcher.counts.rows for model in models),
                 ranks=tuple(state for _, state in sorted(self._ranks.states.items())),
-                bytes=sent,
+                bytes=dict(sent),
                 synchronous_steps=0 if log is None else log.synchronous,
                 drift=drifts[-1] if drifts else None,
             )
@@ -367,15 +364,15 @@ class TaskScheduler:
         first = min(waiting, key=before, default=None)
         return None if first is None else self._models.models[first.task.model]
 
-    def _tasks_of(self, model: LoadedModel) -> list[RunningTask]:
-        """A model's tasks, the most urgent first."""
-        return sorted((w for w in self.tasks.values() if w.task.model == model.spec.name), key=lambda w: w.urgency)
+    def _chosen(self, model: LoadedModel, most: int) -> tuple[list[RunningTask], list[RunningTask]]:
+        """A model's tasks in the order in which they came, and those that take steps, the most urgent first."""
+        came = sorted((w for w in self.tasks.values() if w.task.model == model.spec.name), key=lambda w: w.order)
+        chosen = [came[place] for place in under_way([work.place for work in came], most)]
+        return came, sorted(chosen, key=lambda work: work.urgency)
 
     def _batched_round(self, model: LoadedModel) -> None:
         batcher = model.batcher
-        came = sorted(self._tasks_of(model), key=lambda work: work.order)
-        chosen = under_way([(work.task.owner, work.task.request.priority) for work in came], model.spec.together)
-        active = sorted((came[place] for place in chosen), key=lambda work: work.urgency)
+        came, active = self._chosen(model, model.spec.together)
         for work in came:
             if work not in active and work.run is not None and not work.paused:
                 work.paused = True
@@ -405,10 +402,9 @@ class TaskScheduler:
 
     def _plain_round(self, model: LoadedModel) -> None:
         """A step of the one task that is under way, through the parallel pipeline itself."""
-        tasks = self._tasks_of(model)
-        came = sorted(tasks, key=lambda work: work.order)
-        first = under_way([(work.task.owner, work.task.request.priority) for work in came], 1)
-        work = next((work for work in tasks if work.run is not None), came[first[0]])
+        came, first = self._chosen(model, 1)
+        # The one that has begun: there is at most one.
+        work = next((work for work in came if work.run is not None), first[0])
         if work.run is None:
             model.batcher.close_request()
             self._begin(work, model)
