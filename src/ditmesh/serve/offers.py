@@ -101,20 +101,16 @@ class ServedModel:
         Raises:
             InputError: one sentence with the names of the request's fields.
         """
-        try:
-            self._check(request, devices)
-        except FieldError as error:
-            # The same checks serve the command line.
-            raise InputError(error.spelled(lambda name: FIELDS.get(name, name.replace("-", "_")))) from None
-
-    def _check(self, request: JobRequest, devices: int) -> None:
         if (request.width is None) != (request.height is None):
             raise InputError("width and height belong together; give both, or none for the model's own")
         # Without the files: whether its pipeline takes them is not known before the model is loaded.
-        check_roles([InputFile(one.role, "", one.digest) for one in request.inputs], request.strength)
         asked = request.model_copy(update={"strength": None, "frames": None, "fps": None, "seed": request.seed or 0})
-        job = job_for(self.info, asked, "", per_call=1, config=self.spec.config)
-        check_content(job, self.info, devices)
+        try:
+            check_roles([InputFile(one.role, "", one.digest) for one in request.inputs], request.strength)
+            check_content(job_for(self.info, asked, "", per_call=1, config=self.spec.config), self.info, devices)
+        except FieldError as error:
+            # The same checks serve the command line.
+            raise InputError(error.spelled(lambda name: FIELDS.get(name, name.replace("-", "_")))) from None
         for one in request.loras:
             if one.name not in self.spec.loras:
                 there = ", ".join(self.spec.loras) or "none"

@@ -306,9 +306,15 @@ def create_app(
     app.state.server = server
     for router in (openai.router, videos.router, jobs, about):
         app.include_router(router)
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return answer_to(error)
+
     for kind in (DitmeshError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, _answer)
-    _mount_page(app, settings)
+        app.add_exception_handler(kind, answer)
+    if settings.page is not None and (settings.page / "index.html").is_file():
+        app.add_api_route("/", _index, include_in_schema=False)
+        app.mount("/static", RevalidatedFiles(directory=settings.page), name="static")
     keys = None if settings.keys is None else Keys(settings.keys)
     app.add_middleware(RequestGuard, settings=settings, keys=keys, metrics=metrics, bodies=Bodies(settings.max_body))
     if settings.cors:
@@ -323,10 +329,6 @@ def create_app(
     return app
 
 
-async def _answer(_: Request, error: Exception) -> Response:
-    return answer_to(error)
-
-
 class RevalidatedFiles(StaticFiles):
     """Files that are asked for again after an upgrade: modules of two versions do not fit together."""
 
@@ -336,16 +338,9 @@ class RevalidatedFiles(StaticFiles):
         return response
 
 
-def _mount_page(app: FastAPI, settings: ApiSettings) -> None:
-    page = settings.page
-    if page is None or not (page / "index.html").is_file():
-        return
-
-    @app.get("/", include_in_schema=False)
-    async def index() -> FileResponse:
-        return FileResponse(page / "index.html", headers={"Cache-Control": "no-cache"})
-
-    app.mount("/static", RevalidatedFiles(directory=page), name="static")
+async def _index(request: Request) -> FileResponse:
+    page = request.app.state.server.settings.page
+    return FileResponse(page / "index.html", headers={"Cache-Control": "no-cache"})
 
 
 def _openapi(app: FastAPI, keys: bool) -> dict[str, Any]:

@@ -299,7 +299,7 @@ class Connections:
         party = _party(address)
         own = self._by_party[party] >= self.limits.per_address
         if own or len(self._all) >= self.limits.most:
-            oldest = self._oldest(party if own else self._largest())
+            oldest = self._oldest(party if own else None)
             if oldest is not None:
                 self.remove(oldest)
                 oldest.evict()
@@ -317,14 +317,13 @@ class Connections:
         """Seconds until a new connection may be accepted: what it would take the place of has had no time yet."""
         if len(self._all) < min(self.limits.most, self.limits.per_address):
             return 0.0
-        oldest = self._oldest(self._largest())
+        oldest = self._oldest()
         return 0.0 if oldest is None else max(0.0, oldest.since + GRACE - time.monotonic())
 
-    def _largest(self) -> str:
-        """The party with the most connections without a request."""
-        return max(self._idle, key=lambda one: len(self._idle[one]), default="")
-
-    def _oldest(self, party: str) -> ClientConnection | None:
+    def _oldest(self, party: str | None = None) -> ClientConnection | None:
+        """The oldest connection without a request, of a party, or of the party that has the most."""
+        if party is None:
+            party = max(self._idle, key=lambda one: len(self._idle[one]), default="")
         return next(iter(self._idle.get(party, ())), None)
 
     def remove(self, connection: ClientConnection) -> None:

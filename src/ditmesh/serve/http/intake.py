@@ -159,7 +159,11 @@ class Server:
                     503, "the server is about to stop; ask again", headers=wait_header(self.settings.retry_after)
                 )
             card = self.model(request.model)
-            _check_kind(card, videos)
+            # What a model makes is known once it has been loaded; until then ranks find out.
+            if videos is not None and videos != card.video and (card.video or card.loaded):
+                made, other = ("videos", "/v1/videos") if card.video else ("pictures", "/v1/images/generations")
+                message = f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs"
+                raise Refused(400, message, "wrong_model", "model")
             self._check(request, card)
             who = owner or (caller.client.host if caller.client else "")
             if wait := self.limiter.wait(who):
@@ -263,13 +267,6 @@ class Server:
                 kept.append(one.digest)
             found.append(one)
         return tuple(found)
-
-
-def _check_kind(card: ModelCard, videos: bool | None) -> None:
-    # What a model makes is known once it has been loaded; until then ranks find out.
-    if videos is not None and videos != card.video and (card.video or card.loaded):
-        made, other = ("videos", "/v1/videos") if card.video else ("pictures", "/v1/images/generations")
-        raise Refused(400, f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs", "wrong_model", "model")
 
 
 def sized(size: str | None, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class RepeatFilter(logging.Filter):
 
 def log_config(form: LogFormat, level: str) -> dict[str, Any]:
     """What `logging.config.dictConfig` and uvicorn take: this format for the server's and uvicorn's own loggers."""
-    names = ("ditmesh", "uvicorn", "uvicorn.error", "asyncio")
+    loggers = {"ditmesh": level, "uvicorn": "WARNING", "uvicorn.error": "WARNING", "asyncio": "WARNING"}
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -109,12 +109,7 @@ def log_config(form: LogFormat, level: str) -> dict[str, Any]:
         "filters": {"sparing": {"()": RepeatFilter}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines", "filters": ["sparing"]}},
         "loggers": {
-            name: {
-                "handlers": ["stderr"],
-                "level": level if name == "ditmesh" else "WARNING",
-                "propagate": False,
-            }
-            for name in names
+            name: {"handlers": ["stderr"], "level": least, "propagate": False} for name, least in loggers.items()
         },
     }
 

@@ -109,12 +109,8 @@ class ResultFiles:
     def remove(self, job: str, file: str | None = None) -> None:
         """Remove a result, or all of a job; what is not there any more is no error."""
         folder = self._results / job
-        files = [folder / file] if file is not None else [*folder.glob("*")]
-        for path in files:
-            with contextlib.suppress(OSError):
-                size = path.stat().st_size
-                path.unlink()
-                self._count(path, -size)
+        for path in [folder / file] if file is not None else [*folder.glob("*")]:
+            self._unlink(path)
         # Unless there are others.
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -149,7 +145,9 @@ class ResultFiles:
 
     def remove_input(self, digest: str) -> None:
         """Remove an input picture; what is not there any more is no error."""
-        path = self._inputs / digest
+        self._unlink(self._inputs / digest)
+
+    def _unlink(self, path: Path) -> None:
         with contextlib.suppress(OSError):
             size = path.stat().st_size
             path.unlink()
