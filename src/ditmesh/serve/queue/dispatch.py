@@ -206,13 +206,7 @@ class Dispatcher:
         picture = await self._jobs.on_disk(self._jobs.queue.begin, head.id)
         if picture is None:
             return False
-        live = self._jobs.live_jobs[head.id]
-        self._jobs.begin(live, picture, slot.replica)
-        task, request = live.task(picture), live.job.request
-        slot.running[task] = (live, picture)
-        paths = {one.digest: self._jobs.results.input(one.digest) for one in request.inputs}
-        files = {digest: str(path) for digest, path in paths.items() if path is not None}
-        slot.replica.send(Start(PictureTask(task, live.model, request, picture, files, live.owner)))
+        self._start(slot, self._jobs.live_jobs[head.id], picture)
         return True
 
     def _choose(self, slot: ReplicaSlot) -> Callable[[], NextJob | None]:
@@ -241,6 +235,14 @@ class Dispatcher:
     def _load(self, slot: ReplicaSlot, name: str) -> None:
         slot.loading = name
         slot.replica.send(Load(self._models[name].spec, self._most_loaded))
+
+    def _start(self, slot: ReplicaSlot, live: JobState, picture: int) -> None:
+        self._jobs.begin(live, picture, slot.replica)
+        task, request = live.task(picture), live.job.request
+        slot.running[task] = (live, picture)
+        paths = {one.digest: self._jobs.results.input(one.digest) for one in request.inputs}
+        files = {digest: str(path) for digest, path in paths.items() if path is not None}
+        slot.replica.send(Start(PictureTask(task, live.model, request, picture, files, live.owner)))
 
     # ---- from replicas
 
