@@ -100,7 +100,7 @@ def test_clients_of_the_page(url: str, tmp_path: Path, text: str):
 def test_every_setting_is_on_the_page():
     """With its default, in the table."""
     (serve,) = [one for name, one in typer.main.get_command(app).commands.items() if name == "serve"]  # type: ignore[attr-defined]
-    section = PAGE.partition("## Every setting")[2].partition("\n## ")[0]
+    section = PAGE.partition("## Settings")[2].partition("\n## ")[0]
     for option in serve.params:
         if getattr(option, "rich_help_panel", None) not in ("Network", "Limits", "Logs"):
             continue
