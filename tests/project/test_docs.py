@@ -341,7 +341,7 @@ def figures(page: str, heading: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("heading", "translated"),
-    [("### Well-known models", "### 常见模型"), ("### Measured: every way", "### 实测：让权重放得下的各种办法")],
+    [("### Well-known models", "### 常见模型"), ("### Measured memory by strategy", "### 各策略的实测内存")],
 )
 def test_translated_tables_have_the_same_figures(heading, translated):
     found = figures("memory.md", heading)
