@@ -121,7 +121,7 @@ def test_an_exception_on_one_rank(ranks, outcomes, strategy, shared, inputs, sha
         assert found["restored"] == "restored", found["restored"]
         assert not found["left"], found["left"]
     if share == "all":
-        text = f"{len(results[0]['faults'])} points: {raised} errors, {right} right pictures"
+        text = f"{len(results[0]['faults'])} points: {raised} errors, {right} right images"
         outcomes["faults"].setdefault(strategy, {})[column] = text
 
 
@@ -177,7 +177,7 @@ def test_a_signal_at_a_random_moment(outcomes, strategy, number, shared):
         assert not found["left"], found["left"]
     broken = any(answers[rank]["calls"][-1][0] != "right" for rank in answers)
     kept = all(found["restored"] == "restored" for found in answers.values())
-    text = f"errors, then {'refused' if broken else 'right pictures'}; {'restored' if kept else 'restore refuses'}"
+    text = f"errors, then {'errors' if broken else 'right images'}; {'restored' if kept else 'restore fails'}"
     outcomes["signals"].setdefault(strategy, {})[f"{number.name}, {'shared memory' if shared else 'gloo'}"] = text
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from support.train import emoji
 
 ROOT = Path(__file__).parents[2]
-HEADING = "## Teach the embedded model a new emoji by LoRA\n"
+HEADING = "## Tutorial: teach the embedded model a new emoji with LoRA\n"
 # What makes a run of minutes one of seconds; on the command line, where the file stays as it is.
 SHORTER = {
     "--prompts keep.txt": "--prompts keep.txt --steps 2",
