@@ -123,10 +123,18 @@ def test_right_or_refused(ranks, name):
 PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
 INTRODUCTION = f"""# Pipelines
 
-Written by `pytest tests/generate/test_every_pipeline.py -m matrix --write-support`, never by hand: pipelines of
-diffusers {diffusers.__version__} made of tiny random float32 parts, each called twice as its users call it, on two
-gloo ranks, against the unmodified pipeline. The figure is the largest relative error of what it returns; 0 means
-equal to the bit. An empty cell: it has no branches of guidance, or takes one prompt at a time.
+This page lists the diffusers pipelines that were tested with ditmesh. Use any of them with `ditmesh.load` or on the
+command line:
+
+```text
+ditmesh generate "a red fox" --model MODEL --devices 2 --ulysses 2
+```
+
+Each pipeline of diffusers {diffusers.__version__} was built from tiny random float32 components, called twice, on two gloo
+ranks, and compared with the unmodified pipeline. The figure is the largest relative error of the output; 0 means
+bit-identical. *refused* means that the call raises an error; its message is below the table. A cell is empty if the
+pipeline has no guidance branches, or takes only one prompt.
+`pytest tests/generate/test_every_pipeline.py -m matrix --write-support` generates this page.
 
 """
 
@@ -151,7 +159,7 @@ def record(request: pytest.FixtureRequest) -> Iterator[Callable[[str, dict[str, 
     classes = {name.split()[0] for name in rows}
     right = {n.split()[0] for n, row in rows.items() if all("error" in one for one in row.values())}
     lines += ["", f"{len(right)} of {len(classes)} pipelines are right in every column that they have."]
-    lines += ["", "## Refusals", ""]
+    lines += ["", "## Error messages", ""]
     lines += [f"* {'; '.join(where)}: {why}" for why, where in sorted(reasons.items(), key=lambda item: item[1])]
     PAGE.write_text(INTRODUCTION + "\n".join(lines) + "\n", encoding="utf-8")
 

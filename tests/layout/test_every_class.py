@@ -106,11 +106,18 @@ def test_right_or_refused(ranks, name, form):
 PAGE = Path(__file__).parents[2] / "docs" / "classes.md"
 INTRODUCTION = f"""# Classes without a reviewed layout
 
-Written by `pytest tests/layout/test_every_class.py -m matrix --write-support`, never by hand: tiny float32 models
-of diffusers {diffusers.__version__}, each called twice in the form in which its pipelines call it, on two gloo
-ranks, against the unmodified model. Nothing but the call tells ditmesh their layout
-([layouts.md](layouts.md#a-layout-from-a-call)). The figure is the largest relative error, 0 means equal to the bit;
-what is refused stands below the table. Classes with a reviewed layout: [support.md](support.md).
+These transformer classes of diffusers have no reviewed layout; ditmesh derives their layout from the first call
+([layouts.md](layouts.md#a-layout-from-a-call)). For classes with a reviewed layout see [support.md](support.md). To
+look at the layout of a model:
+
+```text
+ditmesh inspect MODEL
+```
+
+Each class is a tiny float32 model of diffusers {diffusers.__version__}, called twice in the form in which its pipelines call
+it, on two gloo ranks, and compared with the unmodified model. The figure is the largest relative error; 0 means
+bit-identical. *refused* means that the call raises an error; its message is below the table.
+`pytest tests/layout/test_every_class.py -m matrix --write-support` generates this page.
 
 """
 
@@ -135,7 +142,7 @@ def record(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str, str, 
         lines.append(f"| {name} | {form} | {' | '.join(shown)} |")
     right = {name.split()[0] for (name, _), row in cells.items() if "error" in row.get("ulysses=2", {})}
     lines += ["", f"{len(right)} of {len({name.split()[0] for name, _ in cells})} classes run with their tokens cut."]
-    lines += ["", "## Refusals", ""]
+    lines += ["", "## Error messages", ""]
     for why, where in sorted(reasons.items(), key=lambda item: min(item[1])):
         calls = "; ".join(f"{call} ({', '.join(configs)})" for call, configs in where.items())
         lines += [f"* {calls}: {why}"]

@@ -83,17 +83,21 @@ def as_markdown() -> str:
     classes: dict[str, dict[str, dict[str, Any]]] = dict(sorted(data["classes"].items()))
     keys = list(dict.fromkeys(key for row in classes.values() for key in row))
     lines = [
-        "# What works",
+        "# Supported classes and combinations",
         "",
-        "Written by the parity matrix (`pytest tests/strategies/test_matrix.py --write-support`), never by hand:",
-        "every cell is one forward of a tiny float32 model of the class on gloo ranks, against the unmodified model",
-        "on one device.",
-        f"diffusers {data['diffusers']}, torch {data['torch']}.",
+        "This page lists the transformer classes with a reviewed layout, and the strategies that work with each of them.",
+        "`ditmesh verify` checks a combination with your own model:",
         "",
-        "The figure is the largest relative error; 0 means equal to the bit. For `displaced` and `pipe` it is the",
-        "larger of that of a synchronous step and that of a stale one after which nothing has moved (with",
-        "`cfg + pipe`: of synchronous steps); `naive` is lossy in all steps but the synchronous ones, of which the",
-        "figure is. A raised number leads to the reason of a refusal.",
+        "```text",
+        'ditmesh verify "ulysses=2" --model MODEL',
+        "```",
+        "",
+        "Every cell is one forward of a tiny float32 model of the class on gloo ranks, compared with the unmodified",
+        f"model on one device (diffusers {data['diffusers']}, torch {data['torch']}). The figure is the largest relative",
+        "error; 0 means bit-identical. For `displaced` and `pipe` it is the larger error of a synchronous step and of a",
+        "stale step with unchanged keys (for `cfg + pipe`, of synchronous steps only). For `naive` it is the error of",
+        "synchronous steps; the other steps are lossy. *refused* means that `parallelize` raises an error; the number",
+        "leads to its message. `pytest tests/strategies/test_matrix.py --write-support` generates this page.",
         "",
         "## Single strategies",
         "",
@@ -103,7 +107,7 @@ def as_markdown() -> str:
     lines += _by_class(classes, [key for key in keys if "+" not in key], marks)
     lines += ["", "## Combinations", "", *_by_combination(classes, [key for key in keys if "+" in key], marks)]
     if reasons:
-        lines += ["", "## Refusals", "", *_sentences(reasons, keys)]
+        lines += ["", "## Error messages", "", *_sentences(reasons, keys)]
     return "\n".join(lines) + "\n"
 
 
@@ -140,7 +144,7 @@ def _by_class(classes: Mapping[str, Row], keys: list[str], marks: Mapping[tuple[
 
 def _by_combination(classes: Mapping[str, Row], keys: list[str], marks: Mapping[tuple[str, str], str]) -> list[str]:
     """Lines of the table with a row for each combination: how many classes run, the largest error, the others."""
-    lines = ["| combination | classes that run | largest error | equal to the bit | not |", "|---|---|---|---|---|"]
+    lines = ["| combination | supported classes | largest error | bit-identical | unsupported |", "|---|---|---|---|---|"]
     for key in keys:
         errors = [row[key]["error"] for row in classes.values() if "error" in row.get(key, {})]
         others = [

@@ -1,4 +1,4 @@
-"""What a training run is: plain, validated data, read from one YAML file. Names are those of diffusers' scripts."""
+"""The settings of a training run: plain, validated data, read from one YAML file, with the names of diffusers' scripts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class LoraConfig(BaseModel):
     """Low-rank adapters in place of full fine-tuning (Hu et al. 2021, arXiv:2106.09685).
 
     Attributes:
-        rank: of the update matrices.
-        alpha: scale of the update is ``alpha / rank``; None: ``rank``.
-        dropout: of the adapters' inputs.
-        target_modules: names of the linear layers that get one.
+        rank: rank of the update matrices.
+        alpha: the update is scaled by ``alpha / rank``; None: ``rank``.
+        dropout: dropout of the adapters' inputs.
+        target_modules: names of the linear layers with an adapter.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -60,79 +60,82 @@ class TrainConfig(BaseModel):
     """A training run.
 
     What to train
-        pretrained_model_name_or_path: a pipeline's folder or hub id, or an embedded model.
-        train_modules: components whose weights are trained.
-        lora: adapters on the transformer instead of its weights.
-        from_scratch: begin with fresh weights of the same configuration.
+        pretrained_model_name_or_path: the folder or hub id of a pipeline, or an embedded model.
+        train_modules: the components to train.
+        lora: train low-rank adapters on the transformer instead of its weights.
+        from_scratch: start from random weights of the same configuration.
 
     Data
-        train_data_dir: a folder of images, or videos, with ``metadata.jsonl`` or another listing or with files of
-            captions beside them, or a folder of WebDataset tars.
-        caption_column: column of the listing, or key of the JSON beside an image; None: the first of ``text``,
-            ``caption`` and ``prompt`` that is there.
-        label_column: the same of labels.
-        allow_missing_captions: train also where not one sample has a caption (or label). Where some have none, training
-            goes on in any case and names them; they are trained as if their caption were empty.
-        resolution: pixels along a side; with ``aspect_ratio_buckets`` of a square with as many pixels.
-        num_frames: of a video model, the first ones of every file (videos, animated images); None: images.
-        max_sequence_length: tokens of a prompt; a list: every micro-batch has one of these lengths, so that any of them
-            will do afterwards; None: as many as the pipeline takes by itself.
-        aspect_ratio_buckets: sizes "H,W" divided by semicolons; samples go to the nearest one.
+        train_data_dir: a folder of images or videos with ``metadata.jsonl``, another listing or caption files, or a
+            folder of WebDataset tars.
+        caption_column: the caption's column in the listing, or key in an image's JSON file; None: the first of
+            ``text``, ``caption`` and ``prompt`` that exists.
+        label_column: the label's column or key.
+        allow_missing_captions: train even if no sample has a caption (or label). If only some samples have none, the
+            run lists them and trains them with an empty caption in any case.
+        resolution: pixels along a side; with ``aspect_ratio_buckets``, of a square with the same number of pixels.
+        num_frames: for a video model, the number of frames used from the start of every file (videos, animated
+            images); None: images.
+        max_sequence_length: tokens of a prompt. A list: every micro-batch uses one of these lengths, and the trained
+            model works with each of them; None: the pipeline's default.
+        aspect_ratio_buckets: sizes "H,W" separated by semicolons; each sample uses the nearest size.
         random_flip: mirror half of the samples.
-        cache_dir: keep latents here, and text embeddings if text encoders are not trained; None: encode in every step.
-        proportion_empty_prompts: of samples whose caption is left out, so that guidance can be used.
+        cache_dir: a folder for latents, and for text embeddings if text encoders are not trained; None: encode in
+            every step.
+        proportion_empty_prompts: the share of samples trained without a caption, which guidance needs.
 
     Steps
-        train_batch_size: samples of one forward on one data rank.
-        gradient_accumulation_steps: forwards of one optimizer step on one data rank, without ``global_batch_size``.
-        global_batch_size: samples of one optimizer step over all ranks; None: ``train_batch_size`` times
-            ``gradient_accumulation_steps`` times the data ranks. Given, accumulation follows from it, so that the curve
-            does not depend on the number of ranks.
-        max_train_steps, num_train_epochs: the length; steps win.
+        train_batch_size: samples per forward on one data rank.
+        gradient_accumulation_steps: forwards per optimizer step on one data rank, without ``global_batch_size``.
+        global_batch_size: samples per optimizer step over all ranks; None: ``train_batch_size`` times
+            ``gradient_accumulation_steps`` times the number of data ranks. If it is set, accumulation follows from it,
+            and the curve does not depend on the number of ranks.
+        max_train_steps, num_train_epochs: the length of the run; steps take precedence.
 
-        token_share: of the image's tokens, a random part that a step works on, so that it costs less.
-        token_share_until: the part of the run after which steps work on all tokens.
+        token_share: the random share of the image's tokens that a step processes, to make it cheaper.
+        token_share_until: the part of the run after which steps process all tokens.
 
     Optimizer
-        learning_rate: the highest of the run.
-        scale_lr: multiply it by the global batch, or by its square root.
-        lr_scheduler: as `diffusers.optimization.get_scheduler` has them, and ``warmup_stable_decay`` (Hu et al. 2024,
+        learning_rate: the highest learning rate of the run.
+        scale_lr: multiply the learning rate by the global batch size, or by its square root.
+        lr_scheduler: a schedule of `diffusers.optimization.get_scheduler`, or ``warmup_stable_decay`` (Hu et al. 2024,
             arXiv:2404.06395).
-        lr_warmup_steps, lr_num_cycles, lr_power: as `diffusers.optimization.get_scheduler` has them.
-        lr_decay_steps: of ``warmup_stable_decay``: over the last so many steps the rate falls to zero in a line.
-        adam_beta1, adam_beta2, adam_weight_decay, adam_epsilon: of AdamW.
-        max_grad_norm: gradients are clipped to this norm over all ranks; 0: not at all.
-        use_ema, ema_decay: keep a moving average of the weights and save that.
+        lr_warmup_steps, lr_num_cycles, lr_power: arguments of `diffusers.optimization.get_scheduler`.
+        lr_decay_steps: for ``warmup_stable_decay``, the number of steps at the end with a linear decay to zero.
+        adam_beta1, adam_beta2, adam_weight_decay, adam_epsilon: arguments of AdamW.
+        max_grad_norm: the norm over all ranks to which gradients are clipped; 0: no clipping.
+        use_ema, ema_decay: keep an exponential moving average of the weights and save it.
 
     Objective
-        objective: ``auto``: the scheduler's own; ``flow``, ``epsilon``, ``v_prediction``, or one that is registered.
-        weighting_scheme, logit_mean, logit_std, mode_scale: density of noise levels and weights of rectified flow
+        objective: ``auto`` (the scheduler's objective), ``flow``, ``epsilon``, ``v_prediction``, or a registered one.
+        weighting_scheme, logit_mean, logit_std, mode_scale: density of noise levels and loss weights of rectified flow
             (Esser et al. 2024, arXiv:2403.03206).
-        snr_gamma: min-SNR weights of epsilon- and v-prediction (Hang et al. 2023, arXiv:2303.09556).
+        snr_gamma: min-SNR loss weights of epsilon- and v-prediction (Hang et al. 2023, arXiv:2303.09556).
 
     Machine
-        parallel: axes as for `ParallelConfig`; ``data`` are ranks with samples of their own.
-        data_speeds: of the data ranks, relative to one another, by which micro-batches are shared out: numbers, or
-            ``auto``: measured over the last steps; None: even. Who computes a sample rounds the curve otherwise.
-        sharding: ``ddp`` or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none``: gradients are averaged.
-        reproducible: the same weights to the bit on any number of ranks, with a ``global_batch_size``; the same as
+        parallel: the axes of `ParallelConfig`; ``data`` ranks train on different samples.
+        data_speeds: relative speeds of the data ranks, by which micro-batches are distributed: numbers, or ``auto``
+            (measured over the last steps); None: equal. The distribution changes only the rounding of the curve.
+        sharding: ``ddp`` or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none`` (gradients are averaged
+            after the backward pass).
+        reproducible: bit-identical weights on any number of ranks, with a ``global_batch_size``; the same as
             ``parallel: {reproducible: true}``.
         gradient_checkpointing: recompute blocks in the backward pass.
         mixed_precision: dtype of the forward and backward; weights stay float32.
-        seed: of the samples' order, noise and noise levels, and of fresh weights and adapters.
+        seed: seed of the samples' order, noise, noise levels, random weights and adapters.
 
     Output
-        output_dir: checkpoints, logs and the trained pipeline.
-        checkpointing_steps: a checkpoint after every so many steps, and one at the end.
-        checkpoints_total_limit: how many are kept; None: all.
-        checkpointing_async: copy the state to host memory and write it while training goes on.
+        output_dir: the folder of checkpoints, logs and the trained pipeline.
+        checkpointing_steps: the number of steps between checkpoints; another checkpoint follows at the end.
+        checkpoints_total_limit: the number of checkpoints to keep; None: all.
+        checkpointing_async: copy the state to host memory and write it while training continues.
         resume_from_checkpoint: ``latest`` or a folder.
-        resume_allow_changed: settings that may differ from the checkpoint's though they change what the run learns from
-            (``seed``, ``global_batch_size``, ``resolution``, ...; ``data`` for the samples themselves).
-        validation_prompts: pictures of them, or of these labels, are made on the way.
-        validation_steps: after every so many steps.
-        validation_inference_steps, guidance_scale: of the validation pictures.
-        report_to: ``csv`` always; ``tensorboard`` besides.
+        resume_allow_changed: settings that may differ from the checkpoint although they change the training data or
+            loss (``seed``, ``global_batch_size``, ``resolution``, ...; ``data`` for the samples themselves).
+        validation_prompts: prompts, or labels, of images that the run generates for validation.
+        validation_steps: the number of steps between validations.
+        validation_inference_steps, guidance_scale: denoising steps and guidance of validation images.
+        report_to: ``csv`` is always written; ``tensorboard`` also writes TensorBoard files.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
