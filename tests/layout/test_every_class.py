@@ -106,16 +106,16 @@ def test_right_or_refused(ranks, name, form):
 PAGE = Path(__file__).parents[2] / "docs" / "classes.md"
 INTRODUCTION = f"""# Classes without a reviewed layout
 
-These transformer classes of diffusers have no reviewed layout; ditmesh derives their layout from the first call
-([layouts.md](layouts.md#a-layout-from-a-call)). For classes with a reviewed layout see [support.md](support.md). To
-look at the layout of a model:
+These transformer classes of diffusers have no reviewed layout; ditmesh derives their layout from the first
+call ([layouts.md](layouts.md#a-layout-from-a-call)). For classes with a reviewed layout see [support.md](support.md).
+To look at the layout of a model:
 
 ```text
 ditmesh inspect MODEL
 ```
 
-Each class is a tiny float32 model of diffusers {diffusers.__version__}, called twice in the form in which its pipelines call
-it, on two gloo ranks, and compared with the unmodified model. The figure is the largest relative error; 0 means
+Each class is a tiny float32 model of diffusers {diffusers.__version__}, called twice in the form in which its
+pipelines call it, on two gloo ranks, and compared with the unmodified model. The figure is the largest relative error; 0 means
 bit-identical. *refused* means that the call raises an error; its message is below the table.
 `pytest tests/layout/test_every_class.py -m matrix --write-support` generates this page.
 

@@ -85,7 +85,7 @@ def as_markdown() -> str:
     lines = [
         "# Supported classes and combinations",
         "",
-        "This page lists the transformer classes with a reviewed layout, and the strategies that work with each of them.",
+        "This page lists the transformer classes with a reviewed layout, and the strategies that work with each.",
         "`ditmesh verify` checks a combination with your own model:",
         "",
         "```text",
@@ -94,10 +94,11 @@ def as_markdown() -> str:
         "",
         "Every cell is one forward of a tiny float32 model of the class on gloo ranks, compared with the unmodified",
         f"model on one device (diffusers {data['diffusers']}, torch {data['torch']}). The figure is the largest relative",
-        "error; 0 means bit-identical. For `displaced` and `pipe` it is the larger error of a synchronous step and of a",
-        "stale step with unchanged keys (for `cfg + pipe`, of synchronous steps only). For `naive` it is the error of",
-        "synchronous steps; the other steps are lossy. *refused* means that `parallelize` raises an error; the number",
-        "leads to its message. `pytest tests/strategies/test_matrix.py --write-support` generates this page.",
+        "error; 0 means bit-identical. For `displaced` and `pipe` it is the larger error of a synchronous step",
+        "and of a stale step with unchanged keys (for `cfg + pipe`, of synchronous steps only). For `naive` it is",
+        "the error of synchronous steps; the other steps are lossy. *refused* means that `parallelize` raises an error;",
+        "the number leads to its message.",
+        "`pytest tests/strategies/test_matrix.py --write-support` generates this page.",
         "",
         "## Single strategies",
         "",
@@ -144,7 +145,7 @@ def _by_class(classes: Mapping[str, Row], keys: list[str], marks: Mapping[tuple[
 
 def _by_combination(classes: Mapping[str, Row], keys: list[str], marks: Mapping[tuple[str, str], str]) -> list[str]:
     """Lines of the table with a row for each combination: how many classes run, the largest error, the others."""
-    lines = ["| combination | supported classes | largest error | bit-identical | unsupported |", "|---|---|---|---|---|"]
+    lines = ["| combination | supported classes | largest error | bit-identical | not |", "|---|---|---|---|---|"]
     for key in keys:
         errors = [row[key]["error"] for row in classes.values() if "error" in row.get(key, {})]
         others = [

@@ -1,4 +1,4 @@
-"""The settings of a training run: plain, validated data, read from one YAML file, with the names of diffusers' scripts."""
+"""The settings of a training run: validated data from one YAML file, with the names of diffusers' scripts."""
 
 from __future__ import annotations
 
