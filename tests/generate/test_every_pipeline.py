@@ -131,8 +131,8 @@ ditmesh generate "a red fox" --model MODEL --devices 2 --ulysses 2
 ```
 
 Each pipeline of diffusers {diffusers.__version__} was built from tiny random float32 components, called twice,
-on two gloo ranks, and compared with the unmodified pipeline. The figure is the largest relative error of the output; 0 means
-bit-identical. *refused* means that the call raises an error; its message is below the table. A cell is empty if
+on two gloo ranks, and compared with the unmodified pipeline. The figure is the largest relative error of the output;
+0 means bit-identical. *refused* means that the call raises an error; its message is below the table. A cell is empty if
 the pipeline has no guidance branches, or takes only one prompt.
 `pytest tests/generate/test_every_pipeline.py -m matrix --write-support` generates this page.
 

@@ -115,8 +115,8 @@ ditmesh inspect MODEL
 ```
 
 Each class is a tiny float32 model of diffusers {diffusers.__version__}, called twice in the form in which its
-pipelines call it, on two gloo ranks, and compared with the unmodified model. The figure is the largest relative error; 0 means
-bit-identical. *refused* means that the call raises an error; its message is below the table.
+pipelines call it, on two gloo ranks, and compared with the unmodified model. The figure is the largest relative
+error; 0 means bit-identical. *refused* means that the call raises an error; its message is below the table.
 `pytest tests/layout/test_every_class.py -m matrix --write-support` generates this page.
 
 """
