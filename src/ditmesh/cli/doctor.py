@@ -26,7 +26,7 @@ def doctor(
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save", metavar="FILE", help="Measure computation as well, and write a hardware profile for ditmesh plan."
+            "--save", metavar="FILE", help="Measure computation too, and write a hardware profile for ditmesh plan."
         ),
     ] = None,
     as_json: AsJson = False,

@@ -97,11 +97,12 @@ def generate(
     memory_limit: MemoryLimit = None,
     memory_check: MemoryCheck = True,
     elastic: Annotated[
-        bool, rank_option("--elastic", help="Go on with the other devices when some are lost (with --reproducible).")
+        bool,
+        rank_option("--elastic", help="Continue on the remaining devices when some are lost (with --reproducible)."),
     ] = False,
     server: Annotated[
         str | None,
-        rank_option("--server", metavar="URL", help="Let `ditmesh serve` generate; DITMESH_API_KEY holds the key."),
+        rank_option("--server", metavar="URL", help="Generate on this `ditmesh serve`; DITMESH_API_KEY holds the key."),
     ] = None,
     overwrite: Overwrite = False,
     compare: Annotated[

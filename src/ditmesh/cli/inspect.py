@@ -63,13 +63,15 @@ def inspect(
     hosts: Annotated[
         str | None,
         layout_option(
-            metavar="N|N,N", help="Show what the configuration sends between this many hosts, or hosts of these ranks."
+            metavar="N|N,N",
+            help="Show the traffic between this many hosts, or between hosts with these numbers of ranks.",
         ),
     ] = None,
     explain: Annotated[
         bool,
         layout_option(
-            "--explain", help="List what stands around the transformer's call, and what ranks exchange, and why."
+            "--explain",
+            help="List the layers around the transformer's call and the data that ranks exchange, with reasons.",
         ),
     ] = False,
     check: Annotated[

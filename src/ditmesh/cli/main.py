@@ -55,7 +55,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="ditmesh",
     cls=_Commands,
-    help="Parallel inference for diffusers' Diffusion Transformers: the same picture from N devices.",
+    help="Parallel inference for diffusers' Diffusion Transformers: the same image from N devices.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -80,7 +80,7 @@ def _common(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    """Parallel inference for diffusers' Diffusion Transformers: the same picture from N devices."""
+    """Parallel inference for diffusers' Diffusion Transformers: the same image from N devices."""
     name = context.invoked_subcommand
     if name in OF_OWN_RANKS and torchrun_rank() is not None:
         raise InputError(f"ditmesh {name} starts the ranks it needs; leave torchrun out")

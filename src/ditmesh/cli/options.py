@@ -65,7 +65,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 PromptsFile = Annotated[
-    Path | None, common_option("--prompts", metavar="FILE", help="Read more prompts from this file, one a line.")
+    Path | None, common_option("--prompts", metavar="FILE", help="Read more prompts from this file, one per line.")
 ]
 
 
@@ -112,15 +112,13 @@ else:
         str,
         rank_option(
             metavar="|".join(DEVICES),
-            help="Choose what the ranks run on; with auto on GPUs if there are any.",
+            help="Choose the device of the ranks; auto uses GPUs if there are any.",
             callback=one_of(DEVICES, {}),
         ),
     ]
 Devices = Annotated[
     int | None,
-    common_option(
-        "--devices", "-n", help="Start this many ranks, each with a device of its own.", callback=at_least(1)
-    ),
+    common_option("--devices", "-n", help="Start this many ranks, each with its own device.", callback=at_least(1)),
 ]
 Threads = Annotated[
     int | None,
@@ -131,14 +129,14 @@ Threads = Annotated[
 Timeout = Annotated[
     float,
     rank_option(
-        metavar="SECONDS", help="Fail when a rank waits longer than this for another one.", callback=at_least(0.001)
+        metavar="SECONDS", help="Fail when a rank waits longer than this for another rank.", callback=at_least(0.001)
     ),
 ]
 LauncherName = Annotated[
     str | None,
     rank_option(
         metavar="local|ray|NAME",
-        help="Choose what starts the ranks: this machine, a Ray cluster, or another package.",
+        help="Choose the launcher of the ranks: this machine, a Ray cluster, or another package.",
         show_default="local",
     ),
 ]
@@ -150,7 +148,7 @@ MemoryLimit = Annotated[
     float | None,
     rank_option(
         metavar="GB",
-        help="Refuse a job that needs more memory than this on a rank, before anything is read.",
+        help="Reject a job that needs more memory than this on a rank before anything is read.",
         show_default="what its device has left",
         callback=at_least(0.001),
     ),
@@ -158,12 +156,14 @@ MemoryLimit = Annotated[
 MemoryCheck = Annotated[
     bool,
     rank_option(
-        "--memory-check/--no-memory-check", help="Refuse a job that does not fit into memory, before anything is read."
+        "--memory-check/--no-memory-check", help="Reject a job that does not fit into memory before anything is read."
     ),
 ]
 Overwrite = Annotated[
     bool,
-    output_option("--overwrite", help="Replace files of the same names that ditmesh wrote; by default they are kept."),
+    output_option(
+        "--overwrite", help="Replace files with the same names that ditmesh wrote; by default they are kept."
+    ),
 ]
 # What `plan` and `inspect --memory` are asked about.
 JOB = "What is generated"
@@ -175,7 +175,7 @@ AtOnce = Annotated[
 ]
 Branches = Annotated[
     bool | None,
-    typer.Option("--guidance/--no-guidance", help="Say whether guidance runs two branches.", rich_help_panel=JOB),
+    typer.Option("--guidance/--no-guidance", help="Set whether guidance runs two branches.", rich_help_panel=JOB),
 ]
 WeightsDType = Annotated[
     str,
@@ -233,9 +233,9 @@ else:
 class InputOptions:
     """Files beside the model, and how the model is loaded."""
 
-    image: Annotated[str | None, input_option(metavar="FILE", help="Begin with this image (img2img).")] = None
+    image: Annotated[str | None, input_option(metavar="FILE", help="Start from this image (img2img).")] = None
     video: Annotated[
-        str | None, input_option(metavar="FILE", help="Begin with this video; --frames uses its first frames.")
+        str | None, input_option(metavar="FILE", help="Start from this video; --frames uses its first frames.")
     ] = None
     strength: Strength = None
     mask: Annotated[
@@ -251,21 +251,21 @@ class InputOptions:
     ] = None
     lora: Annotated[
         list[str] | None,
-        input_option(metavar="NAME[:SCALE]", help="Load a LoRA from a file, folder or hub id; may be given again."),
+        input_option(metavar="NAME[:SCALE]", help="Load a LoRA from a file, folder or hub id; may be repeated."),
     ] = None
     ip_adapter: Annotated[
         str | None, input_option(metavar="NAME[:SCALE]", help="Load an IP-Adapter from a file, folder or hub id.")
     ] = None
-    ip_image: Annotated[str | None, input_option(metavar="FILE", help="Show the IP-Adapter this image.")] = None
+    ip_image: Annotated[str | None, input_option(metavar="FILE", help="Pass this image to the IP-Adapter.")] = None
     scheduler: Annotated[
         str | None,
         input_option(
             metavar="CLASS",
-            help="Use another scheduler of diffusers, such as UniPCMultistepScheduler.",
+            help="Use another diffusers scheduler, such as UniPCMultistepScheduler.",
             show_default=PIPELINES,
         ),
     ] = None
-    variant: Annotated[str | None, input_option(help="Read this variant of the weights' files, such as fp16.")] = None
+    variant: Annotated[str | None, input_option(help="Read this variant of the weight files, such as fp16.")] = None
     offload: Annotated[
         str,
         input_option(

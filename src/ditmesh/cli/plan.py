@@ -118,7 +118,7 @@ def plan(
         str,
         typer.Option(
             metavar="|".join(ENCODERS),
-            help="Place text encoders as generate does; before: another program has encoded the prompt.",
+            help="Place text encoders as generate does; before: a separate program encodes the prompt.",
             callback=one_of(ENCODERS, {}),
             rich_help_panel=JOB,
         ),
@@ -127,7 +127,7 @@ def plan(
         str,
         typer.Option(
             metavar="|".join(OFFLOADS),
-            help="Keep text encoders and VAE in the host's memory while they do not work, as generate does.",
+            help="Keep text encoders and VAE in the host's memory while they are not in use, as generate does.",
             callback=one_of(OFFLOADS, {}),
             rich_help_panel=JOB,
         ),
@@ -156,19 +156,19 @@ def plan(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Require that all steps are done in this time.",
+            help="Require that all steps finish in this time.",
             callback=at_least(0),
             rich_help_panel=GOAL,
         ),
     ] = None,
     measure: Annotated[
-        bool, cache_option("--measure", help="Run the best few here for some steps, and keep the fastest.")
+        bool, cache_option("--measure", help="Run the best configurations here for some steps, and store the fastest.")
     ] = False,
     device: Device = "auto",
     show_cache: Annotated[
-        bool, cache_option("--show-cache", help="List the measurements that --measure has kept.")
+        bool, cache_option("--show-cache", help="List the measurements stored by --measure.")
     ] = False,
-    forget: Annotated[bool, cache_option("--forget", help="Delete the measurements that --measure has kept.")] = False,
+    forget: Annotated[bool, cache_option("--forget", help="Delete the measurements stored by --measure.")] = False,
     html: Annotated[Path | None, output_option(metavar="FILE", help="Write a page with charts.")] = None,
     as_json: AsJson = False,
 ) -> None:

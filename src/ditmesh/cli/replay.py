@@ -28,7 +28,7 @@ UNASKED = 8
 @with_groups
 def replay(
     image: Annotated[
-        Path, typer.Argument(metavar="IMAGE.png", help="Generate this image, or video (MP4), of ditmesh again.")
+        Path, typer.Argument(metavar="IMAGE.png", help="Generate this image or video (MP4) again from its metadata.")
     ],
     devices: Devices = None,
     config: Annotated[

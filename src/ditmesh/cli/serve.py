@@ -37,10 +37,10 @@ class ListenOptions:
         "127.0.0.1"
     )
     port: Annotated[
-        int, network_option("--port", "-p", help="Listen at this port; 0 means any free one.", min=0, max=65535)
+        int, network_option("--port", "-p", help="Listen at this port; 0 means any free port.", min=0, max=65535)
     ] = 8000
     new_key: Annotated[
-        str | None, network_option(metavar="NAME", help="Add a key of this name to --keys, print it and leave.")
+        str | None, network_option(metavar="NAME", help="Add a key with this name to --keys, print it and exit.")
     ] = None
 
 
@@ -52,20 +52,20 @@ class ClientOptions:
         list[str] | None,
         network_option(
             metavar="NAME",
-            help="Answer requests for this host name; may be given again.",
+            help="Answer requests for this host name; may be repeated.",
             show_default="this machine's at 127.0.0.1, any elsewhere",
         ),
     ] = None
     cors_origin: Annotated[
-        list[str] | None, network_option(metavar="URL", help="Let pages of this site use the API; may be given again.")
+        list[str] | None, network_option(metavar="URL", help="Let pages of this site use the API; may be repeated.")
     ] = None
     keys: Annotated[
-        Path | None, network_option(metavar="FILE", help="Answer only clients that have a key of this file.")
+        Path | None, network_option(metavar="FILE", help="Answer only clients with a key from this file.")
     ] = None
     rate: Annotated[
         float,
         network_option(
-            help="Accept so many jobs a minute of each key (or address); 0 means any number.", callback=at_least(0)
+            help="Accept this many jobs a minute from each key (or address); 0 means any number.", callback=at_least(0)
         ),
     ] = ApiSettings.model_fields["rate"].default
 
@@ -110,7 +110,7 @@ class LogOptions:
         str,
         log_option(
             metavar="|".join(LOG_FORMATS),
-            help="Write lines of the log in this form.",
+            help="Write log lines in this format.",
             callback=one_of(LOG_FORMATS, {}),
         ),
     ] = "text"
@@ -118,12 +118,12 @@ class LogOptions:
         str,
         log_option(
             metavar="|".join(LOG_LEVELS),
-            help="Write messages of this level and above.",
+            help="Log messages of this level and above.",
             callback=one_of(LOG_LEVELS, {}),
         ),
     ] = "info"
-    log_prompts: Annotated[bool, log_option("--log-prompts", help="Write prompts into the log.")] = False
-    otel: Annotated[bool, log_option("--otel", help="Send traces where OTEL_EXPORTER_OTLP_ENDPOINT says.")] = False
+    log_prompts: Annotated[bool, log_option("--log-prompts", help="Log prompts.")] = False
+    otel: Annotated[bool, log_option("--otel", help="Send traces to OTEL_EXPORTER_OTLP_ENDPOINT.")] = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ModelOptions:
             "--model",
             "-m",
             metavar="[NAME=]MODEL",
-            help="Serve this model: a folder, a hub id, or an embedded one; may be given again.",
+            help="Serve this model: a folder, a hub id, or an embedded model; may be repeated.",
             show_default="emoji-sd3",
         ),
     ] = None
@@ -144,25 +144,25 @@ class ModelOptions:
         list[str] | None,
         typer.Option(
             metavar="ALIAS=NAME",
-            help="Give a model another name, such as dall-e-3 for front ends that ask for it; may be given again.",
+            help="Give a model an alias, such as dall-e-3 for front ends that expect it; may be repeated.",
         ),
     ] = None
     lora: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FILE", help="Offer a LoRA that clients ask for by name; may be given again."),
+        typer.Option(metavar="NAME=FILE", help="Offer a LoRA that clients select by name; may be repeated."),
     ] = None
-    variant: Annotated[str | None, typer.Option(help="Read this variant of the weights' files, such as fp16.")] = None
+    variant: Annotated[str | None, typer.Option(help="Read this variant of the weight files, such as fp16.")] = None
     offload: Annotated[
         str,
         typer.Option(
             metavar="|".join(OFFLOADS),
-            help="Keep text encoders and VAE in the host's memory while they do not work (on GPUs).",
+            help="Keep text encoders and VAE in the host's memory while they are not in use (on GPUs).",
             callback=one_of(OFFLOADS, {}),
         ),
     ] = "none"
     devices: Devices = None
     replicas: Annotated[
-        int, typer.Option(help="Start so many groups of --devices ranks, each with all models.", callback=at_least(1))
+        int, typer.Option(help="Start this many groups of --devices ranks, each with all models.", callback=at_least(1))
     ] = 1
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="Read the configuration from this file.")

@@ -112,9 +112,7 @@ class StudyOptions:
     address: Address = None
     out: Annotated[
         str,
-        typer.Option(
-            "--out", "-o", metavar="DIR", help="Write into this folder; what is finished there is not run again."
-        ),
+        typer.Option("--out", "-o", metavar="DIR", help="Write into this folder; finished cells are not run again."),
     ] = "study"
 
 

@@ -31,10 +31,10 @@ def train(
     devices: Devices = None,
     change: Annotated[
         list[str] | None,
-        common_option("--set", metavar="NAME=VALUE", help="Change a setting of the file; may be given again."),
+        common_option("--set", metavar="NAME=VALUE", help="Change a setting of the file; may be repeated."),
     ] = None,
     resume: Annotated[
-        bool, common_option("--resume", help="Go on from the newest whole checkpoint in output_dir.")
+        bool, common_option("--resume", help="Resume from the newest complete checkpoint in output_dir.")
     ] = False,
     parallel: TrainingOptions,
     device: Device = "auto",

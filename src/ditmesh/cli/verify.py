@@ -60,14 +60,16 @@ class CompareOptions:
         float,
         compare_option(
             metavar="GB",
-            help="Use this much of it, and at most half of what is free; large models keep fewer channels.",
+            help="Use this much of --trace-dir, and at most half of its free space; large models keep fewer channels.",
             callback=at_least(0.001),
         ),
     ] = 4.0
     html: Annotated[str | None, output_option(metavar="FILE", help="Write a page with images and curves.")] = None
     trace: Annotated[
         str | None,
-        output_option(metavar="FILE", help="Write when ranks compute and wait, as a Chrome trace for ui.perfetto.dev."),
+        output_option(
+            metavar="FILE", help="Write the times of computation and waiting as a Chrome trace for ui.perfetto.dev."
+        ),
     ] = None
 
 
@@ -88,11 +90,12 @@ def verify(
     prompt: Annotated[
         list[str] | None,
         common_option(
-            help="Generate from this prompt; may be given again.", show_default="an embedded model's first caption"
+            help="Generate from this prompt; may be repeated.", show_default="an embedded model's first caption"
         ),
     ] = None,
     more_configs: Annotated[
-        list[str] | None, common_option("--configs", metavar="CONFIG", help="Verify these as well; may be given again.")
+        list[str] | None,
+        common_option("--configs", metavar="CONFIG", help="Verify this configuration too; may be repeated."),
     ] = None,
     pictures: SampleOptions,
     comparing: CompareOptions,

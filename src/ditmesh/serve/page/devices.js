@@ -142,7 +142,7 @@ function drawRanks(card, replica) {
     const named = (name, what) => h("figure", {}, h("figcaption", {}, name), what);
     card.diagram.replaceChildren(
       ...(ranks.length ? [named("Mesh", mesh(replica.mesh, ranks))] : []),
-      ...(ranks.length && known ? [named("Tiles of the picture", h("div", { class: "tilings" }, tilings(ranks)))] : []),
+      ...(ranks.length && known ? [named("Tiles of the image", h("div", { class: "tilings" }, tilings(ranks)))] : []),
     );
   }
   const calls = replica.calls !== card.calls;

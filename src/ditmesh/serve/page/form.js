@@ -5,7 +5,7 @@ import { $, count, h, session, write } from "./dom.js";
 const LARGEST_SEED = 2n ** 63n - 1025n;
 const PREVIEWS = 10; // of a picture, at most
 const RATIOS = [[1, 1], [4, 3], [3, 2], [16, 9], [3, 4], [2, 3], [9, 16]];
-const ROLES = { image: "Input picture", mask: "Mask", control: "Control picture", "ip-image": "IP-Adapter picture" };
+const ROLES = { image: "Input image", mask: "Mask", control: "Control image", "ip-image": "IP-Adapter image" };
 const CUSTOM = "custom";
 
 const form = $("form");
@@ -194,7 +194,7 @@ function seed() {
 /** The request that the form describes. Raises `Invalid`. */
 function body() {
   const prompt = card?.labels.length ? fields.label.value.trim() : fields.prompt.value.trim();
-  if (!prompt) throw new Invalid("Enter what the picture shows.", "prompt");
+  if (!prompt) throw new Invalid("Enter a prompt.", "prompt");
   if (card?.labels.length && !card.labels.includes(prompt)) {
     throw new Invalid(`${card.id} has no class "${prompt}"; choose one of its ${card.labels.length}.`, "prompt");
   }
@@ -267,7 +267,7 @@ export function useRequest(request, pictureSeed) {
 function changed() {
   $("custom-size").hidden = fields.size.value !== CUSTOM;
   const shownSize = fields.size.value === CUSTOM ? "other size" : sizeName(fields.size.value);
-  const parts = [shownSize, fields.steps.value && count(fields.steps.value, "step"), count(fields.n.value, "picture")];
+  const parts = [shownSize, fields.steps.value && count(fields.steps.value, "step"), count(fields.n.value, "image")];
   write($("settings-summary"), parts.filter(Boolean).join(", "));
   const kept = ["model", "prompt", "label", "negative_prompt", "size", "width", "height", "steps", "guidance"];
   const values = [...kept, "seed", "n", "format"].map((name) => [name, fields[name].value]);

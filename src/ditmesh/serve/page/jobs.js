@@ -112,7 +112,7 @@ function take(job) {
 
 function tell({ job }) {
   const sentences = {
-    succeeded: `Done: ${count(job.images.length, "picture")} of ${job.request.prompt}.`,
+    succeeded: `Done: ${count(job.images.length, "image")} of ${job.request.prompt}.`,
     failed: `Failed: ${job.error?.message}`,
     cancelled: "Cancelled.",
   };
@@ -152,13 +152,13 @@ function hear(entry, { event, data }) {
     const place = job.images.findIndex(({ index }) => index === data.index);
     if (place < 0) job.images.push(data);
     else job.images[place] = data;
-    if (job.request.n > 1) announce(`Picture ${data.index + 1} of ${job.request.n} is done.`);
+    if (job.request.n > 1) announce(`Image ${data.index + 1} of ${job.request.n} is done.`);
   } else if (event === "paused") {
     entry.note = `Paused: ${data.reason}`;
     announce(entry.note);
   } else if (event === "restarted") {
     entry.parts = [];
-    entry.note = `Begun again, attempt ${data.attempt}: ${data.reason}`;
+    entry.note = `Restarted, attempt ${data.attempt}: ${data.reason}`;
     job.attempt = data.attempt;
     announce(entry.note);
   }
@@ -167,7 +167,7 @@ function hear(entry, { event, data }) {
   return false;
 }
 
-/** Streams for the jobs that run or are next; none while nobody looks. */
+/** Streams for running and next jobs; none while the page is hidden. */
 function attend() {
   const active = [...entries.values()].filter((entry) => !ended(entry)).sort(first);
   active.forEach((entry, place) => {
@@ -257,7 +257,7 @@ function drawRow(entry) {
   }
   const { row } = entry;
   const [done, steps] = progress(entry);
-  const several = job.request.n > 1 ? `${job.request.n} pictures · ` : "";
+  const several = job.request.n > 1 ? `${job.request.n} images · ` : "";
   write(row.text, several + state(entry));
   row.dataset.status = job.status;
   row.stop.disabled = Boolean(entry.cancelling);
@@ -315,7 +315,7 @@ function drawTile(entry, tile) {
 
 function textOf(entry, { place }) {
   const { job, parts } = entry;
-  if (place === "end") return job.error?.message ?? (job.status === "cancelled" ? "Cancelled" : "No picture");
+  if (place === "end") return job.error?.message ?? (job.status === "cancelled" ? "Cancelled" : "No image");
   const one = parts[place];
   if (job.status === "queued") return "Queued";
   if (!one?.steps) return "Waiting";

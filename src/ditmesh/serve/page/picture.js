@@ -103,7 +103,7 @@ async function values(path) {
 /** How two pictures differ: {short, long}. Their files do anyway: a receipt holds the time it took. */
 function verdict(one, other, reproducible) {
   if (one.width !== other.width || one.height !== other.height) {
-    return { short: "another size", long: "The picture has another size than the former one." };
+    return { short: "another size", long: "The new image has a different size." };
   }
   let pixels = 0;
   let most = 0;
@@ -115,11 +115,11 @@ function verdict(one, other, reproducible) {
     if (difference) pixels += 1;
     most = Math.max(most, difference);
   }
-  if (!pixels) return { short: "same bytes", long: "Same again: all bytes of the picture are equal to the former one." };
+  if (!pixels) return { short: "same bytes", long: "Same again: all bytes of the new image are equal." };
   return {
     short: `${pixels} pixels differ`,
     long:
-      `Same again: ${pixels} of ${one.width * one.height} pixels differ from the former picture, by ${most} of 255 at most.` +
+      `Same again: ${pixels} of ${one.width * one.height} pixels of the new image differ, by at most ${most} of 255.` +
       (reproducible ? "" : " Batches of another size may round otherwise; in reproducible mode they do not."),
   };
 }
@@ -130,7 +130,7 @@ export async function compare({ job }, known) {
     const [one, other] = await Promise.all([values(pathOf(job.id, 0)), values(pathOf(known.job, known.index))]);
     known.verdict = verdict(one, other, job.images[0].receipt?.config?.reproducible);
   } catch (error) {
-    known.verdict = { short: "not compared", long: `The picture could not be compared with the former one: ${error.message}` };
+    known.verdict = { short: "not compared", long: `The images could not be compared: ${error.message}` };
   }
   remember(job.id, known);
   if (shown && [known.job, job.id].includes(shown.job.id)) write($("action-status"), known.verdict.long);
