@@ -1,4 +1,4 @@
-"""What the queue tells the HTTP side beside jobs: errors, and files of results."""
+"""Errors of the server, idempotency keys and result files, as the queue passes them to the HTTP side."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class QueueFull(ServerError):
 
 
 class Stopping(QueueFull):
-    """The server is on its way out."""
+    """The server is stopping."""
 
 
 class NoRanks(QueueFull):
-    """The ranks have failed so often that jobs do not wait for them; they are started again all the same."""
+    """The ranks have failed so often that jobs do not wait for them, although they are started again."""
 
 
 class StorageError(ServerError):
-    """The server's folder cannot be read or written: what was to be done was not.
+    """The server's folder cannot be read or written, and the operation was not done.
 
     Attributes:
         passes: it may work in a moment, without a person's help.
@@ -46,7 +46,7 @@ class NoSpace(StorageError):
 
 
 class KeyReused(ServerError):
-    """An idempotency key has come with another request before."""
+    """An idempotency key was used with another request before."""
 
 
 class UnknownJob(ServerError, KeyError):
@@ -57,7 +57,7 @@ class UnknownJob(ServerError, KeyError):
 
 @dataclass(frozen=True)
 class IdempotencyKey:
-    """What makes a request that is sent again the same job.
+    """Identifies a request that is sent again as the same job.
 
     Attributes:
         key: the client's, of the header ``Idempotency-Key``.

@@ -1,4 +1,4 @@
-"""Models that a server offers: their cards, and what may be asked of them, known before they are loaded."""
+"""Models that a server offers: their cards and limits, known before they are loaded."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ServedModel:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ServedModel:
-        """Look at a model's files.
+        """Read a model's files.
 
         Raises:
             InputError: there is no such model.
@@ -88,22 +88,22 @@ class ServedModel:
         return cls(spec, info, card)
 
     def loaded(self, card: Mapping[str, Any]) -> None:
-        """Fill in the card with what ranks have found."""
+        """Complete the card with the facts that the ranks found."""
         own = {"id": self.card.id, "created": self.card.created, "loras": self.card.loras, "loaded": True}
-        # What the server has said itself stays.
+        # Facts that the server has set stay.
         own |= {name: value for name in ("steps", "guidance") if (value := getattr(self.card, name)) is not None}
         self.card = ModelCard.model_validate({**self.card.model_dump(), **card, **own})
         self.known = True
 
     def check(self, request: JobRequest, devices: int) -> None:
-        """Refuse what the model cannot do, as far as its files and its card say.
+        """Reject a request that the model cannot do, as far as its files and its card tell.
 
         Raises:
             InputError: one sentence with the names of the request's fields.
         """
         if (request.width is None) != (request.height is None):
             raise InputError("width and height belong together; give both, or none for the model's own")
-        # Without the files: whether its pipeline takes them is not known before the model is loaded.
+        # Without the input files: whether the pipeline accepts them is known only after loading.
         asked = request.model_copy(update={"strength": None, "frames": None, "fps": None, "seed": request.seed or 0})
         try:
             check_roles([InputFile(one.role, "", one.digest) for one in request.inputs], request.strength)
@@ -131,13 +131,13 @@ class ServedModel:
         check_frames(request, self.card)
 
     def work(self, request: JobRequest) -> float:
-        """Work of one picture, in steps × megapixels × frames, as far as that can be told."""
+        """Estimated work of one image, in steps × megapixels × frames."""
         side = request.width or self.card.width or SIDE, request.height or self.card.height or SIDE
         return (request.steps or self.card.steps or STEPS) * side[0] * side[1] / 1e6 * (request.frames or 1)
 
 
 def check_frames(request: JobRequest, card: ModelCard) -> None:
-    """Refuse a form of file, or a number of frames, that the model does not make: pipelines would take another one.
+    """Reject a file format, or a number of frames, that the model does not generate: pipelines would change it.
 
     Raises:
         InputError: one sentence.

@@ -1,4 +1,4 @@
-"""The server's engine: one queue, and replicas that its tasks are shared out to."""
+"""The server's engine: one queue, and replicas that run its tasks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .settings import ServiceSettings
 from .types import Job, JobRequest, ModelCard, ServerState
 from .worker.replicas import LONGEST_BACKOFF
 
-# Seconds after which a client that comes while the server stops should ask again.
+# Seconds after which a client should retry if the server is stopping.
 AWAY = 10.0
 
 
 class Service(JobStore):
-    """Jobs in a queue on disk, shared out to replicas: what the HTTP side works with.
+    """Jobs in a queue on disk and the replicas that run them: the interface of the HTTP side.
 
     Ranks that fail are started again, and what they were at begins again, once (see `Dispatcher`).
     """
@@ -38,7 +38,7 @@ class Service(JobStore):
         settings: ServiceSettings | None = None,
         function: Callable[..., None] | None = None,
     ) -> None:
-        """Look at the models; `start` starts.
+        """Read the models' files; `start` starts the replicas.
 
         Args:
             specs: the models; the first is the default, and is loaded at the start.
@@ -65,7 +65,7 @@ class Service(JobStore):
         self._stopping = False
 
     async def start(self) -> None:
-        """Start the replicas, and take up the jobs of an earlier run. Returns before models are loaded.
+        """Start the replicas and resume the jobs of an earlier run. Returns before models are loaded.
 
         Pictures that were under way when that run ended are begun again, which counts as no attempt.
 
@@ -73,7 +73,7 @@ class Service(JobStore):
             ConfigError: another server uses the folder, or its queue is of another version; a cluster does not answer.
             StorageError: the folder cannot be written.
         """
-        # Replicas share it, also when their ranks are started again.
+        # Replicas share the connection, also when their ranks are restarted.
         await asyncio.to_thread(lambda: self._undo.enter_context(connection(self._settings.launcher)))
         try:
             await self.open()
@@ -84,7 +84,7 @@ class Service(JobStore):
         self._looking = asyncio.create_task(self.maintain())
 
     async def stop(self, grace: float) -> None:
-        """Take no more jobs, end the pictures under way within ``grace`` seconds; what is left stays queued."""
+        """Accept no more jobs and finish running images within ``grace`` seconds; the rest stays queued."""
         self._stopping = True
         await self._dispatcher.stop(grace)
         self._looking.cancel()
@@ -128,7 +128,7 @@ class Service(JobStore):
         return [model.card.model_copy(update={"loaded": name in loaded}) for name, model in self._served.items()]
 
     def state(self, owner: str | None = None) -> ServerState:
-        """The server as it is; ``ready``: a replica has a model loaded; ``owner``: ids of others' jobs are left out."""
+        """The server's state; ``ready``: a replica has a model loaded; ``owner``: other owners' job ids are hidden."""
         states = []
         for slot in self._dispatcher.slots:
             lives = (live for live, _ in slot.running.values())
@@ -144,7 +144,7 @@ class Service(JobStore):
 
 
 def _ranks(settings: ServiceSettings, number: int) -> Launcher:
-    """Ranks of replica ``number``, on devices of its own."""
+    """The launcher of replica ``number``, with separate devices."""
     name, devices, threads = settings.launcher, settings.devices, settings.threads
     kind = device_of_launcher(name, settings.device, devices * settings.replicas)
     if threads is None:

@@ -1,4 +1,4 @@
-"""Settings of a server: what clients may ask for, how they are answered, and how much is run and kept."""
+"""Settings of a server: limits of requests, behaviour of the API, ranks, and storage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Names that a browser on this machine calls it by.
+# Host names by which a browser on this machine reaches the server.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

@@ -1,4 +1,4 @@
-"""Jobs as clients, the queue and the HTTP API have them: plain validated data, without torch."""
+"""Jobs, models and states as validated data for clients, the queue and the HTTP API, without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, PictureRequest
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
-# A job in one of these changes no more.
+# A job with one of these statuses has ended.
 ENDED: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
 
 Format = Literal["png", "jpeg", "webp", "mp4"]
@@ -26,7 +26,7 @@ class Adapter(BaseModel):
 
 
 class Input(BaseModel):
-    """An input picture or video, kept by the server under its SHA-256."""
+    """An input image or video that the server stores under its SHA-256."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,7 +36,7 @@ class Input(BaseModel):
 
 
 class JobRequest(PictureRequest):
-    """What a job asks for: a `PictureRequest` of one of the server's models.
+    """The request of a job: a `PictureRequest` for one of the server's models.
 
     Attributes:
         prompt, n, steps: as of a `PictureRequest`, with a server's bounds.
@@ -64,7 +64,7 @@ class JobRequest(PictureRequest):
 
 
 class JobImage(BaseModel):
-    """One picture of a job; ``url`` and what follows it once it is there."""
+    """One image of a job; ``url`` and the fields after it are set when it is done."""
 
     index: int
     seed: int
@@ -75,7 +75,7 @@ class JobImage(BaseModel):
 
 
 class JobError(BaseModel):
-    """Why a job failed: a code that programs know, and a sentence."""
+    """Why a job failed: a code for programs, and a message."""
 
     code: Literal["invalid_request", "rank_failed", "stalled", "out_of_memory", "no_space", "storage", "internal"]
     message: str
@@ -116,7 +116,7 @@ EventName = Literal[
 
 
 class Event(BaseModel):
-    """Something that happened to a job; the last one is named as its status is.
+    """An event of a job; the last event has the name of its final status.
 
     Attributes:
         id: from 1, in order; a client that lost its connection goes on after the last it has seen.
@@ -131,7 +131,7 @@ class Event(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model that the server offers, as OpenAI's list has it, with what a form needs to know.
+    """A model that the server offers: OpenAI's fields, and those that a form needs.
 
     Attributes:
         frames, fps: of videos that do not say; frame_multiple: a video has 1 + a multiple of these frames.
@@ -164,7 +164,7 @@ class ModelCard(BaseModel):
 
 
 class RankState(BaseModel):
-    """One rank of a replica: what it holds, and the step that it has just done.
+    """One rank of a replica: its tokens, memory and latest step.
 
     Attributes:
         tiles: first tile of the image's tokens that it holds, and the one after its last; None: all.

@@ -1,1 +1,1 @@
-"""The HTTP side: the API, who may ask, and what is answered."""
+"""The HTTP side of the server: API, access and limits."""

@@ -1,4 +1,4 @@
-"""The HTTP API as an application of FastAPI; ``docs/serving.md`` describes it."""
+"""The HTTP API as a FastAPI application; ``docs/serving.md`` describes it."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
     from ..service import Service
 
-# Characters of what /readyz says has failed.
+# Characters of a failure's text in /readyz.
 LONGEST_REASON = 500
-# What every endpoint of jobs may answer.
+# Error responses of every endpoint of jobs.
 OF_JOBS = described(401, 404)
 OF_SUBMISSION = described(401, 403, 404, 409, 413, 429, 503, 507)
 
 
 class JobList(BaseModel):
-    """Jobs, the newest first."""
+    """A list of jobs, the newest first."""
 
     object: Literal["list"] = "list"
     data: list[Job]
@@ -78,7 +78,7 @@ jobs = APIRouter(prefix="/v1", tags=["jobs"], route_class=JsonRoute)
 
 @jobs.post("/jobs", status_code=202, responses=OF_SUBMISSION, summary="Submit a job")
 async def post_job(request: Request, body: JobBody, key: IdempotencyHeader = None) -> Job:
-    """Submit a job and return at once. What is accepted is on disk, and done after a restart too."""
+    """Submit a job and return immediately. An accepted job is on disk and survives a restart."""
     return await request.app.state.server.submitted(body, request, key=key)
 
 
@@ -88,20 +88,20 @@ async def get_jobs(
     limit: Annotated[int, Query(ge=1, le=1000)] = 50,
     status: Annotated[Status | None, Query(description="Only jobs of this status")] = None,
 ) -> JobList:
-    """The jobs of this key, the newest first."""
+    """List the jobs of this key, the newest first."""
     server: Server = request.app.state.server
     return JobList(data=await server.backend.jobs(request.state.owner, limit, status))
 
 
 @jobs.get("/jobs/{id}", responses=OF_JOBS, summary="A job")
 async def get_job(request: Request, id: JobId) -> Job:
-    """A job as it is now."""
+    """The current state of a job."""
     return await request.app.state.server.backend.job(known(id, request), request.state.owner)
 
 
 @jobs.delete("/jobs/{id}", responses=described(401, 403, 404), summary="Cancel a job")
 async def delete_job(request: Request, id: JobId) -> Job:
-    """Cancel a job: it stops at the next step. One that has ended stays as it is."""
+    """Cancel a job: it stops at the next step. A job that has ended does not change."""
     return await request.app.state.server.backend.cancel(known(id, request), request.state.owner)
 
 
@@ -119,10 +119,10 @@ async def get_events(
         Header(alias="Last-Event-ID", ge=0, lt=2**53, description="Go on after this event, after a lost connection"),
     ] = 0,
 ) -> Response:
-    """Events as they happen, from the first (or the one after `Last-Event-ID`) to the last."""
+    """Stream the events of a job, from the first (or the one after `Last-Event-ID`) to the last."""
     server: Server = request.app.state.server
     owner = request.state.owner
-    # An unknown job is an answer of its own, which a stream that has begun cannot give.
+    # An unknown job has a different status, which must be sent before the stream begins.
     await server.backend.job(known(id, request), owner)
 
     async def events() -> AsyncIterator[str]:
@@ -154,7 +154,7 @@ async def get_image(
     index: Annotated[int, Path(ge=0, lt=2**31)],
     download: Annotated[bool, Query(description="To be saved under a name instead of shown")] = False,
 ) -> Response:
-    """The file of a result, with its receipt inside where its format has room for it."""
+    """The file of a result, with its receipt if the format can hold one."""
     return await result_file(request, id, index, download)
 
 
@@ -165,7 +165,7 @@ about = APIRouter(tags=["server"])
 
 @about.get("/v1/models", responses=described(401), summary="Models")
 async def get_models(request: Request) -> ModelList:
-    """The models that the server offers; the first is the one that answers when none is named."""
+    """List the models that the server offers; the first is used if a request names none."""
     return ModelList(data=request.app.state.server.backend.models())
 
 
@@ -177,7 +177,7 @@ async def get_model(request: Request, id: Annotated[str, Path(max_length=256)]) 
 
 @about.get("/v1/server", responses=described(401), summary="The server's state")
 async def get_server(request: Request) -> ServerState:
-    """Queue, replicas, and what each rank has just done."""
+    """The queue, the replicas, and the latest step of each rank."""
     return request.app.state.server.backend.state(request.state.owner)
 
 
@@ -188,7 +188,7 @@ async def get_server(request: Request) -> ServerState:
     summary="The server's states",
 )
 async def get_server_events(request: Request) -> Response:
-    """The server's state whenever it has changed, without an end."""
+    """Stream the server's state whenever it changes."""
     server: Server = request.app.state.server
     owner: str = request.state.owner
 
@@ -212,7 +212,7 @@ async def healthz() -> Alive:
 
 @about.get("/readyz", responses={503: described(503)[503]}, summary="Ready")
 async def readyz(request: Request) -> Alive:
-    """A replica takes jobs; before, and while the server stops, 503. Says why when ranks have failed."""
+    """Whether a replica accepts jobs; 503 before that and while the server stops, with the reason if ranks failed."""
     server: Server = request.app.state.server
     state = server.backend.state()
     if server.stopping or not state.ready:
@@ -300,7 +300,7 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        # A redirect would lose the body; there is one spelling of each path.
+        # A redirect would lose the body, so each path has one spelling.
         redirect_slashes=False,
     )
     app.state.server = server
@@ -330,7 +330,7 @@ def create_app(
 
 
 class RevalidatedFiles(StaticFiles):
-    """Files that are asked for again after an upgrade: modules of two versions do not fit together."""
+    """Static files that browsers revalidate, so that modules of two versions are not mixed after an upgrade."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -344,7 +344,7 @@ async def _index(request: Request) -> FileResponse:
 
 
 def _openapi(app: FastAPI, keys: bool) -> dict[str, Any]:
-    """The description, in which wrong fields are answered as they are here: with 400 in OpenAI's form, not 422."""
+    """The OpenAPI description, with the server's response to wrong fields: 400 in OpenAI's form instead of 422."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
         for path, operations in schema["paths"].items():

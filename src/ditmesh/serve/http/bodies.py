@@ -1,4 +1,4 @@
-"""Bodies of requests, read under bounds: of all that are in memory, and of what JSON costs before it is parsed."""
+"""Request bodies, read within limits on the memory of all bodies and on the cost of parsing JSON."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ...errors import did_you_mean
 from ..settings import ApiSettings
 from .errors import Refused, wait_header
 
-# Bytes of JSON that holds no images.
+# Maximum bytes of JSON without images.
 MOST_OF_WORDS = 1024 * 1024
 # Characters that make a parser allocate: 3 million small fields take gigabytes and a minute. Of a request's own fields
 # there are hundreds; texts may have any number of them, quoted.
 STRUCTURE, OWN = b'",[{\\', 4096
-# Members of an object or a list: no field has as many.
+# Maximum members of an object or a list.
 MOST_MEMBERS = 64
-# Unknown fields that are named.
+# Maximum number of unknown fields that an error names.
 NAMED = 3
 
 
-# Fields that the operator bounds: the setting, and what is counted.
+# Fields with a limit set by the operator: the setting, and the counted value.
 LIMITED = {
     "n": ("max_images", "results"),
     "steps": ("max_steps", "steps"),
@@ -42,7 +42,7 @@ LIMITED = {
 
 
 class Bodies:
-    """Bytes of bodies that are in memory, of all requests and of each client.
+    """Bytes of request bodies in memory, in total and for each client.
 
     Args:
         most: of one body. All of them may have twice as many, and a client's as many as one.
@@ -55,7 +55,7 @@ class Bodies:
         self._of: Counter[str] = Counter()
 
     def take(self, who: str, more: int) -> None:
-        """Bytes of a client's body have come.
+        """Count received bytes of a client's body.
 
         Raises:
             HTTPException: there is no room for them now.
@@ -67,7 +67,7 @@ class Bodies:
         self.bytes += more
 
     def give_back(self, who: str, number: int) -> None:
-        """They are needed no more."""
+        """Count the bytes as freed."""
         self.bytes -= number
         self._of[who] -= number
         if self._of[who] <= 0:
@@ -75,7 +75,7 @@ class Bodies:
 
 
 def most_structure(settings: ApiSettings) -> int:
-    """Characters of `STRUCTURE` that a request may have: its own, and those of two prompts, escaped in any way."""
+    """Maximum `STRUCTURE` characters of a request: its own, and those of two prompts with any escapes."""
     return OWN + 2 * 4 * settings.max_prompt
 
 
@@ -106,7 +106,7 @@ async def read_json(request: Request, known: Collection[str], most: int, setting
                 raise Refused(400, "the body has more fields and marks than any request; send fewer", "invalid_json")
     except ClientDisconnect:
         raise Refused(400, "the body did not come whole; send it again") from None
-    # A thread: megabytes of pictures are not to stop the steps of others from being told of.
+    # In a thread, so that parsing megabytes of images does not delay other clients' events.
     fields = _parsed(data) if len(data) < MOST_OF_WORDS else await asyncio.to_thread(_parsed, data)
     if not isinstance(fields, dict):
         raise Refused(400, "the body is no JSON object; send one", "invalid_json")
@@ -114,13 +114,13 @@ async def read_json(request: Request, known: Collection[str], most: int, setting
     if unknown:
         raise unknown_fields(unknown, known)
     _check_members(fields)
-    # Before the fields' own bounds, which are wider and say nothing of this server.
+    # Before the fields' own limits, which are wider and do not mention this server.
     check_limits(fields, settings)
     return fields
 
 
 def check_limits(fields: Mapping[str, Any], settings: ApiSettings) -> None:
-    """Refuse what the operator does not allow, in a request's fields or in those of its JSON.
+    """Reject values beyond the operator's limits, in a request's fields or in its JSON.
 
     Raises:
         Refused: naming the field.
@@ -133,7 +133,7 @@ def check_limits(fields: Mapping[str, Any], settings: ApiSettings) -> None:
 
 
 def unknown_fields(unknown: Collection[str], known: Collection[str]) -> Refused:
-    """What is said of fields that do not exist."""
+    """The error message for fields that do not exist."""
     names = [repr(name[:80]) for name in list(unknown)[:NAMED]]
     more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
     first = next(iter(unknown))[:80]
@@ -150,7 +150,7 @@ def _parsed(data: bytes | bytearray) -> Any:
 
 
 def _check_members(fields: Mapping[str, Any]) -> None:
-    """Refuse what would make an error for each of its members."""
+    """Reject a value that would produce an error for each of its members."""
     left: list[tuple[str, Any]] = [*fields.items()]
     while left:
         name, value = left.pop()
@@ -161,7 +161,7 @@ def _check_members(fields: Mapping[str, Any]) -> None:
 
 
 class JsonRoute(APIRoute):
-    """A route with a body, if any, that is read by `read_json`."""
+    """A route with an optional body that `read_json` reads."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As FastAPI's."""
@@ -195,7 +195,7 @@ class ReadRequest(Request):
         self._fields = fields
 
     async def body(self) -> bytes:
-        """Something: `json` has what it is."""
+        """A nonempty placeholder: `json` returns the parsed body."""
         return b"{}"
 
     async def json(self) -> Any:

@@ -1,4 +1,4 @@
-"""Connections of clients: how many there may be, how long each may take, and which one is closed when room is short.
+"""Client connections: their maximum number, their time limits, and which one is closed for a new one.
 
 A connection without a request costs its client nothing and the server a descriptor. So each step has a time limit (a
 request's header, its body, a reader of the answer), the number of connections stays below the process's limit of
@@ -35,17 +35,17 @@ except ImportError:  # not on Windows
 
 logger = logging.getLogger("ditmesh.serve")
 
-# Descriptors that connections leave alone, for the queue, jobs' files and ranks; of a low limit a quarter.
+# Descriptors reserved for the queue, jobs' files and ranks; with a low limit, a quarter.
 RESERVED = 64
-# Connections beyond the limit, that are answered at the probes and told to come again anywhere else.
+# Connections beyond the limit, for which only the probes are answered; other requests get 503.
 SPARE = 8
-# Connections that are accepted before those there are get their turn; pending ones that the system keeps.
+# Connections accepted in one turn of the event loop; pending connections that the system queues.
 AT_ONCE, BACKLOG = 16, 1024
-# Seconds between looks at all connections, and before the next attempt when the system has no descriptor left.
+# Seconds between checks of all connections, and before the next attempt when no descriptor is left.
 LOOK, BACK_OFF = 0.5, 0.2
-# Seconds that a connection has for its request, however many come.
+# Minimum seconds that a connection has for its request under any load.
 GRACE = 0.1
-# Seconds between two lines of the log about the same shortage.
+# Seconds between two log lines about the same shortage.
 TOLD = 60.0
 PROBES = ("/healthz", "/readyz")
 # Bytes of a request line and its headers.
@@ -56,7 +56,7 @@ SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How many connections there may be, and how long each may take.
+    """Limits of the number of connections and of their times.
 
     Attributes:
         most: at a time; each may need a second descriptor, for a file that is sent.
@@ -76,7 +76,7 @@ class ConnectionLimits:
 
     @classmethod
     def of_process(cls, most: int) -> ConnectionLimits:
-        """Limits that fit the process's number of descriptors; their soft limit is raised as far as that is needed."""
+        """Limits that fit the process's descriptor limit; the soft limit is raised as far as needed."""
         fit = min(most, _descriptors(2 * most + RESERVED) // 2)
         if fit < most:
             logger.warning(
@@ -86,7 +86,7 @@ class ConnectionLimits:
 
 
 def _descriptors(wanted: int) -> int:
-    """Descriptors that are left for connections."""
+    """Descriptors available for connections."""
     if resource is None:
         return wanted
     used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 32
@@ -102,7 +102,7 @@ def _descriptors(wanted: int) -> int:
 
 
 def _party(address: str) -> str:
-    """What connections are counted by: an address, of IPv6 its network."""
+    """The key by which connections are counted: the address, or the network of an IPv6 address."""
     try:
         known = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -113,7 +113,7 @@ def _party(address: str) -> str:
 
 
 class ClientConnection(H11Protocol):
-    """uvicorn's protocol on h11, with limits of time.
+    """uvicorn's h11 protocol with time limits.
 
     Attributes:
         party: of the client.
@@ -128,7 +128,7 @@ class ClientConnection(H11Protocol):
         self._application, self.app = self.app, self._answered
         self._evicted = self._busy = False
         self.since = self._looked = time.monotonic()
-        # Bytes that have come since then; when the buffer of what goes out was looked at, and its size.
+        # Bytes received since then; the time of the last check of the output buffer, and its size.
         self._heard = 0
         self._backlog: tuple[float, int] | None = None
 
@@ -154,7 +154,7 @@ class ClientConnection(H11Protocol):
                 if not self.transport.is_closing():
                     super().data_received(data[start : start + LONGEST_HEADER])
         except (h11.LocalProtocolError, UnicodeDecodeError):
-            # Nonsense in a body after its answer has begun, or in a path.
+            # Invalid bytes in a body after its answer has begun, or in a path.
             self.transport.abort()
         self._note()
 
@@ -164,11 +164,11 @@ class ClientConnection(H11Protocol):
         self._note()
 
     def _should_upgrade(self) -> bool:
-        # There are no web sockets here; a request to upgrade is answered as any other.
+        # Web sockets are not supported; an upgrade request is answered like any other.
         return False
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is answered as everything is."""
+        """Answer invalid HTTP with an error in the server's form."""
         hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
         if hint == 431:
             self._refuse(431, HEADER_TOO_LONG)
@@ -179,11 +179,11 @@ class ClientConnection(H11Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is under way."""
+        """Whether a request is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _note(self) -> None:
-        """Take down whether a request has begun or ended."""
+        """Record that a request has begun or ended."""
         if self.busy == self._busy:
             return
         self._busy = self.busy
@@ -199,7 +199,7 @@ class ClientConnection(H11Protocol):
         await answer_to(refused)(scope, receive, send)
 
     def _check(self, scope: Scope) -> Refused | None:
-        """Why a request is not answered by the application, if it is not."""
+        """Why the application does not answer a request; None: it does."""
         if self.crowded:
             self.cycle.keep_alive = False
             if scope["path"] not in PROBES:
@@ -215,7 +215,7 @@ class ClientConnection(H11Protocol):
         return None
 
     def evict(self) -> None:
-        """Close at once: another one needs the room."""
+        """Close immediately, to make space for another connection."""
         self._evicted = True
         if self.transport is not None:
             self.transport.abort()
@@ -234,13 +234,13 @@ class ClientConnection(H11Protocol):
                 self._too_slow("header", limits.header)
         elif self.cycle.more_body:
             if self.flow.read_paused:
-                # It is the application that does not read.
+                # The application does not read.
                 self.since += elapsed
             elif self._heard < limits.body_rate * (now - self.since - limits.body):
                 self._too_slow("body", limits.body)
 
     def _unread(self, now: float, limits: ConnectionLimits) -> bool:
-        """Whether the client does not read what it is sent."""
+        """Whether the client does not read the response."""
         size = self.transport.get_write_buffer_size()
         if not size or not (self.flow.write_paused or self.transport.is_closing() or not self._busy):
             self._backlog = None
@@ -260,7 +260,7 @@ class ClientConnection(H11Protocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer in the place of the application, and close."""
+        """Answer instead of the application, and close."""
         answer = answer_to(Refused(status, message))
         headers = [*answer.raw_headers, (b"connection", b"close")]
         try:
@@ -272,7 +272,7 @@ class ClientConnection(H11Protocol):
                 if (output := self.conn.send(event)) is not None:
                     self.transport.write(output)
         except h11.LocalProtocolError:
-            # Half an answer is out already.
+            # Part of the response has been sent.
             pass
         self.transport.close()
 
@@ -288,14 +288,14 @@ class Connections:
         self.limits = limits
         self._all: dict[ClientConnection, None] = {}
         self._by_party: Counter[str] = Counter()
-        # Connections without a request under way, by party, the oldest first.
+        # Idle connections by party, the oldest first.
         self._idle: dict[str, OrderedDict[ClientConnection, None]] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
     def add(self, connection: ClientConnection, address: str) -> bool:
-        """Take in a new connection; False: there is no room even for a probe."""
+        """Add a new connection; False: there is no space even for a probe."""
         party = _party(address)
         own = self._by_party[party] >= self.limits.per_address
         if own or len(self._all) >= self.limits.most:
@@ -314,20 +314,20 @@ class Connections:
         return True
 
     def wait(self) -> float:
-        """Seconds until a new connection may be accepted: what it would take the place of has had no time yet."""
+        """Seconds until a new connection may be accepted, because the one to be closed has not had its minimum time."""
         if len(self._all) < min(self.limits.most, self.limits.per_address):
             return 0.0
         oldest = self._oldest()
         return 0.0 if oldest is None else max(0.0, oldest.since + GRACE - time.monotonic())
 
     def _oldest(self, party: str | None = None) -> ClientConnection | None:
-        """The oldest connection without a request, of a party, or of the party that has the most."""
+        """The oldest idle connection of a party, or of the party with the most."""
         if party is None:
             party = max(self._idle, key=lambda one: len(self._idle[one]), default="")
         return next(iter(self._idle.get(party, ())), None)
 
     def remove(self, connection: ClientConnection) -> None:
-        """A connection is gone."""
+        """Remove a closed connection."""
         if connection not in self._all:
             return
         del self._all[connection]
@@ -343,14 +343,14 @@ class Connections:
             self._idle.pop(connection.party, None)
 
     def changed(self, connection: ClientConnection, busy: bool) -> None:
-        """A request has begun, or has been answered."""
+        """Record that a connection's request has begun, or has been answered."""
         if busy:
             self._leave(connection)
         elif connection in self._all:
             self._idle.setdefault(connection.party, OrderedDict())[connection] = None
 
     async def watch(self) -> None:
-        """Close connections that take too long; until cancelled."""
+        """Close connections that exceed their time, until cancelled."""
         while True:
             await asyncio.sleep(LOOK)
             now = time.monotonic()
@@ -388,7 +388,7 @@ class Acceptor:
         self._loop.remove_reader(self._listening.fileno())
 
     async def wait_closed(self) -> None:
-        """Returns when what was accepted last is open."""
+        """Return when the latest accepted connection is open."""
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _pause(self, seconds: float) -> None:
@@ -410,7 +410,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # The socket stays readable: to try again at once would keep a core busy.
+                # The socket stays readable, so trying again immediately would keep a core busy.
                 self._pause(BACK_OFF)
                 if error.errno not in SHORTAGES:
                     logger.error("connections cannot be accepted: %s", error)
@@ -431,6 +431,6 @@ class Acceptor:
         try:
             await self._loop.connect_accepted_socket(lambda: connection, connected)
         except OSError:
-            # It was closed before it was looked at.
+            # The connection was closed before it was handled.
             self._connections.remove(connection)
             connected.close()

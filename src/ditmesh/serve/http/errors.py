@@ -16,7 +16,7 @@ from ..errors import KeyReused, NoRanks, NoSpace, QueueFull, Stopping, StorageEr
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong: a sentence, a class of errors, a code for programs, and the field that is wrong."""
+    """An error: a message, a class of errors, a code for programs, and the wrong field."""
 
     message: str
     type: str
@@ -25,7 +25,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is not a success."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
@@ -55,7 +55,7 @@ class Refused(DitmeshError):
         self.param = param and _text(param)
 
 
-# What each status is for, its class of errors, and its code when nothing says it better.
+# For each status: its meaning, its class of errors, and its default code.
 MEANINGS: dict[int, tuple[str, str, str]] = {
     400: ("What is asked for cannot be done; the message says what can", "invalid_request_error", "invalid_value"),
     401: ("The key is missing or wrong", "authentication_error", "invalid_api_key"),
@@ -76,7 +76,7 @@ RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait", "schema": {"typ
 
 
 def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Answers of these statuses, as FastAPI documents them; with those that every endpoint may give."""
+    """The responses of these statuses for FastAPI's documentation, and those of every endpoint."""
     return {
         status: {
             "model": ErrorBody,
@@ -88,7 +88,7 @@ def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def as_refused(error: Exception) -> Refused:
-    """What was raised on purpose, as the refusal that a client is told of."""
+    """The error response for a public exception."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, (RequestValidationError, ValidationError)):
@@ -108,19 +108,19 @@ def as_refused(error: Exception) -> Refused:
         return Refused(507 if isinstance(error, NoSpace) else 400, str(error))
     if isinstance(error, StorageError) and not error.passes:
         return Refused(500, str(error), "storage")
-    # Anything else of ours is a state of the server that passes.
+    # Other errors of the server are temporary states.
     return Refused(503, str(error), headers=wait_header(5))
 
 
 def answer_to(error: Exception) -> JSONResponse:
-    """The answer to what was raised on purpose."""
+    """The response for a public exception."""
     refused = as_refused(error)
     detail = {"message": _text(str(refused)), "type": refused.type, "code": refused.code, "param": refused.param}
     return JSONResponse({"error": detail}, refused.status, refused.headers)
 
 
 def _text(words: str) -> str:
-    """What is quoted from a client may hold halves of characters, which no answer can."""
+    """A quoted value may contain unpaired surrogates, which a response cannot encode."""
     return words.encode("utf-8", "replace").decode()
 
 
@@ -153,7 +153,7 @@ SENTENCES = {
 
 
 def _sentence(problem: Any) -> str:
-    """What is wrong with a field."""
+    """The message about a wrong field."""
     known = SENTENCES.get(problem["type"])
     if known is not None:
         given = repr(problem.get("input"))
@@ -164,11 +164,11 @@ def _sentence(problem: Any) -> str:
 
 
 def _invalid(problems: Sequence[Any]) -> Refused:
-    """The first of what is wrong with a request's fields."""
+    """The first error in a request's fields."""
     first = problems[0]
     if first["type"] == "json_invalid":
         return Refused(400, "the body is not JSON; send one JSON object", "invalid_json")
-    # Where it came from, and which alternative of a union was tried, say nothing to a client.
+    # The location in the body, and the alternative of a union, do not help a client.
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
     param = ".".join(part for part in place if not part.startswith(("tuple[", "Input")))[:200]
     said = _sentence(first)

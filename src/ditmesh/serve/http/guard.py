@@ -1,4 +1,4 @@
-"""What every request passes first: host, origin, key and size; and what every answer carries."""
+"""Checks of every request (host, origin, key, size), and headers of every response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .metrics import Metrics
 
 logger = logging.getLogger("ditmesh.serve.access")
 
-# Everything comes from this server, but for pictures that scripts hold in memory.
+# All resources come from this server, except images that scripts hold in memory.
 POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; object-src 'none'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
@@ -50,7 +50,7 @@ class RequestGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            # There are no web sockets here: the application refuses them.
+            # Web sockets are not supported: the application rejects them.
             await self.app(scope, receive, send)
             return
         began, status = time.perf_counter(), 0
@@ -68,12 +68,12 @@ class RequestGuard:
             with self.metrics.under_way.track_inprogress():
                 await self._answered(scope, receive, answer)
         except ClientDisconnect:
-            # In the middle of its body; the client reads no answer.
+            # The client is still sending its body and reads no response.
             status = status or 400
         except Exception as error:
             logger.error("%s %s failed", scope["method"], _route(scope), exc_info=error)
             if status:
-                # Half an answer is out: only closing the connection says that the rest does not come.
+                # Part of the response has been sent: only closing the connection shows that the rest is missing.
                 raise
             await answer_to(Refused(500, "the server has failed; its log says more"))(scope, receive, answer)
         finally:
@@ -86,7 +86,7 @@ class RequestGuard:
                 facts["job"] = job
             if owner := scope.get("state", {}).get("owner"):
                 facts["owner"] = owner[:8]
-            # What is asked all the time, and found: the page's files, states, polls.
+            # Frequent successful requests: the page's files, states, polls.
             usual = scope["method"] in SAFE_METHODS and (status < 400 or (status, facts["route"]) == (503, "/readyz"))
             level = logging.DEBUG if usual else logging.INFO
             logger.log(level, "request", extra={"facts": facts})
@@ -110,7 +110,7 @@ class RequestGuard:
             state["received"]()
 
     def _check_host(self, headers: Headers) -> None:
-        """Names of others may be made to lead here by a page that wants to read what it should not."""
+        """Reject other host names, because a page can use them for DNS rebinding."""
         name = _host(headers.get("host", ""))
         if self.settings.hosts and name not in self.settings.hosts:
             raise Refused(
@@ -120,7 +120,7 @@ class RequestGuard:
             )
 
     def _check_origin(self, method: str, headers: Headers) -> None:
-        """A page of another site may send forms here; a browser names the site."""
+        """Reject requests from pages of other sites, by the origin that browsers send."""
         origin = headers.get("origin")
         if origin is None or method in SAFE_METHODS or origin in self.settings.cors:
             return
@@ -132,7 +132,7 @@ class RequestGuard:
 
     def _owner(self, scope: Scope, headers: Headers) -> str:
         path = scope["path"]
-        # CORS's own questions come without a key.
+        # CORS preflight requests have no key.
         if self.keys is None or not path.startswith(("/v1/", "/metrics")) or scope["method"] == "OPTIONS":
             return ""
         kind, _, key = headers.get("authorization", "").partition(" ")
@@ -153,7 +153,7 @@ class RequestGuard:
         return Refused(413, f"the request's body has more than {self.settings.max_body} bytes; send a smaller one")
 
     def _counted(self, receive: Receive, state: dict[str, Any]) -> Receive:
-        """Bodies may come in pieces without their length being said before.
+        """Limit the body's size, also of chunked bodies without a length header.
 
         ``state["received"]`` is what tells that the body is needed no more.
         """
@@ -171,7 +171,7 @@ class RequestGuard:
             number = len(message.get("body", b""))
             so_far += number
             if so_far > self.settings.max_body:
-                # Who reads the body turns every other exception into "cannot be read".
+                # The code that reads the body reports every other exception as "cannot be read".
                 raise HTTPException(413, str(self._too_large()))
             if number:
                 self.bodies.take(who, number)
@@ -190,5 +190,5 @@ def _host(header: str) -> str:
 
 
 def _route(scope: Scope) -> str:
-    """The path as it was declared, which has no ids; of unknown ones nothing, as there may be any number."""
+    """The declared path without ids; empty for unknown paths, which could be any number."""
     return getattr(scope.get("route"), "path", "") or "other"

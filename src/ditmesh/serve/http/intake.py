@@ -1,4 +1,4 @@
-"""From a request of HTTP to a job: what is allowed, and what the server is made of."""
+"""From an HTTP request to a job: checks, and the objects of the server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 JOB_ID = re.compile(r"job_[0-9a-f]{32}")
 JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
-# "auto": of an input image, else the pipeline's own.
+# "auto": the size of the input image, else the pipeline's default.
 Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", examples=["1024x1024"])]
 
 
@@ -54,7 +54,7 @@ IdempotencyHeader = Annotated[
 
 
 class InputData(BaseModel):
-    """An input picture that comes with the request."""
+    """An input image in the request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,7 +64,7 @@ class InputData(BaseModel):
 
 
 class JobBody(JobRequest):
-    """A `JobRequest`; the size also as ``"1024x768"``, and pictures also as data URLs."""
+    """A `JobRequest` that also accepts the size as ``"1024x768"`` and images as data URLs."""
 
     size: Size | None = Field(default=None, description="WIDTHxHEIGHT, in the place of `width` and `height`")
     inputs: tuple[Input | InputData, ...] = Field(default=(), max_length=8)  # type: ignore[assignment]
@@ -72,7 +72,7 @@ class JobBody(JobRequest):
 
 @dataclass
 class Server:
-    """What the endpoints work with.
+    """The object that all endpoints share.
 
     Attributes:
         grace: seconds that jobs under way have when it stops, unless `stop` is told otherwise.
@@ -88,13 +88,13 @@ class Server:
     grace: float = 0.0
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: bool = False
-    # Requests that wait for a job's end, by its id; and what cancels jobs without a client that waits.
+    # Requests that wait for a job's end, by its id; and tasks that cancel jobs without a waiting client.
     _waiting: Counter[str] = field(default_factory=Counter)
     _leaving: set[asyncio.Future[None]] = field(default_factory=set)
     _stopped: asyncio.Future[None] | None = None
 
     async def stop(self, grace: float | None = None) -> None:
-        """Take no more jobs, end those under way within ``grace`` seconds, and end all streams. Once, for all who ask.
+        """Accept no more jobs, finish running ones within ``grace`` seconds, and end all streams. Runs once.
 
         Every caller returns when that is done.
         """
@@ -113,7 +113,7 @@ class Server:
             await self.watch.close()
 
     def model(self, name: str) -> ModelCard:
-        """A model by its name or an alias of it; the first for an empty one.
+        """A model by its name or alias; the first model for an empty name.
 
         Raises:
             Refused: there is none of that name.
@@ -136,7 +136,7 @@ class Server:
         key: str | None = None,
         usual_format: bool = False,
     ) -> Job:
-        """Submit a job, or find the one of a request that is repeated.
+        """Submit a job, or find the job of a repeated request.
 
         Args:
             request: what is asked for.
@@ -159,7 +159,7 @@ class Server:
                     503, "the server is about to stop; ask again", headers=wait_header(self.settings.retry_after)
                 )
             card = self.model(request.model)
-            # What a model makes is known once it has been loaded; until then ranks find out.
+            # The output of a model is known after loading; before that, the ranks check it.
             if videos is not None and videos != card.video and (card.video or card.loaded):
                 made, other = ("videos", "/v1/videos") if card.video else ("pictures", "/v1/images/generations")
                 message = f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs"
@@ -172,7 +172,7 @@ class Server:
                     f"more than {self.settings.rate:g} jobs a minute; ask again in {wait:.0f} seconds",
                     headers=wait_header(wait),
                 )
-            # The receipt, the metrics and the log name the model that it was.
+            # The receipt, the metrics and the log use the model's real name.
             more: dict[str, Any] = {"model": card.id}
             if usual_format and (videos or card.video):
                 more["format"] = "mp4"
@@ -181,7 +181,7 @@ class Server:
             request = request.model_copy(update=more)
             repeatable = None
             if key is not None:
-                # What tells a request that is repeated from another one.
+                # The digest distinguishes a repeated request from another one.
                 text = f"{caller.url.path} {request.model_dump_json()}".encode("utf-8", "surrogatepass")
                 repeatable = IdempotencyKey(key, hashlib.sha256(text).hexdigest())
             job = None if repeatable is None else await self.backend.repeated(owner, repeatable)
@@ -201,7 +201,7 @@ class Server:
 
     @asynccontextmanager
     async def waiting(self, job: Job) -> AsyncIterator[None]:
-        """A request waits for a job's end."""
+        """Register a request that waits for a job's end."""
         self._waiting[job.id] += 1
         try:
             yield
@@ -211,7 +211,7 @@ class Server:
                 del self._waiting[job.id]
 
     async def client_gone(self, job: Job, owner: str, key: str | None) -> None:
-        """The client that waited for a job has gone away: cancel the job.
+        """Cancel a job after its client has disconnected.
 
         With an ``Idempotency-Key`` it may come back to it: the job is cancelled when no client has after a while.
         """
@@ -253,7 +253,7 @@ class Server:
             )
 
     async def inputs(self, given: Sequence[Input | InputData], kept: list[str]) -> tuple[Input, ...]:
-        """Input pictures as jobs have them; those that came with the request are kept, and their digests in ``kept``.
+        """A job's input images; images in the request are stored, with their digests in ``kept``.
 
         Raises:
             Refused: one of them is no picture.
@@ -297,7 +297,7 @@ def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
 
 
 def known(id: str, request: Request) -> str:
-    """The id, which the log names as well; nothing else is looked up.
+    """The job's id, which is also added to the log.
 
     Raises:
         UnknownJob: it is none.

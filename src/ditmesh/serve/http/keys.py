@@ -1,4 +1,4 @@
-"""API keys: who may ask, and how often."""
+"""API keys and rate limits."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ...errors import InputError
 # Keys are 256 random bits, too many to be tried out: one round of SHA-256 hides them as well as a slow hash would.
 PREFIX = "dm-"
 LINE = re.compile(r"(?P<hash>[0-9a-f]{64})(?:\s+(?P<name>\S.*))?")
-# Seconds between two looks at whether the file has changed.
+# Seconds between two checks whether the file has changed.
 LOOK = 1.0
 
 
 def digest_of_key(key: str) -> str:
-    """SHA-256 of a key, in hexadecimal: what the file holds, and what jobs know their owner by."""
+    """SHA-256 of a key, in hexadecimal, as it is stored in the file and as the owner of jobs."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def new_key(file: str | Path, name: str = "") -> str:
-    """Make a key, and write its hash to the end of a file of keys, which is made if it is not there.
+    """Create a key, and append its hash to the key file, which is created if needed.
 
     Args:
         file: where the hash goes; readable to its owner alone when it is made.
@@ -86,7 +86,7 @@ def read_keys(file: str | Path) -> dict[str, str]:
 
 
 class Keys:
-    """The keys of a file. Lines that are added or taken away count from the next second on.
+    """The keys of a file. Added or removed lines take effect within a second.
 
     Raises:
         InputError: the file cannot be read, or holds no key.
@@ -102,7 +102,7 @@ class Keys:
             )
 
     def owner(self, key: str) -> str | None:
-        """The owner's hash; None: there is no such key. Takes as long whether or not, and whichever it is."""
+        """The owner's hash; None: there is no such key. Takes the same time for every key."""
         self._refresh()
         given, found = digest_of_key(key), False
         for known in self._hashes:
@@ -126,13 +126,13 @@ class Keys:
         try:
             self._hashes = [value.encode() for value in read_keys(self._file)]
         except InputError:
-            # In the middle of being written, or gone: those that were good stay so until it can be read.
+            # The file is being written or is missing: the known keys stay valid until it can be read.
             return
         self._stamp = stamp
 
 
 class Limiter:
-    """So many jobs a minute for everyone: a bucket that fills evenly and holds one minute's.
+    """A limit of jobs a minute per client: a token bucket with the jobs of one minute.
 
     Args:
         rate: jobs a minute; 0: any number.
@@ -141,7 +141,7 @@ class Limiter:
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._capacity = max(1.0, rate)
-        # What is left, and when that was so.
+        # Tokens left, and the time of that count.
         self._buckets: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()
 
@@ -153,7 +153,7 @@ class Limiter:
         with self._lock:
             left = self._left(who, now)
             if len(self._buckets) > 10_000:
-                # A bucket that is full again says nothing.
+                # Full buckets are dropped.
                 self._buckets = {one: b for one, b in self._buckets.items() if self._left(one, now) < self._capacity}
             if left < 1:
                 return (1 - left) * 60 / self._rate

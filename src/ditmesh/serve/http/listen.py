@@ -16,12 +16,12 @@ from .connections import LONGEST_HEADER, Acceptor, ClientConnection, ConnectionL
 from .intake import Server
 from .streams import ended
 
-# Seconds that answers have to get out in the end.
+# Seconds for sending the last responses.
 LAST = 5
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address, and listens later.
+    """A socket that is bound to an address and does not listen yet.
 
     Raises:
         InputError: the port is taken, or the host is none of this machine's.
@@ -45,7 +45,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """Where a browser on this machine finds it."""
+    """The URL for a browser on this machine."""
     host, port = listening.getsockname()[:2]
     host = str({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -79,12 +79,12 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                # Below: an error of the backend's start is its own, and it stops before connections are closed.
+                # Not here: a start error of the backend is raised as it is, and the backend stops first.
                 lifespan="off",
                 log_config=log_config,
                 access_log=False,
                 server_header=False,
-                # One parser, whichever are installed: h11 bounds headers, and refuses what is ambiguous.
+                # Always h11, whichever parsers are installed: it limits headers and rejects ambiguous requests.
                 http=ClientConnection,
                 h11_max_incomplete_event_size=LONGEST_HEADER,
                 ws="none",
@@ -96,7 +96,7 @@ class HttpServer(uvicorn.Server):
         self._limits = limits
 
     async def run_on(self, listening: socket.socket) -> None:
-        """Start the backend, answer on a socket that is bound, and stop.
+        """Start the backend, serve on a bound socket, and stop.
 
         Raises:
             DitmeshError: the backend cannot start, or (`ServerError`) has given up.
@@ -108,7 +108,7 @@ class HttpServer(uvicorn.Server):
             failed = await backend.given_up()
             self.should_exit = True
 
-        # Before the ranks start, which are to have the process's limit of descriptors, too.
+        # Before the ranks start, because they inherit the process's descriptor limit.
         limits = self._limits or ConnectionLimits.of_process(self._server.settings.max_connections)
         self._connections = Connections(limits)
         await backend.start()
@@ -139,12 +139,12 @@ class HttpServer(uvicorn.Server):
         self._up()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, when the jobs under way have ended: until then clients are answered."""
+        """As uvicorn's, after the running jobs have ended; until then requests are answered."""
         await self._server.stop(self._grace)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come. It is not raised again in the end, as uvicorn would: this was what it asked for."""
+        """Handle a signal. Unlike uvicorn, the server does not raise the signal again at the end."""
         if self.should_exit and self._leave is not None:
             self._leave(sig)
         self.should_exit = True

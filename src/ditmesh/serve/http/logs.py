@@ -1,4 +1,4 @@
-"""Logs of one line a record, as JSON or text; and a watch that tells log, metrics and traces what happens to jobs."""
+"""Logs with one line per record, as JSON or text; and a watch that reports jobs to log, metrics and traces."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LineFormatter(logging.Formatter):
             line = {"time": when, "level": record.levelname.lower(), "logger": record.name}
             line |= {"message": record.getMessage(), **facts, **({"exception": error} if error else {})}
             return json.dumps(finite(line), allow_nan=False)
-        # A line break in a name would make a client's text look like a line of ours.
+        # A line break in a client's text would look like another log line.
         words = [when, record.levelname.lower(), _one_line(record.getMessage())]
         words += [f"{name}={_one_line(str(value))}" for name, value in facts.items()]
         return " ".join(words) + (f"\n{error}" if error else "")
@@ -58,7 +58,7 @@ def _one_line(text: str) -> str:
 
 
 class RepeatFilter(logging.Filter):
-    """Lets a few records of a kind through, and then one now and then that says how many there were.
+    """Lets a few records of a kind through, then one at intervals with the number of omitted records.
 
     A kind is a logger, a message before its values, and what was answered where. A million requests of nonsense are a
     million records; what jobs do, and requests that were answered well, is never left out.
@@ -69,13 +69,13 @@ class RepeatFilter(logging.Filter):
         clock: seconds.
     """
 
-    # Kinds that are remembered: there are as many as messages in the code, times statuses and routes.
+    # Maximum number of kinds: messages in the code, times statuses and routes.
     KINDS = 1000
 
     def __init__(self, most: int = 20, every: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._most, self._every, self._clock = most, every, clock
-        # What is left of each kind, when that was so, and how many have been left out since.
+        # For each kind: the remaining records, the time of that count, and the number omitted since.
         self._kinds: dict[tuple[Any, ...], tuple[float, float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -100,7 +100,7 @@ class RepeatFilter(logging.Filter):
 
 
 def log_config(form: LogFormat, level: str) -> dict[str, Any]:
-    """What `logging.config.dictConfig` and uvicorn take: this format for the server's and uvicorn's own loggers."""
+    """The configuration for `logging.config.dictConfig` and uvicorn, with this format for both loggers."""
     loggers = {"ditmesh": level, "uvicorn": "WARNING", "uvicorn.error": "WARNING", "asyncio": "WARNING"}
     return {
         "version": 1,
@@ -116,7 +116,7 @@ def log_config(form: LogFormat, level: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def otlp_traces() -> Iterator[Tracer]:
-    """Traces that go where OpenTelemetry's environment variables say (``OTEL_EXPORTER_OTLP_ENDPOINT`` …).
+    """A tracer that sends to the endpoint in OpenTelemetry's environment variables (``OTEL_EXPORTER_OTLP_ENDPOINT`` …).
 
     What has not been sent at the end is sent then.
 
@@ -144,7 +144,7 @@ def otlp_traces() -> Iterator[Tracer]:
 
 
 class JobWatch:
-    """Follows every job that was accepted, and tells log, metrics and traces what happens to it.
+    """Follows every accepted job and reports its events to log, metrics and traces.
 
     Args:
         backend, metrics: of the server.
@@ -157,7 +157,7 @@ class JobWatch:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, job: Job, owner: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        """A job was accepted; once. ``headers``: of the request, which may name the span that it is a part of."""
+        """Follow an accepted job, once. ``headers``: of the request, which may name the parent span."""
         if job.id in self._tasks:
             return
         self._metrics.submitted.labels(job.request.model).inc()
@@ -172,7 +172,7 @@ class JobWatch:
         task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
 
     async def close(self) -> None:
-        """Follow nothing any more."""
+        """Stop following jobs."""
         for task in list(self._tasks.values()):
             await ended(task)
 

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: what the server's state says when it is asked, and what has happened to jobs and requests."""
+"""Prometheus metrics: the server's state at each scrape, and counts of jobs and requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ..types import ReplicaState, ServerState
 
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-# Of each replica and of each rank: the field of its state, the metric's name, and what it says.
+# For each replica and each rank: the field of its state, the metric's name, and its description.
 REPLICA_GAUGES = (
     ("ready", "replica_ready", "Whether the replica's ranks are ready"),
     ("batch", "batch_rows", "Rows of the transformer's latest call"),
@@ -75,7 +75,7 @@ def _sent(replicas: list[ReplicaState]) -> Iterator[Metric]:
 
 
 class Metrics:
-    """All metrics of one server, in a registry of their own.
+    """All metrics of one server, in a separate registry.
 
     Args:
         state: gives the server's state.

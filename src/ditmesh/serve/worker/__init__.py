@@ -1,1 +1,1 @@
-"""Ranks that run pictures step by step, and their owner's side: replicas."""
+"""Ranks that generate images step by step, and the replicas that own them."""

@@ -1,4 +1,4 @@
-"""Continuous batching: pipelines as coroutines, whose transformer calls that wait at the same time run as one call.
+"""Continuous batching: pipelines run as coroutines, and transformer calls that wait at the same time run as one call.
 
 Requests join and leave a batch at a step, as in Orca (Yu et al. 2022, OSDI) for language models. No pipeline is
 rewritten: each request's own ``pipe(...)`` runs as a coroutine (a greenlet) on a shallow copy of the pipeline with a
@@ -41,13 +41,13 @@ from ...strategies.rows import batched_in, some_rows
 
 # Largest difference, relative to the largest value, of a row in a batch from the row alone.
 SAME = 1e-4
-# Plain values of a call: equal ones mean the same.
+# Plain values of a call, which can be compared by equality.
 _PLAIN = (int, float, complex, str, bytes, torch.Size, type(None), torch.dtype, torch.device)
 
 
 @dataclass
 class PendingCall:
-    """A component's call that a coroutine has handed over and waits for.
+    """A component's call that a coroutine waits for.
 
     Attributes:
         name: of the component and, but for its forward, the method: ``"transformer"``, ``"vae.decode"``.
@@ -66,7 +66,7 @@ class PendingCall:
 
 
 class PipelineTask(greenlet):
-    """A pipeline's call as a coroutine, which is resumed until it asks for something or ends.
+    """A pipeline's call as a coroutine; it runs until it waits for a component's call, or ends.
 
     torch's default generators are its own: seeded with its seed, and put aside while others run.
 
@@ -95,7 +95,7 @@ class PipelineTask(greenlet):
         delegates: bool = True,
     ) -> None:
         super().__init__(self._body)
-        # A coroutine starts with an empty context otherwise.
+        # Without this, a coroutine starts with an empty context.
         self.gr_context = contextvars.copy_context()
         self.pending: PendingCall | None = None
         self.pipe, self.adapters, self.delegates = pipe, adapters, delegates
@@ -104,7 +104,7 @@ class PipelineTask(greenlet):
         self.failure: Exception | None = None
         self.batch = 0
         self._arguments: Mapping[str, Any] = arguments
-        # Put aside while others run.
+        # Stored while other coroutines run.
         self.generators = OwnGenerators(seed, device)
 
     def _body(self) -> None:
@@ -118,7 +118,7 @@ class PipelineTask(greenlet):
             self._arguments = {}
 
     def resume(self, answer: Any = None, error: BaseException | None = None) -> None:
-        """Go on with the answer to what was pending, or with an error in its place."""
+        """Resume with the result of the pending call, or with an error."""
         with self.generators.active():
             if error is not None:
                 self.pending = self.throw(error)
@@ -130,13 +130,13 @@ class PipelineTask(greenlet):
         self.ended = self.dead
 
     def leave(self) -> None:
-        """End it where it stands."""
+        """End the coroutine at its current point."""
         if self.begun and not self.ended:
             self.resume(error=RequestLeft())
         self.ended = True
 
     def ask(self, pending: PendingCall | None) -> Any:
-        """Within it: stop until it is resumed; the answer."""
+        """Called inside the coroutine: pause until `resume`, and return the result."""
         assert self.parent is not None
         return self.parent.switch(pending)
 
@@ -148,7 +148,7 @@ def bare(error: Exception) -> Exception:
 
 
 def copied(pipe: Any) -> Any:
-    """A pipeline with the same weights, and with schedulers and other objects that change from step to step of its own.
+    """A copy of a pipeline with the same weights, and its own scheduler and other objects that change during a call.
 
     Args:
         pipe: not parallelised itself; its transformers may be.
@@ -162,7 +162,7 @@ def copied(pipe: Any) -> Any:
 
 
 class CallInterceptor:
-    """Lets every `PipelineTask` hand over the calls of a pipeline's components; calls by others are as they were.
+    """Routes component calls of every `PipelineTask` to the batcher; calls from other code are unchanged.
 
     A ControlNet's call is part of a step, and stays where it is.
 
@@ -191,7 +191,7 @@ class CallInterceptor:
 
         def around(*args: Any, **kwargs: Any) -> Any:
             run = getcurrent()
-            # A pipeline that has changed a component for a call of its own (to float32) changes it back behind it.
+            # A pipeline that changes a component for a call (to float32) changes it back afterwards.
             if not isinstance(run, PipelineTask) or (run.delegates and _dtype_of(component) != dtype):
                 return patch.original(*args, **kwargs)
             pending = PendingCall(name, component, patch.original, args, kwargs)
@@ -205,7 +205,7 @@ class CallInterceptor:
         self._undo.callback(patch.undo)
 
     def close(self) -> None:
-        """Put everything back."""
+        """Restore the components."""
         self._undo.close()
 
 
@@ -218,7 +218,7 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
 
 @dataclass
 class CallRows:
-    """A transformer's call, seen as rows.
+    """The rows of a transformer's call.
 
     Attributes:
         arguments: of the call.
@@ -240,7 +240,7 @@ class CallRows:
 
 
 def rows_of(model: nn.Module, layout: TokenLayout, pending: PendingCall) -> CallRows | str:
-    """A call's rows, or why it has none that could run with those of others, a clause.
+    """A call's rows, or a clause that says why they cannot run with those of other calls.
 
     Args:
         model: the transformer.
@@ -306,7 +306,7 @@ def _plain_form(value: Any) -> Hashable:
 
 
 def join_calls(calls: Sequence[CallRows]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of one call with the rows of several, in order."""
+    """The arguments of one call with the rows of several calls, in order."""
     first = calls[0].arguments
     together = Arguments(first.names, tuple(first.args), first.kwargs)
     for path, dim in calls[0].batched.items():
@@ -323,7 +323,7 @@ def join_calls(calls: Sequence[CallRows]) -> tuple[tuple[Any, ...], dict[str, An
 
 
 def split_result(output: Any, counts: Sequence[int], listed: bool) -> list[Any]:
-    """The result of a call with the rows of several, taken apart: one for each.
+    """The result of a joined call, split into one result for each call.
 
     Raises:
         LayoutError: it has no row for each.
@@ -342,7 +342,7 @@ def split_result(output: Any, counts: Sequence[int], listed: bool) -> list[Any]:
 
 
 def _varied(rows: CallRows, model: nn.Module, layout: TokenLayout) -> CallRows:
-    """A call of the same form with other latents, embeddings and timestep."""
+    """A call of the same form with different latents, embeddings and timestep."""
     time_path = timestep_of(model, layout) or ""
     other = Arguments(rows.arguments.names, tuple(rows.arguments.args), rows.arguments.kwargs)
 
@@ -381,7 +381,7 @@ class FailedCalls:
 
 @dataclass
 class CallCounts:
-    """What has been called so far.
+    """Counts of calls so far.
 
     Attributes:
         calls, rows: of transformers.
@@ -401,7 +401,7 @@ class CallCounts:
 
 
 class Batcher:
-    """Runs the calls that coroutines of one pipeline's copies ask for. Every rank does the same, in the same order.
+    """Runs the pending calls of one pipeline's coroutines. Every rank runs the same calls in the same order.
 
     Args:
         pipe: parallelised, with an engine that knows its layouts.
@@ -436,7 +436,7 @@ class Batcher:
         self._current_pipe: Any = None
         self._adapters: tuple[tuple[str, float], ...] | None = None
         self._values = Values()
-        # Forms of calls that were looked at: why their rows cannot run together, or nothing.
+        # By form of call that was tested: why rows cannot run together; empty: they can.
         self._forms: dict[tuple[int, CallForm], str] = {}
         # The only task of the batch: ranks run its guidance branches ahead.
         self._guided_task: PipelineTask | None = None
@@ -444,14 +444,14 @@ class Batcher:
         self._spent = 0.0
 
     def close(self) -> None:
-        """Leave the pipeline as it was."""
+        """Restore the pipeline."""
         self.close_request()
         self._interceptor.close()
 
     # --- the engine's request ----------------------------------------------------------------------------------
 
     def close_request(self, failed: BaseException | None = None) -> None:
-        """Close the engine's request until there is another call to make; ``failed``: of a call in it.
+        """Close the engine's request until the next call; ``failed``: the error of a call in it.
 
         Every rank does; where one has failed, all of them renew their links when the next request is opened.
         """
@@ -465,7 +465,7 @@ class Batcher:
         else:
             self._set_pipe = turn
             self._end_guided_task()
-            # It is not the last request's copy that is held.
+            # Do not keep the last request's copy alive.
             turn(self._template)
             self._set_pipe = None
             request.close()
@@ -482,7 +482,7 @@ class Batcher:
             self._current_pipe = pipe
 
     def _end_guided_task(self) -> None:
-        """Calls of the lone run are over for now. If a branch was not as foreseen, it fails."""
+        """End the calls of the single task. If a guidance branch differed from the prediction, the task fails."""
         run, self._guided_task = self._guided_task, None
         if run is None or self._set_pipe is None:
             return
@@ -494,7 +494,7 @@ class Batcher:
             run.output, run.failure = None, bare(error)
 
     def adapt(self, adapters: tuple[tuple[str, float], ...]) -> None:
-        """Let these LoRA adapters be on, and no others."""
+        """Activate exactly these LoRA adapters."""
         if adapters == self._adapters:
             return
         if adapters:
@@ -507,7 +507,7 @@ class Batcher:
     # --- a round -----------------------------------------------------------------------------------------------
 
     def round(self, runs: Sequence[PipelineTask], seconds: Mapping[str, float]) -> FailedCalls | None:
-        """Resume the runs that have an answer coming: those that wait for a step, or a few that wait for less.
+        """Run pending calls and resume their tasks: the calls of a step, or a few shorter calls.
 
         Text encoders and autoencoders do not hold up the steps of others: between two steps their calls take as long as
         a step at most, or are one.
@@ -553,7 +553,7 @@ class Batcher:
         return chosen
 
     def _run_encoder_calls(self, runs: list[PipelineTask]) -> None:
-        """Calls of text encoders, autoencoders and the like. Several are shared out over the ranks of a CPU."""
+        """Run calls of text encoders, VAEs and other components. Several calls are distributed over CPU ranks."""
         self._switch_to(self._current_pipe or self._template)
         shared = self._size > 1 and len(runs) > 1 and self.engine.mesh.device.type == "cpu"
         answers: dict[int, tuple[Any, Exception | None, Any]] = {}
@@ -580,14 +580,14 @@ class Batcher:
             run.resume(answer, error)
 
     def _run_steps(self, runs: list[PipelineTask]) -> FailedCalls | None:
-        """Run calls of transformers, those that fit together as one."""
+        """Run calls of transformers; compatible calls run as one."""
         started, waited = time.perf_counter(), self.engine.mesh.waited
         alone = len(runs) == 1 and self.engine.config.cfg > 1
         answers: dict[PipelineTask, Any] = {}
         failed: Exception | None = None
         for group in self._groups(runs):
             try:
-                # Ranks that share branches of guidance know those of one pipeline by its scheduler.
+                # With cfg ranks, the branches of a pipeline are identified by its scheduler.
                 self._switch_to(runs[0].pipe if alone else self._template)
                 self._guided_task = runs[0] if alone else None
                 outputs = self._call([rows for _, rows in group], group[0][0], alone)
@@ -607,7 +607,7 @@ class Batcher:
         return FailedCalls([run for run in runs if run not in answers], failed)
 
     def _groups(self, runs: list[PipelineTask]) -> list[list[tuple[PipelineTask, CallRows | None]]]:
-        """Calls that run as one, in the order of their first."""
+        """Groups of compatible calls, in the order of their first call."""
         groups: list[list[tuple[PipelineTask, CallRows | None]]] = []
         places: dict[Hashable, list[int]] = {}
         for run in runs:
@@ -636,17 +636,17 @@ class Batcher:
         return rows_of(model.model, self._layout(model), pending)
 
     def _same(self, one: CallRows, other: CallRows) -> bool:
-        """Whether two calls have equal tensors beside their rows."""
+        """Whether two calls have equal tensors apart from their rows."""
         return all(self._values.same(seen(value), seen(other.shared[path])) for path, value in one.shared.items())
 
     def steps(self, run: PipelineTask) -> bool:
-        """Whether a run waits for a transformer."""
+        """Whether a task waits for a transformer."""
         return run.pending is not None and run.pending.name in DENOISERS
 
     # --- one call ----------------------------------------------------------------------------------------------
 
     def _call(self, calls: list[CallRows | None], run: PipelineTask, alone: bool) -> list[Any]:
-        """The results of calls that are joined; the first one is ``run``'s."""
+        """The results of joined calls; the first is that of ``run``."""
         pending = run.pending
         assert pending is not None
         self.adapt(run.adapters)
@@ -671,7 +671,7 @@ class Batcher:
 
     @contextmanager
     def _seeing_tiles(self, component: nn.Module) -> Iterator[None]:
-        """Note which of the image's tokens this rank has, unless that is known."""
+        """Record which of the image's tokens this rank has, once."""
         hooks = self._models[id(component)].find(ModelHooks)
         if hooks is None or self.counts.tiles is not None or self.engine.config.sequence == 1:
             yield
@@ -697,14 +697,14 @@ class Batcher:
         return self._forms[form]
 
     def check_joining(self, run: PipelineTask) -> None:
-        """Find out whether calls such as a run waits for can be joined, and set `why` if not. Collective."""
+        """Test whether calls of this form can be joined, and set `why` if not. Collective."""
         assert run.pending is not None
         rows = self._rows(run.pending)
         if why := rows if isinstance(rows, str) else self._why(run, rows):
             self.why = f"{why}; requests run one after the other"
 
     def _compare_joined(self, run: PipelineTask, rows: CallRows) -> str:
-        """Why a call's rows are others beside those of another call, a clause; empty: they are the same.
+        """Why a call's rows change when another call's rows are added, as a clause; empty: they do not change.
 
         The call runs alone, another one with other latents, embeddings and timestep runs alone, then both as one.
         """
@@ -760,7 +760,7 @@ def _short(error: Exception) -> str:
 
 
 def _why_alone(pipe: Any, engine: Engine) -> str:
-    """Why steps of several requests cannot run together with a configuration or a pipeline, a sentence."""
+    """Why steps of several requests cannot be batched with a configuration or a pipeline, as a sentence."""
     config, end = engine.config, "; requests run one after the other"
     for strategy in engine.strategies:
         if kept := strategy.keeps_between_steps(config):

@@ -1,4 +1,4 @@
-"""A model on the ranks of a server: loaded, parallelised, looked at, and what its tasks are called with."""
+"""A model on the ranks of a server: loading, parallelisation, the batching test, and the arguments of tasks."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from ..types import ModelCard
 from .batching import Batcher, PipelineTask, copied
 from .protocol import PictureTask
 
-# Pictures that are done at the same time are decoded on a rank each: bands of one would need all ranks at once.
+# Each rank decodes whole images: bands of one image would need all ranks at the same time.
 RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BandedVae)
 
-# Of the picture that a model is tried with when it is loaded: tokens along a side, at most, steps and frames.
+# The test image at loading: the largest number of tokens along a side, steps and frames.
 TRIED_SIDE, TRIED_STEPS, TRIED_FRAMES = 16, 4, 9
 
 # What pipelines call frames a second, and frames for one of latents.
@@ -90,7 +90,7 @@ class LoadedModel:
                     "vae='bands' is for one request at a time, and a server decodes pictures of several on a rank "
                     "each; leave vae out"
                 )
-        # Of an embedded model or a class-conditional one some prompts only are possible.
+        # An embedded or class-conditional model accepts only some prompts.
         request = PictureRequest(prompt=next(iter(self.info.labels), "a picture"))
         self._job = job_for(self.info, request, "", config=spec.config, files=self._files, **self._options)
         runner, mesh = self._load(), self._mesh
@@ -98,13 +98,13 @@ class LoadedModel:
         template = PipelineRunner(copy.copy(pipe), device)
         runner.parallelize(self._job, mesh, RECIPE_OF_SERVERS)
         if mesh is not None:
-            # Its groups are given back with the engine.
+            # Its process groups are freed with the engine.
             engine_of(pipe).own_mesh()
             self._undo.pop_all()
-        # By class: the parallel pipeline, and what its tasks' own copies are made of.
+        # By class: the parallel pipeline, and the template of its tasks' copies.
         self._runners = {self.kind: (runner, template)}
         if isinstance(engine_of(pipe), FirstCall):
-            # Its layout is found out by a call.
+            # Its layout is derived from a call.
             with torch.no_grad():
                 pipe(**self._trial(runner).arguments)
         self.batcher = Batcher(pipe, template.pipe, exchange, rank, size, spec.together)
@@ -119,15 +119,15 @@ class LoadedModel:
 
     @property
     def engine(self) -> Engine:
-        """What `parallelize` has made of it."""
+        """The engine of the pipeline."""
         return self.batcher.engine
 
     def close(self) -> None:
-        """Let go of everything. Every rank does at the same time."""
+        """Free everything. Every rank calls this at the same time."""
         self.batcher.close()
         self._runners.clear()
         del self.batcher, self._mesh
-        # Its mesh gives its groups back; weights are not put together again.
+        # The mesh frees its groups; weights are not restored.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -158,7 +158,7 @@ class LoadedModel:
         more: dict[str, Any] = {"num_inference_steps": TRIED_STEPS}
         if "num_frames" in parameters:
             more["num_frames"] = TRIED_FRAMES
-            # The pipeline's own would take long.
+            # The pipeline's default size would take long.
             size = size or (most, most)
         if size is not None and not info.labels:
             job = job.changed(width=min(size[0], most), height=min(size[1], most))
@@ -170,12 +170,12 @@ class LoadedModel:
         return runner.prepare(job, 0, pictures, **more)
 
     def _try(self, template: PipelineRunner) -> None:
-        """Find out whether calls of several requests can be joined, with a small picture."""
+        """Test with a small image whether calls of several requests can be joined."""
         batcher = self.batcher
         if batcher.why:
             return
         try:
-            # Before anything that ranks do together: what fails here fails on all of them.
+            # Before any collective: an error here occurs on all ranks.
             own = copied(template.pipe)
             run = PipelineTask(own, self._trial(template).arguments, 0, self.device)
         except Exception as error:
@@ -191,7 +191,7 @@ class LoadedModel:
         batcher.close_request()
 
     def _agree(self, failed: Exception | None) -> None:
-        """Whether the small picture can be made on all ranks; else requests run one after the other."""
+        """Whether the test image works on all ranks; otherwise requests run one after the other."""
         every = self._exchange("" if failed is None else _short(failed))
         if any(every):
             self.batcher.close_request(failed)
@@ -225,7 +225,7 @@ class LoadedModel:
 
     @staticmethod
     def _frame_multiple(template: Any, defaults: Mapping[str, Any]) -> int:
-        """Frames for one of latents, where the first is one by itself; 1 where that is not how it is."""
+        """Video frames per latent frame if the first frame is separate; otherwise 1."""
         multiple = next((n for name in TEMPORAL if (n := _whole(getattr(template, name, None)))), 1)
         # Of some a frame of latents is always so many.
         usual = _whole(defaults.get("num_frames"))
@@ -233,7 +233,7 @@ class LoadedModel:
 
     @staticmethod
     def _fps(defaults: Mapping[str, Any]) -> int:
-        """Frames a second of a video that does not say."""
+        """The default frame rate of a video."""
         rate = defaults.get(RATE)
         return max(1, round(rate)) if isinstance(rate, (int, float)) else FPS
 
@@ -267,7 +267,7 @@ class LoadedModel:
             files.append(InputFile(one.role, task.files[one.digest], one.digest, one.scale))
         if request.frames is not None and not self.card["video"]:
             raise InputError(f"frames={request.frames}: {self.kind} makes pictures; leave frames out")
-        # A seed is the picture's own: it does not matter which of a job's it is.
+        # The seed is that of this image, whatever its index in the job.
         width, height = self._asked_size(task, files) or (None, None)
         asked = {
             "steps": request.steps or self.spec.steps,
@@ -301,7 +301,7 @@ class LoadedModel:
         return replace(prepared, pipe=own, adapters=adapters)
 
     def _asked_size(self, task: PictureTask, files: Sequence[InputFile]) -> tuple[int, int] | None:
-        """Width and height that are asked for; of one side alone the other is the input image's, or the model's.
+        """The requested width and height; a missing side is that of the input image, or the model's default.
 
         Without both it is the input image's size; None: the model's.
         """

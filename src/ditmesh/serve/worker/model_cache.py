@@ -16,12 +16,12 @@ from .loaded import LoadedModel
 from .protocol import Load, ModelFailed, ModelReady
 from .rendezvous import RankRendezvous, failure_of
 
-# Seconds for which a rank that cannot load a model waits for the others to say the same.
+# Seconds for which a rank that cannot load a model waits for the same error on the other ranks.
 LOAD_VOTE_SECONDS = 2.0
 
 
 class ModelCache:
-    """The models of a rank, the least recently used of which give way to others. All ranks hold the same ones.
+    """The models of a rank; the least recently used are unloaded first. All ranks hold the same models.
 
     Attributes:
         models: by name.
@@ -44,11 +44,11 @@ class ModelCache:
         return name in self.models or any(load.spec.name == name for load in self.waiting)
 
     def last_use(self, name: str) -> int:
-        """When a model was current for the last time, by `clock`."""
+        """When a model was last used, by `clock`."""
         return self._used.get(name, 0)
 
     def switch_to(self, model: LoadedModel | None) -> None:
-        """Make a model the current one: what was open for another one is closed."""
+        """Make a model the current one, and close the open request of another model."""
         if self.current is not None and self.current is not model:
             self.current.batcher.close_request()
         self.current = model
@@ -57,14 +57,14 @@ class ModelCache:
             self._used[model.spec.name] = self.clock
 
     def next_load(self, needed: Collection[str]) -> Load | None:
-        """The next model to load, if there is room for it beside the ``needed`` ones."""
+        """The next model to load, if there is space for it next to the ``needed`` models."""
         load = next(iter(self.waiting), None)
         if load is None or load.spec.name in self.models or len(self.models) < max(1, load.most):
             return load
         return load if self._idle(needed) is not None else None
 
     def load(self, load: Load, needed: Collection[str]) -> ModelReady | ModelFailed:
-        """Load a model that waits, in the place of those used longest ago that are not needed. Collective."""
+        """Load a waiting model, and unload the least recently used models that are not needed. Collective."""
         self.waiting.remove(load)
         spec, unloaded = load.spec, []
         self.switch_to(None)
@@ -83,7 +83,7 @@ class ModelCache:
         return ModelReady(spec.name, model.card, mesh, config.describe(), tuple(unloaded))
 
     def close(self) -> None:
-        """Let go of all models."""
+        """Unload all models."""
         # Each may need the other ranks, which do not answer after a failure.
         with suppress(Exception):
             for model in self.models.values():
@@ -92,11 +92,11 @@ class ModelCache:
         self.current = None
 
     def _idle(self, needed: Collection[str]) -> str | None:
-        """The model that was used longest ago, of those that are not needed."""
+        """The least recently used model that is not needed."""
         return min((name for name in self.models if name not in needed), key=self.last_use, default=None)
 
     def _loaded(self, spec: ModelSpec) -> LoadedModel | str:
-        """A model, or why it cannot be loaded: on all ranks alike.
+        """A loaded model, or the reason why it cannot be loaded, the same on all ranks.
 
         A rank that fails alone raises: the others may wait for it in the middle of loading, and all are ended at once.
         """
@@ -117,7 +117,7 @@ class ModelCache:
             return model
         if model is not None:
             model.close()
-        # Groups are the process's: the next attempt would make them once more.
+        # Process groups belong to the process: the next attempt would create them again.
         undo.close()
         gc.collect()
         return next(filter(None, every))

@@ -1,4 +1,4 @@
-"""What a replica's owner and its ranks send each other: commands to all ranks, reports from rank 0. Pickled."""
+"""Messages between a replica's owner and its ranks: commands to all ranks, reports from rank 0. Pickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FailureCode = Literal["invalid_request", "out_of_memory", "internal"]
 
 @dataclass(frozen=True)
 class PictureTask:
-    """One picture of a job.
+    """The task of generating one image or video of a job.
 
     Attributes:
         id: the job's id, ``/``, and the picture's number.
@@ -33,7 +33,7 @@ class PictureTask:
 
 
 def under_way(tasks: Sequence[tuple[str, int]], most: int) -> list[int]:
-    """Which tasks take steps when there are more than may: the places of those, in order.
+    """The indices of the tasks that take steps, if there are more tasks than places.
 
     Tasks go on in the order in which they came. A later task takes the place of a less urgent one of the same owner:
     of the least urgent one, and among equals of the latest.
@@ -59,7 +59,7 @@ def under_way(tasks: Sequence[tuple[str, int]], most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Load:
-    """Load a model and keep it; unloads the least recently used ones beyond ``most``."""
+    """Load a model and keep it; the least recently used models beyond ``most`` are unloaded."""
 
     spec: ModelSpec
     most: int = 1
@@ -81,7 +81,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Stop:
-    """Return at once. The last command: the owner lets what is under way end before, and may cancel it till then."""
+    """Return immediately. This is the last command: the owner finishes or cancels running tasks first."""
 
 
 Command = Load | Start | Cancel | Stop
@@ -103,7 +103,7 @@ class ModelReady:
 
 @dataclass(frozen=True)
 class ModelFailed:
-    """A model cannot be loaded, for a reason that is the same on every rank: they are well.
+    """A model cannot be loaded, with the same reason on every rank; the ranks continue.
 
     Attributes:
         unloaded: models that were unloaded to make room for it.
@@ -134,7 +134,7 @@ class TaskStepped:
 
 @dataclass(frozen=True)
 class Preview:
-    """A small JPEG of what the latents show."""
+    """A small JPEG preview of the latents."""
 
     id: str
     step: int
@@ -145,7 +145,7 @@ class Preview:
 
 @dataclass(frozen=True)
 class Paused:
-    """A task waits for more urgent ones, and goes on later where it was."""
+    """A task waits for more urgent tasks and continues later from the same step."""
 
     id: str
     reason: str
@@ -153,7 +153,7 @@ class Paused:
 
 @dataclass(frozen=True)
 class Finished:
-    """A task's picture: the file's bytes in the format asked for, with its receipt inside where that can hold one."""
+    """A task's image: the file's bytes in the requested format, with its receipt if the format can hold one."""
 
     id: str
     data: bytes
@@ -164,7 +164,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class TaskFailed:
-    """A task cannot be done: the ranks are well."""
+    """A task has failed; the ranks continue."""
 
     id: str
     code: FailureCode
@@ -181,7 +181,7 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Beat:
-    """The ranks are alive: after every step, and every second without one.
+    """The ranks are alive; sent after every step, and every second without one.
 
     Attributes:
         running: ids of tasks under way.

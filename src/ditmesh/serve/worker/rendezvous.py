@@ -1,4 +1,4 @@
-"""What the ranks of a replica agree on before every round: commands, measurements and failures."""
+"""The rendezvous of a replica's ranks before every round: commands, measurements and failures."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class HostAllGather:
         return values
 
     def close(self) -> None:
-        """Give the group back."""
+        """Free the process group."""
         if self._group is not None and not self._lost:
             dist.destroy_process_group(self._group)
 
@@ -104,7 +104,7 @@ class CommandReader:
                 self._queue.put(command)
 
     def take(self, wait: float) -> tuple[Command, ...]:
-        """All there are; waits for the first one, for so many seconds at most."""
+        """All waiting commands; waits at most ``wait`` seconds for the first one."""
         found: list[Command] = []
         with suppress(queue.Empty):
             found.append(self._queue.get(timeout=wait) if wait else self._queue.get_nowait())
@@ -141,7 +141,7 @@ class RoundMessage:
 
 
 class RankRendezvous:
-    """Where all ranks of a replica meet before every round. Rank 0 alone talks to the owner.
+    """The synchronisation of a replica's ranks before every round. Only rank 0 talks to the owner.
 
     Attributes:
         gather: every rank's value, in rank order (`HostAllGather`).
@@ -151,7 +151,7 @@ class RankRendezvous:
     """
 
     def __init__(self, report: Any) -> None:
-        # Votes on a loaded model have a group of their own: ranks that still load are inside `gather`.
+        # Votes on a loaded model use a separate group, because ranks that still load are inside `gather`.
         self.gather, self._votes = HostAllGather(), HostAllGather()
         self.rank, self.size = self.gather.rank, self.gather.size
         self.message = RoundMessage()
@@ -172,7 +172,7 @@ class RankRendezvous:
         message.state = state
         if self.rank == 0:
             message.commands = self._commands.take(wait)
-            # Small changes are not worth telling.
+            # Small changes are not sent.
             message.seconds = {
                 name: seconds
                 for name, seconds in self._measured.items()
@@ -185,7 +185,7 @@ class RankRendezvous:
         return messages
 
     def vote(self, reason: str, seconds: float | None = None) -> list[str]:
-        """Every rank's reason against a model that was to be loaded; as `HostAllGather`."""
+        """Every rank's reason why a model cannot be loaded; as `HostAllGather`."""
         return self._votes(reason, seconds)
 
     def send(self, message: Message) -> None:
@@ -194,18 +194,18 @@ class RankRendezvous:
             self._report(message)
 
     def measure(self, name: str, seconds: float) -> None:
-        """Take down what a call took here."""
+        """Record the seconds of a call on this rank."""
         before = self._measured.get(name)
         self._measured[name] = seconds if before is None else before + EWMA * (seconds - before)
 
     def close(self) -> None:
-        """Give the groups back."""
+        """Free the process groups."""
         self.gather.close()
         self._votes.close()
 
 
 def failure_of(error: BaseException) -> FailureReason:
-    """An error in the words of a report."""
+    """The error's text for a report."""
     said = " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
     memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said
     if memory:

@@ -1,4 +1,4 @@
-"""Replicas: groups of ranks that serve tasks, watched, and started again when they fail."""
+"""Replicas: groups of ranks that run tasks, are monitored, and are restarted when they fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...launch.pool import LOOK
 from ..settings import ServiceSettings
 from .protocol import Beat, Command, Load, Message, ModelFailed, ModelReady, Stop
 
-# Seconds between attempts to start ranks, the first and the longest.
+# Seconds between attempts to start ranks: the first and the longest pause.
 BACKOFF, LONGEST_BACKOFF = 0.2, 60.0
 # Seconds for ranks to obey `Stop`, and for their thread to end after that.
 STOP_LIMIT = 5.0
@@ -33,12 +33,12 @@ MakeRanks = Callable[[], Launcher]
 
 @dataclass(frozen=True)
 class RanksUp:
-    """Ranks take commands from now on."""
+    """The ranks accept commands."""
 
 
 @dataclass(frozen=True)
 class RanksDown:
-    """Ranks are gone: nothing that was given to them will be answered.
+    """The ranks have ended: their tasks will not be answered.
 
     Attributes:
         code: what jobs that failed with them are told.
@@ -67,7 +67,7 @@ def serve(function: Callable[..., None] | None, *, report: Any) -> None:
 
 
 class Replica:
-    """A group of ranks, in a thread that starts them, listens to them, and starts them again when they fail.
+    """A group of ranks, and the thread that starts them, receives their reports, and restarts them when they fail.
 
     A rank that dies or raises, a rank that is stopped, a step that takes longer than `ServiceSettings.stall`: all
     ranks are killed, since those left wait for the one that is gone, and new ones started, at once the first time and
@@ -109,18 +109,18 @@ class Replica:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        """Send the ranks a command, from any thread; dropped when they are gone, which `RanksDown` tells."""
+        """Send the ranks a command, from any thread; it is dropped if they have ended, which `RanksDown` reports."""
         pool = self._pool
         if pool is None:
             return
         if isinstance(command, Load):
             self._loading = True
-        # Work that begins now has its whole time.
+        # A new task has the whole time limit.
         self._worked = time.monotonic()
         pool.reply(command)
 
     def stop(self) -> None:
-        """Tell the ranks to return at once, and do not start them again; see `join`."""
+        """Tell the ranks to return immediately, and do not restart them; see `join`."""
         self._stopping.set()
         self.send(Stop())
 
@@ -137,12 +137,12 @@ class Replica:
             self._say(self, down)
             if down.final:
                 return
-            # Ranks that have come as far as to load a model do not fail because they are started.
+            # If the ranks have begun to load a model, the failure is not one of starting.
             pause = BACKOFF if self._useful else min(2 * pause, LONGEST_BACKOFF)
             self._stopping.wait(pause)
 
     def _serve_once(self) -> RanksDown:
-        """Start ranks and let them serve until they end; how they ended."""
+        """Start ranks, let them serve until they end, and return how they ended."""
         self._stalled, self._calls, self._slowest = "", -1, 0.0
         self._starting, self._loading, self._useful = True, False, False
         try:
@@ -159,7 +159,7 @@ class Replica:
         except RankFailed as error:
             down = self._failed(error)
         except Exception as error:
-            # What a launcher refuses it would refuse again; a full disk, or too many processes, may pass.
+            # A launcher's error is permanent; a full disk, or too many processes, may be temporary.
             down = RanksDown(why=f"ranks cannot be started: {error}", final=isinstance(error, ConfigError))
         finally:
             self._pool = None
@@ -188,7 +188,7 @@ class Replica:
         self._say(self, message)
 
     def _missed(self) -> str | None:
-        """What the ranks have failed to do in time, if anything."""
+        """The deadline that the ranks have missed, if any."""
         if self._killed or (self._stopping.is_set() and self._pool is None):
             return "stopped when they were told to"
         now, slow = time.monotonic(), self._starting or self._loading

@@ -1,4 +1,4 @@
-"""What every rank of a replica runs: it takes commands, runs pictures step by step, and reports."""
+"""The loop of every rank of a replica: it receives commands, runs tasks step by step, and reports."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds between beats while there is nothing to do, and between two states of a rank.
+# Seconds between heartbeats of idle ranks, and between two states of a rank.
 HEARTBEAT_INTERVAL, STATE_INTERVAL = 1.0, 0.5
 
 
@@ -102,7 +102,7 @@ class RunningTask:
 
     @property
     def urgency(self) -> tuple[int, int]:
-        """Smaller ones go first."""
+        """The sort key of tasks: smaller values go first."""
         return -self.task.request.priority, self.order
 
     @property
@@ -112,7 +112,7 @@ class RunningTask:
 
 
 class RankWorker:
-    """One rank of a replica. What it decides depends only on what all ranks know."""
+    """One rank of a replica. Its decisions depend only on data that all ranks have."""
 
     def __init__(self, report: Any) -> None:
         self._ranks = RankRendezvous(report)
@@ -147,14 +147,14 @@ class RankWorker:
             self._beat()
 
     def close(self) -> None:
-        """Leave everything that is under way, and let go of the models."""
+        """Drop all tasks and unload the models."""
         self._scheduler.close()
         self._models.close()
         self._ranks.close()
         gc.collect()
 
     def _state(self) -> RankState | None:
-        """The state of this rank, twice a second at most."""
+        """The state of this rank, at most twice a second."""
         now = time.monotonic()
         if now - self._state_time < STATE_INTERVAL:
             return None
@@ -202,7 +202,7 @@ class RankWorker:
 
 
 class TaskScheduler:
-    """The tasks of a rank: which of them take the next step, and what becomes of them. The same on all ranks.
+    """The tasks of a rank, and the decision which of them take the next step. The same on all ranks.
 
     Attributes:
         tasks: by id.
@@ -213,7 +213,7 @@ class TaskScheduler:
         self.tasks: dict[str, RunningTask] = {}
         self.step_seconds = self.waited = 0.0
         self._ranks, self._models = ranks, models
-        # Pictures are encoded beside the steps.
+        # Images are encoded in a thread while steps run.
         self._writer = ThreadPoolExecutor(1, "ditmesh-pictures")
 
     @property
@@ -222,13 +222,13 @@ class TaskScheduler:
         return {work.task.model for work in self.tasks.values()}
 
     def close(self) -> None:
-        """Leave all tasks; pictures that are done are still written."""
+        """Drop all tasks; finished images are still written."""
         for work in [*self.tasks.values()]:
             self._leave(work)
         self._writer.shutdown()
 
     def add(self, task: PictureTask) -> None:
-        """Accept a task, which begins at one of the next rounds."""
+        """Accept a task; it begins in one of the next rounds."""
         if task.id in self.tasks:
             return
         if task.model in self._models:
@@ -240,7 +240,7 @@ class TaskScheduler:
             )
 
     def cancel(self, id: str) -> None:
-        """Stop a task; one that is not there has ended."""
+        """Stop a task, unless it has ended."""
         work = self.tasks.get(id)
         if work is not None:
             step = work.step
@@ -254,7 +254,7 @@ class TaskScheduler:
             self._report_failure(work.task.id, FailureReason("invalid_request", failed.message))
 
     def apply_outcomes(self, messages: Sequence[RoundMessage]) -> None:
-        """End and report what has ended by the messages of all ranks, in the same way on every rank."""
+        """End and report tasks according to the messages of all ranks, in the same way on every rank."""
         if any(message.stuck for message in messages):
             if self._models.current is not None:
                 self._models.current.batcher.close_request()
@@ -267,7 +267,7 @@ class TaskScheduler:
                 self._finish(work)
 
     def _retry_failed_calls(self, messages: Sequence[RoundMessage]) -> None:
-        """Make failed calls that no rank has an answer to once more, each alone; fail the tasks of all others."""
+        """Repeat calls that failed on all ranks, each alone; fail the tasks of the other failed calls."""
         names = dict.fromkeys(name for message in messages for name in message.stuck)
         for name in names:
             work = self.tasks.get(name)
@@ -297,7 +297,7 @@ class TaskScheduler:
         self._drop(work)
         if self._ranks.rank > 0:
             return
-        # This rank alone looks at what came out: whatever is wrong with it is the task's, and not the ranks'.
+        # Only this rank checks the output: an error in it fails the task, not the ranks.
         try:
             seconds = time.perf_counter() - work.began
             latents = None if work.seen is None else work.seen.latents()
@@ -316,7 +316,7 @@ class TaskScheduler:
         self._writer.submit(self._write, work.task.id, images, form, prepared.fps, receipt)
 
     def _write(self, name: str, images: list[Image], form: str, fps: float, receipt: Receipt) -> None:
-        """Encode a picture and report it; in a thread."""
+        """Encode an image and report it; runs in a thread."""
         try:
             data = encoded(images, form, fps, receipt)
             self._ranks.send(Finished(name, data, images[0].width, images[0].height, receipt.model_dump(mode="json")))
@@ -336,7 +336,7 @@ class TaskScheduler:
     # --- a round -----------------------------------------------------------------------------------------------
 
     def round(self) -> None:
-        """A step of the tasks that are next, or some smaller calls of theirs."""
+        """Run one step of the next tasks, or some shorter calls of theirs."""
         model = self._next_model()
         self._models.switch_to(model)
         if model is None:
@@ -347,14 +347,14 @@ class TaskScheduler:
             self._batched_round(model)
 
     def _next_model(self) -> LoadedModel | None:
-        """The model of the most urgent task of one owner; of several the one that was served longest ago."""
+        """The model of the most urgent task of one owner, or with several owners the least recently used model."""
         waiting = [work for work in self.tasks.values() if work.task.model in self._models.models]
         for work in waiting:
             # Its request is open until it ends.
             if work.run is not None and not work.run.delegates:
                 return self._models.models[work.task.model]
 
-        # Of several owners none may hold up the models of the others.
+        # No owner may block the models of other owners.
         alone = len({work.task.owner for work in waiting}) == 1
 
         def before(work: RunningTask) -> tuple[int, int, int]:
@@ -391,7 +391,7 @@ class TaskScheduler:
         for name, seconds in batcher.counts.seen.items():
             if seen.get(name) != seconds:
                 self._ranks.measure(name, seconds)
-        # The other ranks learn of it at the next round.
+        # The other ranks receive the failure in the next round.
         for run, work in runs.items():
             if run.failure is not None:
                 self._ranks.message.failed[work.task.id] = failure_of(run.failure)
@@ -401,9 +401,9 @@ class TaskScheduler:
             batcher.close_request(failed.error)
 
     def _plain_round(self, model: LoadedModel) -> None:
-        """A step of the one task that is under way, through the parallel pipeline itself."""
+        """Run a step of the only running task, through the parallel pipeline itself."""
         came, first = self._chosen(model, 1)
-        # The one that has begun: there is at most one.
+        # At most one task has begun.
         work = next((work for work in came if work.run is not None), first[0])
         if work.run is None:
             model.batcher.close_request()
@@ -442,7 +442,7 @@ class TaskScheduler:
         scheduler = getattr(pipe, "scheduler", None)
         if scheduler is None or not hasattr(scheduler, "step"):
             return
-        # Patches that are on their way are not waited for.
+        # Do not wait for patches that have not arrived.
         looking = self._ranks.rank == 0 and not model.engine.config.stages_or_patches
 
         def seen(step: SchedulerStep) -> None:
@@ -459,7 +459,7 @@ class TaskScheduler:
         assert run is not None
         assert prepared is not None
         if not work.step:
-            # Now its timesteps are set: planned was what was asked for.
+            # The timesteps are set now; before, only the requested number was known.
             work.steps = loop_steps(getattr(prepared.pipe, "scheduler", None), prepared.steps)
         work.step = min(work.step + 1, work.steps)
         self._ranks.send(TaskStepped(work.task.id, work.step, work.steps, run.batch or 1))
@@ -481,12 +481,12 @@ class TaskScheduler:
                 data, width, height = preview_jpeg(picture)
                 self._ranks.send(Preview(work.task.id, work.step, width, height, data))
         except Exception as error:
-            # A picture does without.
+            # An image does not need a preview.
             logger.warning("a preview could not be made: %s", error)
 
 
 def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) -> bytes:
-    """A picture, or a video's frames, as a file: a PNG holds its receipt; frames are an MP4, or animated PNG or WebP.
+    """Encode an image or a video's frames: a PNG contains its receipt; frames are an MP4, or animated PNG or WebP.
 
     Raises:
         InputError: the format cannot hold what is to be in there.
