@@ -1,4 +1,4 @@
-"""The images API as OpenAI's clients speak it: one request, one answer, and streams with partial images."""
+"""The images API for OpenAI's clients: single responses, and streams with partial images."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
 EditFile = Literal["image", "mask"]
 PictureFormat = Literal["png", "jpeg", "webp"]
 
-# Steps of a pipeline whose card does not say.
+# Steps of a pipeline without a default in its card.
 USUAL_STEPS = 50
-# What a job's error is for HTTP; all others are the server's.
+# The HTTP status of a job's error; other errors are 500.
 STATUSES = {"invalid_request": 400, "no_space": 507}
 
-# What the clients may send and no diffusers pipeline has: the value that changes nothing is taken, others are refused.
+# Fields of OpenAI's clients without an equivalent in diffusers: only the value without effect is accepted.
 NOT_HERE = {
     "quality": (("auto", "standard", "medium"), "say steps"),
     "background": (("auto", "opaque"), "pictures have no transparency"),
@@ -46,7 +46,7 @@ NOT_HERE = {
 if TYPE_CHECKING:
 
     class ImageFields(BaseModel):
-        """Fields of a `PictureRequest` by their names here."""
+        """Fields of a `PictureRequest` under OpenAI's names."""
 
         steps: int | None = None
 else:
@@ -54,7 +54,7 @@ else:
 
 
 class ImageRequest(ImageFields):
-    """Pictures from a prompt.
+    """A request for images from a prompt.
 
     OpenAI's API does not have: seed, steps, guidance_scale, negative_prompt, loras, priority.
 
@@ -86,7 +86,7 @@ class ImageRequest(ImageFields):
     safety_identifier: str | None = Field(default=None, max_length=512)
 
     def check(self, aliases: Collection[str] = ()) -> None:
-        """Refuse what would be ignored otherwise.
+        """Reject values that would be ignored.
 
         Args:
             aliases: names that only front ends for OpenAI use: they send ``quality`` and ``style`` by themselves.
@@ -108,7 +108,7 @@ class ImageRequest(ImageFields):
             raise Refused(400, "partial_images needs stream=true", param="partial_images")
 
     def fields(self, card: ModelCard) -> dict[str, Any]:
-        """The fields of a `JobRequest`, those that were given."""
+        """The given fields, as those of a `JobRequest`."""
         steps = self.steps or card.steps or USUAL_STEPS
         asked = {name: getattr(self, of.images) for name, of in request_fields().items() if of.images is not None}
         found = asked | {
@@ -124,7 +124,7 @@ class ImageRequest(ImageFields):
 
 
 class EditRequest(ImageRequest):
-    """Pictures from a prompt and a picture; strength (0 to 1): how much of it is generated again."""
+    """A request for images from a prompt and an image; strength (0 to 1): how much of the image is generated again."""
 
     strength: Annotated[float, Field(gt=0, le=1)] | None = None
     input_fidelity: str | None = Field(default=None, max_length=32)
@@ -141,7 +141,7 @@ class EditRequest(ImageRequest):
 
 
 class ImageData(BaseModel):
-    """One picture: its file in base64, or where it is; and its seed."""
+    """One image: its file in base64 or its URL, and its seed."""
 
     b64_json: str | None = None
     url: str | None = None
@@ -150,14 +150,14 @@ class ImageData(BaseModel):
 
 
 class Tokens(BaseModel):
-    """Images and text, in tokens."""
+    """Numbers of image and text tokens."""
 
     image_tokens: int = 0
     text_tokens: int = 0
 
 
 class Usage(BaseModel):
-    """What OpenAI's clients expect of every stream: nothing is counted here, and all of it is 0."""
+    """Token usage, which OpenAI's clients expect in every stream; always 0, because tokens are not counted."""
 
     input_tokens: int = 0
     input_tokens_details: Tokens = Field(default_factory=Tokens)
@@ -166,7 +166,7 @@ class Usage(BaseModel):
 
 
 class ImagesResponse(BaseModel):
-    """The pictures, and the job that made them."""
+    """The images and their job."""
 
     created: int
     data: list[ImageData]
@@ -177,7 +177,7 @@ class ImagesResponse(BaseModel):
 
 
 class StreamedImage(BaseModel):
-    """An event of a stream: a preview, or a picture that is done. ``index`` is the picture's among ``n``."""
+    """An event of a stream: a preview or a finished image. ``index`` is the image's number among ``n``."""
 
     type: str
     b64_json: str
@@ -205,7 +205,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 @router.post("/generations", response_model=ImagesResponse, responses=ANSWERS, summary="Pictures from a prompt")
 async def generations(request: Request, body: ImageRequest, key: IdempotencyHeader = None) -> Response:
-    """Generate pictures and wait for them. A client that goes away cancels its job."""
+    """Generate images and wait for them. If the client disconnects, its job is cancelled."""
     server: Server = request.app.state.server
     body.check(server.settings.aliases)
     fields = body.fields(server.model(body.model or ""))
@@ -321,12 +321,12 @@ async def _answered(
         size=_size(first),
         job=done.id,
     )
-    # Megabytes, while which the steps of others are to be told of.
+    # Megabytes; in a thread, so that other clients' events are not delayed.
     return Response(await asyncio.to_thread(answer.model_dump_json, exclude_none=True), media_type="application/json")
 
 
 async def _ended(server: Server, request: Request, job: Job, owner: str, key: str | None) -> Job | None:
-    """The job when it has ended; None: the client has gone away."""
+    """The job after it has ended; None: the client has disconnected."""
     tasks = {
         "end": asyncio.ensure_future(_last(server, job, owner, key)),
         "gone": asyncio.ensure_future(gone(request.receive)),
@@ -337,7 +337,7 @@ async def _ended(server: Server, request: Request, job: Job, owner: str, key: st
         if tasks["end"].done():
             return tasks["end"].result()
     except asyncio.CancelledError:
-        # What runs the application may tell in this way that the client has gone away.
+        # The server may report a disconnected client in this way.
         await asyncio.shield(asyncio.ensure_future(server.client_gone(job, owner, key)))
         raise
     finally:
@@ -349,7 +349,7 @@ async def _ended(server: Server, request: Request, job: Job, owner: str, key: st
 
 
 async def _last(server: Server, job: Job, owner: str, key: str | None) -> Job:
-    """The job as its last event has it."""
+    """The job according to its last event."""
     async with closed_after(server.backend.events(job.id, owner)) as events:
         async for event in events:
             if event.event in ENDED:
@@ -360,13 +360,13 @@ async def _last(server: Server, job: Job, owner: str, key: str | None) -> Job:
 def _stops(server: Server, job: Job, key: str | None) -> Refused:
     headers = wait_header(server.settings.retry_after)
     if key is None:
-        # A client that asks again would have the same picture made twice.
+        # A client that retries would generate the same image twice.
         headers["x-should-retry"] = "false"
     return Refused(503, f"the server stops; it goes on with {job.id} when it is back", headers=headers)
 
 
 async def _events(server: Server, job: Job, owner: str, kind: str, partial: int, key: str | None) -> AsyncIterator[str]:
-    """The events of a stream: for each picture at most ``partial`` previews, then itself."""
+    """The events of a stream: for each image at most ``partial`` previews, then the image."""
     over, seen = False, dict.fromkeys(range(job.request.n), 0)
     try:
         async with server.waiting(job), closed_after(server.backend.events(job.id, owner)) as events:
@@ -404,7 +404,7 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int,
         if not over:
             yield _error(_stops(server, job, key))
     finally:
-        # The client has gone away, or the server stops; that has taken back what it could.
+        # The client has disconnected, or the server stops; the job has been cancelled or kept accordingly.
         if not over:
             await server.client_gone(job, owner, key)
 

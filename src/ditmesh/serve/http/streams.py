@@ -1,4 +1,4 @@
-"""Server-sent events: their form, and streams that end when their reader, their source or the server does."""
+"""Server-sent events, and streams that end with their reader, their source or the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...errors import DitmeshError
 Item = TypeVar("Item")
 
 logger = logging.getLogger("ditmesh.serve")
-# Seconds in which a stream may still say what is there already when the server stops.
+# Seconds for a stream to send its pending events when the server stops.
 LAST_WORDS = 0.5
 
 
@@ -31,21 +31,21 @@ def sse(data: Any, event: str | None = None, id: int | None = None) -> str:
 
 
 def event_schema(names: Sequence[str]) -> dict[str, Any]:
-    """What OpenAPI says of an event of these names."""
+    """The OpenAPI schema of an event with these names."""
     data = {"type": "string", "contentMediaType": "application/json"}
     fields = {"id": {"type": "string"}, "event": {"type": "string", "enum": [*names]}, "data": data}
     return {"type": "object", "properties": fields, "required": ["event", "data"]}
 
 
 async def gone(receive: Receive) -> None:
-    """Returns when the client has closed its connection."""
+    """Return when the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 @contextlib.asynccontextmanager
 async def closed_after(source: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[Item]]:
-    """The source, which is closed at the end if it can be."""
+    """Iterate over the source and close it at the end if possible."""
     try:
         yield source
     finally:
@@ -62,7 +62,7 @@ async def ended(task: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Sends the events of a source as they come, and closes it at the end: of the source, the client or the server.
+    """Sends the events of a source, and closes it when the source, the client or the server ends.
 
     Args:
         source: events as `sse` makes them.
@@ -115,7 +115,7 @@ class EventStream(Response):
 
 
 def _failure(error: Exception) -> str:
-    """What is said when the source fails in the middle, which ends it: the status is sent already."""
+    """The last event if the source fails in the middle, because the status has been sent already."""
     logger.error("a stream has failed", exc_info=error)
     known = isinstance(error, DitmeshError)
     message = str(error) if known else "the server has failed; its log says more"

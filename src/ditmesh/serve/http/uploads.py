@@ -1,4 +1,4 @@
-"""Input pictures that clients send: decoded under a bound, and encoded again, so that nothing else is kept of them."""
+"""Clients' input images: decoded within a limit and encoded again, so that only their pixels are stored."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .errors import Refused
 
 # A data URL; nothing that a client sends is ever fetched or opened as a path.
 DATA_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,(?P<data>[A-Za-z0-9+/=]*)", re.ASCII)
-# Photographs of phones are MPO now and then, which is JPEG with more behind it.
+# Photographs of phones may be MPO, which is JPEG with additional data.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP")
-# Pictures that are decoded at the same time.
+# Images that are decoded at the same time.
 TOGETHER = 2
 
 
@@ -38,7 +38,7 @@ def from_data_url(text: str, param: str) -> bytes:
 
 
 class Uploads:
-    """Decodes pictures, a few at a time.
+    """Decodes images, a few at a time.
 
     Args:
         most_pixels: of a picture.
@@ -49,7 +49,7 @@ class Uploads:
         self._turn = asyncio.Semaphore(TOGETHER)
 
     async def png(self, data: bytes, param: str, mask: bool = False) -> tuple[bytes, tuple[int, int]]:
-        """An image as a person sees it, as a PNG without anything else in it, RGB (a mask: grey), and (width, height).
+        """An upright sRGB image as a PNG without metadata, RGB (a mask: grey), and (width, height).
 
         Args:
             data: a PNG, JPEG or WebP.

@@ -1,4 +1,4 @@
-"""The videos API as OpenAI's clients speak it: a job that is asked for until it is done, and its file."""
+"""The videos API for OpenAI's clients: a job that clients poll until it is done, and its file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .intake import IdempotencyHeader, InputData, JobBody, JobId, Server, known,
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
-# Seconds of a video, and jobs that are looked through for a list.
+# Maximum seconds of a video, and number of jobs searched for a list.
 LONGEST, MOST = 600.0, 1000
 STATUSES: dict[str, Literal["queued", "in_progress", "completed", "failed"]] = {
     "queued": "queued",
@@ -31,7 +31,7 @@ STATUSES: dict[str, Literal["queued", "in_progress", "completed", "failed"]] = {
 
 
 class VideoBody(JobBody):
-    """A `JobBody` of a video: its length in seconds in the place of ``frames``; a file of MP4 unless it says otherwise.
+    """A `JobBody` of a video: ``seconds`` may replace ``frames``, and the default format is MP4.
 
     OpenAI's API has prompt, model, seconds, size and input_reference; all else is more.
     """
@@ -40,7 +40,7 @@ class VideoBody(JobBody):
 
 
 class Video(BaseModel):
-    """A job of one video (or several), as OpenAI's clients have it; ``/v1/jobs/{id}`` says more of it.
+    """A job of one or several videos in OpenAI's form; ``/v1/jobs/{id}`` has more details.
 
     Attributes:
         progress: per cent of the steps.
@@ -65,7 +65,7 @@ class Video(BaseModel):
 
 
 class VideoList(BaseModel):
-    """Jobs of videos."""
+    """A list of video jobs."""
 
     object: Literal["list"] = "list"
     data: list[Video]
@@ -75,7 +75,7 @@ class VideoList(BaseModel):
 
 
 def _bodies() -> dict[str, Any]:
-    """The body of a request as OpenAPI has it: JSON, or a form as OpenAI's clients send it."""
+    """The OpenAPI schema of the request body: JSON, or a form from OpenAI's clients."""
     schema = VideoBody.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     fields = {name: one for name, one in schema["properties"].items() if name not in ("inputs", "loras")}
@@ -93,7 +93,7 @@ def _bodies() -> dict[str, Any]:
     openapi_extra=_bodies(),
 )
 async def post_video(request: Request, key: IdempotencyHeader = None) -> Video:
-    """Submit a job of a model that makes videos, and return at once."""
+    """Submit a job of a video model, and return immediately."""
     server: Server = request.app.state.server
     body = await _body(request)
     card = server.model(body.model)
@@ -107,7 +107,7 @@ async def post_video(request: Request, key: IdempotencyHeader = None) -> Video:
 
 
 async def _body(request: Request) -> VideoBody:
-    """What is asked for, as JSON or as a form.
+    """The request's fields, from JSON or a form.
 
     Raises:
         Refused: it cannot be read, or a field is wrong.
@@ -122,7 +122,7 @@ async def _body(request: Request) -> VideoBody:
                     raise Refused(400, f"{name}: it is there twice, or no field of that kind", param=name)
                 fields[name] = await value.read() if isinstance(value, UploadFile) else value
         if (data := fields.pop("input_reference", None)) is not None:
-            # What kind it is, its bytes say.
+            # The bytes show the format.
             url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
             fields["inputs"] = [InputData(role="image", data=url)]
         return validated(VideoBody, fields)
@@ -137,7 +137,7 @@ async def get_videos(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> VideoList:
-    """Jobs of videos of this key, of its latest 1000 jobs; the newest first, or last."""
+    """List the video jobs among the latest 1000 jobs of this key, the newest first or last."""
     server: Server = request.app.state.server
     cards = {card.id: card for card in server.backend.models() if card.video}
     jobs = [job for job in await server.backend.jobs(request.state.owner, MOST) if job.request.model in cards]
@@ -153,7 +153,7 @@ async def get_videos(
 
 @router.get("/{id}", responses=described(401, 404), summary="A video")
 async def get_video(request: Request, id: JobId) -> Video:
-    """A job of videos as it is now."""
+    """The current state of a video job."""
     server: Server = request.app.state.server
     job = await server.backend.job(known(id, request), request.state.owner)
     return _video(job, server.model(job.request.model))
@@ -161,7 +161,7 @@ async def get_video(request: Request, id: JobId) -> Video:
 
 @router.delete("/{id}", responses=described(401, 403, 404), summary="Cancel a video")
 async def delete_video(request: Request, id: JobId) -> dict[str, Any]:
-    """Cancel a job of videos, at the next step. The file of one that is done is deleted when it expires, not before."""
+    """Cancel a video job at the next step. The file of a finished job is deleted only when it expires."""
     server: Server = request.app.state.server
     owner, id = request.state.owner, known(id, request)
     if (job := await server.backend.job(id, owner)).status in ENDED:
@@ -184,7 +184,7 @@ async def get_content(
     id: JobId,
     variant: Annotated[Literal["video"], Query(description="Others of OpenAI's are not made here")] = "video",
 ) -> Response:
-    """The file, when the job has succeeded."""
+    """The video's file, after the job has succeeded."""
     return await result_file(request, id, 0)
 
 

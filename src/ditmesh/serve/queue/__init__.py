@@ -1,1 +1,1 @@
-"""Jobs: on disk, in memory, and given to replicas."""
+"""Jobs on disk and in memory, and their dispatch to replicas."""

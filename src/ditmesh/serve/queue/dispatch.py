@@ -1,4 +1,4 @@
-"""Tasks to replicas, and what replicas say of them."""
+"""Dispatch of tasks to replicas, and their reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .queue import NextJob
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which a replica goes on with the models it has before it gives way to a job that needs another one.
+# Seconds for which a replica keeps its models before it unloads one for a job that needs another model.
 SWITCH = 2.0
 # Attempts to load a model before its jobs fail; to start ranks before jobs that could go elsewhere do not wait for
 # them; and before all jobs fail, or the server ends if none has ever served.
@@ -48,7 +48,7 @@ TaskReport = TaskBegan | TaskStepped | Preview | Paused | Finished | TaskFailed 
 
 @dataclass(eq=False)
 class ReplicaSlot:
-    """A replica as the dispatcher sees it.
+    """The dispatcher's record of a replica.
 
     Attributes:
         up: it takes commands.
@@ -74,17 +74,17 @@ class ReplicaSlot:
 
     @property
     def gave_up(self) -> bool:
-        """Whether its ranks have failed so often that jobs do not wait for them."""
+        """Whether the ranks have failed so often that jobs do not wait for them."""
         return self.final or self.failures >= MOST_STARTS
 
     @property
     def idle(self) -> bool:
-        """Whether it could begin anything at once."""
+        """Whether the replica could begin a task immediately."""
         return self.up and not self.running and not self.loading
 
 
 class Dispatcher:
-    """Shares the pictures of jobs out to replicas.
+    """Assigns the images of jobs to replicas.
 
     Tasks of different jobs run on a replica at the same time. When its ranks fail, their jobs begin again, and from
     then on without company: so the one under which ranks fail again is the one to blame, and fails with the reason.
@@ -110,13 +110,13 @@ class Dispatcher:
             replica = Replica(name, make, self._receive, settings, function)
             self.slots.append(ReplicaSlot(replica, ReplicaState(name=name, state="starting")))
         self._slot_of = {slot.replica: slot for slot in self.slots}
-        # Loads that have failed, by model; whether any has been loaded.
+        # Failed loads by model; whether any model has been loaded.
         self._failed_loads: dict[str, int] = {}
         self._served = self._draining = False
         self._gave_up, self._reason = asyncio.Event(), ""
 
     async def start(self) -> None:
-        """Start the replicas, and to give them tasks."""
+        """Start the replicas, and begin to assign tasks."""
         self._loop = asyncio.get_running_loop()
         self._inbox: asyncio.Queue[tuple[ReplicaSlot, ReplicaReport] | None] = asyncio.Queue()
         for slot in self.slots:
@@ -125,7 +125,7 @@ class Dispatcher:
         self._giver = asyncio.create_task(self._assign_tasks())
 
     async def stop(self, grace: float) -> None:
-        """Begin nothing any more, wait ``grace`` seconds for what is under way, and end the replicas."""
+        """Begin no more tasks, wait ``grace`` seconds for the running ones, and end the replicas."""
         self._draining = True
         limit = time.monotonic() + grace
         while time.monotonic() < limit and (self._jobs.has_unwritten or any(slot.running for slot in self.slots)):
@@ -133,20 +133,20 @@ class Dispatcher:
         for slot in self.slots:
             slot.replica.stop()
         await asyncio.gather(*(asyncio.to_thread(slot.replica.join) for slot in self.slots))
-        # Behind all that they have said.
+        # After all their reports.
         self._loop.call_soon(self._inbox.put_nowait, None)
         await self._listener
         self._giver.cancel()
         await asyncio.gather(self._giver, return_exceptions=True)
 
     async def given_up(self) -> str:
-        """Returns when no ranks will ever serve, with the reason; jobs stay queued for a server that can."""
+        """Return the reason when no ranks will ever serve; jobs stay queued for a later server."""
         await self._gave_up.wait()
         return self._reason
 
     @property
     def failure_reason(self) -> str:
-        """Why jobs that wait would wait in vain, a clause; empty: they would not, or wait for another server."""
+        """Why waiting jobs will never run, as a clause; empty: they will, or they wait for another server."""
         if self._gave_up.is_set() or not all(slot.gave_up for slot in self.slots):
             return ""
         slot = min(self.slots, key=lambda one: one.final)
@@ -166,7 +166,7 @@ class Dispatcher:
             try:
                 async with self._jobs.change:
                     open_slots = [] if self._draining else list(self.slots)
-                    # One at a time to the replica that has the fewest.
+                    # One task at a time, to the replica with the fewest.
                     while open_slots and not self._jobs.has_unwritten:
                         slot = min(open_slots, key=lambda one: len(one.running))
                         if not await self._assign_next(slot):
@@ -178,16 +178,16 @@ class Dispatcher:
                 logger.exception("giving tasks to replicas failed")
 
     async def _assign_next(self, slot: ReplicaSlot) -> bool:
-        """Give a replica its next task, if it may have one; whether it got one."""
+        """Assign a replica its next task if there is one; whether it got one."""
         if not slot.up or slot.loading or len(slot.running) >= 2 * self._most_running:
             return False
         head = await self._jobs.on_disk(self._choose(slot))
-        # Another replica may have taken the job that this one was reserved for.
+        # Another replica may have taken the job for which this one was reserved.
         slot.reserved = slot.reserved and head is not None and head.again
         if head is None or (slot.reserved and slot.running):
             return False
         if len(slot.running) >= self._most_running:
-            # Only for what is more urgent than a task of the same owner, which pauses.
+            # Only for a job more urgent than a task of the same owner, which then pauses.
             tasks = [(live.owner, live.job.request.priority) for live, _ in slot.running.values()]
             tasks.append((self._jobs.live_jobs[head.id].owner, head.priority))
             if len(tasks) - 1 not in under_way(tasks, self._most_running):
@@ -199,7 +199,7 @@ class Dispatcher:
             slot.exclusive_job = head.id
         slot.reserved = False
         if head.model not in slot.models:
-            # Whatever may be unloaded for it must not be at work.
+            # The model to be unloaded must be idle.
             if len(slot.models) < self._most_loaded or not slot.running:
                 self._load(slot, head.model)
             return False
@@ -210,13 +210,13 @@ class Dispatcher:
         return True
 
     def _choose(self, slot: ReplicaSlot) -> Callable[[], NextJob | None]:
-        """What finds the job that a replica serves next; to be called on the disk's thread."""
+        """A function that finds a replica's next job; it runs on the disk's thread."""
         queue = self._jobs.queue
         if slot.exclusive_job and slot.running:
             return partial(queue.head, job=slot.exclusive_job)
         slot.exclusive_job = ""
         others = [one for one in self.slots if one is not slot]
-        # A job that is to have ranks for itself need not wait for these when others are free, or about to be.
+        # A job that needs a replica to itself need not wait for this one if others are free or almost free.
         elsewhere = any(one.idle or one.reserved or (not one.up and 0 < one.failures < STARTS) for one in others)
         again = slot.idle or not elsewhere
         models = set(slot.models)
@@ -289,7 +289,7 @@ class Dispatcher:
             state.message, state.models = said.message, sorted(slot.models)
             await self._load_failed(said.name, JobError(code="internal", message=said.message), LOADS)
             if not slot.models:
-                # The server is ready with any of its models.
+                # The server is ready when any of its models is loaded.
                 await self._load_first(slot)
         else:
             state.ranks, state.bytes = list(said.ranks), dict(said.bytes)
@@ -317,16 +317,16 @@ class Dispatcher:
         elif isinstance(said, TaskFailed):
             company = any(one is not live for one, _ in slot.running.values())
             if said.code == "out_of_memory" and company and live.job.attempt == 1:
-                # There may be enough for it alone.
+                # The memory may be enough for the task alone.
                 await self._restart(live, [picture], said.message)
             else:
                 await self._fail(live, JobError(code=said.code, message=said.message))
         else:
-            # The ranks were not asked to.
+            # The ranks were not told to.
             await self._restart(live, [picture], "the ranks have given it back", counts=False)
 
     async def _finished(self, live: JobState, picture: int, said: Finished) -> None:
-        """A picture is done: its file is written, then that it is there."""
+        """Handle a finished image: write its file, then record it."""
         image = JobImage(
             index=picture,
             seed=(live.job.request.seed or 0) + picture,
@@ -358,7 +358,7 @@ class Dispatcher:
         await self._jobs.write(live, partial(self._jobs.queue.fail, live.id, error), partial(self._jobs.end, live))
 
     async def _restart(self, live: JobState, pictures: Collection[int], why: str, counts: bool = True) -> None:
-        """Put pictures back into the queue; ``counts``: as another attempt of their job."""
+        """Put images back into the queue; ``counts``: as another attempt of their job."""
 
         def then(job: Job | None) -> None:
             if job is not None:
@@ -372,7 +372,7 @@ class Dispatcher:
     # ---- ranks that come and go
 
     async def _load_first(self, slot: ReplicaSlot) -> None:
-        """Load the model that is asked for, or the first, unless that has failed."""
+        """Load the requested model, or the first, unless it has failed."""
         head = await self._jobs.on_disk(self._jobs.queue.head, self._models.keys())
         names = [*self._models] if head is None else [head.model, *self._models]
         name = next((one for one in names if self._failed_loads.get(one, 0) < LOADS), None)
@@ -380,7 +380,7 @@ class Dispatcher:
             self._load(slot, name)
 
     async def _down(self, slot: ReplicaSlot, said: RanksDown) -> None:
-        """Ranks are gone: what they were at begins again, or fails when they have failed under it alone."""
+        """Handle the end of ranks: their tasks begin again, or fail if the ranks ended while running only them."""
         tasks, loading = list(slot.running.values()), slot.loading
         slot.up, slot.loading, slot.exclusive_job, slot.reserved = False, "", "", False
         slot.running, slot.models = {}, set()
@@ -398,7 +398,7 @@ class Dispatcher:
             if not live.ended:
                 lost.setdefault(live, []).append(picture)
         for live, pictures in lost.items():
-            # Company, or a model that was being loaded, may be to blame.
+            # Another task, or a model that was being loaded, may be the cause.
             if live.job.attempt > 1 and len(lost) == 1 and said.why and not loading:
                 why = f"{said.why}; it was the second time for this job"
                 await self._fail(live, JobError(code=said.code, message=why))
@@ -407,20 +407,20 @@ class Dispatcher:
         if loading and said.why:
             await self._load_failed(loading, JobError(code=said.code, message=said.why), 1)
         if said.why and (why := self.failure_reason):
-            # No ranks start: what waits can wait for a server that ever serves.
+            # No ranks start: waiting jobs stay for a later server, unless this one has served.
             if not self._served or all(slot.final for slot in self.slots):
                 self._give_up(why)
             else:
                 await self._fail_waiting(JobError(code=said.code, message=why))
 
     async def _fail_waiting(self, error: JobError, model: str | None = None) -> None:
-        """Fail what waits: all, or what is under way nowhere and is of a model."""
+        """Fail waiting jobs: all, or those of a model that do not run anywhere."""
         for live in list(self._jobs.live_jobs.values()):
             if not live.ended and (model is None or (live.model == model and not live.tasks)):
                 await self._fail(live, error)
 
     async def _load_failed(self, name: str, error: JobError, attempts: int) -> None:
-        """A model could not be loaded: after `LOADS` attempts the jobs that wait for it fail."""
+        """Handle a failed load: after `LOADS` attempts the jobs that wait for the model fail."""
         self._failed_loads[name] = self._failed_loads.get(name, 0) + attempts
         if self._failed_loads[name] < LOADS or any(name in slot.models for slot in self.slots):
             return

@@ -1,4 +1,4 @@
-"""Events of a job in memory: numbered, bounded, for any number of readers that come and go."""
+"""The events of a job in memory: numbered, limited in number, for any number of readers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..types import ENDED, Event, EventName
 
-# Events kept of a job. Beyond that the oldest go of which later ones say more.
+# Maximum number of events of a job. Beyond that the oldest events that later ones supersede are dropped.
 MOST = 512
 PASSING = frozenset({"queued", "step", "paused"})
 
@@ -34,7 +34,7 @@ class EventLog:
         self._more = asyncio.Event()
 
     def publish(self, name: EventName, data: dict[str, Any]) -> None:
-        """Add an event; one that is named as a status in which jobs end is the last."""
+        """Add an event; an event with the name of a final status is the last."""
         if self.ended:
             return
         if name == "preview":
@@ -53,16 +53,16 @@ class EventLog:
         self._wake()
 
     def close(self) -> None:
-        """Let readers end."""
+        """End all readers."""
         self.ended = True
         self._wake()
 
     async def follow(self, after: int) -> AsyncIterator[Event]:
-        """Events behind number ``after``, those to come too, until there are no more."""
+        """Iterate over the events after number ``after``, including future ones, until the last."""
         self.readers += 1
         try:
             while True:
-                # Before looking: what comes while events are handed out is not missed.
+                # Before reading, so that events during the iteration are not missed.
                 more = self._more
                 for event in [one for one in self.events if one.id > after]:
                     after = event.id

@@ -1,4 +1,4 @@
-"""The jobs of a server: in memory as clients see them, on disk so that they are not lost."""
+"""The jobs of a server, in memory for clients and on disk for restarts."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from .results import ResultFiles
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Seconds between attempts to write changes that wait (with news of places in the queue), and between sweeps.
+# Seconds between attempts to write waiting changes (and to report queue positions), and between clean-ups.
 LOOK, SWEEP = 0.5, 60.0
-# Ended jobs with their events that are kept in memory; and without results, on disk: clients make any number of them.
+# Maximum number of ended jobs with events in memory, and of ended jobs without results on disk.
 ENDED_KEPT, WITHOUT_RESULTS = 128, 10_000
-# Numbers of events in one run of the server: a client that was cut off from an earlier run gets all of this one's.
+# Event numbers per run of the server: a client of an earlier run gets all events of this run.
 RUN = 2**32
-# Weight of the latest step in the mean of steps' seconds; pictures over which the ranks' speed is measured.
+# Weight of the latest step in the mean of step times; number of images over which throughput is measured.
 LATEST, MEASURED = 0.2, 64
 
 
 @dataclass(eq=False)
 class JobState:
-    """A job in memory, with what has happened to it.
+    """A job in memory, with its state and events.
 
     Attributes:
         work: of each picture, see `Queue`.
@@ -72,21 +72,21 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Whether it changes no more."""
+        """Whether the job has ended."""
         return self.job.status in ENDED
 
     @property
     def parts(self) -> list[float]:
-        """How much of each picture under way is done, from 0 to 1."""
+        """The finished share of each running image, from 0 to 1."""
         return [min(1.0, self.progress.get(picture, 0) / self.steps) if self.steps else 0.0 for picture in self.tasks]
 
     def task(self, picture: int) -> str:
-        """Id of a picture's task."""
+        """The id of an image's task."""
         return f"{self.id}/{picture}"
 
 
 class Throughput:
-    """Work that all ranks together do in a second, over the last pictures, while anything was under way."""
+    """The work per second of all ranks together, over the last images, without idle time."""
 
     def __init__(self) -> None:
         self._done: deque[tuple[float, float]] = deque(maxlen=MEASURED)
@@ -95,7 +95,7 @@ class Throughput:
         self._running = 0
 
     def running(self, more: int) -> None:
-        """So many tasks more are under way."""
+        """Count started (or ended) tasks."""
         now = time.monotonic()
         if self._since is not None:
             self._busy += now - self._since
@@ -103,13 +103,13 @@ class Throughput:
         self._since = now if self._running else None
 
     def done(self, work: float) -> None:
-        """A picture is done."""
+        """Count a finished image."""
         self.running(0)
         self._done.append((self._busy, work))
 
     @property
     def rate(self) -> float | None:
-        """Work per second; None: nothing has been done yet."""
+        """Work per second; None: no image is finished yet."""
         if not self._done:
             return None
         # What came first took the time before it, which only of the very first is known.
@@ -119,7 +119,7 @@ class Throughput:
 
 
 class JobStore:
-    """All jobs that have not ended, and the latest that have.
+    """All jobs that have not ended, and the latest ended ones.
 
     Every change that has to survive is written by one thread before a client is told of it, and changes happen one
     after the other, under ``change``. While the folder cannot be written (a full disk, a locked database), those that
@@ -144,16 +144,16 @@ class JobStore:
         # Seconds per step, by model.
         self._pace: dict[str, float] = {}
         self._places: dict[str, QueuePlace] = {}
-        # Requests with an input picture that are neither accepted nor refused, by its digest.
+        # By digest of an input image: requests that are neither accepted nor rejected yet.
         self._pending_inputs: Counter[str] = Counter()
-        # Changes that the disk has not taken yet, in order, and what follows each.
+        # Changes that are not on disk yet, in order, and the function to call after each.
         self._unwritten: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
         # The error of the first of them.
         self._write_error = StorageError("nothing is unwritten")
         self._background: set[asyncio.Future[Any]] = set()
 
     async def open(self) -> None:
-        """Open the folder, and take up the jobs of an earlier run. Raises `ConfigError`, `StorageError`."""
+        """Open the folder, and resume the jobs of an earlier run. Raises `ConfigError`, `StorageError`."""
         self._disk = ThreadPoolExecutor(1, "ditmesh-disk")
         try:
             self.queue = await self.on_disk(Queue, self._folder, self._settings)
@@ -183,7 +183,7 @@ class JobStore:
         await self._update_places()
 
     async def _fail_without_model(self) -> None:
-        """Fail jobs of an earlier run for models that this server does not have: they would wait for ever."""
+        """Fail jobs of an earlier run for models that this server does not have; they would wait forever."""
         there = ", ".join(self._served)
         gone = [live for live in self.live_jobs.values() if live.model not in self._served]
         for live in gone:
@@ -195,14 +195,14 @@ class JobStore:
             logger.error("%d jobs of models that this server does not have (%s) have failed", len(gone), models)
 
     async def close(self) -> None:
-        """Let all who follow jobs go, and leave the folder."""
+        """End all event streams, and close the folder."""
         for live in self.live_jobs.values():
             live.log.close()
         await self.on_disk(self.queue.close)
         self._disk.shutdown()
 
     async def on_disk(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in the one thread that reads and writes the folder."""
+        """Run a function in the thread that reads and writes the folder."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, partial(function, *args))
 
     # ---- what becomes of jobs
@@ -210,7 +210,7 @@ class JobStore:
     async def accept(
         self, id: str, request: JobRequest, owner: str, work: float, key: IdempotencyKey | None = None
     ) -> Job:
-        """Take a new job; it is on disk when this returns. A request that is repeated is answered with its job.
+        """Accept a new job; it is on disk when this returns. A repeated request returns its job.
 
         Raises:
             InputError, QueueFull, StorageError, KeyReused: as `Queue.submit`.
@@ -246,7 +246,7 @@ class JobStore:
         return live
 
     async def cancel(self, id: str, owner: str) -> Job:
-        """Cancel a job: it has ended at once, its ranks stop at the next step. One that has ended stays as it is.
+        """Cancel a job: it ends immediately, and its ranks stop at the next step. An ended job does not change.
 
         Raises:
             UnknownJob, StorageError.
@@ -264,14 +264,14 @@ class JobStore:
         return self.view(live)
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that goes on to its end even if its caller is cancelled: half of it would not do."""
+        """Await work that continues to its end even if its caller is cancelled."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return await asyncio.shield(task)
 
     def end(self, live: JobState, job: Job | None) -> None:
-        """A job has ended: tell who follows it, stop what runs of it, and forget the oldest ones that have.
+        """End a job: notify its followers, stop its running tasks, and drop the oldest ended jobs.
 
         None: it had ended before.
         """
@@ -287,7 +287,7 @@ class JobStore:
             del self.live_jobs[id]
 
     def begin(self, live: JobState, picture: int, replica: Replica) -> None:
-        """A picture is given to a replica."""
+        """Record that an image is assigned to a replica."""
         if live.job.status == "queued":
             started = live.job.started or time.time()
             live.job = live.job.model_copy(update={"status": "running", "started": started})
@@ -300,12 +300,12 @@ class JobStore:
         self.throughput.running(1)
 
     def task_ended(self, live: JobState, picture: int) -> None:
-        """A picture is with its replica no more."""
+        """Record that an image has left its replica."""
         del live.tasks[picture]
         self.throughput.running(-1)
 
     def stepped(self, live: JobState, picture: int, step: int, batch: int) -> None:
-        """A picture has come as far as a step, in a batch of so many rows."""
+        """Record that an image has finished a step in a batch of ``batch`` rows."""
         now, before = time.monotonic(), live.stepped.get(picture)
         steps = step - live.progress.get(picture, 0)
         live.stepped[picture] = now
@@ -317,7 +317,7 @@ class JobStore:
         live.log.publish("step", told)
 
     async def put_input(self, data: bytes) -> str:
-        """Keep an input picture until it is released; its digest. Raises `StorageError`."""
+        """Store an input image until it is released; returns its digest. Raises `StorageError`."""
         digest = hashlib.sha256(data).hexdigest()
         self._pending_inputs[digest] += 1
         try:
@@ -327,11 +327,11 @@ class JobStore:
             raise
 
     async def release_input(self, digest: str) -> None:
-        """A job with an input picture was submitted, or refused: remove the picture if no job needs it."""
+        """Release an input image after its job was submitted or rejected: remove it if no job needs it."""
         self._pending_inputs[digest] -= 1
         if not self._pending_inputs[digest]:
             del self._pending_inputs[digest]
-            # A picture that is sent from now on comes later on the disk's thread.
+            # An image that is sent from now on is handled later on the disk's thread.
             await self.on_disk(self._drop_input, digest)
 
     def _drop_input(self, digest: str) -> None:
@@ -357,7 +357,7 @@ class JobStore:
         return [self._seen(job) for job in await self.on_disk(self.queue.jobs, owner, limit, status)]
 
     async def events(self, id: str, owner: str, after: int = 0) -> AsyncIterator[Event]:
-        """Events behind number ``after``, those to come too, up to the last one. Raises `UnknownJob`.
+        """Iterate over the events after number ``after``, including future ones, up to the last. Raises `UnknownJob`.
 
         Of a job of an earlier run only what its state says is repeated; previews are never repeated.
         """
@@ -366,7 +366,7 @@ class JobStore:
             async for event in live.log.follow(after):
                 yield event
             return
-        # It has ended long ago, or in an earlier run: then its number of events is not known, and all are told.
+        # The job ended long ago or in an earlier run: its number of events is unknown, so all are sent.
         job, first = await self.job(id, owner), self.first_event
         told = _past(job) if after < first else []
         if job.status in ENDED:
@@ -390,7 +390,7 @@ class JobStore:
         return (self.queue.run - 1) * RUN + 1
 
     def view(self, live: JobState) -> Job:
-        """A job as its owner sees it now."""
+        """The current state of a job for its owner."""
         job = live.job
         done = [live.steps if image.url is not None else live.progress.get(image.index, 0) for image in job.images]
         update: dict[str, Any] = {
@@ -404,12 +404,12 @@ class JobStore:
         return job.model_copy(update=update)
 
     def _seen(self, job: Job) -> Job:
-        """A job of the queue with what is known of it here."""
+        """A job of the queue with its state in memory."""
         live = self.live_jobs.get(job.id)
         return job if live is None else self.view(live)
 
     def _eta(self, live: JobState) -> float | None:
-        """Seconds until a job is done, as far as that can be told."""
+        """Estimated seconds until a job is done."""
         place, pace, rate = self._places.get(live.id), self._pace.get(live.model), self.throughput.rate
         undone = sum(image.url is None for image in live.job.images)
         waiting = (place.work if place else 0.0) + (undone - len(live.tasks)) * live.work
@@ -431,11 +431,11 @@ class JobStore:
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether the disk is full, and something waits to be written."""
+        """Whether the disk is full and changes wait to be written."""
         return bool(self._unwritten)
 
     async def write(self, live: JobState, change: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Write down what has become of a job, then go on; while the folder cannot be written both wait."""
+        """Write a job's change to disk, then call the function; both wait while the folder cannot be written."""
         if not self._unwritten:
             try:
                 then(await self.on_disk(change))
@@ -451,7 +451,7 @@ class JobStore:
         self._unwritten.append((change, then))
 
     async def _flush_unwritten(self) -> None:
-        """Write the changes that wait, in order, until one fails again."""
+        """Write the waiting changes in order, until one fails."""
         while self._unwritten:
             change, then = self._unwritten[0]
             try:
@@ -460,14 +460,14 @@ class JobStore:
                 self._write_error = error
                 if not error.broken:
                     return
-                # None of them will ever be written.
+                # None of these changes can be written any more.
                 self._unwritten.clear()
                 raise
             self._unwritten.popleft()
             then(result)
 
     async def maintain(self) -> None:
-        """Look now and then at what is owed, what waits and what has expired; until cancelled."""
+        """Write waiting changes, report queue positions and remove expired jobs at intervals, until cancelled."""
         swept = time.monotonic()
         while True:
             await asyncio.sleep(LOOK)
@@ -490,7 +490,7 @@ class JobStore:
             self.wake.set()
 
     async def sweep(self) -> None:
-        """Forget jobs that have expired, and the oldest ones where there is too much."""
+        """Remove expired jobs, and the oldest jobs beyond the limits."""
         async with self.change:
             for id in await self.on_disk(self._sweep):
                 self.live_jobs.pop(id, None)

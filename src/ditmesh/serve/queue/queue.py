@@ -1,4 +1,4 @@
-"""The queue of jobs: an SQLite file, in which a job is written down before it is accepted, and every step of its life.
+"""The queue of jobs: an SQLite file that records every job before it is accepted, and every change of its status.
 
 Fair over owners by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with pictures as packets: an owner's
 picture begins at the virtual time up to which the owner has used the ranks, and the earliest one goes first. One owner
@@ -35,9 +35,9 @@ FILE, LOCK = "queue.sqlite", "lock"
 # is new does not raise it: older servers fail the jobs that have it, and keep all others. And what says that the file
 # is ours: "dmsh".
 VERSION, APPLICATION = 1, 0x646D7368
-# What stands for a prompt that cannot be read.
+# The placeholder for a prompt that cannot be read.
 UNREADABLE = "(not readable)"
-# Seconds after which it is worth asking again, while nothing has been measured, and at least.
+# Seconds after which a client should retry: without measurements, and at least.
 UNMEASURED, SOONEST = 5.0, 1.0
 
 TABLES = """
@@ -81,7 +81,7 @@ CREATE TABLE facts (name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
 INSERT INTO facts VALUES ('clock', 0), ('runs', 0);
 """
 
-# What a file of an earlier server of this version lacks.
+# Columns that a file of an earlier server may lack.
 LATER_TABLES = """
 CREATE TABLE IF NOT EXISTS keys (
     owner TEXT NOT NULL,
@@ -120,14 +120,14 @@ class NextJob:
 
 @dataclass(frozen=True)
 class QueuePlace:
-    """A queued job's place: number of queued jobs that begin before it, and work of all that goes before it."""
+    """A queued job's position: the number of queued jobs before it, and their work."""
 
     position: int
     work: float
 
 
 class Queue:
-    """Jobs and what has become of them, in a folder that one process at a time may use.
+    """Jobs and their states, in a folder that one process at a time may use.
 
     Every method that changes something is one transaction, on disk (``synchronous=FULL``) when it returns, so that the
     process may be killed at any moment: pictures that were under way wait again at the next start, their jobs' attempts
@@ -146,7 +146,7 @@ class Queue:
         settings: ServiceSettings | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Open the folder, and put back into the queue what was under way.
+        """Open the folder, and put the running images back into the queue.
 
         Args:
             folder: made if it is not there.
@@ -167,7 +167,7 @@ class Queue:
         self.queued = self.running = 0
         with contextlib.ExitStack() as stack:
             try:
-                # Prompts and pictures are their owners' business.
+                # Prompts and images are private to their owners.
                 self.folder.mkdir(0o700, parents=True, exist_ok=True)
                 stack.enter_context(_locked(self.folder))
             except OSError as error:
@@ -188,7 +188,7 @@ class Queue:
             self._resources = stack.pop_all()
 
     def close(self) -> None:
-        """Leave the folder to another process."""
+        """Close the folder for other processes."""
         with self._lock:
             self._resources.close()
 
@@ -220,7 +220,7 @@ class Queue:
         return db
 
     def _move_aside(self) -> Path:
-        """Move a queue that cannot be read, and all results, which only it knew of, into a folder of their own."""
+        """Move an unreadable queue and its results into a separate folder."""
         stamp = time.strftime("broken-%Y%m%d-%H%M%S", time.gmtime(self._now()))
         aside = next(path for path in free_names(self.folder / stamp) if not path.exists())
         aside.mkdir()
@@ -230,7 +230,7 @@ class Queue:
         return aside
 
     def _set_aside(self, db: sqlite3.Connection) -> None:
-        """Fail what waits and cannot be read: the row stays as it is, for a version that can."""
+        """Fail waiting jobs that cannot be read; their rows stay unchanged for a later version."""
         live = "SELECT * FROM jobs WHERE status IN ('queued', 'running')"
         for row in db.execute(live).fetchall():
             try:
@@ -247,7 +247,7 @@ class Queue:
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it is on disk at its end, or none of it."""
+        """A transaction: at its end all of it is on disk, or none."""
         with self._lock:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -279,7 +279,7 @@ class Queue:
         rate: float | None = None,
         key: IdempotencyKey | None = None,
     ) -> Job:
-        """Accept a job: it is on disk when this returns. A request that is repeated is answered with its job.
+        """Accept a job: it is on disk when this returns. A repeated request returns its job.
 
         Args:
             id: of the job.
@@ -319,7 +319,7 @@ class Queue:
         return job
 
     def repeated(self, owner: str, key: IdempotencyKey) -> Job | None:
-        """The job of a request that was accepted with this key, unless it was cancelled: then the key is free again.
+        """The job that was accepted with this key, unless it was cancelled, which frees the key.
 
         A key is remembered as long as its job.
 
@@ -351,7 +351,7 @@ class Queue:
         over_mine = mine["pictures"] + n - self.most_per_owner if owner else 0
         if over <= 0 and over_mine <= 0:
             return
-        # Until enough of them are done: of all at the speed of all, of the owner's at the speed of a share.
+        # Until enough of them are done: all jobs at the whole speed, the owner's at the speed of a share.
         work = max(over * everyone["work"], over_mine * mine["work"] * everyone["owners"])
         after = max(SOONEST, work / rate) if rate else UNMEASURED
         mine_or_all, number, bound = (
@@ -382,12 +382,12 @@ class Queue:
         return None
 
     def begin(self, id: str) -> int | None:
-        """Begin a job's next picture, and charge its owner for it; its number, or None when none waits."""
+        """Begin a job's next image, and charge its owner; the image's number, or None if none waits."""
         with self._change() as db:
             job = self._row(db, id)
             if job is None or not job["waiting"]:
                 return None
-            # The virtual time: use of the waiting owner with the least. A new owner has no more credit than that.
+            # The virtual time: the least use of any waiting owner. A new owner starts there.
             (clock,) = db.execute(f"SELECT min(max(coalesce(o.used, 0), c.value)) {WAITING}").fetchone()
             begun = {row[0] for row in db.execute("SELECT picture FROM pictures WHERE job = ?", (job["number"],))}
             picture = next(one for one in range(job["n"]) if one not in begun)
@@ -409,13 +409,13 @@ class Queue:
         )
 
     def _refund(self, db: sqlite3.Connection, job: sqlite3.Row, pictures: float) -> None:
-        """Give an owner the part of pictures back that was not generated."""
+        """Refund an owner for the part of images that was not generated."""
         used = db.execute("SELECT used FROM owners WHERE owner = ?", (job["owner"],)).fetchone()
         if used is not None and pictures:
             self._charge(db, job, used[0], -pictures)
 
     def finish(self, id: str, picture: int, file: str, image: JobImage) -> Job | None:
-        """A picture is done, and its file is there; the job, or None when the picture is not wanted any more."""
+        """Record a finished image with its file; the job, or None if the image is not needed any more."""
         with self._change() as db:
             if (job := self._row(db, id, "running")) is None:
                 return None
@@ -428,7 +428,7 @@ class Queue:
             return self._job(db, id)
 
     def fail(self, id: str, error: JobError) -> Job | None:
-        """A job cannot be done; None when it has ended already."""
+        """Record a failed job; None if it has ended already."""
         with self._change() as db:
             if (job := self._row(db, id, "queued", "running")) is None:
                 return None
@@ -437,7 +437,7 @@ class Queue:
             return self._job(db, id)
 
     def cancel(self, id: str, done: Sequence[float] = ()) -> Job | None:
-        """A job is not wanted any more; None when it has ended already.
+        """Record a cancelled job; None if it has ended already.
 
         Args:
             id: of the job.
@@ -451,7 +451,7 @@ class Queue:
             return self._job(db, id)
 
     def interrupt(self, id: str, pictures: Collection[int], counts: bool = True) -> Job | None:
-        """Pictures under way were lost and wait again; None when the job has ended already.
+        """Put lost running images back into the queue; None if the job has ended already.
 
         Args:
             id: of the job.
@@ -479,7 +479,7 @@ class Queue:
     # ---- what there is
 
     def job(self, id: str, owner: str | None = None) -> Job:
-        """A job; ``owner``: it has to be theirs.
+        """A job; ``owner``: only if it belongs to this owner.
 
         Raises:
             UnknownJob: there is none.
@@ -506,12 +506,12 @@ class Queue:
             return [(self._as_job(self._db, row), row["owner"]) for row in self._db.execute(query).fetchall()]
 
     def file(self, id: str, picture: int) -> str | None:
-        """Name of a picture's file."""
+        """The name of an image's file."""
         query = "SELECT p.file FROM pictures p JOIN jobs j ON j.number = p.job WHERE j.id = ? AND p.picture = ?"
         return next((row["file"] for row in self._rows(query, id, picture)), None)
 
     def places(self) -> dict[str, QueuePlace]:
-        """Places of the queued jobs, as they will begin if no others come."""
+        """The positions of the queued jobs, if no other jobs arrive."""
         query = (
             "SELECT j.id, j.owner, j.status, j.priority, j.attempt > 1 AS again, j.work, j.waiting, "
             f"max(coalesce(o.used, 0), c.value) AS used {WAITING} "
@@ -550,7 +550,7 @@ class Queue:
         return [row[0] for row in self._rows("SELECT id FROM jobs WHERE expires <= ?", self._now())]
 
     def oldest(self, number: int) -> list[str]:
-        """The jobs with results that ended first."""
+        """The jobs with results that ended earliest."""
         query = (
             "SELECT id FROM jobs WHERE expires IS NOT NULL AND EXISTS (SELECT 1 FROM pictures WHERE job = number) "
             "ORDER BY expires LIMIT ?"
@@ -558,7 +558,7 @@ class Queue:
         return [row[0] for row in self._rows(query, number)]
 
     def surplus(self, number: int) -> list[str]:
-        """The jobs without results that ended first, beyond so many."""
+        """The jobs without results that ended earliest, beyond a number to keep."""
         query = (
             "SELECT id FROM jobs WHERE expires IS NOT NULL AND NOT EXISTS (SELECT 1 FROM pictures WHERE job = number) "
             "ORDER BY expires DESC LIMIT -1 OFFSET ?"
@@ -566,7 +566,7 @@ class Queue:
         return [row[0] for row in self._rows(query, number)]
 
     def forget(self, ids: Collection[str]) -> None:
-        """Forget jobs that have ended, and owners that have nothing more coming or owing."""
+        """Remove ended jobs, and owners without jobs or charges."""
         with self._change() as db:
             db.executemany("DELETE FROM jobs WHERE id = ? AND expires IS NOT NULL", [(id,) for id in ids])
             db.execute(
@@ -621,7 +621,7 @@ class Queue:
 
 
 def _request(row: sqlite3.Row) -> JobRequest:
-    """A job's request; of one that another version has written as much as is known here."""
+    """A job's request; if another version wrote it, only the known fields."""
     with contextlib.suppress(ValidationError):
         return JobRequest.model_validate_json(row["request"])
     with contextlib.suppress(ValueError, TypeError, AttributeError):
@@ -631,7 +631,7 @@ def _request(row: sqlite3.Row) -> JobRequest:
 
 
 def _give_back(db: sqlite3.Connection, which: str) -> int:
-    """Let pictures that have begun and are not done wait again; how many."""
+    """Put unfinished images back into the queue; returns their number."""
     which = f"file IS NULL AND {which}"
     waiting = f"SELECT count(*) FROM pictures WHERE job = jobs.number AND {which}"
     db.execute(f"UPDATE jobs SET waiting = waiting + ({waiting}) WHERE status = 'running'")
@@ -645,7 +645,7 @@ def _give_back(db: sqlite3.Connection, which: str) -> int:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process, however that ends."""
+    """Lock a folder for this process, until it ends in any way."""
     file = lock_of(folder / LOCK)
     if file is None:
         who = (folder / LOCK).read_text(encoding="utf-8")[:20].strip() or "unknown"

@@ -18,7 +18,7 @@ from .storage import storage_error
 
 RESULTS, INPUTS = "results", "inputs"
 
-# How files begin, what follows their names' dot, and what a browser calls them.
+# First bytes of files, file extensions, and media types.
 KINDS = (
     (0, b"\x89PNG", "png", "image/png"),
     (0, b"\xff\xd8\xff", "jpg", "image/jpeg"),
@@ -45,7 +45,7 @@ class ResultFiles:
         settings: ServiceSettings | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Look at what is there, and remove what was never finished.
+        """Scan the folder, and remove unfinished files.
 
         Args:
             folder: of the server, which no other program uses.
@@ -74,11 +74,11 @@ class ResultFiles:
 
     @property
     def over(self) -> int:
-        """Bytes beyond the bound."""
+        """Bytes beyond the limit."""
         return max(0, self.bytes - self._most)
 
     def check_space(self) -> None:
-        """Refuse what would not find room.
+        """Reject a file that would not fit on the disk.
 
         Raises:
             NoSpace: the disk is nearly full.
@@ -103,11 +103,11 @@ class ResultFiles:
         return path.name
 
     def path(self, job: str, file: str) -> tuple[Path, str]:
-        """Where a result is, and its media type."""
+        """The path of a result, and its media type."""
         return self._results / job / file, MEDIA.get(file.rpartition(".")[2], OTHER)
 
     def remove(self, job: str, file: str | None = None) -> None:
-        """Remove a result, or all of a job; what is not there any more is no error."""
+        """Remove a result, or all results of a job; a missing file is not an error."""
         folder = self._results / job
         for path in [folder / file] if file is not None else [*folder.glob("*")]:
             self._unlink(path)
@@ -116,7 +116,7 @@ class ResultFiles:
             folder.rmdir()
 
     def put_input(self, data: bytes) -> str:
-        """Keep an input picture; its digest.
+        """Store an input image; returns its digest.
 
         Raises:
             StorageError: it cannot be written; `NoSpace`: there is no room for it.
@@ -125,12 +125,12 @@ class ResultFiles:
         path = self._inputs / digest
         try:
             if path.exists():
-                # As if it had come now.
+                # Update its time.
                 os.utime(path, (self._now(), self._now()))
                 return digest
             self.check_space()
             if self._input_bytes + len(data) > self._most // 2:
-                # Old results make room for them, but not all of it.
+                # Old results are deleted for inputs, but only up to a share.
                 raise NoSpace(f"the server keeps {self._most >> 21} MiB of input pictures at most; ask again later")
             self._write(path, data)
             os.utime(path, (self._now(), self._now()))
@@ -139,12 +139,12 @@ class ResultFiles:
         return digest
 
     def input(self, digest: str) -> Path | None:
-        """Where an input picture is, if it is there."""
+        """The path of an input image, if it exists."""
         path = self._inputs / digest
         return path if path.is_file() else None
 
     def remove_input(self, digest: str) -> None:
-        """Remove an input picture; what is not there any more is no error."""
+        """Remove an input image; a missing file is not an error."""
         self._unlink(self._inputs / digest)
 
     def _unlink(self, path: Path) -> None:
@@ -154,7 +154,7 @@ class ResultFiles:
             self._count(path, -size)
 
     def sweep(self, jobs: Collection[str], inputs: Collection[str]) -> None:
-        """Remove the results of jobs that are no more, and inputs that no job needs, when their time is over."""
+        """Remove the results of removed jobs, and inputs that no job needs, after their time."""
         for folder in self._results.iterdir():
             if folder.name not in jobs:
                 self.remove(folder.name)
@@ -187,7 +187,7 @@ def _failed(what: str, error: OSError) -> StorageError:
 
 
 def _sync(folder: Path) -> None:
-    """Let the names in a folder survive a loss of power."""
+    """Make the names in a folder durable (fsync)."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

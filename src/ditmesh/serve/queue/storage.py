@@ -1,4 +1,4 @@
-"""What the system says of the server's folder, in the server's words: a locked database is no full disk."""
+"""System errors of the server's folder as server errors: a locked database differs from a full disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
 DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
-# SQLite's primary codes, by what they are here; Python before 3.11 has their texts only.
+# SQLite's primary codes by kind of failure; Python before 3.11 has only their texts.
 CODES = {
     13: "full", 5: "locked", 6: "locked", 11: "broken", 26: "broken", 3: "rights", 8: "rights", 23: "rights",
     14: "open", 10: "disk", 7: "memory",
@@ -30,12 +30,12 @@ WAYS_OUT = {
     "open": "give the server's user the right to open it, or raise the limit of open files (ulimit -n)",
     "memory": "free memory",
 }
-# What may pass by itself in a moment.
+# Temporary failures.
 PASSING = ("descriptors", "locked", "memory")
 
 
 def kind_of(error: OSError | sqlite3.Error) -> str | None:
-    """What kind of failure it is, a key of ``WAYS_OUT``; None: it is a mistake in a statement, and none of the system.
+    """The kind of failure, a key of ``WAYS_OUT``; None: a mistake in a statement, not a system failure.
 
     Args:
         error: of the system or of SQLite.
@@ -50,7 +50,7 @@ def kind_of(error: OSError | sqlite3.Error) -> str | None:
 
 
 def storage_error(what: str, error: OSError | sqlite3.Error) -> StorageError | None:
-    """The error that clients and the log are told.
+    """The error for clients and the log.
 
     Args:
         what: that could not be done, such as ``"cannot write /x"``.
