@@ -1,4 +1,4 @@
-"""A server's clients: `Client`, and `AsyncClient` for programs with an event loop."""
+"""Clients of a server: `Client`, and `AsyncClient` for programs with an event loop."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 P = ParamSpec("P")
-# A picture to send: as PIL has it, a file's name, or its bytes.
+# An image to send: a PIL image, a file name, or bytes.
 Picture = Any
 OnEvent = Callable[[Event], None]
 
 URL, KEY = "http://127.0.0.1:8000", "DITMESH_API_KEY"
-# Arguments of `generate` that are pictures, and their roles.
+# Arguments of `generate` that are images, and their roles.
 ROLES = {"image": "image", "mask": "mask", "control": "control", "ip_image": "ip-image"}
 # Seconds: to connect and to be answered; of silence in a stream, in which the server says every 15 that it is alive;
 # between two attempts when the server does not say.
@@ -80,7 +80,7 @@ def job_body(prompt: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_url(picture: Picture, name: str) -> str:
-    """A picture as servers take it.
+    """An image in the form that servers accept.
 
     Raises:
         InputError: it is none, or cannot be read.
@@ -105,7 +105,7 @@ def data_url(picture: Picture, name: str) -> str:
 
 
 def _wait(response: httpx.Response, waited: float, patience: float) -> float | None:
-    """Seconds to wait before asking again; None: this is the answer."""
+    """Seconds to wait before a retry; None: this is the final response."""
     if response.status_code not in (429, 503) or response.headers.get("x-should-retry") == "false":
         return None
     try:
@@ -116,14 +116,14 @@ def _wait(response: httpx.Response, waited: float, patience: float) -> float | N
 
 
 def _check(response: httpx.Response) -> None:
-    """Raise what an answer says."""
+    """Raise the error of a response, if it is one."""
     if response.is_success:
         return
     try:
         error = response.json()["error"]
         message, code = str(error["message"]), str(error["code"])
     except (ValueError, KeyError, TypeError):
-        # Something between us and the server has answered.
+        # A proxy has answered instead of the server.
         message, code = f"the server has answered with HTTP status {response.status_code}", ""
     status = response.status_code
     if code == "job_not_found":
@@ -146,7 +146,7 @@ def _unreachable(url: str, error: Exception) -> ServerError | InputError:
 
 @dataclass
 class EventReader:
-    """Reads a stream of events, and knows where to go on after a lost connection."""
+    """Reads a stream of events, and resumes it after a lost connection."""
 
     url: str
     after: int
@@ -156,12 +156,12 @@ class EventReader:
     fields: dict[str, str] = field(default_factory=dict)
 
     def refused(self, response: httpx.Response) -> None:
-        """Raise what an answer that is no stream says, unless it is worth asking again."""
+        """Raise the error of a response that is not a stream, unless a retry may help."""
         if _wait(response, 0.0, self.patience) is None:
             _check(response)
 
     def feed(self, line: str) -> Event | None:
-        """The event that ends with a line."""
+        """The event that a line completes; None: none."""
         self.lost_since = None
         if line:
             name, _, value = line.partition(":")
@@ -176,13 +176,13 @@ class EventReader:
         try:
             event = Event(id=int(fields.get("id", 0)), event=fields["event"], data=data)  # type: ignore[arg-type]
         except (KeyError, ValueError):
-            # Of a newer server.
+            # An event of a newer server.
             return None
         self.after, self.over = max(self.after, event.id), event.event in ENDED
         return event
 
     def pause(self, error: Exception | None) -> float:
-        """The connection is lost: seconds to wait.
+        """The seconds to wait after a lost connection.
 
         Raises:
             DitmeshError: it has been lost for longer than one is willing to wait.
@@ -203,7 +203,7 @@ Flow = Generator[Any, Any, Result]
 
 
 class _Flows:
-    """The methods of both clients; subclasses say which client of httpx asks."""
+    """The methods of both clients; subclasses choose the httpx client."""
 
     _http: Any
     _library: Callable[..., Any]
@@ -216,14 +216,14 @@ class _Flows:
         self.url = url.rstrip("/")
         key = os.environ.get(KEY) if key is None else key
         self._patience = patience
-        # Whether the server has answered before: then it may be back in a moment.
+        # Whether the server has answered before: then a retry may succeed.
         self._reached = False
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = self._library(base_url=self.url, headers=headers, timeout=timeout)
         self._silence = httpx.Timeout(timeout, read=SILENCE)
 
     def _ask(self, method: str, url: str, **more: Any) -> Flow[httpx.Response]:
-        """Send a request until it is answered, or for as long as the client is patient."""
+        """Send a request until it is answered, or until the client's patience ends."""
         ask, waited = ApiRequest(method, url, more), 0.0
         while True:
             try:
@@ -231,7 +231,7 @@ class _Flows:
             except (httpx.TransportError, httpx.InvalidURL) as error:
                 passing = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException))
                 absent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
-                # A caller that breaks off does not wait.
+                # An interrupted caller does not wait.
                 wait = PAUSE if passing and not absent and method != "DELETE" else None
                 if wait is None or waited + wait > self._patience:
                     raise _unreachable(self.url, error) from None
@@ -255,7 +255,7 @@ class _Flows:
         return (yield from self._images(job))
 
     def _submit(self, prompt: str, **options: Any) -> Flow[Job]:
-        # Sent again, after a lost connection for one, it is the same job.
+        # With this key a repeated request is the same job.
         once = {"json": job_body(prompt, options), "headers": {"Idempotency-Key": secrets.token_hex(16)}}
         try:
             response = yield from self._ask("POST", "/v1/jobs", **once)
@@ -263,7 +263,7 @@ class _Flows:
         except Exception:
             raise
         except BaseException:
-            # It may have arrived: the same request again says which job it is.
+            # The request may have arrived: repeating it returns its job.
             with contextlib.suppress(Exception):
                 response = yield ApiRequest("POST", "/v1/jobs", once | {"timeout": LAST})
                 yield ApiRequest("DELETE", f"/v1/jobs/{response.json()['id']}", {"timeout": LAST})
@@ -329,7 +329,7 @@ class _Flows:
 
 
 class Client(_Flows):
-    """A server's client.
+    """A client of `ditmesh serve`.
 
     Args:
         url: of the server.
@@ -348,7 +348,7 @@ class Client(_Flows):
     _library = httpx.Client
 
     def generate(self, prompt: str, *, on_event: OnEvent | None = None, **options: Any) -> list[Image]:
-        """Generate pictures, and wait for them. Breaking off, by Ctrl-C for one, cancels the job.
+        """Generate images and wait for them. An interruption such as Ctrl-C cancels the job.
 
         Args:
             prompt: what to generate.
@@ -363,27 +363,27 @@ class Client(_Flows):
         return self._do(self._generate(prompt, on_event, **options))
 
     def submit(self, prompt: str, **options: Any) -> Job:
-        """Submit a job and return at once; ``options`` as for `generate`. Breaking off cancels what has arrived."""
+        """Submit a job and return immediately; ``options`` as for `generate`. An interruption cancels the job."""
         return self._do(self._submit(prompt, **options))
 
     def wait(self, id: str, on_event: OnEvent | None = None) -> Job:
-        """Wait until a job has succeeded. Raises what it failed of."""
+        """Wait until a job has succeeded. Raises the error of a failed job."""
         return self._do(self._wait(id, on_event))
 
     def images(self, job: Job) -> list[Image]:
-        """The pictures of a job that has succeeded, each with its ``.receipt``."""
+        """The images of a succeeded job, each with its ``.receipt``."""
         return self._do(self._images(job))
 
     def file(self, id: str, index: int = 0) -> bytes:
-        """The file of a result, as the server has it."""
+        """The file of a result, as the server stores it."""
         return self._do(self._file(id, index))
 
     def job(self, id: str) -> Job:
-        """A job as it is now."""
+        """The current state of a job."""
         return self._do(self._job(id))
 
     def jobs(self, limit: int = 50, status: Status | None = None) -> list[Job]:
-        """One's own jobs, the newest first."""
+        """The jobs of this key, the newest first."""
         return self._do(self._jobs(limit, status))
 
     def cancel(self, id: str) -> Job:
@@ -391,7 +391,7 @@ class Client(_Flows):
         return self._do(self._cancel(id))
 
     def events(self, id: str, after: int = 0) -> Iterator[Event]:
-        """What happens to a job, behind event number ``after``, to its end; lost connections are made again."""
+        """The events of a job after number ``after``, to its end; lost connections are renewed."""
         reader = EventReader(self.url, after, self._patience)
         while True:
             error = None
@@ -411,7 +411,7 @@ class Client(_Flows):
             time.sleep(reader.pause(error))
 
     def models(self) -> list[ModelCard]:
-        """The models that the server offers; the first is its default."""
+        """The models of the server; the first is the default."""
         return self._do(self._models())
 
     def server(self) -> ServerState:
@@ -450,7 +450,7 @@ class Client(_Flows):
 def _awaited(
     flow: Callable[Concatenate[Any, P], Flow[Result]],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Result]]:
-    """The method of `AsyncClient` that does what a flow says, with the name and docstring of `Client`'s."""
+    """The method of `AsyncClient` for a flow, with the name and docstring of `Client`'s method."""
 
     @functools.wraps(getattr(Client, flow.__name__.removeprefix("_")))
     async def method(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> Result:
@@ -460,7 +460,7 @@ def _awaited(
 
 
 class AsyncClient(_Flows):
-    """`Client` for programs with an event loop: the same methods, to be awaited. Cancelling a task cancels its job."""
+    """`Client` for programs with an event loop: the same methods as coroutines. Cancelling a task cancels its job."""
 
     _http: httpx.AsyncClient
     _library = httpx.AsyncClient
@@ -516,7 +516,7 @@ class AsyncClient(_Flows):
             except StopIteration as done:
                 return done.value
             try:
-                # What is still to be done after a cancellation is not broken off by a second one.
+                # A second cancellation does not interrupt the clean-up after the first.
                 doing = self._step(step)
                 resume, value = flow.send, await (asyncio.shield(doing) if broken else doing)
             except BaseException as error:

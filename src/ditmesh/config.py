@@ -1,4 +1,4 @@
-"""What the user asks for: plain, validated data. Nothing here touches ``torch.distributed``."""
+"""The parallel configuration: plain, validated data. This module does not use ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ AXES = ("data", "cfg", "pipe", "ring", "ulysses", "tensor")
 # Axes whose ranks hold equal weights.
 REPLICAS = ("data", "cfg", "ring", "ulysses")
 
-# Most ranks of an axis, patches or tiles: no machine has more, and a number from outside fills no memory.
+# Maximum of ranks of an axis, patches or tiles, so that an untrusted number cannot exhaust memory.
 MOST = 2**16
 
-# Why training refuses what has no gradient.
+# Why a setting cannot be trained.
 STALE = "keys of an earlier step have no gradient"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is to be known of a field of `ParallelConfig` besides its type; the command line is made from it.
+    """The description of a field of `ParallelConfig` besides its type, from which the command line is generated.
 
     Attributes:
         help: one line.
@@ -59,12 +59,12 @@ class Setting:
 
 
 def setting(name: str) -> Setting:
-    """What is to be known of a field of `ParallelConfig`."""
+    """The description of a field of `ParallelConfig`."""
     return next(item for item in ParallelConfig.model_fields[name].metadata if isinstance(item, Setting))
 
 
 class ParallelConfig(BaseModel):
-    """How one pipeline is spread over ranks.
+    """How a pipeline is distributed over ranks.
 
     Attributes:
         data: ranks that share the rows of a batch (prompts, pictures).
@@ -285,7 +285,7 @@ class ParallelConfig(BaseModel):
         self._check()
 
     def _check(self) -> None:
-        """Refuse settings that do not go together.
+        """Reject settings that cannot be combined.
 
         Raises:
             ConfigError: naming both, and the way out.
@@ -423,7 +423,7 @@ class ParallelConfig(BaseModel):
 
     @property
     def stages_or_patches(self) -> bool:
-        """Whether PipeFusion runs: several stages, or one that cuts the picture in patches."""
+        """Whether PipeFusion runs: several stages, or one stage with patches."""
         return self.pipe > 1 or (self.patches or 1) > 1
 
     @property
@@ -438,12 +438,12 @@ class ParallelConfig(BaseModel):
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that would hold equal weights, and take part in the same requests."""
+        """The number of ranks that would hold equal weights and take part in the same requests."""
         return self.size_of(REPLICAS if self.inputs != "per-data-rank" else REPLICAS[1:])
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether a rank holds a part of the transformer's weights only."""
+        """Whether a rank holds only a part of the transformer's weights."""
         return self.tensor * self.pipe * self.shard > 1
 
     def size_of(self, axes: Iterable[str]) -> int:
@@ -459,8 +459,8 @@ class ParallelConfig(BaseModel):
         return list(sets.values())
 
     def shard_groups(self) -> list[list[int]]:
-        """All sets of ranks that hold a part each of weights which would be equal on them: neighbours among those."""
-        # No two data ranks that have requests of their own.
+        """All groups of neighbouring ranks that shard weights which would otherwise be equal on them."""
+        # Not across data ranks with different requests.
         own = self.inputs == "per-data-rank"
         replicas = self.groups(tuple(axis for axis in REPLICAS if axis != "data" or not own))
         return [ranks[start : start + self.shard] for ranks in replicas for start in range(0, len(ranks), self.shard)]
@@ -496,7 +496,7 @@ class ParallelConfig(BaseModel):
         return " ".join(parts)
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse when the degrees do not multiply to ``world_size`` ranks.
+        """Raise an error if the degrees do not multiply to ``world_size`` ranks.
 
         Raises:
             ConfigError: naming both products and the way out.
@@ -548,7 +548,7 @@ class ParallelConfig(BaseModel):
 
 
 def _explain(error: ValidationError) -> str:
-    """One sentence per wrong field, with the way out."""
+    """One sentence per wrong field, with what the user can do."""
     fields = ", ".join(ParallelConfig.model_fields)
     by_name: dict[str, list[Any]] = {}
     for problem in error.errors():

@@ -1,4 +1,4 @@
-"""The errors ditmesh raises: each message names the thing, the value, and the way out."""
+"""The errors that ditmesh raises: each message names the setting, its value, and what the user can do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 class DitmeshError(Exception):
-    """Base of everything ditmesh raises on purpose."""
+    """Base class of all ditmesh errors."""
 
 
 class InputError(DitmeshError, ValueError):
-    """What the user asked for cannot be done. Raised before any rank starts heavy work; exit code 2."""
+    """The request cannot be done. Raised before any rank starts heavy work; exit code 2."""
 
 
 class ConfigError(InputError):
@@ -25,11 +25,11 @@ class LayoutError(DitmeshError, RuntimeError):
 
 
 class JournalError(DitmeshError, RuntimeError):
-    """A request that was to go on from where it was broken off is another one than the journal holds."""
+    """A resumed request differs from the request in the journal."""
 
 
 class RankFailed(DitmeshError, RuntimeError):
-    """A rank raised or died. The message holds that rank's own traceback.
+    """A rank raised an exception or died. The message contains the rank's traceback.
 
     Attributes:
         rank: the one that failed first.
@@ -56,11 +56,11 @@ class RankFailed(DitmeshError, RuntimeError):
 
 
 class MeetingError(DitmeshError, RuntimeError):
-    """Ranks on several hosts did not come together: one is late or cannot be reached, or has other versions."""
+    """Ranks on several hosts could not connect: a rank is late, cannot be reached, or has other versions."""
 
 
 class ServerError(DitmeshError, RuntimeError):
-    """The server could not do it, or cannot be reached.
+    """The server failed, or cannot be reached.
 
     Attributes:
         status: of HTTP; None: there was no answer, or a job failed.
@@ -73,26 +73,26 @@ class ServerError(DitmeshError, RuntimeError):
 
 
 class UntestedWarning(UserWarning):
-    """A combination of model and strategies that the parity matrix has not run."""
+    """The parity matrix has not tested this combination of model and strategies."""
 
 
 class HostsWarning(UserWarning):
-    """A configuration lets ranks on several hosts exchange what is better kept inside of one."""
+    """A configuration sends data between hosts that should stay inside one host."""
 
 
 class InputDifferenceWarning(UserWarning):
-    """Ranks were given different inputs, and all of them run the first rank's."""
+    """Ranks were given different inputs, and all ranks use those of the first rank."""
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """``"; did you mean 'ulysses'?"`` when one of ``words`` is nearly ``word``, or several alike; else nothing."""
+    """``"; did you mean 'ulysses'?"`` if one or several of ``words`` are similar to ``word``; otherwise empty."""
     near = difflib.get_close_matches(word, list(words), 3, 0.6)
     likeness = [difflib.SequenceMatcher(None, one, word).ratio() for one in near]
     best = sorted(one for one, like in zip(near, likeness, strict=True) if like == likeness[0])
     return f"; did you mean {' or '.join(map(repr, best))}?" if best else ""
 
 
-# By the kind of a finding of pydantic: what a value is not.
+# By the type of a pydantic error: what a value should be.
 NOT_OF_KIND = {
     "int": "not a whole number",
     "float": "not a number",
@@ -107,7 +107,7 @@ NOT_OF_KIND = {
 
 
 def what_is_wrong(problem: Mapping[str, Any]) -> str:
-    """What pydantic has found wrong with a value, in the words of an error: "not a whole number", "below 1"."""
+    """A pydantic error in the words of ditmesh's messages: "not a whole number", "below 1"."""
     kind, about, value = str(problem["type"]), problem.get("ctx") or {}, problem.get("input")
     if kind == "literal_error":
         words = [word.strip("'") for word in re.split(r", | or ", str(about["expected"]))]
@@ -133,7 +133,7 @@ def what_is_wrong(problem: Mapping[str, Any]) -> str:
 
 
 def nearest_problem(problems: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of a value that may be of several types: what is said of the one that it is nearest to."""
+    """For a value of several possible types, the error for the nearest type."""
 
     def nearness(one: Mapping[str, Any]) -> tuple[int, bool, bool]:
         kind = one["type"]
@@ -144,5 +144,5 @@ def nearest_problem(problems: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a file cannot be read or written: of an error of the system its words alone, without the file's name."""
+    """Why a file cannot be read or written: the system's message without the file's name."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())

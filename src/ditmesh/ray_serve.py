@@ -96,7 +96,7 @@ def build(arguments: dict[str, Any]) -> Any:
         from ray import serve
     except ImportError as error:
         raise ConfigError(f"Ray Serve is not installed ({error.name} is missing); pip install 'ray[serve]'") from None
-    # What is refused is refused here, before anything is deployed.
+    # Errors are raised here, before anything is deployed.
     plan = plan_of(arguments)
 
     def app() -> FastAPI:
@@ -104,7 +104,7 @@ def build(arguments: dict[str, Any]) -> Any:
 
     deployment = serve.deployment(
         name="ditmesh",
-        # A queue has one owner; more ranks are more of `replicas`.
+        # A queue has one owner; for more ranks, set `replicas`.
         num_replicas=1,
         max_ongoing_requests=plan.settings.max_connections,
         health_check_period_s=PERIOD,
@@ -116,7 +116,7 @@ def build(arguments: dict[str, Any]) -> Any:
 
 
 def _app(arguments: Mapping[str, Any]) -> FastAPI:
-    """The application of FastAPI, in the process that serves it."""
+    """The FastAPI application in the serving process."""
     from .serve.http.app import create_app
     from .serve.http.logs import log_config
 
@@ -130,7 +130,7 @@ def _app(arguments: Mapping[str, Any]) -> FastAPI:
 
 
 class RayServeReplica:
-    """What Ray Serve asks the server for beside requests.
+    """The methods that Ray Serve calls besides requests.
 
     Before Ray Serve ends a replica it waits until its requests have been answered, and tells it nothing: streams of
     events, which have no end, would be waited for in vain. That it does not ask for health any more is a sign.
@@ -141,7 +141,7 @@ class RayServeReplica:
     _watch: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
-        """Raises `RuntimeError`: the server is to be started again, as its ranks cannot be, or as it has stopped."""
+        """Raise `RuntimeError` if Ray Serve must restart the server: its ranks cannot start, or it has stopped."""
         server: Server = self.app.state.server
         self._asked = time.monotonic()
         if self._watch is None:
@@ -153,7 +153,7 @@ class RayServeReplica:
             raise RuntimeError(f"no ranks can be started: {replicas[0].message}")
 
     async def _follow(self, server: Server) -> None:
-        """Stop when Ray Serve is about to end this replica: no more jobs, then those under way, then streams."""
+        """Drain when Ray Serve ends this replica: accept no jobs, finish the running ones, then end streams."""
         from ray import serve
 
         context = serve.get_replica_context()
@@ -164,7 +164,7 @@ class RayServeReplica:
             try:
                 status = await asyncio.to_thread(serve.status)
             except Exception as error:
-                # Without its controller nothing is ended.
+                # Without Ray Serve's controller no replica is ended.
                 logger.warning("Ray Serve does not answer: %s", error)
                 continue
             app = status.applications.get(context.app_name)

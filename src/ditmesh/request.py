@@ -1,4 +1,4 @@
-"""What a user asks for, each field declared once.
+"""The request of a user; each field is declared once.
 
 The command line's options, the bodies of the HTTP APIs, ComfyUI's widgets, jobs and receipts are made from the fields
 of `PictureRequest`, or rename some of them.
@@ -24,7 +24,7 @@ MOST_STEPS = 10_000
 MOST_TOGETHER = 1024
 LONGEST_PROMPT = 100_000
 MOST_FRAMES, MOST_FPS = 4096, 1000
-# Numbers above are not kept exactly by a browser's page.
+# JavaScript does not represent larger numbers exactly.
 LARGEST_IN_PAGE = 2**53 - 1
 
 Count = Annotated[int, Field(ge=1, le=2**16)]
@@ -50,13 +50,13 @@ class Widget:
     least_leaves: bool = True
 
     def leaves(self, value: Any) -> bool:
-        """Whether a value says that the field is not given."""
+        """Whether a value means that the field is not given."""
         return self.least_leaves and (value == self.least or value < 0)
 
 
 @dataclass(frozen=True)
 class RequestField:
-    """What is to be known of a field of `PictureRequest` besides its type and bounds.
+    """The description of a field of `PictureRequest` besides its type and bounds.
 
     Attributes:
         help: one line, of the command line.
@@ -88,7 +88,7 @@ class RequestField:
 
 
 class PictureRequest(BaseModel):
-    """Pictures or videos of one prompt. Picture ``i`` has seed ``seed + i``.
+    """A request for images or videos of one prompt. Image ``i`` has seed ``seed + i``.
 
     Attributes:
         prompt, negative_prompt: texts; for class-conditional models the prompt is the class's name.
@@ -239,13 +239,13 @@ def size_of(request: PictureRequest) -> tuple[int, int] | None:
 
 
 def request_fields() -> dict[str, RequestField]:
-    """What is to be known of the fields of a request, by name."""
+    """The descriptions of the fields of a request, by name."""
     fields = PictureRequest.model_fields.items()
     return {name: next(one for one in field.metadata if isinstance(one, RequestField)) for name, field in fields}
 
 
 def added_fields() -> dict[str, Any]:
-    """The fields of a request that receipts have beside those they spell out, as `pydantic.create_model` takes them."""
+    """The fields of a request that receipts add to their own, as `pydantic.create_model` takes them."""
     known = PictureRequest.model_fields
     return {name: (known[name].annotation, known[name]) for name, of in request_fields().items() if of.spelt is False}
 
@@ -270,7 +270,7 @@ def plain_type(name: str) -> Any:
 
 
 def field_values(given: PictureRequest) -> dict[str, Any]:
-    """The values of a request's fields by name, without those that are more than a `PictureRequest` has."""
+    """The values of a request's fields by name, without fields that `PictureRequest` does not have."""
     return {name: getattr(given, name) for name in PictureRequest.model_fields}
 
 
@@ -281,7 +281,7 @@ def option_of(name: str) -> str:
 
 
 class FieldError(InputError):
-    """A field of a request is not as it has to be, or nothing for this model.
+    """A field of a request is invalid, or not supported by this model.
 
     Its text is the command line's; `spelled` is for other front ends.
 
@@ -296,7 +296,7 @@ class FieldError(InputError):
         self.field, self.why, self.values = field, why, values
 
     def spelled(self, spell: Callable[[str], str]) -> str:
-        """The sentence with names as a front end spells them."""
+        """The message with the front end's names of fields."""
         return Formatter().vformat(self.why, self.values, _Spelling(spell))
 
     def __str__(self) -> str:
@@ -304,7 +304,7 @@ class FieldError(InputError):
 
 
 class FieldConfigError(FieldError, ConfigError):
-    """A configuration that a field of a request does not fit."""
+    """A field of a request does not fit the configuration."""
 
 
 class _Spelling(dict[str, str]):
@@ -317,7 +317,7 @@ class _Spelling(dict[str, str]):
 
 
 def field_error(error: ValidationError) -> FieldError:
-    """What pydantic has found wrong with the first field, as a sentence."""
+    """The first pydantic error as a sentence."""
     problem = error.errors(include_url=False)[0]
     name, value, about = str(problem["loc"][0]), problem["input"], problem.get("ctx") or {}
     if isinstance(value, str):
@@ -338,7 +338,7 @@ def field_error(error: ValidationError) -> FieldError:
 
 
 def check_text(text: str, name: str) -> None:
-    """Refuse text that is too long, or that no file can hold: half of a surrogate pair.
+    """Reject text that is too long, or that no file can hold (an unpaired surrogate).
 
     Raises:
         InputError: naming the text.

@@ -1,1 +1,1 @@
-"""A job of pictures: what is asked for, how every rank makes it, what its files say, and how it is made again."""
+"""Image jobs: requests, loading, generation on every rank, receipts, and replay."""

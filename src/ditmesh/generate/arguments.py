@@ -1,4 +1,4 @@
-"""The arguments of a pipeline's call: what a pipeline takes, and what a job gives it."""
+"""The arguments of a pipeline's call, from its signature and a job."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .video import FPS
 if TYPE_CHECKING:
     from .job import PictureJob
 
-# Takes what is called after every denoising step.
+# The argument for a callback after every denoising step.
 CALLBACK = "callback_on_step_end"
-# Arguments of calls that say how many frames a second has.
+# Arguments with the frame rate.
 RATES = ("frame_rate", "fps")
-# What calls of pipelines that make audio alone are told of it.
+# Arguments that only audio pipelines have.
 AUDIO = ("num_waveforms_per_prompt", "audio_end_in_s", "audio_length_in_s", "audio_duration", "audio_duration_s")
 
 
 def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
-    """What the call of a pipeline, or of a class of pipelines, takes."""
+    """The parameters of the call of a pipeline or pipeline class."""
     return inspect.signature((pipe if isinstance(pipe, type) else type(pipe)).__call__).parameters
 
 
@@ -33,7 +33,7 @@ def steps_of(job: PictureJob, parameters: Mapping[str, Any]) -> int:
 
 
 def denoising_steps(job: PictureJob, parameters: Mapping[str, Any]) -> int:
-    """Denoising steps that are taken: an input picture takes the place of the first ones."""
+    """The denoising steps that actually run: an input image replaces the first steps."""
     steps = steps_of(job, parameters)
     strength = job.strength if job.strength is not None else _default(parameters, "strength", 1.0)
     return (
@@ -46,7 +46,7 @@ def denoising_steps(job: PictureJob, parameters: Mapping[str, Any]) -> int:
 def call_arguments(
     job: PictureJob, parameters: Mapping[str, Any], number: int, pictures: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The arguments of call ``number`` of the pipeline, but for the form of its result.
+    """The arguments of call ``number`` of the pipeline, except the form of its result.
 
     Args:
         parameters: of the call.
@@ -92,7 +92,7 @@ def _of_videos(job: PictureJob, parameters: Mapping[str, Any]) -> dict[str, Any]
     if job.frames is not None and "num_frames" in parameters:
         given["num_frames"] = job.frames
     for name in RATES:
-        # Some models are told how fast their frames follow one another; some count with whole numbers.
+        # Some models take the frame rate; some need a whole number.
         if name in parameters and video_call(parameters):
             fps = job.fps
             given[name] = _default(parameters, name, FPS) if fps is None else int(fps) if fps == int(fps) else fps
@@ -123,7 +123,7 @@ def _default(parameters: Any, name: str, otherwise: Any) -> Any:
 
 
 def check_call(job: PictureJob, name: str, parameters: Any) -> None:
-    """Refuse what a pipeline of class ``name`` does not take.
+    """Reject a job that a pipeline of class ``name`` does not accept.
 
     Raises:
         InputError: naming the option.
@@ -143,7 +143,7 @@ def check_call(job: PictureJob, name: str, parameters: Any) -> None:
 
 
 def check_options(name: str, parameters: Any, request: PictureRequest, size: tuple[int, int] | None = None) -> None:
-    """Refuse fields of a request, or a size, that a pipeline of class ``name`` does not accept.
+    """Reject fields of a request, or a size, that a pipeline of class ``name`` does not accept.
 
     Raises:
         FieldError: naming the field.
@@ -158,7 +158,7 @@ def check_options(name: str, parameters: Any, request: PictureRequest, size: tup
 
 
 def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse a pipeline that makes neither images nor silent videos, before anything is computed.
+    """Reject a pipeline that generates neither images nor silent videos, before anything is computed.
 
     Args:
         pipeline: name of its class.
@@ -176,5 +176,5 @@ def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
 
 
 def video_call(parameters: Mapping[str, Any]) -> bool:
-    """Whether a pipeline's call makes videos, by the names of what it takes."""
+    """Whether a pipeline's call generates videos, by its parameter names."""
     return "num_frames" in parameters or PICTURES["video"] in parameters

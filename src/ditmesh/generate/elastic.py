@@ -1,4 +1,4 @@
-"""A job that outlives its ranks: when some are lost, those that are left go on from the step that was reached.
+"""Elastic jobs: when ranks are lost, the remaining ranks continue from the last step.
 
 Which failures are worth it: a rank that is gone through no error of the job (its process was killed or has ended, its
 GPU has failed, it has fallen silent). A rank that raised would raise again: bad input, a bug, memory that the job
@@ -25,7 +25,7 @@ from .run import generate
 
 
 def check_elastic(config: ParallelConfig, devices: int) -> None:
-    """Refuse a configuration that cannot go on with fewer ranks and the same pictures.
+    """Reject a configuration that cannot continue with fewer ranks and the same images.
 
     Raises:
         ConfigError: naming the setting and the way out.
@@ -48,7 +48,7 @@ def check_elastic(config: ParallelConfig, devices: int) -> None:
 
 @dataclass(frozen=True)
 class Restarted:
-    """Reported when ranks were lost and the job goes on: what failed, and from where on what it goes on."""
+    """Report of a restart: the failure, the step, and the remaining ranks."""
 
     failure: str
     restart: Restart
@@ -73,7 +73,7 @@ def generate_elastically(
     generate: Callable[..., Any] = generate,
     launcher_name: str | None = None,
 ) -> tuple[list[Restart], float]:
-    """Generate on ranks started here; when some are lost, go on with those that are left.
+    """Generate on ranks started here; when some are lost, continue on the remaining ranks.
 
     Args:
         job: what to generate; its ``config`` is for ``world_size`` ranks.
@@ -111,11 +111,11 @@ def generate_elastically(
                 break
             except RankFailed as failure:
                 if progress.finished:
-                    # Ranks that were lost after that had nothing left to do.
+                    # Ranks that are lost after that had finished.
                     break
                 survivors = [rank for rank in range(ranks) if rank not in failure.lost]
                 entries = journal.keep_longest(folder, progress.request)
-                # A job that kills its ranks would do so for ever: at the same place.
+                # A job that kills its ranks would do so again at the same step.
                 before, reached = reached, (len(progress.done), len(entries))
                 if not failure.lost or not survivors or reached <= before:
                     raise
@@ -134,7 +134,7 @@ def generate_elastically(
 
 
 class _Progress:
-    """What ranks have reported of a job, over all its restarts; passes on every step and picture once."""
+    """The reports of a job over all its restarts; passes on every step and image once."""
 
     def __init__(self, job: PictureJob, report: Callable[[Any], None]) -> None:
         self.done: set[int] = set()
@@ -163,7 +163,7 @@ class _Progress:
         return self._ended - (self._started or self._ended)
 
     def begin(self) -> None:
-        """Ranks start, and go through the steps of the request once more."""
+        """Note the steps that restarted ranks will repeat."""
         self._again = self.steps
 
     def hear(self, message: Any) -> None:

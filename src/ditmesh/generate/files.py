@@ -1,4 +1,4 @@
-"""Files that a job takes beside its model: input pictures, adapters, and the class that takes them."""
+"""Input files of a job: images, videos and adapters, and the pipeline class for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Role = Literal["image", "mask", "control", "ip-image", "video", "lora", "ip-adapter", "controlnet"]
 ROLES: tuple[str, ...] = get_args(Role)
 
-# Input pictures, and the argument of a pipeline's call that takes each.
+# Input images, and the argument of a pipeline's call for each.
 PICTURES = {
     "image": "image",
     "mask": "mask_image",
@@ -56,7 +56,7 @@ ADAPTERS = {
 
 # How the names of an IP-Adapter's weights begin in the files that diffusers reads.
 IP_ADAPTER_WEIGHTS = ("ip_adapter.", "image_proj.", "double_blocks.", "ip_adapter_proj_model.")
-# What is read of a ControlNet's folder.
+# Files that are read in a ControlNet's folder.
 CONTROLNET_FILES = ("config.json", "*.safetensors")
 
 
@@ -78,7 +78,7 @@ class InputFile:
 
 
 def input_picture(role: Role, path: str | Path) -> InputFile:
-    """An input picture or video.
+    """An input image or video.
 
     Raises:
         InputError: it cannot be read, or is no picture or video of a possible size.
@@ -206,7 +206,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def open_picture(file: InputFile) -> Image:
-    """An input image as a person sees it, RGB (a mask: grey), as it was when the job was made.
+    """An upright sRGB input image (a mask: grey), with the bytes checked at the creation of the job.
 
     Raises:
         InputError: it cannot be read, is no image of a possible size, or has changed since.
@@ -219,7 +219,7 @@ def open_picture(file: InputFile) -> Image:
 
 
 def open_video(file: InputFile, most: int | None = None) -> list[Image]:
-    """The frames of an input video, RGB, at most so many, as they were when the job was made.
+    """The frames of an input video, RGB, at most ``most``, with the bytes checked at the creation of the job.
 
     Raises:
         InputError: it cannot be read, is larger than a video may be, or has changed since.
@@ -236,7 +236,7 @@ def _check_same(file: InputFile, digest: str) -> None:
 
 
 def find_again(file: InputFile, beside: Path) -> InputFile:
-    """The same bytes as of a receipt's file: where it was, or under its name beside the picture or in this folder.
+    """A file with the bytes of a receipt's file: at its path, or with its name next to the image or in this folder.
 
     Raises:
         InputError: it is missing, or has changed.
@@ -244,7 +244,7 @@ def find_again(file: InputFile, beside: Path) -> InputFile:
     name = Path(file.path).name
     changed = None
     for path in dict.fromkeys([Path(file.path), beside / name, Path(name)]):
-        # What a receipt names may be anything: only files are read.
+        # A receipt may name anything: only regular files are read.
         if (path / CONTROLNET_FILES[0]).is_file() if file.role == "controlnet" else path.is_file():
             if file_digest(path) == file.digest:
                 return InputFile(file.role, str(path.absolute()), file.digest, file.scale)
@@ -259,7 +259,7 @@ def find_again(file: InputFile, beside: Path) -> InputFile:
 
 
 def check_roles(files: Iterable[InputFile], strength: float | None = None) -> None:
-    """Refuse files that make no sense together.
+    """Reject files that cannot be combined.
 
     Raises:
         InputError: naming the options.
@@ -274,7 +274,7 @@ def check_roles(files: Iterable[InputFile], strength: float | None = None) -> No
             raise FieldError(role, "{" + role + "} needs {" + needed + "} as well")
 
 
-# Files that are of use with another only.
+# Files that need another file.
 NEEDED = {"mask": "image", "ip-image": "ip-adapter", "ip-adapter": "ip-image", "controlnet": "control"}
 
 
@@ -302,13 +302,13 @@ def controlnet_class(folder: Path) -> type[Any]:
 
 
 def encoder_folder(file: InputFile) -> Path | None:
-    """The encoder of an IP-Adapter's picture: the folder ``image_encoder`` beside its file; None: there is none."""
+    """The encoder of an IP-Adapter's image: the folder ``image_encoder`` beside its file; None: there is none."""
     folder = Path(file.path).parent / "image_encoder"
     return folder if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) else None
 
 
 def check_encoder(files: Iterable[InputFile], index: Mapping[str, Any]) -> None:
-    """Refuse an IP-Adapter whose picture nothing can encode.
+    """Reject an IP-Adapter without an encoder for its image.
 
     Args:
         files: of the job.
@@ -326,7 +326,7 @@ def check_encoder(files: Iterable[InputFile], index: Mapping[str, Any]) -> None:
 
 
 def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None = None) -> str:
-    """The class of pipeline that takes input pictures: the model's own, or diffusers' own for them beside it.
+    """The pipeline class for input images: the model's own, or diffusers' image-to-image class for the model.
 
     Args:
         name: class of the saved pipeline.
@@ -377,7 +377,7 @@ def _takes_no(pipeline: str, parameters: Mapping[str, Any], wanted: Mapping[str,
 
 
 def check_mask(pipeline: str, files: Iterable[InputFile], channels: Any) -> None:
-    """Refuse a mask that the pipeline class would accept and its transformer cannot.
+    """Reject a mask that the pipeline class accepts but its transformer does not support.
 
     Args:
         pipeline: class of the pipeline, as of `pipeline_for`.
@@ -398,7 +398,7 @@ def check_mask(pipeline: str, files: Iterable[InputFile], channels: Any) -> None
 
 
 def _beside(own: type[Any], masked: bool) -> list[type[Any]]:
-    """Classes that diffusers makes of one for an image or a video, or for an image and a mask."""
+    """diffusers' variants of a pipeline class for an image, a video, or an image and a mask."""
     import diffusers
     from diffusers.pipelines import auto_pipeline
 
@@ -414,7 +414,7 @@ def _beside(own: type[Any], masked: bool) -> list[type[Any]]:
 
 
 def _with_controlnet(kinds: list[type[Any]], network: type[Any]) -> list[type[Any]]:
-    """The classes of diffusers that do the same with a ControlNet, which it names after these.
+    """diffusers' ControlNet variants of pipeline classes.
 
     Raises:
         InputError: there are none, or they take another ControlNet.
@@ -474,7 +474,7 @@ def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> d
         except (MemoryError, InputError):
             raise
         except Exception as error:
-            # A stranger's file: what is wrong with it can raise anything.
+            # An untrusted file can raise any exception.
             raise InputError(f"--controlnet {file.path!r} cannot be loaded ({_in_short(error)})") from error
         return {"controlnet": network}
     return {}
@@ -546,7 +546,7 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
         except MemoryError:
             raise
         except Exception as error:
-            # A stranger's file: what is wrong with it can raise anything.
+            # An untrusted file can raise any exception.
             what = f"--{file.role} {file.path!r}"
             raise InputError(f"{what} cannot be loaded into {type(pipe).__name__} ({_in_short(error)})") from error
     if names:

@@ -1,4 +1,4 @@
-"""What is asked for, as plain data that every rank gets alike, and the checks before a rank starts."""
+"""A job as plain data, the same on every rank, and its checks before a rank starts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .model_info import ModelInfo
 from .receipt import MOST_PIXELS, Dtype, Offload, Receipt
 from .shape import input_size
 
-# Pictures of one call of the pipeline where the request does not say how many, and of a whole job at most.
+# Default number of images per pipeline call, and maximum number of a job.
 PER_CALL = 64
 MOST_PICTURES = 100_000
-# In names of parts of models that make audio, or images in layers.
+# Words in component names of models that generate audio or layered images.
 _ODD = re.compile("audio|oobleck|vocoder|layered|acestep", re.IGNORECASE)
 
 
 class PictureJob(PictureRequest):
-    """A request for pictures of one or more prompts, and what it is made with: plain data that every rank gets alike.
+    """A request for images of one or more prompts with its model and configuration: plain data for every rank.
 
     Attributes:
         model: folder or hub id to load.
@@ -107,7 +107,7 @@ class PictureJob(PictureRequest):
         return PictureCall(prompt, prompt * self.n + start, min(self.per_call, self.n - start))
 
     def call_of(self, index: int) -> int:
-        """Number of the call that makes picture ``index``."""
+        """The number of the call that generates image ``index``."""
         prompt, place = divmod(index, self.n)
         return prompt * (self.calls // len(self.prompts)) + place // self.per_call
 
@@ -128,7 +128,7 @@ class PictureCall:
 
 @dataclass(frozen=True)
 class Restart:
-    """Ranks were lost, and those that are left went on.
+    """A restart after ranks were lost.
 
     Attributes:
         request: number of the pipeline's call that was under way.
@@ -148,7 +148,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is there already of a job that is gone on with.
+    """The finished part of a resumed job.
 
     Attributes:
         folder: the journal of its transformer calls, see `journal`.
@@ -175,14 +175,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Noted:
-    """Something to tell the user in one line."""
+    """A one-line note for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """``pictures`` pictures have advanced by ``steps`` of ``of`` denoising steps; ``note``: what to say about them."""
+    """Progress: ``pictures`` images advanced by ``steps`` of ``of`` denoising steps; ``note`` is shown with it."""
 
     pictures: int
     steps: int
@@ -192,14 +192,14 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Generated:
-    """A picture or video is on disk, with its receipt inside."""
+    """An image or video is on disk, with its receipt."""
 
     path: str
     receipt: Receipt
 
 
 def check_job(job: PictureJob, model: ModelInfo, devices: int) -> None:
-    """Refuse what cannot be generated, or not be written, as far as the model's JSON files say.
+    """Reject a job that cannot be generated or written, as far as the model's JSON files tell.
 
     Args:
         job: what is asked for.
@@ -216,7 +216,7 @@ def check_job(job: PictureJob, model: ModelInfo, devices: int) -> None:
 
 
 def check_content(job: PictureJob, model: ModelInfo, devices: int) -> None:
-    """As `check_job`, of what is to be generated alone."""
+    """As `check_job`, for the content only."""
     for field, value, most in (("n", job.n, MOST_PICTURES // len(job.prompts)), ("batch", job.per_call, MOST_TOGETHER)):
         if not 1 <= value <= most:
             raise FieldError(field, "{" + field + "} {} is not possible; use 1 to {}", value, most)
@@ -237,7 +237,7 @@ def check_content(job: PictureJob, model: ModelInfo, devices: int) -> None:
 
 
 def _check_pixels(job: PictureJob, size: tuple[int, int] | None) -> None:
-    """Refuse more pixels of this size than one call of a pipeline may make."""
+    """Reject more pixels than one pipeline call may generate."""
     if size is None:
         return
     pixels, together = size[0] * size[1] * (job.frames or 1), min(job.n, job.per_call)
@@ -253,9 +253,9 @@ def _check_pixels(job: PictureJob, size: tuple[int, int] | None) -> None:
 
 
 def _check_video(job: PictureJob, model: ModelInfo) -> None:
-    """Refuse videos that are not of the frames asked for, and frames and fps of pictures."""
+    """Reject frame counts that the model does not generate, and frames and fps for image models."""
     if job.frames is None and job.fps is None and model.frame_step is None:
-        # Most make pictures, and diffusers takes seconds to import.
+        # Most models generate images, and importing diffusers takes seconds.
         return
     name = pipeline_for(model.pipeline_class, job.files, job.strength)
     videos = makes_videos(name)
@@ -276,7 +276,7 @@ def _check_video(job: PictureJob, model: ModelInfo) -> None:
 
 
 def _check_input_frames(job: PictureJob, model: ModelInfo, file: InputFile) -> None:
-    """Refuse an input video that has not as many frames as are to be made of it."""
+    """Reject an input video with fewer frames than requested."""
     there = len(open_video(file, job.frames))
     if job.frames is not None and there < job.frames:
         why = "{video} {!r} has {} frames, fewer than {frames} {}"
@@ -289,7 +289,7 @@ def _check_input_frames(job: PictureJob, model: ModelInfo, file: InputFile) -> N
 
 
 def _check_kind(model: ModelInfo) -> None:
-    """As `check_output`, of a model whose parts say that it may make something else; of others the ranks do."""
+    """As `check_output`, for a model with components of other outputs; other models are checked on the ranks."""
     if _ODD.search(f"{model.index} {model.vae.get('_class_name')}"):
         import diffusers
 
@@ -299,7 +299,7 @@ def _check_kind(model: ModelInfo) -> None:
 
 
 def _check_cleaning(pipeline: str) -> None:
-    """Refuse a pipeline that would break off over prompts: some of diffusers' need ftfy and do not say so."""
+    """Reject a pipeline that would fail on prompts: some diffusers pipelines need ftfy without declaring it."""
     import diffusers
 
     module = sys.modules.get(getattr(diffusers, pipeline).__module__)
@@ -310,7 +310,7 @@ def _check_cleaning(pipeline: str) -> None:
 
 
 def makes_videos(pipeline: str) -> bool | None:
-    """Whether a class of pipelines makes videos; None: it is no class of diffusers."""
+    """Whether a pipeline class generates videos; None: it is not a diffusers class."""
     import diffusers
 
     kind = getattr(diffusers, pipeline, None)
@@ -320,14 +320,14 @@ def makes_videos(pipeline: str) -> bool | None:
 
 
 def says_frames(pipeline: str) -> bool:
-    """Whether a class of pipelines is told how many frames to make; another one makes as many as its input has."""
+    """Whether a pipeline class takes a number of frames; otherwise the input determines it."""
     import diffusers
 
     return "num_frames" in inspect.signature(getattr(diffusers, pipeline).__call__).parameters
 
 
 def check_layout(model: ModelInfo) -> None:
-    """Refuse a transformer whose tokens cannot be placed, before any rank loads its weights.
+    """Reject a transformer without a derivable layout, before any rank loads its weights.
 
     A class that the support table knows has a layout. Any other is probed here, with two blocks and random
     weights, as every rank will probe it with the real ones.
@@ -347,7 +347,7 @@ def check_layout(model: ModelInfo) -> None:
 def check_config(
     config: ParallelConfig, model: ModelInfo, devices: int, size: tuple[int, int] | None = None, frames: int = 1
 ) -> None:
-    """Refuse a configuration that does not fit the ranks, the model or the picture.
+    """Reject a configuration that does not fit the ranks, the model or the image.
 
     Raises:
         ConfigError: naming both numbers and the way out.
@@ -377,7 +377,7 @@ def check_config(
 
 
 def check_named(out: str | Path, option: str = "--out") -> None:
-    """Refuse the name of a folder that is none.
+    """Reject a path that is not a folder.
 
     Raises:
         InputError: naming the option.
@@ -388,7 +388,7 @@ def check_named(out: str | Path, option: str = "--out") -> None:
 
 
 def check_folder(out: str | Path, option: str = "--out") -> None:
-    """Make the folder and refuse one that cannot be written to.
+    """Create the folder, and reject one that cannot be written to.
 
     Args:
         out: the folder.

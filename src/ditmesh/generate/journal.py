@@ -1,4 +1,4 @@
-"""What a transformer has returned in a request, kept outside of the process: a request can be gone through again.
+"""A journal of a transformer's outputs in a request, kept outside the process, so that a request can be repeated.
 
 A pipeline's ``__call__`` cannot be started in the middle. It can be started again from its beginning with the same
 inputs, and the calls of the transformer that were answered before can be answered from the journal: scheduler, random
@@ -44,7 +44,7 @@ _FRAME = struct.Struct("<4sIQ32s")
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One call of a transformer, as its journal has it.
+    """One transformer call in the journal.
 
     Attributes:
         call: number of the call in its request, from 0.
@@ -65,7 +65,7 @@ class JournalEntry:
     length: int
 
     def output(self, device: torch.device | None = None) -> Any:
-        """What the call returned, its tensors on ``device``, with the strides they had."""
+        """The call's output, with tensors on ``device`` and their original strides."""
         from safetensors.torch import load
 
         with self.path.open("rb") as file:
@@ -78,7 +78,7 @@ class JournalEntry:
 
 
 class Journal:
-    """Replaces the forward of a pipeline's transformers: answers what is known, computes and records the rest.
+    """Replaces the forward of a pipeline's transformers: returns recorded outputs, computes and records the others.
 
     Put on last, around everything `parallelize` has put on, so that it sees the calls the pipeline makes and whole
     outputs; taken off first.
@@ -113,7 +113,7 @@ class Journal:
             self._restore.append(Patch(model, "forward", self._answering(name, model)))
 
     def begin(self, request: int) -> None:
-        """A request starts, or starts again.
+        """Begin a request, for the first time or again.
 
         Args:
             request: its number in the job; the journal of an earlier one is given up.
@@ -130,7 +130,7 @@ class Journal:
             self._file = (self._folder / f"{request:08d}.rank{self._rank}").open("wb")
 
     def close(self) -> None:
-        """Put every forward back as it was. The files stay."""
+        """Restore every forward. The files stay."""
         self._end()
         while self._restore:
             self._restore.pop()()
@@ -189,12 +189,12 @@ class Journal:
         with self._writing():
             self._file.write(_FRAME.pack(_MARK, len(head), len(data), hashlib.sha256(head + data).digest()))
             self._file.write(head + data)
-            # Into the kernel's hands: it survives this process, which is all it has to survive.
+            # Passed to the kernel: the data must survive only this process.
             self._file.flush()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """A journal that cannot be written does not end the job it is there to save: it ends where it is."""
+        """Stop recording if the journal cannot be written; the job continues."""
         try:
             yield
         except (OSError, TypeError) as error:
@@ -210,7 +210,7 @@ class Journal:
 
 
 def read(path: Path) -> list[JournalEntry]:
-    """The entries of a file, up to the first that is not whole; none when there is no such file."""
+    """The entries of a file, up to the first incomplete one; none if there is no such file."""
     entries: list[JournalEntry] = []
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         size = path.stat().st_size
@@ -226,7 +226,7 @@ def read(path: Path) -> list[JournalEntry]:
 
 
 def keep_longest(folder: str | Path, request: int) -> list[JournalEntry]:
-    """Keep the longest journal of a request, for all ranks that come next. No rank may be running.
+    """Keep the longest journal of a request for all new ranks. No rank may be running.
 
     Args:
         folder: the journal.
@@ -257,7 +257,7 @@ def keep_longest(folder: str | Path, request: int) -> list[JournalEntry]:
 
 
 def steps(entries: list[JournalEntry]) -> int:
-    """Denoising steps whose calls are all there; the last one counts when it has as many calls as the first.
+    """The number of denoising steps with all their calls; the last counts if it has as many calls as the first.
 
     How many calls a single step takes is not known: it counts as none.
     """
@@ -270,7 +270,7 @@ def _kept(folder: Path, request: int) -> Path:
     return folder / f"{request:08d}.kept"
 
 
-# Libraries whose classes of outputs are built again; nothing else that a file names is imported.
+# Libraries with output classes that may be rebuilt; nothing else that a file names is imported.
 _LIBRARIES = ("diffusers", "transformers")
 
 

@@ -1,4 +1,4 @@
-"""`load`: a pipeline whose weights are spread over the ranks before any rank has held them all.
+"""`load`: read a pipeline so that no rank ever holds all weights of the transformer.
 
 `DiffusionPipeline.from_pretrained` followed by `parallelize` needs room for the whole transformer on every rank.
 Here the transformer is built without memory and every rank reads its own slices, or its own stage's blocks, from the
@@ -121,12 +121,12 @@ def load(
 
 
 def usual_dtype(device: torch.device) -> torch.dtype:
-    """Type of the weights where the user names none: bfloat16 on a GPU, float32 on a CPU."""
+    """The default dtype of the weights: bfloat16 on a GPU, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def configuration_before(info: ModelInfo) -> ParallelConfig:
-    """What ``"auto"`` stands for, before anything is loaded."""
+    """The configuration of ``"auto"``, chosen before anything is loaded."""
     import diffusers
 
     name, layout = info.transformer_class, known_models().get(info.transformer_class)
@@ -181,7 +181,7 @@ def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:
 
 
 def why_whole(info: ModelInfo, variant: str | None = None) -> str | None:
-    """Why no rank can read only its share of a saved pipeline's transformers; None: it can."""
+    """Why a rank cannot read only its share of a saved pipeline's transformers; None: it can."""
     try:
         for name in _denoisers_in(info):
             weight_files(info.files / name, variant)
@@ -249,7 +249,7 @@ def load_transformer(
 
 
 class _Pieces:
-    """This rank's pieces of a transformer that is read in pieces; none where the layout is not a reviewed one.
+    """This rank's shards of a sharded transformer; none without a reviewed layout.
 
     Args:
         model: without memory for its weights.
@@ -309,9 +309,9 @@ class _Pieces:
             low, high = source.start // dtype.itemsize, source.stop // dtype.itemsize
             first, last = -(-low // width), high // width
             if shape and first < last:
-                # Read where they are to lie: memory that is let go of at once would leave holes.
+                # Read into the final memory: temporary memory would leave holes.
                 rows(first, last, flat[first * width - low : last * width - low].view(last - first, *shape[1:]))
-            # Rows that other ranks have a part of.
+            # Rows of which other ranks hold a part.
             edges = {(low, min(first * width, high)), (max(last * width, low), high)} if shape else {(0, 1)}
             for begin, end in edges:
                 if begin < end and (begin % width or end % width or not shape):
@@ -321,7 +321,7 @@ class _Pieces:
         return torch.empty(0, dtype=dtype, device=piece.device)
 
     def bind(self, model: nn.Module) -> None:
-        """Leave the pieces at the model, for `parallelize`."""
+        """Attach the shards to the model for `parallelize`."""
         units = []
         for group, packed, piece in self._made:
             parts = [model.get_parameter(name) for name in group.parameters]
@@ -334,7 +334,7 @@ class _Pieces:
 
 
 def _elsewhere(model: nn.Module, config: ParallelConfig, mesh: Mesh, shapes: Mapping[str, list[int]]) -> set[str]:
-    """Names of the parameters that are not on this rank's stage; none where the layout is not a reviewed one.
+    """Names of the parameters that are not on this rank's stage; none without a reviewed layout.
 
     Args:
         model: without memory for its weights.
@@ -428,7 +428,7 @@ def _held(pipe: Any, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
 
 
 def _units(model: nn.Module) -> list[Unit]:
-    """What of a model is in pieces, parallelised or before."""
+    """The sharded parameters of a model, before or after `parallelize`."""
     engine = vars(model).get(ENGINE)
     found = [each.find(ShardedWeights) for each in getattr(engine, "models", ()) if each.model is model]
     return found[0].units if found and found[0] is not None else vars(model).get(UNITS, [])
@@ -500,7 +500,7 @@ def _exact(model: nn.Module) -> tuple[str, ...]:
 
 
 def _dtype_of(model: nn.Module, name: str, made: torch.dtype, torch_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a weight is to have, which was made with another one."""
+    """The final dtype of a weight that was created with another dtype."""
     if torch_dtype is None or not made.is_floating_point:
         return made
     return torch.float32 if any(part in name.split(".") for part in _exact(model)) else torch_dtype
@@ -526,7 +526,7 @@ def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
     )
 
 
-# A tensor that is read whole.
+# A whole tensor.
 _ALL = Partition(())
 
 

@@ -1,4 +1,4 @@
-"""What a call of a pipeline makes: pictures or videos, and nothing else."""
+"""The outputs of a pipeline's call: images or videos."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Made: TypeAlias = Picture | VideoFrames
 
 
 def made_of(output: Any) -> list[Made]:
-    """The pictures or videos of a pipeline's output.
+    """The images or videos in a pipeline's output.
 
     Raises:
         InputError: it holds something else.

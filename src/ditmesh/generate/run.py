@@ -1,4 +1,4 @@
-"""Pictures and videos generated from prompts: what every rank does."""
+"""Generation of a job's images and videos on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .shape import stretched
 if TYPE_CHECKING:
     from .journal import Journal
 
-# What ranks that generate import: once, before they are forked.
+# Modules that ranks import once, before they are forked.
 PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading", "ditmesh.core.digests")
 
 
@@ -72,7 +72,7 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
             say(StepDone(images, steps, of, log.summary() if log is not None else ""))
 
         if dist.is_available() and dist.is_initialized():
-            # The clock starts when all are here.
+            # The clock starts when all ranks are here.
             dist.barrier()
         made = runner.run(prepared, stepped)
         total += runner.facts["seconds"]
@@ -104,7 +104,7 @@ def _journal(pipe: Any, folder: str, rank: int) -> Journal:
 def _save(
     runner: PipelineRunner, number: int, prepared: Prepared, made: Sequence[Made], kept: Kept, report: MessageSink
 ) -> None:
-    """Write the pictures or videos of a call that are not on disk yet, with receipts, and report them."""
+    """Write the images or videos of a call that are not on disk yet, with receipts, and report them."""
     job = prepared.job
     restarts = [past.plain() for past in kept.restarts if past.request == number]
     for place, (one, index) in enumerate(zip(made, prepared.call.indices, strict=True)):
@@ -112,13 +112,13 @@ def _save(
             continue
         receipt = runner.receipt(prepared, place, one, restarts=restarts)
         path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, isinstance(one, VideoFrames))
-        # A rank that was lost may have written the picture and not said so.
+        # A lost rank may have written the image without reporting it.
         overwrite = job.overwrite or bool(kept.restarts)
         report(Generated(str(write_free(one, path, receipt, overwrite, job.number)), receipt))
 
 
 def with_free_names(job: PictureJob) -> PictureJob:
-    """The job with a number for its files such that none of them is there yet; the owner of the ranks calls this."""
+    """The job with a file number so that none of its files exists yet; the owner of the ranks calls this."""
     pattern = re.compile(r"(.*?)(?:-(\d+))?\.(?:png|mp4)")
     there = [match for name in os.listdir(job.out) if (match := pattern.fullmatch(name))]
     if job.overwrite or not there:

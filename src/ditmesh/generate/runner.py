@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call of a pipeline, ready to be made.
+    """A prepared call of a pipeline.
 
     Attributes:
         job, call: what is asked for, and which pictures of it.
@@ -56,17 +56,17 @@ class Prepared:
 
     @property
     def seed(self) -> int:
-        """Seed of its first picture, and of torch's default generators."""
+        """The seed of the call's first image, and of torch's default generators."""
         return self.job.seed + self.call.first
 
     @property
     def fps(self) -> float:
-        """Frames a second of its videos."""
+        """The frame rate of the call's videos."""
         return float(next((self.arguments[name] for name in RATES if self.arguments.get(name)), self.job.fps or FPS))
 
 
 class PipelineRunner:
-    """A loaded pipeline that makes the calls of jobs, parallelised or not. All its ranks do so at the same time.
+    """A loaded pipeline, parallelised or not, that runs the calls of jobs. All its ranks run the same calls.
 
     Args:
         pipe: the pipeline, or what is called as one, such as a `RemotePipeline`.
@@ -146,11 +146,11 @@ class PipelineRunner:
         from .loading import dtype_option, whole_shapes
         from .schedulers import scheduler_named
 
-        # Before the class is imported, which says what optional packages are missing.
+        # Before the class is imported, which may fail for missing optional packages.
         quieten()
         name = pipeline_for(job.pipeline_class, job.files, job.strength)
         kind = getattr(diffusers, name, None)
-        # A pipeline with code of its own is known only once it is loaded.
+        # The class of a pipeline with custom code is known only after loading.
         if checked and isinstance(kind, type):
             check_call(job, name, call_parameters(kind))
         other = kind if name != job.pipeline_class else None
@@ -218,7 +218,7 @@ class PipelineRunner:
     def prepare(
         self, job: PictureJob, number: int = 0, pictures: Mapping[str, Any] | None = None, **more: Any
     ) -> Prepared:
-        """Call ``number`` of a job.
+        """Prepare call ``number`` of a job.
 
         Args:
             pictures: the job's input pictures, by the argument that takes each; default: its files are read.
@@ -228,13 +228,13 @@ class PipelineRunner:
             pictures = pictures_of(job.files, None if "num_frames" in self.parameters else job.frames)
         arguments = call_arguments(job, self.parameters, number, pictures)
         if "output_type" in self.parameters:
-            # Some make arrays by default.
+            # Some pipelines return arrays by default.
             arguments["output_type"] = "pil"
         steps = denoising_steps(job, self.parameters)
         return Prepared(job, job.call(number), self.pipe, self.kind, arguments | more, steps)
 
     def run(self, prepared: Prepared, on_step: Callable[[int, int], None] | None = None) -> list[Made]:
-        """Make the pictures or videos of a call.
+        """Generate the images or videos of a call.
 
         Args:
             on_step: takes the denoising steps that were taken since the last time, and how many there are.
@@ -312,7 +312,7 @@ def load_pipeline(
     mesh: Mesh | None = None,
     **components: Any,
 ) -> Any:
-    """A diffusers pipeline on its device, without a progress bar of its own.
+    """Load a diffusers pipeline onto its device, without a progress bar.
 
     Args:
         model: its folder.
@@ -336,7 +336,7 @@ def load_pipeline(
     except (MemoryError, InputError):
         raise
     except Exception as error:
-        # Strangers' files: what is wrong with them can raise anything.
+        # Untrusted files can raise any exception.
         said = " ".join(str(error).split())[:400] or type(error).__name__
         if isinstance(error, UnpicklingError):
             said = "a file of weights is a pickled program and not only tensors, and is not run"
@@ -352,7 +352,7 @@ def load_pipeline(
 
 
 def share_of(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
-    """The mesh by which ranks read only their share of the transformers, if they can; else why they cannot."""
+    """The mesh if ranks can read only their share of the transformers; otherwise the reason why they cannot."""
     from .loading import why_whole
 
     # Samples of former receipts are of weights that are whole.
@@ -365,7 +365,7 @@ def share_of(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | Non
 def facts_of(
     config: ParallelConfig | Literal["auto"], pipe: Any, device: torch.device, share: Mesh | None
 ) -> dict[str, Any]:
-    """What a receipt says about weights and environment, on rank 0; of other ranks nothing. Collective.
+    """The facts about weights and environment for receipts, on rank 0; empty on other ranks. Collective.
 
     Args:
         share: by which the transformers were read, or are cut by now; None: they are whole.
@@ -395,14 +395,14 @@ def facts_on_rank(pipe: Any) -> dict[str, Any]:
 
 
 def rank_of_process() -> int:
-    """The rank of this process; 0 where there are no others."""
+    """The rank of this process; 0 without other ranks."""
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _check_memory(job: PictureJob, device: torch.device) -> None:
-    """Refuse a job that does not fit, before anything is read."""
+    """Reject a job that does not fit into memory, before anything is read."""
     import torch
 
     from ..forecast.memory.check import check_memory
@@ -420,7 +420,7 @@ def _check_memory(job: PictureJob, device: torch.device) -> None:
 
 
 def quieten() -> None:
-    """Let this process of ours show no loading bars, and warnings of libraries on the first rank alone.
+    """Hide loading bars in this process, and show warnings of libraries only on the first rank.
 
     N ranks that all say the same tell the user nothing more. What one says and a user can act upon stays: weights that
     a file lacks, text that is cut off.

@@ -1,4 +1,4 @@
-"""Another scheduler in the place of a pipeline's own, where it solves the same equation."""
+"""Replacement of a pipeline's scheduler by another that solves the same equation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = (*FLOW, *FLOW_BY_SETTING, *NOISE)
 
 
 def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
-    """A diffusers scheduler with the settings of a pipeline's own.
+    """A diffusers scheduler with the settings of the pipeline's scheduler.
 
     Args:
         name: its class.
@@ -58,7 +58,7 @@ def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
 
 
 def _compatible(own: str) -> list[type[Any]]:
-    """Schedulers of diffusers that one of them says it can be exchanged for."""
+    """The diffusers schedulers that a scheduler declares as compatible."""
     import diffusers
 
     kind: Any = getattr(diffusers, own, None)

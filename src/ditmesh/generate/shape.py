@@ -1,4 +1,4 @@
-"""The size of what is made from an image: the image's own shape, unless another size is asked for."""
+"""The output size for input images: the image's shape, unless another size is requested."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..errors import InputError
 from .files import PICTURES, InputFile, open_picture, open_video, pipeline_for
 from .model_info import ModelInfo
 
-# Pixels of an image of a model whose files and pipeline do not say how large it makes them.
+# Default pixels of an image if neither the model's files nor the pipeline give a size.
 USUAL_PIXELS = 1024 * 1024
-# Inputs that the output is made from, the first that is there decides; a mask goes with its image.
+# Inputs that determine the size; the first one given decides. A mask belongs to its image.
 SHAPING = ("image", "video", "control")
 
 
 def input_size(model: ModelInfo, files: Sequence[InputFile], strength: float | None = None) -> tuple[int, int] | None:
-    """The width and height of what is made from a job's input files, when no size is asked for.
+    """The output's width and height for a job's input files, if no size is requested.
 
     Args:
         model: the model's files.
@@ -43,7 +43,7 @@ def input_size(model: ModelInfo, files: Sequence[InputFile], strength: float | N
 
 
 def check_mask(image: tuple[int, int], mask: tuple[int, int]) -> None:
-    """Refuse a mask that does not lie on its image; one of the same shape and another size is scaled to it.
+    """Reject a mask of another shape than its image; a mask of the same shape and another size is scaled.
 
     Args:
         image, mask: width and height in pixels.
@@ -59,7 +59,7 @@ def check_mask(image: tuple[int, int], mask: tuple[int, int]) -> None:
 
 
 def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> str | None:
-    """A sentence about input images that have another shape than what is made from them; None: they have the same.
+    """A sentence about input images with another shape than the output; None: the shapes are equal.
 
     Args:
         pictures: images, or frames of a video, by the argument of the pipeline's call.
@@ -79,13 +79,13 @@ def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> 
 
 
 def _alike(small: tuple[int, int], large: tuple[int, int]) -> bool:
-    """Whether two sizes have one shape, within a pixel of the smaller one."""
+    """Whether two sizes have the same shape, within a pixel of the smaller one."""
     small, large = sorted((small, large))
     return abs(small[0] * large[1] / large[0] - small[1]) <= 1
 
 
 def _usual_pixels(model: ModelInfo, files: Sequence[InputFile], strength: float | None) -> int:
-    """Pixels of what the model makes when nothing is said of its size."""
+    """The model's default number of pixels."""
     import diffusers
 
     if model.default_size is not None:

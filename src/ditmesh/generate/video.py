@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Frames per second where the request does not say how many.
 FPS = 16
-# x264's constant rate factor: hardly to be told from the frames. Chroma is halved where both sides are even.
+# x264's constant rate factor, with hardly visible loss. Chroma is halved where both sides are even.
 QUALITY = "16"
 # x264's macroblock tree reads memory that it never wrote (seen with release 165 under MALLOC_PERTURB_): the same frames
 # would be compressed to other bytes from one call to the next. Files are about a tenth larger without it.
@@ -86,7 +86,7 @@ def copy_mp4(content: bytes, path: str | Path, name: str, metadata: dict[str, st
         container.metadata.update(metadata)
         stream = container.add_stream_from_template(read.streams.video[0])
         for packet in read.demux(video=0):
-            # The last one is empty, and says that there are no more.
+            # The last packet is empty and marks the end.
             if packet.dts is not None:
                 packet.stream = stream
                 container.mux(packet)
@@ -112,7 +112,7 @@ def is_video(path: str | Path) -> bool:
 
 
 def frames_digest(frames: Sequence[Image]) -> str:
-    """SHA-256 of frames as they are before they are compressed: their number and size, and their RGB bytes in order."""
+    """SHA-256 of frames before compression: their number and size, and their RGB bytes in order."""
     width, height = frames[0].size
     state = hashlib.sha256(f"{len(frames)} {width} {height}\n".encode())
     for frame in frames:
@@ -121,7 +121,7 @@ def frames_digest(frames: Sequence[Image]) -> str:
 
 
 def strip(frames: Sequence[Image], count: int = IN_STRIP, height: int = STRIP_HEIGHT) -> Image:
-    """Some frames of a video side by side, evenly spaced, the first and the last among them."""
+    """Evenly spaced frames of a video side by side, including the first and the last."""
     from PIL import Image
 
     count = min(count, len(frames))
