@@ -222,7 +222,11 @@ def _feed_bytes(update: Callable[[bytes], Any], tensor: Tensor) -> None:
     A sum is over 64-bit words w at places i of a row: a(i) w is folded onto its lower half, multiplied with b(i) and
     added up modulo 2^64, where a(i) and b(i) are odd and look random. The fold keeps flipped signs from cancelling.
     """
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.contiguous().reshape(-1)
+    if flat.numel() and flat.stride(0) != 1:
+        # A single number that was expanded counts as contiguous, but not as bytes.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    flat = flat.view(torch.uint8)
     if flat.numel() <= SMALL:
         update(flat.cpu().numpy().tobytes())
         return
