@@ -15,6 +15,7 @@ from ditmesh.generate.job import StepDone, job_for
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.run import generate
 from ditmesh.request import PictureRequest
+from support.exam import videos
 
 
 def test_listeners_hear_of_every_step_until_they_are_taken_off():
@@ -52,3 +53,18 @@ def test_progress_ends_where_the_schedule_does(scheduler: str | None, steps: int
     generate(job, report=said.append)  # type: ignore[arg-type]
     done = [one for one in said if isinstance(one, StepDone)]
     assert (sum(one.steps for one in done), {one.of for one in done}) == (steps, {steps})
+
+
+def test_a_copied_scheduler_takes_its_own_steps():
+    """Pipelines of video with sound copy their scheduler, and what is patched on it stays behind."""
+    exam = videos.EXAMS["LTX2Pipeline"]
+    pipe = exam.make()
+    pipe.set_progress_bar_config(disable=True)
+    truth = pipe(**exam.call([1]))
+    heard: list[SchedulerStep] = []
+    events = StepEvents(pipe.scheduler, heard.append)
+    found = pipe(**exam.call([1]))
+    events.undo()
+    assert len(heard) == exam.call([1])["num_inference_steps"]
+    for one, other in zip(found[:2], truth[:2], strict=True):
+        assert torch.equal(one, other)

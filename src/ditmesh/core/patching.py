@@ -7,6 +7,7 @@ it since, their wrapper stays and the patch under it does nothing from then on b
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -37,6 +38,11 @@ class _Replacement:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the owner has what was replaced: a replacement knows the owner alone, and a pipeline that copies its
+        # scheduler would take the copy's steps on the scheduler itself.
+        return copy.deepcopy(self.patch.original, memo)
 
 
 class Patch:
