@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 @with_groups
 def train(
     *,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Read the settings of the run from this file.")],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG.yaml", help="Read the settings of the run from this file; with --check also a model."
+        ),
+    ],
     devices: Devices = None,
     change: Annotated[
         list[str] | None,
@@ -35,6 +40,10 @@ def train(
     ] = None,
     resume: Annotated[
         bool, common_option("--resume", help="Resume from the newest complete checkpoint in output_dir.")
+    ] = False,
+    check: Annotated[
+        bool,
+        common_option("--check", help="Say how the model would be trained, try it in the pipeline's loop, and leave."),
     ] = False,
     parallel: TrainingOptions,
     device: Device = "auto",
@@ -52,8 +61,13 @@ def train(
 
     ditmesh train emoji.yaml --ulysses 2 --set learning_rate=1e-5 --set lora.rank=8
 
+    ditmesh train --check emoji-flux --set resolution=64
+
     torchrun --nproc-per-node 4 -m ditmesh train emoji.yaml --data 2 --ulysses 2
     """
+    if check:
+        emit(_checked(config, change or ()), as_json, _say_check)
+        return
     from ..generate.model_info import find_model
     from ..generate.run import PRELOAD
     from ..launch import begin_local_ranks, launcher, resolve_device, torchrun_rank
@@ -83,6 +97,37 @@ def train(
             speaks = ranks.is_reporter
     if speaks:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
+
+
+def _checked(config: Path, changes: Sequence[str]) -> dict[str, Any]:
+    """How the model of a file of settings, or a model that is named in its place, would be trained."""
+    from ..generate.runner import quieten
+    from ..train.config import TrainConfig
+    from ..train.observed.check import checked_recipe
+
+    if config.suffix in (".yaml", ".yml"):
+        run = TrainConfig.read(config).model_dump(exclude_unset=True)
+    else:
+        run = {"pretrained_model_name_or_path": str(config), "train_data_dir": ".", "output_dir": "."}
+    for one in changes:
+        _change(run, one)
+    quieten()
+    return checked_recipe(TrainConfig.read(run))
+
+
+def _say_check(result: dict[str, Any]) -> Report:
+    from ..report.report import Report
+
+    report = Report()
+    adapter = "no adapter: observed" if result["adapter"] is None else f"adapter {result['adapter']}; also observed"
+    report.text(f"{result['pipeline']}, {result['transformer']} ({adapter}), objective {result['objective']}")
+    names = ("time", "input", "prediction", "latents")
+    for size in result["sizes"]:
+        rows = [[name, size[name]] for name in names]
+        rows.append(["captions", ", ".join(size["captions"])])
+        rows.append(["round trip", f"ends {size['round_trip']:.1e} from the latents of the target"])
+        report.table((f"{size['size'][0]} x {size['size'][1]} pixels", "as seen in the pipeline's own loop"), rows)
+    return report
 
 
 def _configured(

@@ -24,7 +24,7 @@ from ..core.digests import digest, tensor_digest
 from ..errors import ConfigError, InputError
 from .cache import VERSION, DamagedFile, SampleCache
 from .config import TrainConfig
-from .families import Conditions, Family
+from .families import Conditions, Family, stacked
 from .order import Drawn, MicroBatch
 from .samples import Sample, pixels
 
@@ -278,9 +278,7 @@ class EncodedSamples:
     @torch.no_grad()
     def _moments(self, values: Tensor) -> Tensor:
         """(B, 2C, [f,] h, w): mean and standard deviation of the latents of pictures or videos (B, 3, [F,] H, W)."""
-        vae = self._pipe.vae
-        found = vae.encode(values.to(self._device, vae.dtype)).latent_dist
-        return torch.cat([found.mean, found.std], dim=1).float()
+        return self._family.moments(self._pipe, values.to(self._device, self._pipe.vae.dtype))
 
     # --- batches -----------------------------------------------------------------------------------------
 
@@ -300,11 +298,11 @@ class EncodedSamples:
         if self._cache is None or not self._keeps_text:
             conditions = self._family.encode(self._pipe, said, self._length(micro))
         else:
-            conditions = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+            conditions = stacked(rows)
         mean, deviation = both.chunk(2, dim=1)
         noise = torch.stack([torch.randn(mean.shape[1:], generator=one) for one in generators]).to(both)
         return Batch(
-            latents=self._scaled(mean + deviation * noise).to(self._device),
+            latents=self._family.scaled(self._pipe, mean + deviation * noise).to(self._device),
             conditions={name: value.to(self._device) for name, value in conditions.items()},
             generators=generators,
         )
@@ -341,14 +339,6 @@ class EncodedSamples:
         why = next(iter(self._skipped.values()))
         raise InputError(f"no sample of {self._sizes[index]} pixels can be read: {why}")
 
-    def _scaled(self, latents: Tensor) -> Tensor:
-        config = self._pipe.vae.config
-        if config.get("latents_mean") is not None and config.get("latents_std") is not None:
-            along = (-1, *[1] * (latents.dim() - 2))
-            mean, deviation = (latents.new_tensor(config[name]).view(along) for name in ("latents_mean", "latents_std"))
-            return (latents - mean) / deviation
-        return (latents - (config.get("shift_factor") or 0.0)) * config.get("scaling_factor", 1.0)
-
 
 def _shown(show: Callable[[str, list[RankProgress]], None] | None, what: str) -> Show | None:
     return None if show is None else lambda ranks: show(what, ranks)
@@ -376,28 +366,11 @@ def _check(
     pipe: Any, family: Family, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], config: TrainConfig
 ) -> None:
     """Refuse, before the first step and on all ranks alike, what would fail or be wrong in the middle of a run."""
-    name = type(pipe).__name__
     if "vae" in config.train_modules:
         raise ConfigError(
             "train_modules: samples are encoded without gradients, so 'vae' cannot be trained; leave it out"
         )
     if family.conditioned_by == "label":
         family.encode(pipe, sorted({sample.said for sample in samples if sample.said is not None}), None)
-    scale = getattr(pipe, "vae_scale_factor", None) or getattr(pipe, "vae_scale_factor_spatial", None) or 1
-    patch = family.patch(pipe)[-2:]
-    most = pipe.transformer.config.get("pos_embed_max_size")
     for size in sorted(set(sizes)):
-        text = f"{size[0]} x {size[1]} pixels (height x width)"
-        steps = [scale * one for one in patch]
-        if any(side % step for side, step in zip(size, steps, strict=True)):
-            raise ConfigError(
-                f"samples of {text}: {name} needs multiples of {steps[0]} x {steps[1]}; change resolution or "
-                "aspect_ratio_buckets"
-            )
-        if isinstance(most, int) and any(side > most * step for side, step in zip(size, steps, strict=True)):
-            raise ConfigError(
-                f"samples of {text}: {name} has positions for {most * steps[0]} x {most * steps[1]} at most; change "
-                "resolution or aspect_ratio_buckets"
-            )
-        if family.conditioned_by == "label" and size[0] != size[1]:
-            raise ConfigError(f"samples of {text}: {name} makes squares; leave aspect_ratio_buckets out")
+        family.check_size(pipe, size)

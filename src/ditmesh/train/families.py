@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.library import library_class
 from ..errors import ConfigError
+from .config import TrainConfig
 
 # Tensors with one row a sample.
 Conditions = dict[str, Tensor]
@@ -45,14 +46,70 @@ class Family(Protocol):
         """Latents of an image token along each side, ([f,] h, w)."""
         ...
 
+    def check_size(self, pipe: Any, size: tuple[int, int]) -> None:
+        """Refuse a size of training, (height, width) in pixels, that the model cannot have.
 
-class _Text:
-    """What text-to-image adapters have in common."""
+        Raises:
+            ConfigError: one sentence.
+        """
+        ...
 
-    conditioned_by, videos = "text", False
+    def moments(self, pipe: Any, values: Tensor) -> Tensor:
+        """(B, 2C, [f,] h, w): mean and standard deviation of the latents of pictures or videos (B, 3, [F,] H, W)."""
+        ...
+
+    def scaled(self, pipe: Any, latents: Tensor) -> Tensor:
+        """Latents of the autoencoder, (B, C, [f,] h, w), as the transformer is trained on them."""
+        ...
+
+
+class _Adapter:
+    """What all adapters have in common: an autoencoder with a scale, latents cut into patches."""
 
     def prepare(self, pipe: Any) -> None:
         pass
+
+    def patch(self, pipe: Any) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def check_size(self, pipe: Any, size: tuple[int, int]) -> None:
+        name, text = type(pipe).__name__, f"{size[0]} x {size[1]} pixels (height x width)"
+        scale = getattr(pipe, "vae_scale_factor", None) or getattr(pipe, "vae_scale_factor_spatial", None) or 1
+        steps = [scale * one for one in self.patch(pipe)[-2:]]
+        most = pipe.transformer.config.get("pos_embed_max_size")
+        if any(side % step for side, step in zip(size, steps, strict=True)):
+            raise ConfigError(
+                f"samples of {text}: {name} needs multiples of {steps[0]} x {steps[1]}; change resolution or "
+                "aspect_ratio_buckets"
+            )
+        if isinstance(most, int) and any(side > most * step for side, step in zip(size, steps, strict=True)):
+            raise ConfigError(
+                f"samples of {text}: {name} has positions for {most * steps[0]} x {most * steps[1]} at most; change "
+                "resolution or aspect_ratio_buckets"
+            )
+
+    def moments(self, pipe: Any, values: Tensor) -> Tensor:
+        encoded = pipe.vae.encode(values)
+        found = getattr(encoded, "latent_dist", None)
+        if found is None:
+            # An autoencoder without a distribution.
+            latents = encoded[0]
+            return torch.cat([latents, torch.zeros_like(latents)], dim=1).float()
+        return torch.cat([found.mean, found.std], dim=1).float()
+
+    def scaled(self, pipe: Any, latents: Tensor) -> Tensor:
+        config = pipe.vae.config
+        if config.get("latents_mean") is not None and config.get("latents_std") is not None:
+            along = (-1, *[1] * (latents.dim() - 2))
+            mean, deviation = (latents.new_tensor(config[name]).view(along) for name in ("latents_mean", "latents_std"))
+            return (latents - mean) / deviation
+        return (latents - (config.get("shift_factor") or 0.0)) * config.get("scaling_factor", 1.0)
+
+
+class TextFamily(_Adapter):
+    """What adapters of pipelines with captions have in common."""
+
+    conditioned_by, videos = "text", False
 
     def patch(self, pipe: Any) -> tuple[int, ...]:
         return (pipe.transformer.config["patch_size"],) * 2
@@ -61,7 +118,7 @@ class _Text:
         return {} if length is None else {"max_sequence_length": length}
 
 
-class StableDiffusion3(_Text):
+class StableDiffusion3(TextFamily):
     """SD3 and SD3.5: joint attention, pooled text, rectified flow."""
 
     def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
@@ -74,7 +131,7 @@ class StableDiffusion3(_Text):
         return model(hidden_states=latents, timestep=timesteps, **conditions, return_dict=False)[0]
 
 
-class Flux(_Text):
+class Flux(TextFamily):
     """FLUX.1: packed latents, positions of text and image tokens, distilled guidance of 1."""
 
     def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
@@ -103,7 +160,7 @@ class Flux(_Text):
         return 2, 2
 
 
-class PixArt(_Text):
+class PixArt(TextFamily):
     """PixArt-alpha and -sigma: cross-attended text with a mask; a learned variance is left as it is."""
 
     def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
@@ -122,7 +179,7 @@ class PixArt(_Text):
         return output[:, : latents.shape[1]]
 
 
-class Wan(_Text):
+class Wan(TextFamily):
     """Wan 2.1 from text: videos, cross-attended text filled up with zeros, rectified flow."""
 
     videos = True
@@ -144,7 +201,7 @@ class Wan(_Text):
         return tuple(pipe.transformer.config["patch_size"])
 
 
-class ClassConditional:
+class ClassConditional(_Adapter):
     """DiT: a class label; one class more stands for none."""
 
     conditioned_by, videos = "label", False
@@ -173,6 +230,14 @@ class ClassConditional:
     def patch(self, pipe: Any) -> tuple[int, ...]:
         return (pipe.transformer.config["patch_size"],) * 2
 
+    def check_size(self, pipe: Any, size: tuple[int, int]) -> None:
+        super().check_size(pipe, size)
+        if size[0] != size[1]:
+            raise ConfigError(
+                f"samples of {size[0]} x {size[1]} pixels (height x width): {type(pipe).__name__} makes squares; leave "
+                "aspect_ratio_buckets out"
+            )
+
 
 # By name of diffusers' class; an entry of a user's own goes by the class, or by a name that none of these has.
 FAMILIES: dict[str | type, Family] = {
@@ -187,21 +252,55 @@ FAMILIES: dict[str | type, Family] = {
 _SHIPPED = frozenset(FAMILIES)
 
 
-def family_of(pipe: Any) -> Family:
-    """The adapter of a pipeline's transformer.
+def family_of(pipe: Any, config: TrainConfig) -> Family:
+    """How a pipeline's transformer is called: an adapter, or what is observed of the pipeline.
 
     Raises:
-        ConfigError: there is none; names those that are there.
+        ConfigError: there is no adapter, and the pipeline is none that can be observed.
     """
     kind = type(getattr(pipe, "transformer", None))
     published = library_class(kind)
     # A class of the user's own that has the name of one of diffusers' may be called in another way.
     key: str | type = published.__name__ if published is not None else kind.__name__
     family = FAMILIES.get(kind) or (FAMILIES.get(key) if published is not None or key not in _SHIPPED else None)
-    if family is None:
-        raise ConfigError(
-            f"{type(pipe).__name__} cannot be trained: nothing says how its {kind.__module__}.{kind.__name__} is "
-            f"called in training; diffusers' {', '.join(str(name) for name in FAMILIES if name in _SHIPPED)} can "
-            "(ditmesh.train.FAMILIES[YourTransformer] = ... adds another class)"
-        )
-    return family
+    if family is not None:
+        return family
+    from .observed.family import ObservedFamily
+
+    return ObservedFamily(pipe, config)
+
+
+# --- rows of conditions of unlike shapes ---------------------------------------------------------------------------
+
+# What follows the name of a condition whose rows were filled up with zeros: the shape of each.
+_SHAPES = ".shape"
+
+
+def stacked(rows: Sequence[Conditions]) -> Conditions:
+    """Conditions of several samples, by those of each; rows of unlike lengths are filled up with zeros."""
+    found: Conditions = {}
+    for name, first in rows[0].items():
+        every = [row[name] for row in rows]
+        if any(one.shape != first.shape for one in every):
+            found[name + _SHAPES] = torch.tensor([one.shape for one in every])
+            most = [max(sides) for sides in zip(*(one.shape for one in every), strict=True)]
+            filled = first.new_zeros(len(every), *most)
+            for place, one in zip(filled, every, strict=True):
+                place[tuple(map(slice, one.shape))] = one
+            found[name] = filled
+        else:
+            found[name] = torch.stack(every)
+    return found
+
+
+def rows_of(conditions: Conditions, count: int) -> list[Conditions]:
+    """Conditions of every sample: what `stacked` was given."""
+    names = [name for name in conditions if not name.endswith(_SHAPES)]
+    rows = []
+    for number in range(count):
+        row = {}
+        for name in names:
+            value, shapes = conditions[name][number], conditions.get(name + _SHAPES)
+            row[name] = value if shapes is None else value[tuple(map(slice, shapes[number].tolist()))]
+        rows.append(row)
+    return rows

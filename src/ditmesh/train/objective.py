@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,12 +100,14 @@ class RectifiedFlow(Objective):
             for one in generators
         ]
         places = (torch.cat(density) * len(scheduler.timesteps)).long().clamp(max=len(scheduler.timesteps) - 1)
+        # What the scheduler's numbers lead to is noise, or, with inverted ones, the latents.
+        start, end = (noise, latents) if scheduler.config.get("invert_sigmas") else (latents, noise)
         levels = scheduler.sigmas[places].to(latents)
         factor = levels.view(-1, *[1] * (latents.dim() - 1))
         return Noised(
-            latents=latents + factor * (noise - latents),
+            latents=start + factor * (end - start),
             timesteps=scheduler.timesteps[places].to(latents.device),
-            target=noise - latents,
+            target=end - start,
             weights=compute_loss_weighting_for_sd3(config.weighting_scheme, levels).float(),
         )
 
@@ -183,6 +186,7 @@ class NoiseObjective:
 
     Attributes:
         kind: name of the objective.
+        scheduler: a fresh one, with the tables of training.
 
     Raises:
         ConfigError: the scheduler is not for that objective.
@@ -191,7 +195,7 @@ class NoiseObjective:
     def __init__(self, scheduler: Any, config: TrainConfig) -> None:
         check_objective(config.objective)
         self._config = config
-        self._scheduler, is_flow = _tables(scheduler)
+        self.scheduler, is_flow = _tables(scheduler)
         own = "flow" if is_flow else scheduler.config.get("prediction_type", "epsilon")
         self.kind = own if config.objective == "auto" else config.objective
         if self.kind not in OBJECTIVES:
@@ -211,7 +215,7 @@ class NoiseObjective:
             generators: one a sample, on the CPU, so that a sample's noise does not depend on its batch or device.
         """
         noise = torch.stack([torch.randn(latents.shape[1:], generator=one) for one in generators]).to(latents)
-        return self._objective(latents, noise, self._scheduler, generators, self._config)
+        return self._objective(latents, noise, self.scheduler, generators, self._config)
 
 
 def _tables(scheduler: Any) -> tuple[Any, bool]:
@@ -237,7 +241,54 @@ def _tables(scheduler: Any) -> tuple[Any, bool]:
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=steps, shift=shift), True
     if "beta_schedule" not in config:
         raise ConfigError(f"{type(scheduler).__name__} has no beta_schedule to train with")
-    return DDPMScheduler.from_config(config), False
+    tables: Any = DDPMScheduler.from_config(config)
+    own = getattr(type(scheduler).from_config(config), "alphas_cumprod", None)
+    if isinstance(own, Tensor) and own.shape == tables.alphas_cumprod.shape:
+        # CogVideoX shifts its levels of noise, by settings that DDPM does not have.
+        tables.alphas_cumprod = own
+    return tables, False
+
+
+class NoiseTables:
+    """The noise levels and the target of training at single moments, as the objective has them.
+
+    Args:
+        scheduler: the pipeline's.
+        config: the objective.
+    """
+
+    def __init__(self, scheduler: Any, config: TrainConfig) -> None:
+        objective = NoiseObjective(scheduler, config)
+        self._kind, self._scheduler = objective.kind, objective.scheduler
+        self._inverted = bool(self._scheduler.config.get("invert_sigmas"))
+
+    def noise_of(self, noisy: Tensor, clean: Tensor, timestep: float) -> Tensor:
+        """The noise that has made ``clean`` latents noisy, at the scheduler's timestep."""
+        clean_share, noise_share = self._shares(timestep)
+        return (noisy - clean_share * clean) / max(noise_share, 1e-6)
+
+    def noisy_of(self, clean: Tensor, noise: Tensor, timestep: float) -> Tensor:
+        """What noise makes of latents, at the scheduler's timestep."""
+        clean_share, noise_share = self._shares(timestep)
+        return clean_share * clean + noise_share * noise
+
+    def target_of(self, clean: Tensor, noise: Tensor, timestep: float) -> Tensor:
+        """What the transformer is to predict."""
+        if self._kind == "flow":
+            return clean - noise if self._inverted else noise - clean
+        clean_share, noise_share = self._shares(timestep)
+        return noise if self._kind == "epsilon" else clean_share * noise - noise_share * clean
+
+    def _shares(self, timestep: float) -> tuple[float, float]:
+        """Of clean latents and of noise in noisy latents."""
+        if self._kind == "flow":
+            times, levels = self._scheduler.timesteps.double(), self._scheduler.sigmas.double()
+            order = times.argsort()
+            level = float(np.interp(timestep, times[order].numpy(), levels[order].numpy()))
+            return (level, 1 - level) if self._inverted else (1 - level, level)
+        alphas = self._scheduler.alphas_cumprod.double().numpy()
+        alpha = float(np.interp(timestep, np.arange(len(alphas)), alphas))
+        return alpha**0.5, (1 - alpha) ** 0.5
 
 
 def sample_losses(prediction: Tensor, noised: Noised, seen: Tensor | None = None) -> Tensor:

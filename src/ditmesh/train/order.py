@@ -30,9 +30,21 @@ def buckets_of(sizes: Sequence[tuple[int, int]], config: TrainConfig) -> list[tu
     Raises:
         ConfigError: ``aspect_ratio_buckets`` are no sizes.
     """
+    buckets = bucket_sizes(config)
+    if len(buckets) == 1:
+        return buckets * len(sizes)
+    return [buckets[cast(int, find_nearest_bucket(*size, buckets))] for size in sizes]
+
+
+def bucket_sizes(config: TrainConfig) -> list[tuple[int, int]]:
+    """(height, width) of every bucket of a run, in pixels.
+
+    Raises:
+        ConfigError: ``aspect_ratio_buckets`` are no sizes.
+    """
     text = config.aspect_ratio_buckets
     if text is None:
-        return [(config.resolution, config.resolution)] * len(sizes)
+        return [(config.resolution, config.resolution)]
     pairs = [re.fullmatch(r"\s*([1-9]\d*)\s*,\s*([1-9]\d*)\s*", part) for part in text.split(";") if part.strip()]
     buckets = [(int(pair[1]), int(pair[2])) for pair in pairs if pair is not None]
     if not buckets or len(buckets) < len(pairs):
@@ -40,7 +52,7 @@ def buckets_of(sizes: Sequence[tuple[int, int]], config: TrainConfig) -> list[tu
             f"aspect_ratio_buckets={text!r} are no sizes in pixels; write them as 'height,width;height,width', such as "
             "'1024,1024;768,1344'"
         )
-    return [buckets[cast(int, find_nearest_bucket(*size, buckets))] for size in sizes]
+    return buckets
 
 
 @dataclass(frozen=True)

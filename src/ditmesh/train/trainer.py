@@ -143,7 +143,7 @@ class Trainer:
     ) -> None:
         self._report_preparing = preparing
         self.config, self.pipe, self.device = config, pipe, torch.device(device)
-        self.family = family_of(pipe)
+        self.family = family_of(pipe, config)
         self.objective = NoiseObjective(pipe.scheduler, config)
         self.mesh = Mesh(config.placement, self.device, timeout)
         self._failed = False

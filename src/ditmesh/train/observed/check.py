@@ -1,0 +1,63 @@
+"""`ditmesh train --check`: how a pipeline would be trained, and whether its own loop agrees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import ConfigError
+from ...generate.model_info import find_model
+from ..config import TrainConfig
+from ..families import FAMILIES
+from .family import ObservedFamily
+
+
+def checked_recipe(config: TrainConfig) -> dict[str, Any]:
+    """Load a run's pipeline, observe how it is trained, and try that.
+
+    Args:
+        config: the run: model, resolution or buckets, frames, objective.
+
+    Returns:
+        ``model``, ``pipeline``, ``transformer``, ``adapter`` (its name; None: observed), ``objective``, and ``sizes``:
+        for every size ``size``, ``latents``, ``time``, ``input``, ``prediction``, ``captions`` (the arguments that
+        depend on them) and ``round_trip`` (how far from the chosen latents the loop ended, relative to the largest).
+
+    Raises:
+        ConfigError: one sentence that says what cannot be derived, or that the loop does not agree.
+    """
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    from ..objective import NoiseObjective
+    from ..order import bucket_sizes
+
+    info = find_model(config.pretrained_model_name_or_path)
+    pipe = DiffusionPipeline.from_pretrained(info.files if info.local else info.name)
+    pipe.set_progress_bar_config(disable=True)
+    if not hasattr(pipe, "transformer"):
+        raise ConfigError(f"{type(pipe).__name__} has no transformer to train")
+    family = ObservedFamily(pipe, config)
+    sizes = []
+    for size in bucket_sizes(config):
+        family.check_size(pipe, size)
+        recipe = list(family.recipes.values())[-1]
+        words = recipe.describe()
+        sizes.append(
+            {
+                "size": list(size),
+                "time": words["time"],
+                "input": words["input"],
+                "prediction": words["prediction"],
+                "latents": words["latents"],
+                "captions": list(family.captions),
+                "round_trip": recipe.error,
+            }
+        )
+    name = type(pipe.transformer).__name__
+    return {
+        "model": config.pretrained_model_name_or_path,
+        "pipeline": type(pipe).__name__,
+        "transformer": name,
+        "adapter": type(FAMILIES[name]).__name__ if name in FAMILIES else None,
+        "objective": NoiseObjective(pipe.scheduler, config).kind,
+        "sizes": sizes,
+    }

@@ -1,0 +1,174 @@
+"""How the numbers of one tensor reach another, seen by what comes of chosen numbers.
+
+Pipelines pack latents into tokens, scale and shift them channel by channel, put them among the tokens of a reference,
+or change a sign. All of that is one form: every number of the output is a constant, or one number of the input times
+a factor, plus a constant. What is otherwise is not derived but refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+
+# Places are told in digits of this base: half precision holds them, and their multiples, apart.
+BASE = 32
+# How far off the form a number may be, relative to the largest: float32 of a few operations, and half precision.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+HALF_TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True)
+class NumberMap:
+    """``output = base + scale * input[index]``, number by number, of tensors of one sample without its batch dimension.
+
+    Attributes:
+        source, shape: of the input and the output.
+        base, scale: of the output's shape, float32.
+        index: flat places in the input, of the output's shape; 0 where ``scale`` is 0.
+    """
+
+    source: tuple[int, ...]
+    shape: tuple[int, ...]
+    base: Tensor
+    scale: Tensor
+    index: Tensor
+
+    @property
+    def constant(self) -> bool:
+        """Whether the output holds nothing of the input."""
+        return not bool(self.scale.any())
+
+    @property
+    def covers(self) -> bool:
+        """Whether every number of the input stands in the output exactly once."""
+        places = self.index[self.scale != 0]
+        return places.numel() == _size(self.source) and places.unique().numel() == places.numel()
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """(B, *shape) of (B, *source), differentiable."""
+        return self._on(self.base, value) + self._on(self.scale, value) * self.moved(value)
+
+    def moved(self, value: Tensor) -> Tensor:
+        """The numbers at their places, neither scaled nor shifted: (B, *shape) of (B, *source)."""
+        found = value.flatten(1)[:, self.index.flatten().to(value.device)]
+        return found.view(len(value), *self.shape)
+
+    def inverse(self) -> NumberMap:
+        """The input by the output's numbers.
+
+        Raises:
+            ConfigError: a number of the input does not reach the output, or does so twice.
+        """
+        if not self.covers:
+            raise ConfigError("not every number reaches it once, so that there is no way back")
+        seen = self.scale.flatten() != 0
+        places, numbers = self.index.flatten()[seen], torch.arange(seen.numel())[seen]
+        back = torch.empty(_size(self.source), dtype=torch.long)
+        back[places] = numbers
+        scale = 1 / self.scale.flatten()[back]
+        base = -self.base.flatten()[back] * scale
+        return NumberMap(
+            self.shape, self.source, base.view(self.source), scale.view(self.source), back.view(self.source)
+        )
+
+    def without_base(self) -> NumberMap:
+        """The map without its constants."""
+        return replace(self, base=torch.zeros_like(self.base))
+
+    def describe(self) -> str:
+        """What it does, in words."""
+        there = self.scale[self.scale != 0]
+        if not there.numel():
+            return "nothing of it"
+        words = []
+        if there.numel() < self.scale.numel():
+            words.append(f"{there.numel()} of {self.scale.numel()} numbers")
+        elif self.source == self.shape and bool((self.index.flatten() == torch.arange(self.index.numel())).all()):
+            words.append("as it is" if self.identity else "in place")
+        else:
+            words.append(f"{'x'.join(map(str, self.source))} moved to {'x'.join(map(str, self.shape))}")
+        low, high = float(there.min()), float(there.max())
+        if (low, high) != (1, 1):
+            words.append(f"times {low:.4g}" if high - low < 1e-6 else f"times {low:.4g} to {high:.4g}")
+        if bool(self.base[self.scale != 0].any()):
+            words.append("shifted")
+        return ", ".join(words)
+
+    @property
+    def identity(self) -> bool:
+        """Whether the output is the input."""
+        return (
+            self.source == self.shape
+            and bool((self.scale == 1).all())
+            and not bool(self.base.any())
+            and bool((self.index.flatten() == torch.arange(self.index.numel())).all())
+        )
+
+    def _on(self, part: Tensor, value: Tensor) -> Tensor:
+        return part.to(value.device, value.dtype)
+
+
+def _size(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+class Fills:
+    """Chosen numbers for one tensor: zeros, ones, the digits of every place, noise.
+
+    Args:
+        shape: of one sample, without its batch dimension.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape, size = tuple(shape), _size(shape)
+        places = torch.arange(size)
+        self.digits = 1
+        while BASE**self.digits < size:
+            self.digits += 1
+        digits = [(places // BASE**power % BASE).float() for power in range(self.digits)]
+        noise = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        self.values = [one.view(self.shape) for one in (torch.zeros(size), torch.ones(size), *digits, noise)]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def map_of(self, seen: Sequence[Tensor], what: str) -> NumberMap:
+        """The map by what has come of every one of the fills.
+
+        Args:
+            seen: tensors without their batch dimension, in the order of `values`.
+            what: the name of what is mapped, for the error.
+
+        Raises:
+            ConfigError: what has come is not of the form.
+        """
+        dtype = seen[0].dtype
+        zeros, ones, *digits, noise = (one.double().cpu() for one in seen)
+        scale = ones - zeros
+        largest = scale.abs().max()
+        tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
+        scale[scale.abs() <= tolerance * largest] = 0
+        safe = torch.where(scale == 0, 1, scale)
+        index, off = torch.zeros_like(scale, dtype=torch.long), 0.0
+        for power, digit in enumerate(digits):
+            exact = (digit - zeros) / safe
+            whole = exact.round()
+            off = max(off, float(((exact - whole).abs() * (scale != 0)).max()))
+            index += (whole.long() * BASE**power) * (scale != 0)
+        size = _size(self.shape)
+        if off > 0.3 or not bool(((index >= 0) & (index < size)).all()):
+            raise ConfigError(f"{what} mixes numbers: no number of it is one of the {size}, scaled and shifted")
+        # Numbers such as 1 and 0.5 have come through float32.
+        nice = (scale * 2**10).round() / 2**10
+        scale = torch.where((scale - nice).abs() <= 1e-6 * largest, nice, scale)
+        found = NumberMap(self.shape, tuple(scale.shape), zeros.float(), scale.float(), index)
+        expected = zeros + scale * self.values[-1].double().flatten()[index.flatten()].view(index.shape)
+        worst = float((expected - noise).abs().max()) / max(float(expected.abs().max()), 1e-12)
+        if worst > tolerance:
+            raise ConfigError(f"{what} is not a linear function of each number alone (off by {worst:.1e})")
+        return found
