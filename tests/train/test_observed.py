@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from ditmesh import zoo
 from ditmesh.errors import ConfigError
@@ -24,8 +25,9 @@ from support.exam import Exam, images, others, videos
 from support.train import folder_of, save_pipeline
 
 EXAMS: dict[str, Exam] = {**images.EXAMS, **videos.EXAMS, **others.EXAMS}
-# Captions by the number of their prompt in exams.
-SAID = [*CAPTIONS, "a third", "a fourth"]
+# The prompts of exams by caption.
+OTHER = "another caption"
+NUMBERS = {CAPTIONS[0]: 3, CAPTIONS[1]: 1, OTHER: 2}
 
 # Some that are derived always: packed, moved, a flipped sign, a part of the result, lists of samples, videos.
 ALWAYS = [
@@ -55,7 +57,7 @@ class StubVae:
     """An autoencoder for pipelines of exams that have none: the decoder is never reached."""
 
     config = diffusers.configuration_utils.FrozenDict(
-        {"scaling_factor": 0.5, "shift_factor": 0.1, "latents_mean": None, "latents_std": None, "latent_channels": 4}
+        {"scaling_factor": 0.5, "shift_factor": 0.1, "latents_mean": [0.1] * 4, "latents_std": [0.5] * 4, "z_dim": 4}
     )
     dtype, device = torch.float32, torch.device("cpu")
     spatial_compression_ratio, temporal_compression_ratio = 8, 4
@@ -78,7 +80,7 @@ class ExamFamily(ObservedFamily):
         super().__init__(pipe, settings())
 
     def _request(self, said: Sequence[str], size: tuple[int, int], length: int | None = None) -> dict[str, Any]:
-        call = self._exam.call([SAID.index(one) for one in said])
+        call = self._exam.call([NUMBERS[one] for one in said])
         call = {name: value for name, value in call.items() if name != "generator"}
         if "pag_scale" in self._parameters:
             call["pag_scale"] = 0.0
@@ -110,7 +112,7 @@ def planted(pipe: Any, family: ExamFamily, recipe: Recipe) -> dict[str, float]:
         "scale of the prediction": replace(recipe, prediction=replace(prediction, scale=0.9 * prediction.scale)),
         "order of the prediction": replace(recipe, prediction=replace(prediction, index=turned)),
         "scale of the latents": replace(recipe, latents=replace(latents, scale=1.1 * latents.scale)),
-        "shift of the latents": replace(recipe, latents=replace(latents, base=latents.base + 0.3)),
+        "shift of the latents": replace(recipe, latents=replace(latents, base=latents.base + 0.5 * latents.scale)),
         "order of the latents": replace(
             recipe, latents=replace(latents, index=latents.index.flatten().flip(0).view(latents.shape))
         ),
@@ -130,7 +132,7 @@ def test_a_pipeline_without_an_adapter_is_derived(name: str):
     assert recipe.error < MOST_OFF
     latents = torch.randn(2, *recipe.latents.shape, generator=torch.Generator().manual_seed(0))
     times = torch.tensor([300.0, 700.0]) * float(pipe.scheduler.config.num_train_timesteps) / 1000
-    conditions = family.encode(pipe, [CAPTIONS[1], SAID[2]], None)
+    conditions = family.encode(pipe, [CAPTIONS[1], OTHER], None)
     both = family.predict(pipe, pipe.transformer, latents, times, conditions)
     assert both.shape == latents.shape
     for number, row in enumerate(rows_of(conditions, 2)):
@@ -160,7 +162,7 @@ def test_no_wrong_recipe_passes(name: str):
 )
 def test_what_is_observed_is_what_adapters_say(model: str, size: tuple[int, int], frames: int | None, tmp_path: Path):
     folder = save_pipeline(model, tmp_path) if model == "pixart" else zoo.path(model)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     config = settings(max_sequence_length=16, num_frames=frames)
     adapter, family = family_of(pipe, config), ObservedFamily(pipe, config)
@@ -228,7 +230,7 @@ def test_a_run_without_an_adapter(tmp_path: Path):
     for kept in (True, False):
         change = {"output_dir": str(tmp_path / f"out-{kept}")} | ({} if kept else {"cache_dir": None})
         config = TrainConfig.read({**given, **change})
-        pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "chroma")
+        pipe = DiffusionPipeline.from_pretrained(tmp_path / "chroma")
         pipe.set_progress_bar_config(disable=True)
         with Trainer(config, pipe, timeout=100.0) as trainer:
             assert isinstance(trainer.family, ObservedFamily)

@@ -107,6 +107,8 @@ class ObservedFamily(TextFamily):
                 break
             except ConfigError as caught:
                 error = error or caught
+            except Exception as caught:  # Of the pipeline's own.
+                error = error or ConfigError(f"its call fails ({type(caught).__name__}: {caught})")
         else:
             raise ConfigError(f"{text} cannot be trained: {error}") from error
         if recipe.error > MOST_OFF:
@@ -270,28 +272,40 @@ def merged(calls: Sequence[Any], one: Any, two: Any, path: str = "") -> Any:
     Raises:
         ConfigError: an argument is neither.
     """
+    found: Any = None
     if isinstance(one, Tensor) and isinstance(two, Tensor):
-        if one.shape == two.shape and (len(calls) == 1 or all(_equal(call, calls[0]) for call in calls)):
-            return calls[0]
-        apart = [dim for dim in range(one.dim()) if one.dim() == two.dim() and one.shape[dim] != two.shape[dim]]
-        if len(apart) == 1 and two.shape[apart[0]] == 2 * one.shape[apart[0]]:
-            return torch.cat(list(calls), apart[0])
+        found = _merged_tensors(calls, one, two)
     elif isinstance(one, Mapping) and isinstance(two, Mapping) and one.keys() == two.keys():
-        return {
+        found = {
             key: merged([call[key] for call in calls], one[key], two[key], f"{path}.{key}".strip(".")) for key in one
         }
     elif isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
-        if len(one) == len(two):
-            items = [
-                merged([call[number] for call in calls], one[number], two[number], f"{path}.{number}")
-                for number in range(len(one))
-            ]
-            return type(one)(items)
-        if len(two) == 2 * len(one):
-            return type(one)([item for call in calls for item in call])
+        found = _merged_lists(calls, one, two, path)
+    elif one is None and two is None:
+        return None
     elif not isinstance(one, (Tensor, Mapping, list, tuple)) and _equal(one, two):
+        found = calls[0]
+    if found is None:
+        raise ConfigError(f"{path} of the transformer is of another form for two images than for one")
+    return found
+
+
+def _merged_tensors(calls: Sequence[Tensor], one: Tensor, two: Tensor) -> Tensor | None:
+    if one.shape == two.shape and all(_equal(call, calls[0]) for call in calls):
         return calls[0]
-    raise ConfigError(f"{path} of the transformer is of another form for two images than for one")
+    apart = [dim for dim in range(one.dim()) if one.dim() == two.dim() and one.shape[dim] != two.shape[dim]]
+    if len(apart) == 1 and two.shape[apart[0]] == 2 * one.shape[apart[0]]:
+        return torch.cat(list(calls), apart[0])
+    return None
+
+
+def _merged_lists(calls: Sequence[Sequence[Any]], one: Sequence[Any], two: Sequence[Any], path: str) -> Any:
+    if len(one) == len(two):
+        every = enumerate(zip(one, two, strict=True))
+        return type(one)([merged([call[at] for call in calls], *both, f"{path}.{at}") for at, both in every])
+    if len(two) == 2 * len(one):
+        return type(one)([item for call in calls for item in call])
+    return None
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
