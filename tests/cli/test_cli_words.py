@@ -132,7 +132,7 @@ def test_words_that_are_alike_are_all_offered() -> None:
         ("--set output_dir=run.yaml", "choose another one with output_dir"),
         ("--set cache_dir=run.yaml", "choose another one with cache_dir"),
         ("--set pretrained_model_name_or_path=./none", "no such folder"),
-        ("--set pretrained_model_name_or_path=strange", "LatteTransformer3DModel is called in training"),
+        ("--set pretrained_model_name_or_path=strange", "DiTPipeline cannot be trained: it takes no prompt"),
         ("--cfg 2", "cfg=2 is not for training"),
         ("--pipe 2", "pipe=2 is not for training"),
         ("--shard 2 --data 2", "shard=2 is not for training"),
@@ -156,7 +156,7 @@ def test_training_is_refused_before_ranks_start(more: str, says: str, nothing_st
     for folder in ("data", "empty", "strange/transformer"):
         Path(folder).mkdir(parents=True)
     Path("data/0.png").write_bytes(b"")
-    index = {"_class_name": "LattePipeline", "transformer": ["diffusers", "LatteTransformer3DModel"]}
+    index = {"_class_name": "DiTPipeline", "transformer": ["diffusers", "LatteTransformer3DModel"]}
     Path("strange/model_index.json").write_text(json.dumps(index))
     Path("strange/transformer/config.json").write_text(json.dumps({"_class_name": "LatteTransformer3DModel"}))
     assert says in said_by(capsys, "train", "run.yaml", "--device", "cpu", *more.split())

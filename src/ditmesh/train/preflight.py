@@ -64,6 +64,16 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
     check_objective(config.objective)
     if not info.transformer_class:
         raise ConfigError(f"{info.pipeline_class} has no transformer to train")
+    from .families import FAMILIES
+
+    if info.transformer_class not in [kind if isinstance(kind, str) else kind.__name__ for kind in FAMILIES]:
+        import diffusers
+
+        from .observed.family import check_observable
+
+        kind = getattr(diffusers, info.pipeline_class, None)
+        if isinstance(kind, type):
+            check_observable(kind, "transformer_2" in parts and info.index["transformer_2"][0] is not None, config)
     if config.lora is not None:
         _check_lora(config.lora, info)
 

@@ -27,6 +27,35 @@ CAPTIONS = ("", "a red fox")
 STOCHASTIC = {"DDPMScheduler": "DDIMScheduler", "CogVideoXDPMScheduler": "CogVideoXDDIMScheduler"}
 
 
+def check_observable(kind: type, second: bool, config: TrainConfig) -> Mapping[str, inspect.Parameter]:
+    """Refuse a pipeline that cannot be trained without an adapter, by its class; the parameters of its call.
+
+    Args:
+        kind: the pipeline's class.
+        second: whether it has a second transformer.
+        config: the run.
+
+    Raises:
+        ConfigError: it takes no prompt alone, or a setting needs an adapter.
+    """
+    name, parameters = kind.__name__, inspect.signature(kind.__call__).parameters
+    if "prompt" not in parameters:
+        raise ConfigError(f"{name} cannot be trained: it takes no prompt")
+    if second:
+        raise ConfigError(
+            f"{name} cannot be trained: a second transformer takes over at low noise; train one at a time, as a "
+            "pipeline without the other"
+        )
+    if config.token_share < 1:
+        raise ConfigError(f"token_share: the tokens of {name} are not known in training; leave it out")
+    if trained := [one for one in config.train_modules if one != "transformer"]:
+        raise ConfigError(
+            f"train_modules: {name} is trained without an adapter, which has no gradients of {', '.join(trained)}; "
+            "leave it out"
+        )
+    return parameters
+
+
 class ObservedFamily(TextFamily):
     """How a pipeline's transformer is called, seen by running the pipeline with stand-ins.
 
@@ -45,22 +74,8 @@ class ObservedFamily(TextFamily):
 
     def __init__(self, pipe: Any, config: TrainConfig) -> None:
         self.name = type(pipe).__name__
-        parameters = inspect.signature(type(pipe).__call__).parameters
-        if "prompt" not in parameters:
-            raise ConfigError(f"{self.name} cannot be trained: it takes no prompt")
-        if getattr(pipe, "transformer_2", None) is not None:
-            raise ConfigError(
-                f"{self.name} cannot be trained: a second transformer takes over at low noise; train one at a time, as "
-                "a pipeline without the other"
-            )
-        if config.token_share < 1:
-            raise ConfigError(f"token_share: the tokens of {self.name} are not known in training; leave it out")
-        trained = [name for name in config.train_modules if name != "transformer"]
-        if trained:
-            raise ConfigError(
-                f"train_modules: {self.name} is trained without an adapter, which has no gradients of "
-                f"{', '.join(trained)}; leave it out"
-            )
+        second = getattr(pipe, "transformer_2", None) is not None
+        parameters = check_observable(type(pipe), second, config)
         self._parameters = set(parameters)
         self.videos = "num_frames" in parameters
         self.recipes: dict[tuple[int, ...], Recipe] = {}
@@ -300,11 +315,12 @@ def _merged_tensors(calls: Sequence[Tensor], one: Tensor, two: Tensor) -> Tensor
 
 
 def _merged_lists(calls: Sequence[Sequence[Any]], one: Sequence[Any], two: Sequence[Any], path: str) -> Any:
+    kind: Any = type(one)
     if len(one) == len(two):
         every = enumerate(zip(one, two, strict=True))
-        return type(one)([merged([call[at] for call in calls], *both, f"{path}.{at}") for at, both in every])
+        return kind([merged([call[at] for call in calls], *both, f"{path}.{at}") for at, both in every])
     if len(two) == 2 * len(one):
-        return type(one)([item for call in calls for item in call])
+        return kind([item for call in calls for item in call])
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.digests import tensor_digest
 from ...core.patching import Patch
 from ...errors import ConfigError
 
@@ -270,7 +271,4 @@ def _forms_of(arguments: Mapping[str, Any]) -> Iterator[Any]:
 
 def _keys_of(value: Any) -> Any:
     """What tells arguments apart, as text can show it."""
-    return [
-        (path, (one.data_ptr(), tuple(one.shape), one.dtype) if isinstance(one, Tensor) else one)
-        for path, one in values_in(value)
-    ]
+    return [(path, tensor_digest(one) if isinstance(one, Tensor) else one) for path, one in values_in(value)]
