@@ -1,4 +1,4 @@
-"""`ditmesh doctor`: what this machine has, what is missing, and how fast its ranks reach one another."""
+"""`ditmesh doctor`: the machine's devices and versions, missing components, and measured transfers between ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show versions, devices and backends, measure transfers between ranks, and say what is missing.
+    """Show versions, devices and backends, measure transfers between ranks, and report missing components.
 
     [bold]Example[/bold]
 
@@ -57,7 +57,7 @@ def doctor(
 
 
 def _saved(pool: Launcher, path: Path) -> list[str]:
-    """Measure the profile and write it; where ranks share memory, a second one for their process group beside it."""
+    """Measure and write the profile; if ranks share memory, also a second profile for their process group."""
     from ..forecast.plan.profile import profile
 
     fastest, other = profile(pool)
@@ -71,7 +71,7 @@ def _saved(pool: Launcher, path: Path) -> list[str]:
 
 
 def _peers(access: list[list[bool]]) -> str:
-    """Which pairs of GPUs have none, if any."""
+    """The pairs of GPUs without peer access."""
     pairs = [(one, other) for one, row in enumerate(access) for other, can in enumerate(row) if not can]
     if len(access) < 2:
         return ""
@@ -110,7 +110,7 @@ def _say(facts: dict[str, Any]) -> Report:
 
 
 def _machine(facts: dict[str, Any]) -> dict[str, str | None]:
-    """What the machine has; None: not known, or there is none to speak of."""
+    """The facts about the machine; None: unknown or absent."""
     cpu, memory = facts["cpu"], facts["shared_memory"]
     named = {
         "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),

@@ -1,4 +1,4 @@
-"""`ditmesh generate`: pictures from prompts, on N devices."""
+"""`ditmesh generate`: images and videos from prompts, on N devices."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from ..report.report import Report
 
 
-# As many pictures are named when a job is broken off.
+# Maximum number of images that are listed when a job is interrupted.
 NAMED = 8
 
-# Fields of receipts that are the same in most pictures of a job.
+# Fields of receipts that are the same for most images of a job.
 SHARED = ("config", "versions", "environment")
-# And those of videos.
+# The same for videos.
 VIDEO = ("frames", "fps", "frames_digest")
 
 
@@ -111,7 +111,7 @@ def generate(
     as_json: AsJson = False,
     json_full: JsonFull = False,
 ) -> None:
-    """Generate images or videos from prompts on N devices. Each PNG or MP4 holds the metadata of its generation.
+    """Generate images or videos from prompts on N devices. Each PNG or MP4 contains the metadata of its generation.
 
     Existing files are kept, and new ones get a number.
 
@@ -166,7 +166,7 @@ def generate(
 def _check_launch(
     ranks: RankOptions, world_size: int, config: ParallelConfig | None, elastic: bool, compare: bool
 ) -> None:
-    """Refuse what the way in which ranks are started cannot do."""
+    """Reject options that the launcher does not support."""
     from ..config import ParallelConfig
     from ..generate.elastic import check_elastic
 
@@ -187,7 +187,7 @@ def _check_launch(
 
 
 def check_joined(ranks: RankOptions) -> None:
-    """Refuse a launcher where torchrun has started the ranks."""
+    """Reject a launcher if torchrun has started the ranks."""
     if ranks.backend is not None:
         raise InputError(f"--launcher {ranks.launcher} starts ranks, and torchrun has started them; use one of them")
 
@@ -201,7 +201,7 @@ def _on_ranks(
     elastic: bool,
     began: float,
 ) -> dict[str, Any] | None:
-    """Generate, and once more on one rank when ``compare``.
+    """Generate, and again on one rank if ``compare``.
 
     What to say about it; None: another process says it. ``began``: when the command did, by `time.perf_counter`.
     """
@@ -209,7 +209,7 @@ def _on_ranks(
     from ..generate.elastic import generate_elastically
     from ..launch import default_threads, launcher
 
-    # Where torchrun has started ranks, this process is one of them.
+    # If torchrun has started the ranks, this process is one of them.
     name, threads = "torchrun" if torchrun_rank() is not None else ranks.backend, ranks.threads
     if elastic:
         threads = threads or default_threads(world_size, kind)
@@ -250,7 +250,7 @@ def _compared(
     made: list[Generated],
     seconds: float,
 ) -> dict[str, Any]:
-    """The job on one device, in the same mode, beside what several made in ``seconds``."""
+    """Run the job on one device in the same mode, and compare with the result of several."""
     from ..config import ParallelConfig
     from ..forecast.candidates import resized
     from ..launch import guarded_folder, launcher
@@ -269,7 +269,7 @@ def _compared(
 
 
 def _generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tuple[list[Generated], dict[str, Any]]:
-    """The pictures, and the seconds it took."""
+    """Generate; returns the images and the facts about the run."""
     from ..generate.run import generate
 
     with progress(job, what, ranks.is_reporter) as (report, made, facts):
@@ -281,7 +281,7 @@ def _generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tu
 def progress(
     job: PictureJob, what: str, shown: bool = True
 ) -> Iterator[tuple[MessageSink, list[Generated], dict[str, Any]]]:
-    """One bar for the whole job, fed by rank 0's reports; collects what was generated, and facts such as times.
+    """A progress bar for the whole job from rank 0's reports; collects the images and facts such as times.
 
     When the job is broken off it is said what there is.
     """
@@ -306,11 +306,11 @@ def progress(
                     _above(progress, message.text)
                 elif isinstance(message, StepDone):
                     said = f"{what}, {message.note}" if message.note else what
-                    # How many there are, the schedule says: of Heun's they are nearly twice as many as were asked for.
+                    # The schedule gives the number of steps: Heun has nearly twice the requested number.
                     progress.update(task, description=said, total=message.of * job.total)
                     progress.advance(task, message.pictures * message.steps)
                 elif isinstance(message, Generated):
-                    # There may be many: what is the same in all of them is kept once.
+                    # There may be many receipts: equal fields are stored once.
                     ours, first = message.receipt, made[0].receipt if made else message.receipt
                     same = {one: value for one in SHARED if (value := getattr(first, one)) == getattr(ours, one)}
                     made.append(replace(message, receipt=ours.model_copy(update=same)))
@@ -328,15 +328,15 @@ def progress(
 
 
 def _above(progress: Any, text: str) -> None:
-    """Print one line, above the bar."""
+    """Print one line above the progress bar."""
     progress.console.print(f"ditmesh: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def short(result: dict[str, Any]) -> dict[str, Any]:
-    """The result without what is the same in all pictures, and in their files: see --json-full."""
+    """The result without fields that are the same for all images or are in their files: see --json=full."""
     from ..config import ParallelConfig
 
-    # Restarts only where there were any.
+    # Restarts only if there were any.
     always, sometimes = ("path", "prompt", "seed", "together", "place"), ("restarts", *VIDEO)
     settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
     return {
@@ -350,7 +350,7 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def most_of(receipts: Sequence[Receipt]) -> list[dict[str, int]]:
-    """The most of several pictures that every rank has taken, by phase."""
+    """The peak memory of every rank over several images, by phase."""
     every = [receipt.peak_memory or [] for receipt in receipts]
     found: list[dict[str, int]] = [{} for _ in range(max(map(len, every), default=0))]
     for one in every:
@@ -361,7 +361,7 @@ def most_of(receipts: Sequence[Receipt]) -> list[dict[str, int]]:
 
 
 def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:
-    """Largest difference of any channel of any pixel, of 255; of videos as they are compressed, unless it is none."""
+    """The largest difference of any channel of any pixel, of 255; for videos, of the compressed frames unless equal."""
     import numpy
     from PIL import Image
 
@@ -409,7 +409,7 @@ def _say(result: dict[str, Any]) -> Report:
         stale = chosen.exchange != "exact" or chosen.stages_or_patches
         pixels = "the same pixels" if most == 0 else f"pixels differ by at most {most} of 255"
         if most == 1 and not stale:
-            # Ranks add numbers up in another order than one device.
+            # Several ranks add numbers in a different order from one device.
             pixels = "the same pixels but for rounding (by at most 1 of 255; --reproducible gives the same bits)"
         report.text(
             f"one device{f' ({threads})' if on_cpu else ''}: {facts['one_device_seconds']:.2f} s; "

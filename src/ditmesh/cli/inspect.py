@@ -1,4 +1,4 @@
-"""`ditmesh inspect`: what a model's tokens look like to ditmesh, and what memory its ranks need."""
+"""`ditmesh inspect`: a model's token layout, the memory of its ranks, and the traffic between hosts."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def inspect(
 def _anatomy(
     transformer: str, sizes: Any, layout: TokenLayout, config: ParallelConfig, workload: Workload, dtype: str
 ) -> dict[str, Any]:
-    """What stands around a call of the transformer and what ranks exchange in it, as plain data."""
+    """The layers around a call of the transformer, and the data that ranks exchange in it, as plain data."""
     import torch
 
     from .. import recipe
@@ -236,7 +236,7 @@ def _show_anatomy(facts: dict[str, Any]) -> None:
 def _config_of(
     config: str | None, devices: int | None, settings: dict[str, Any], heads: int | None
 ) -> tuple[int, ParallelConfig | None]:
-    """Number of ranks and configuration, in words or by its settings; None: whatever suits so many devices."""
+    """The number of ranks, and the configuration from words or settings; None: chosen for the devices."""
     if config is None:
         return parallel_config(devices, None, settings, heads)
     chosen = config_of(config)
@@ -244,7 +244,7 @@ def _config_of(
 
 
 def _between(model: str, wanted: dict[str, Any], config: ParallelConfig, hosts: str) -> dict[str, Any]:
-    """What a configuration sends between hosts, as plain data."""
+    """The traffic of a configuration between hosts, as plain data."""
     from ..forecast.costs.hardware import machine
     from ..forecast.hosts import better, between_hosts, host_numbers
     from ..forecast.plan.subject import subject
@@ -270,7 +270,7 @@ def _between(model: str, wanted: dict[str, Any], config: ParallelConfig, hosts: 
 
 
 def _show_between(between: dict[str, Any]) -> None:
-    """Lines about what goes between hosts."""
+    """Lines about the traffic between hosts."""
     from rich.console import Console
 
     from ..forecast.hosts import BUSY, describe_bytes
@@ -346,7 +346,7 @@ def _asked(
     pictures: int,
     guidance: bool | None,
 ) -> tuple[Components, Workload, int | None]:
-    """What takes memory, what is asked for, and the heads of the transformer."""
+    """The model's components, the request, and the heads of the transformer."""
     from .. import zoo
     from ..forecast.catalogue import shapes
     from ..forecast.memory.check import components_of, components_of_shape
@@ -370,7 +370,7 @@ def _needed(
     dtype: str,
     hardware: str,
 ) -> dict[str, Any]:
-    """What every rank needs, as JSON can hold it."""
+    """The memory of every rank, as JSON data."""
     import torch
 
     from ..config import ParallelConfig

@@ -1,4 +1,4 @@
-"""Entry point of the ``ditmesh`` command: which subcommands there are, and what an error looks like."""
+"""Entry point of the ``ditmesh`` command: its subcommands and its error messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _stopped_in_words() -> Iterator[None]:
 
 
 class _Commands(TyperGroup):
-    # What is stopped elsewhere typer would call aborted.
+    # typer would print "Aborted" for an interrupted program.
     def make_context(self, *arguments: Any, **more: Any) -> Any:
         with _stopped_in_words():
             return super().make_context(*arguments, **more)
@@ -87,7 +87,7 @@ def _common(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process.
+    """Run the command line and exit.
 
     Exit code 0: done. 1: a rank failed (its traceback is on stderr), or a bug. 2: what was asked for cannot be done;
     one sentence on stderr says why and what can. 130: stopped by Ctrl-C. 143: by SIGTERM.
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as left:
         if left.code is not None and not isinstance(left.code, int):
             raise
-        # This process is ours.
+        # This process belongs to ditmesh.
         leave(left.code or 0)
 
 
@@ -116,7 +116,7 @@ def _run(arguments: list[str] | None) -> None:
     except (InputError, LayoutError) as error:
         _leave(str(error), 2)
     except RankFailed as error:
-        # Every rank refuses what rank 0 refuses: that is an answer, not a failure.
+        # All ranks raise the same input error: that is an answer, not a failure.
         if isinstance(error.__cause__, (InputError, LayoutError)):
             _leave(str(error.__cause__), 2)
         _leave(str(error), 1, _first_here())
@@ -148,19 +148,19 @@ def _leave(message: str, code: int, speaks: bool | None = None) -> None:
 
 
 def _say(message: str, speaks: bool | None = None) -> None:
-    # Under torchrun all ranks arrive here; one says it.
+    # Under torchrun all ranks reach this point; one prints the error.
     if not _rank() if speaks is None else speaks:
         print(f"ditmesh: {message}", file=sys.stderr)
 
 
 def _first_here() -> bool:
-    """Whether this process speaks for its host, which may be the only one that can."""
+    """Whether this process prints errors for its host."""
     there = torchrun_rank()
     return there is None or there.local_rank == 0
 
 
 def _rank() -> int | None:
-    """This process's rank, when torchrun has started it."""
+    """This process's rank if torchrun has started it."""
     try:
         there = torchrun_rank()
     except InputError:

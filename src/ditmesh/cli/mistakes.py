@@ -1,4 +1,4 @@
-"""What is said of a mistyped command line: one sentence of our own, whichever type an option has."""
+"""Error messages for a mistyped command line: one sentence, for every type of option."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..errors import did_you_mean, what_is_wrong
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether the command line's parser has raised it."""
+    """Whether the command line's parser has raised an exception."""
     # Its class is typer's or click's, by the version.
     return hasattr(error, "format_message") and hasattr(error, "exit_code")
 
 
 def said_of_mistake(error: Any) -> str:
-    """The sentence about what the command line's parser has found wrong."""
+    """The sentence for an error of the command line's parser."""
     context = getattr(error, "ctx", None)
     path = "ditmesh" if context is None else context.command_path
     command, see = path.rpartition(" ")[2], f"; see {path} --help"
@@ -43,7 +43,7 @@ def said_of_mistake(error: Any) -> str:
 
 def _near(name: str, context: Any) -> str:
     options = [] if context is None else [one for param in context.command.params for one in _shown(param)]
-    # The dashes are no likeness.
+    # Dashes do not count as similarity.
     plain = {one.strip("-"): one for one in options}
     near = difflib.get_close_matches(name.strip("-"), list(plain), 1, 0.6)
     return f"; did you mean {plain[near[0]]!r}?" if near else ""
@@ -56,12 +56,12 @@ def _shown(param: Any) -> list[str]:
 
 
 def _name(param: Any) -> str:
-    """An option's long name, or what an argument is called in the usage."""
+    """An option's long name, or an argument's name in the usage."""
     return next((one for one in param.opts if one.startswith("--")), param.metavar or str(param.name).upper())
 
 
 def _of_value(error: Any, message: str) -> str:
-    """The sentence about a value that is none of the option's type."""
+    """The sentence for a value of the wrong type."""
     problems = error.__cause__.errors() if hasattr(error.__cause__, "errors") else []
     quoted = re.match(r"(?:Value error, )?'(.*?)' is not (.*)", message)
     value = str(problems[0]["input"]) if problems else quoted[1] if quoted is not None else ""

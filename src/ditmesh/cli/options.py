@@ -1,4 +1,4 @@
-"""Options that several commands have, written once.
+"""Options that several commands share.
 
 A group of options is a dataclass; a command that takes one as a parameter, and is put through `with_groups`, has all
 its fields as options. Those of the parallel configuration are made from the fields of `ParallelConfig`.
@@ -23,7 +23,7 @@ from ..request import PIPELINES, PictureRequest, plain_type, request_fields
 
 Result = TypeVar("Result")
 
-# In the order in which help shows them.
+# The order of panels in help.
 COMMON = "Common options"
 common_option = functools.partial(typer.Option, rich_help_panel=COMMON)
 picture_option = functools.partial(typer.Option, rich_help_panel="Images and videos")
@@ -45,7 +45,7 @@ def at_least(least: float, but: float | None = None) -> Callable[[typer.Callback
 
 
 def one_of(words: tuple[str, ...], short: dict[str, str]) -> Callable[[typer.CallbackParam, Any], Any]:
-    """Refuses other words of an option, and says what was perhaps meant; ``short`` has other words for them."""
+    """Rejects unknown words of an option with a suggestion; ``short`` has abbreviations."""
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
         value = short.get(value, value)
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
 
     DType = Dtype | None
 else:
-    # Words, so that what is said of a wrong one is ours.
+    # Plain text, so that the error message is ditmesh's.
     DType = Annotated[
         str | None,
         rank_option(
@@ -165,7 +165,7 @@ Overwrite = Annotated[
         "--overwrite", help="Replace files with the same names that ditmesh wrote; by default they are kept."
     ),
 ]
-# What `plan` and `inspect --memory` are asked about.
+# Options of the request in `plan` and `inspect --memory`.
 JOB = "What is generated"
 Frames = Annotated[
     int | None, typer.Option(help="Set the number of frames of a video.", callback=at_least(1), rich_help_panel=JOB)
@@ -194,17 +194,17 @@ AsJson = Annotated[bool, output_option("--json", help="Print the result as one J
 if TYPE_CHECKING:
 
     class PictureOptions:
-        """What is generated: the fields of `PictureRequest`, each an option."""
+        """Options of the request: one for each field of `PictureRequest`."""
 
         prompts_file: Path | None
         num_images: int
 
         def fields(self) -> dict[str, Any]:
-            """The fields by name; a seed that is to be random is chosen."""
+            """The fields by name; a random seed is drawn here."""
             ...
 
     class SampleOptions(PictureOptions):
-        """The same of pictures that are compared and not watched."""
+        """The same for images that are compared."""
 else:
 
     def _asked(options: Any) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class InputOptions:
     ] = "none"
 
     def of_job(self) -> dict[str, Any]:
-        """Fields of a `Job`; every file has been looked at.
+        """Fields of a job; every file has been checked.
 
         Raises:
             InputError: a file is not there, or not what it should be.
@@ -306,7 +306,7 @@ class InputOptions:
 
 
 def check_offload(how: str, device: str) -> None:
-    """Refuse offloading where there is nothing to offload from.
+    """Reject offloading on the CPU.
 
     Raises:
         InputError: saying so.
@@ -319,7 +319,7 @@ def check_offload(how: str, device: str) -> None:
 
 @dataclass(frozen=True)
 class RankOptions:
-    """What ranks are."""
+    """Options of the ranks."""
 
     device: Device = "auto"
     dtype: DType = None
@@ -340,25 +340,25 @@ class RankOptions:
         return self.launcher if self.address is None else f"{self.launcher}@{self.address}"
 
     def kind(self, world_size: int) -> Literal["cpu", "cuda"]:
-        """What ``world_size`` ranks run on."""
+        """The device type of ``world_size`` ranks."""
         from ..launch import device_of_launcher
 
         return device_of_launcher(self.backend, self.device, world_size)
 
     def begin(self, preload: Sequence[str]) -> None:
-        """Let the ranks' imports begin now, where they are ranks of this machine; see `begin_local_ranks`."""
+        """Start the imports of local ranks now; see `begin_local_ranks`."""
         from ..launch import begin_local_ranks
 
         if self.backend in (None, "local"):
             begin_local_ranks(self.device, preload)
 
     def dtype_on(self, kind: str) -> Dtype:
-        """Type of the weights, on ``"cpu"`` or ``"cuda"``."""
+        """The dtype of the weights on ``"cpu"`` or ``"cuda"``."""
         return self.dtype or ("bfloat16" if kind == "cuda" else "float32")
 
 
 def _config_option(name: str, words: str | None = None, shown_in_help: bool = True) -> tuple[str, Any, Any]:
-    """Name, annotation and default of the option for a field of `ParallelConfig`; what is not given is None."""
+    """Name, annotation and default of the option for a field of `ParallelConfig`; None if it is not given."""
     known, of = ParallelConfig.model_fields[name], setting(name)
     kind, flags, default = known.annotation, (), known.default
     shown = of.usual or (None if default in (None, False, 1) else str(default))
@@ -380,7 +380,7 @@ def _settings(options: Any) -> dict[str, Any]:
 
 
 def _numbers(name: str, text: str) -> Any:
-    """``"2,1"`` to numbers where a setting is several of them; any other text stays what it is."""
+    """``"2,1"`` to numbers for a setting with several numbers; other text is unchanged."""
     arms = get_args(ParallelConfig.model_fields[name].annotation)
     words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
     if not any(get_origin(arm) is tuple for arm in arms) or text in words:
@@ -398,14 +398,14 @@ def _numbers(name: str, text: str) -> Any:
 if TYPE_CHECKING:
 
     class ConfigOptions:
-        """The settings of `ParallelConfig`, each an option."""
+        """Options for the settings of `ParallelConfig`."""
 
         def settings(self) -> dict[str, Any]:
-            """Those that were given, by name."""
+            """The given settings, by name."""
             ...
 
     class TrainingOptions(ConfigOptions):
-        """The same for training: help shows those that it accepts. The others are refused in a sentence."""
+        """The same for training: help shows the supported settings; the others raise an error."""
 else:
 
     def _config_options(name: str, training: bool = False, words: Mapping[str, str] | None = None) -> type:

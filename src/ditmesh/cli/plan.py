@@ -1,4 +1,4 @@
-"""`ditmesh plan`: which configuration, why, and how sure. Needs no GPU and no weights."""
+"""`ditmesh plan`: predict the best configuration with reasons, without a GPU and without weights."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def plan(
     html: Annotated[Path | None, output_option(metavar="FILE", help="Write a page with charts.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict which configuration serves best, why, and what the others lose. Every figure is predicted.
+    """Predict the best configuration, the reasons, and the cost of the others. Every figure is predicted.
 
     [bold]Examples[/bold]
 
@@ -235,13 +235,13 @@ def plan(
 
 
 class _Planned:
-    """A plan: what for, on what, and all predictions."""
+    """A plan: the request, the hardware, and all predictions."""
 
     def __init__(self, subject: PlanSubject, hardware: Hardware, found: Found, lines: list[Line]) -> None:
         self.subject, self.hardware, self.found, self.lines = subject, hardware, found, lines
 
     def data(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The plan as JSON data."""
         from ..forecast.explain import as_data
 
         workload, work = self.subject.workload, self.subject.model.work
@@ -267,7 +267,7 @@ class _Planned:
         }
 
     def measure(self, exactness: str, device: str, most: int = 3) -> list[dict[str, Any]]:
-        """Measure the best few that use all ranks, keep the fastest."""
+        """Measure the best configurations of all ranks, and store the fastest."""
         from ..forecast.plan.measured import keep, measured
         from ..launch import launcher
 
@@ -300,7 +300,7 @@ def _planned(
 
 
 def _hardware(settings: dict[str, Any]) -> Hardware:
-    """Devices and links as the options say."""
+    """The devices and links from the options."""
     import torch
 
     from ..forecast.auto import hardware_here
@@ -331,7 +331,7 @@ def _hardware(settings: dict[str, Any]) -> Hardware:
 
 
 def _changed(text: str) -> dict[str, Any]:
-    """What ``--what-if`` changes."""
+    """The changes of ``--what-if``."""
     name, equals, value = text.partition("=")
     kinds = {"devices": int, "hosts": int, "memory": float, "link": str, "between": str, "hardware": str}
     if not equals or name not in kinds:

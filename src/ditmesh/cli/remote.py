@@ -1,4 +1,4 @@
-"""`ditmesh generate --server URL`: the same files and the same answer, generated elsewhere."""
+"""`ditmesh generate --server URL`: generation on a server, with the same files and output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..generate.receipt import Receipt
     from ..serve.types import Event, Job
 
-# Options of `generate` that a server heeds; all others are its owner's.
+# Options of `generate` that a server supports; its owner sets all others.
 TAKEN = {
     *("prompts", "prompts_file", "model", "steps", "guidance", "negative", "size", "seed", "num_images"),
     *("frames", "fps"),
@@ -35,7 +35,7 @@ TOGETHER, AHEAD, PATIENCE = 8, 8, 3600.0
 
 
 def check_options(context: typer.Context) -> None:
-    """Refuse options that would be ignored.
+    """Reject options that would be ignored.
 
     Raises:
         InputError: naming them.
@@ -62,7 +62,7 @@ def generate_on(
     out: str,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Let a server generate; the result as `ditmesh generate` prints it.
+    """Generate on a server; the result has the form of `ditmesh generate`.
 
     ``load_seconds`` is what the first job waited until it began.
 
@@ -77,7 +77,7 @@ def generate_on(
     fields = _fields(model, pictures, inputs)
     first, total = fields.pop("seed"), len(asked) * pictures.num_images
     began = time.perf_counter()
-    # A job for every few pictures: each is what it would be alone.
+    # One job for a few images: each image is the same as alone.
     parts = [
         (prompt * pictures.num_images + start, asked[prompt], min(TOGETHER, pictures.num_images - start))
         for prompt in range(len(asked))
@@ -110,7 +110,7 @@ def generate_on(
 
 
 def _fields(model: str | None, pictures: PictureOptions, inputs: InputOptions) -> dict[str, Any]:
-    """The options of a job that are the same for all, and the first one's seed."""
+    """The options that are the same for all jobs, and the first seed."""
     asked = pictures.fields()
     if (fps := asked.get("fps")) is not None:
         if fps != int(fps):
@@ -146,7 +146,7 @@ def _written(
     overwrite: bool,
     tell: Any,
 ) -> tuple[list[tuple[str, Any]], list[Job]]:
-    """Submit jobs, a few ahead; paths and receipts of what was written in the end, and the jobs."""
+    """Submit jobs, a few ahead; returns paths and receipts of the files, and the jobs."""
     written: list[tuple[str, Any]] = []
     waiting: deque[tuple[int, Job]] = deque()
     done: list[Job] = []
@@ -169,7 +169,7 @@ def _written(
 
 
 def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> Iterator[tuple[str, Receipt]]:
-    """Write the results of a job that has succeeded, the first of which has number ``index``; paths and receipts."""
+    """Write the results of a succeeded job, the first with number ``index``; returns paths and receipts."""
     from ..generate.made import Picture
     from ..generate.receipt import CHUNK, STRIP, Receipt, copied_free, write_free, write_png
     from ..generate.run import file_name

@@ -1,4 +1,4 @@
-"""`ditmesh replay`: a picture generated again from the receipt inside it."""
+"""`ditmesh replay`: generate an image again from its receipt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..generate.replay import Replay
     from ..report.report import Report
 
-# Ranks that are started on the CPU because a receipt says so, however few cores there are.
+# Maximum number of CPU ranks that a receipt may start, whatever the number of cores.
 UNASKED = 8
 
 
@@ -52,7 +52,7 @@ def replay(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate a picture again from its receipt (metadata), compare the pixels, and say what is different.
+    """Generate an image or video again from its receipt (metadata), compare the pixels, and report differences.
 
     Ranks, type of device and threads are those of the receipt where nothing else is said and they are there. A model
     that the receipt names is fetched from a hub only when --model says so, too.
@@ -110,7 +110,7 @@ def replay(
 def _generated(
     job: PictureJob, devices: int, kind: Literal["cpu", "cuda"], threads: int
 ) -> tuple[list[Generated], str | None]:
-    """The pictures of a job, and the digest of what was sampled, if ranks told it."""
+    """The images of a job, and the sampled weights' digest if the ranks reported it."""
     from ..generate.run import generate
     from ..launch import launcher
 
@@ -125,7 +125,7 @@ def _generated(
 def _compared(
     image: Path, was: Receipt, again: Generated, sampled: str | None, out: Path, overwrite: bool
 ) -> tuple[Path, Replay]:
-    """Where the new picture was written, and what of it is different."""
+    """The path of the new image, and its differences."""
     from ..generate.made import Picture
     from ..generate.receipt import copied_free, write_free
     from ..generate.replay import compare
@@ -140,7 +140,7 @@ def _compared(
 
 
 def opened(path: str | Path) -> Any:
-    """A picture, or the frames of a video."""
+    """An image, or the frames of a video."""
     from PIL import Image
 
     from ..generate.video import is_video
@@ -156,7 +156,7 @@ def opened(path: str | Path) -> Any:
 def _where(
     was: Receipt, device: Device, wanted: int, devices: int | None, config: Any
 ) -> tuple[Literal["cpu", "cuda"], int]:
-    """What to run on, and how many of it: as in the receipt, or what is there."""
+    """The device type and number of ranks: as in the receipt if possible."""
     import torch
 
     from ..launch import physical_cores, resolve_device
@@ -201,7 +201,7 @@ def _say(result: dict[str, Any]) -> Report:
     elif result["largest_difference"] is None:
         report.text(Styled("a picture of another size", "bad"))
     else:
-        # Frames may differ by less than is left of them in the file.
+        # The frames may differ by less than compression preserves.
         ratio = " in the files" if result["psnr"] is None else f" ({result['psnr']:.1f} dB)"
         said = (
             f"{result['differing_pixels']:.1%} of the pixels differ, by at most {result['largest_difference']} of 255"

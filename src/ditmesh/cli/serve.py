@@ -31,7 +31,7 @@ network_option, log_option = (functools.partial(typer.Option, rich_help_panel=pa
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """Where the server listens."""
+    """Options of the server's address."""
 
     host: Annotated[str, network_option(help="Listen at this address; 0.0.0.0 means all of this machine's.")] = (
         "127.0.0.1"
@@ -46,7 +46,7 @@ class ListenOptions:
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """Whom the server answers."""
+    """Options of access to the server."""
 
     allow_host: Annotated[
         list[str] | None,
@@ -73,7 +73,7 @@ class ClientOptions:
 if TYPE_CHECKING:
 
     class LimitOptions:
-        """What a client may ask for, and how much is kept: every setting of the two that has a `LimitOption`."""
+        """Options of limits: every setting of the two classes with a `LimitOption`."""
 
         def of(self, settings: type[ApiSettings] | type[ServiceSettings]) -> dict[str, Any]:
             """The settings of a kind, by name."""
@@ -104,7 +104,7 @@ else:
 
 @dataclass(frozen=True)
 class LogOptions:
-    """What the server says of itself."""
+    """Options of logs and traces."""
 
     log_format: Annotated[
         str,
@@ -128,7 +128,7 @@ class LogOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What is served, and from which ranks."""
+    """Options of the models and their ranks."""
 
     model: Annotated[
         list[str] | None,
@@ -179,7 +179,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """A server as its options have it, which nothing has been started for.
+    """A configured server before anything is started.
 
     Attributes:
         settings: of the HTTP side.
@@ -206,7 +206,7 @@ class ServerPlan:
         kind = device_of_launcher(launcher, settings.device, settings.devices * settings.replicas)
         check_offload(models.offload, kind)
         options: Any = {"dtype": self.ranks.dtype_on(kind), "variant": models.variant, "offload": models.offload}
-        # A model of a hub is fetched once, before the ranks ask for it.
+        # A hub model is fetched once, before the ranks load it.
         specs = [
             replace(
                 one, model=one.model if os.path.exists(one.model) else download(one.model, models.variant), **options
@@ -236,7 +236,7 @@ def planned(
     settings = ApiSettings(
         **limits.of(ApiSettings),
         keys=clients.keys,
-        # Elsewhere it has names that only its owner knows.
+        # On other addresses, only the owner knows the host names.
         hosts=(*LOOPBACK, host, *names) if local or names else (),
         cors=tuple(clients.cors_origin or ()),
         rate=clients.rate,
@@ -250,14 +250,14 @@ def planned(
         device=ranks.device,
         threads=ranks.threads,
         timeout=ranks.timeout,
-        # One key must not fill the queue.
+        # A single key must not fill the queue.
         max_per_owner=max(1, most["max_queue"] // 4) if clients.keys else most["max_queue"],
     )
     return ServerPlan(settings, service, specs, models, ranks, logs)
 
 
 def _aliases(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Other names of models. Raises `InputError`: there is no such model, or the name is one's already."""
+    """Aliases of models. Raises `InputError`: there is no such model, or the name is one's already."""
     found: dict[str, str] = {}
     for text in texts:
         alias, _, name = text.partition("=")
@@ -280,7 +280,7 @@ def serve(
     logs: LogOptions,
     models: ModelOptions,
 ) -> None:
-    """Serve images over HTTP: an API as OpenAI's, jobs with progress, and a page, from one parallel engine.
+    """Serve images over HTTP: an OpenAI-compatible API, jobs with progress, and a web page.
 
     Ctrl-C or SIGTERM lets what is under way end; what waits is done when the server is started again.
 
@@ -301,7 +301,7 @@ def serve(
             raise InputError("--new-key writes into a file of keys; name it with --keys FILE")
         print(new_key(clients.keys, listen.new_key))
         return
-    # All that can be refused is refused before a rank starts.
+    # All checks run before a rank starts.
     plan = planned(parallel, ranks, clients, limits, logs, models, listen.host)
     backend = plan.backend(ranks.backend)
     with traces_of(logs) as tracer, bound(listen.host, listen.port) as listening:
@@ -309,10 +309,10 @@ def serve(
 
 
 def check_installed() -> None:
-    """Refuse to serve without the packages that it takes: `InputError`."""
+    """Raise `InputError` if a required package is missing."""
     from importlib.util import find_spec
 
-    # The last has had two names.
+    # The last package has had two names.
     for names in (("fastapi",), ("uvicorn",), ("prometheus_client",), ("python_multipart", "multipart")):
         if not any(map(find_spec, names)):
             package = names[0].replace("_", "-")
@@ -320,7 +320,7 @@ def check_installed() -> None:
 
 
 def traces_of(logs: LogOptions) -> AbstractContextManager[Any]:
-    """A tracer, if traces are wanted. Raises `InputError`: OpenTelemetry is not installed."""
+    """A tracer if traces are enabled. Raises `InputError`: OpenTelemetry is not installed."""
     from ..serve.http.logs import otlp_traces
 
     return otlp_traces() if logs.otel else nullcontext()
@@ -334,7 +334,7 @@ def _named(texts: Sequence[str], option: str) -> dict[str, str]:
         name, equals, path = text.partition("=") if not os.path.exists(text) else ("", "", text)
         if not equals:
             path = text
-            # Of hub ids and embedded models the whole; of a folder or a file its last name.
+            # The whole name of hub ids and embedded models; the last path component of a folder or file.
             name = Path(text).expanduser().resolve().name if os.path.exists(Path(text).expanduser()) else text
             name = name.removesuffix(".safetensors")
         if not name or not path:
@@ -353,7 +353,7 @@ def _specs(
     parallel: ConfigOptions,
     together: int,
 ) -> tuple[int, list[ModelSpec]]:
-    """Number of ranks of a replica, and the models with their configurations, all of them looked at.
+    """The number of ranks of a replica, and the checked models with their configurations.
 
     Raises:
         InputError: there is no such model or LoRA, or the configuration does not fit.
@@ -362,7 +362,7 @@ def _specs(
     from ..generate.job import check_config
     from ..serve.offers import ModelSpec
 
-    # The name is ours: a scale is the client's.
+    # The server sets the name; the client sets the scale.
     files = {name: adapter("lora", str(Path(path).expanduser())).path for name, path in loras.items()}
     world_size, specs = 1, []
     for name, path in models.items():
@@ -377,13 +377,13 @@ def _specs(
 
 
 def state_folder() -> Path:
-    """Where programs of this user keep what is to outlast them."""
+    """The user's folder for persistent state."""
     base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "ditmesh" / "serve"
 
 
 def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, grace: float, logs: LogOptions) -> None:
-    """Answer until a signal comes."""
+    """Serve until a signal arrives."""
     from ..launch import leave
     from ..serve.http.app import create_app
     from ..serve.http.listen import HttpServer, url_of

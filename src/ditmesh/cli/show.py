@@ -1,4 +1,4 @@
-"""What commands print: one JSON object or words on stdout, a bar on stderr."""
+"""Output of commands: one JSON object or text on stdout, a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def emit(result: dict[str, Any], as_json: bool, say: Callable[[dict[str, Any]], 
 
 
 def bar(*more: Any, shown: bool = True) -> Progress:
-    """A bar on stderr: what is done, how far it is, ``more`` columns, the time. On one rank of several only."""
+    """A progress bar on stderr, with ``more`` columns; only on one of several ranks."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -35,7 +35,7 @@ def bar(*more: Any, shown: bool = True) -> Progress:
 
 
 def provenance(arguments: Sequence[str]) -> dict[str, Any]:
-    """Where figures are from, for a page: command line (without folders), code, machine and libraries."""
+    """The origin of a page's figures: command line (without folders), code, machine and libraries."""
     from ..launch.hardware import describe_machine
 
     machine = describe_machine()

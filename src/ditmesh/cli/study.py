@@ -1,4 +1,4 @@
-"""`ditmesh study`: what stale strategies cost in quality."""
+"""`ditmesh study`: measure the quality of stale strategies."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from ..report.report import Report
     from ..tools.study.plan import Cell, StudyPlan
 
-# Captions that an embedded model is asked for when there are no prompts.
+# Number of captions of an embedded model if there are no prompts.
 PROMPTS = 4
 
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What is combined with what, and how it is measured."""
+    """Options of the combinations and the measurements."""
 
     prompts_file: PromptsFile = None
     devices: Annotated[str, typer.Option(metavar="2,4,8", help="Study these numbers of devices.")] = "2,4"
@@ -132,7 +132,7 @@ def study(
     ] = "emoji-sd3",
     as_json: AsJson = False,
 ) -> None:
-    """Measure what stale strategies cost in quality, for devices x warm-up x sampler x strategy.
+    """Measure how much quality stale strategies cost, for devices x warm-up x sampler x strategy.
 
     N devices are simulated in one process, to the bit. Writes report.html, results.json and results.csv. A study that
     was broken off goes on where it stood.
@@ -156,7 +156,7 @@ def study(
 
 
 def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[StudyPlan, ModelInfo]:
-    """What is asked for, checked; and what the model's files say."""
+    """The checked plan, and the facts in the model's files."""
     from .. import zoo
     from ..generate.job import class_numbers
     from ..generate.model_info import find_model
@@ -213,7 +213,7 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
 
 
 def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] | None) -> None:
-    """Refuse what cannot be studied, and guidance or a size that the pipeline does not accept."""
+    """Reject models that cannot be studied, and guidance or a size that the pipeline does not accept."""
     import diffusers
 
     from ..generate.arguments import call_parameters, check_options, check_output
@@ -229,7 +229,7 @@ def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] |
 def _run(
     plan: StudyPlan, out: Path, jobs: int, target: float | None, made_by: dict[str, Any], backend: str | None
 ) -> dict[str, Any]:
-    """Run what is missing, on ranks of the launcher of that name where they are real, and write everything."""
+    """Run the missing cells, with real ranks from the launcher if needed, and write the report."""
     from ..launch import connection
     from ..tools.study.analysis import StudyResults
     from ..tools.study.page import write

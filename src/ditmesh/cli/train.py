@@ -84,7 +84,7 @@ def train(
     world_size = devices or chosen.parallel.world_size
     chosen.parallel.check_world_size(world_size)
     if there is None:
-        # Ranks of torchrun do it together.
+        # Under torchrun all ranks train together.
         check_output(chosen)
     info = find_model(chosen.pretrained_model_name_or_path)
     begin_local_ranks(device, (*PRELOAD, "ditmesh.train.run"))
@@ -133,7 +133,7 @@ def _say_check(result: dict[str, Any]) -> Report:
 def _configured(
     file: Path, changes: Sequence[str], settings: dict[str, Any], resume: bool, devices: int | None
 ) -> TrainConfig:
-    """The settings of a file, and what options change of them; without degrees devices are data ranks."""
+    """The settings of a file with the changes by options; without degrees, devices are data ranks."""
     from ..config import AXES
     from ..train.config import TrainConfig
 
@@ -149,7 +149,7 @@ def _configured(
 
 
 def _show(progress: Progress, task: TaskID, now: dict[str, Any]) -> None:
-    """Show what rank 0 reports: lines, how far ranks are with something before the first step, or a step."""
+    """Show a report of rank 0: a line, the progress before the first step, or a step."""
     if "lines" in now:
         for line in now["lines"]:
             progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -171,7 +171,7 @@ def _on_rank(config: TrainConfig, timeout: float, *, report: MessageSink) -> dic
 
 
 def _preparing(now: dict[str, Any]) -> dict[str, Any]:
-    """What the bar shows before the first step; ``now`` has the fields of `train.trainer.Preparing`."""
+    """The progress bar before the first step; ``now`` has the fields of `train.trainer.Preparing`."""
     ranks = now["ranks"]
     done, total = (sum(rank[name] for rank in ranks) for name in ("done", "total"))
     behind = [(number, rank) for number, rank in enumerate(ranks) if rank["done"] < rank["total"]]
@@ -197,7 +197,7 @@ def _change(run: dict[str, Any], change: str) -> None:
     except yaml.YAMLError as error:
         raise InputError(f"--set {change!r}: {error}") from None
     if isinstance(run[last], str):
-        # YAML takes 1e-5 for a word.
+        # YAML reads 1e-5 as text.
         with contextlib.suppress(ValueError):
             run[last] = float(run[last])
 

@@ -1,4 +1,4 @@
-"""What several commands read from the command line in the same way."""
+"""Values of the command line that several commands parse in the same way."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
 
 def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
-    """Prompts of the command line, then those of a file: one a line, blank lines left out.
+    """The prompts of the command line, then those of a file, one per line without blank lines.
 
     Raises:
         InputError: the file cannot be read, or there is no prompt at all.
@@ -59,7 +59,7 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
 def parallel_config(
     devices: int | None, file: Path | None, settings: Mapping[str, Any], heads: int | None
 ) -> tuple[int, ParallelConfig | None]:
-    """Number of ranks and their configuration (None: the engine chooses), from whichever of the three was given.
+    """The number of ranks and their configuration (None: the engine chooses), from the given options.
 
     Args:
         devices: number of ranks; None: what the configuration multiplies to, or what torchrun has started.
@@ -88,7 +88,7 @@ def parallel_config(
         devices = devices or 1
         if not settings:
             return devices, None
-        # Of a model that does not name its heads one is sure.
+        # A model that does not declare its heads has at least one.
         stale = settings.get("exchange", "exact") != "exact"
         auto = ParallelConfig(ring=devices) if stale else ParallelConfig.auto(devices, heads or 1)
         return devices, ParallelConfig(**{**auto.model_dump(), **settings})
@@ -138,7 +138,7 @@ def _words(text: str) -> list[str]:
 
 
 def configs_of(texts: Sequence[str]) -> list[ParallelConfig]:
-    """One configuration for each text (see `config_of`), each once."""
+    """The configurations of several texts (see `config_of`), without duplicates."""
     return list(dict.fromkeys(config_of(text) for text in texts))
 
 
@@ -155,7 +155,7 @@ def _value(text: str) -> Any:
 def embedded_or(
     model: str | None, steps: int | None, guidance: float | None
 ) -> tuple[ModelInfo, int | None, float | None, int | None]:
-    """The model (``emoji-sd3`` if None), steps, guidance and longest prompt in tokens; of an embedded one its own."""
+    """The model (``emoji-sd3`` if None), steps, guidance and prompt length; embedded models have their own defaults."""
     from .. import zoo
     from ..generate.model_info import find_model
 
@@ -163,13 +163,13 @@ def embedded_or(
     own = zoo.embedded(info.files)
     if own is None:
         return info, steps, guidance, None
-    # The pipeline's own defaults are those of a model a thousand times its size.
+    # The pipeline's defaults are meant for a model a thousand times larger.
     steps, guidance = steps or own.steps, own.guidance_scale if guidance is None else guidance
     return info, steps, guidance, own.max_sequence_length
 
 
 def check_planned(model: str) -> None:
-    """Refuse a name that is no model of the catalogue, no embedded one, no folder and no hub id; imports no torch.
+    """Reject a name that is no catalogue model, embedded model, folder or hub id; does not import torch.
 
     Raises:
         InputError: naming those that ship.
@@ -191,7 +191,7 @@ def check_planned(model: str) -> None:
 def picture_job(
     model: str | None, prompts: Sequence[str], pictures: PictureOptions, timeout: float, out: str, **more: Any
 ) -> tuple[PictureJob, ModelInfo]:
-    """A job without configuration and dtype, from options and ``more`` fields; and what the model's files say."""
+    """A job without configuration and dtype, from options and ``more`` fields; and the facts in the model's files."""
     from ..generate.job import PER_CALL, job_for
     from ..generate.receipt import MOST_PIXELS
     from ..generate.runner import quieten
@@ -203,25 +203,25 @@ def picture_job(
     if more.get("files"):
         # The class of pipeline is looked at.
         quieten()
-    # Also with a size: a mask has to lie on its image.
+    # Also with a size: a mask must have the shape of its image.
     like = input_size(info, more.get("files", ()), asked["strength"])
     if like is not None and asked["width"] is None:
         asked["width"], asked["height"] = like
     request = PictureRequest.read(**asked)
     width, height = size_of(request) or info.default_size or (1, 1)
-    # Videos one by one: each is as much as many pictures.
+    # One video per call: each is as large as many images.
     together = 1 if videos_of(info) else max(1, min(PER_CALL, MOST_PIXELS // (width * height)))
     more = {"per_call": together, "max_sequence_length": text_tokens, "timeout": timeout, **more}
     return job_for(info, request, out, prompts, **more), info
 
 
 def videos_of(info: ModelInfo) -> bool:
-    """Whether a model makes videos, as far as its files say."""
+    """Whether a model generates videos, as far as its files tell."""
     from ..generate.job import makes_videos
     from ..generate.runner import quieten
 
     if info.frame_step is None:
-        # Most make pictures, and diffusers takes seconds to import.
+        # Most models generate images, and importing diffusers takes seconds.
         return False
     quieten()
     return bool(makes_videos(info.pipeline_class))
@@ -237,12 +237,12 @@ def any_seed(seed: int) -> int:
 
 
 def fetched(job: PictureJob, info: ModelInfo) -> PictureJob:
-    """The job, with a hub model's folder instead of its name; the model is fetched if it is not there yet."""
+    """The job with the local folder of a hub model, which is downloaded if needed."""
     return job if info.local else job.changed(model=download(info.name, job.variant))
 
 
 def download(name: str, variant: str | None = None) -> str:
-    """Fetch a hub model once, here, before N ranks ask for it; its folder."""
+    """Download a hub model once, before N ranks load it; returns its folder."""
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     try:

@@ -1,4 +1,4 @@
-"""`ditmesh verify`: does a configuration generate what one device generates?"""
+"""`ditmesh verify`: compare configurations with one device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ compare_option = functools.partial(typer.Option, rich_help_panel="Comparison")
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What is compared, and how."""
+    """Options of the comparison."""
 
     all_of: Annotated[
         int | None,
@@ -102,7 +102,7 @@ def verify(
     ranks: RankOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Generate on one device and on several, and say whether, by how much, and where first they differ.
+    """Generate on one device and on several, and report the first and the largest difference.
 
     The one device runs the pipeline as diffusers has it; for a reproducible configuration it runs the same settings on
     one device, and every bit has to be the same. Exits with code 1 when a configuration is outside its tolerance.
@@ -155,7 +155,7 @@ def verify(
 
 
 def _prompts(model: str, prompts: list[str] | None, file: Path | None) -> list[str]:
-    """Those of the command line and of a file; else an embedded model's first caption."""
+    """The prompts of the command line and of a file; otherwise an embedded model's first caption."""
     from .. import zoo
 
     default = zoo.captions(model)[:1] if model in zoo.EMBEDDED and file is None else None
@@ -165,7 +165,7 @@ def _prompts(model: str, prompts: list[str] | None, file: Path | None) -> list[s
 def _checked(
     job: PictureJob, info: ModelInfo, asked: Sequence[ParallelConfig], all_of: int | None
 ) -> list[ParallelConfig]:
-    """Refuse configurations that say nothing or do not fit; the others that are to be verified."""
+    """The configurations to verify; raises an error for empty ones or those that do not fit."""
     from ..config import ParallelConfig
     from ..generate.job import check_config
     from ..recipe import RECIPE
@@ -185,7 +185,7 @@ def _checked(
 
 
 def _check_joined(world_size: int, configs: Sequence[ParallelConfig], ranks: RankOptions) -> None:
-    """Refuse what the ranks that torchrun has started cannot do."""
+    """Reject options that ranks of torchrun do not support."""
     check_joined(ranks)
     for config in configs:
         if config.world_size != world_size:
@@ -196,7 +196,7 @@ def _check_joined(world_size: int, configs: Sequence[ParallelConfig], ranks: Ran
 
 
 def _file_at(name: str | None, option: str) -> Path | None:
-    """Where a file goes, if it can be written there."""
+    """The path of an output file, if it is writable."""
     from ..generate.job import check_folder
 
     if name is None:
@@ -216,7 +216,7 @@ def _verify(
     comparing: CompareOptions,
     made_by: dict[str, Any] | None,
 ) -> tuple[dict[str, Any], Any] | None:
-    """Run everything; the result as data, and the page when it is said what that is made by.
+    """Run all configurations; returns the result as data, and the page if ``made_by`` is given.
 
     None: another rank of torchrun says it.
     """
@@ -249,12 +249,12 @@ def _verify(
 def _ranks(
     job: PictureJob, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
 ) -> Iterator[tuple[VerifyRanks, str]]:
-    """The ranks to run on, and a folder for what one device computes."""
+    """The ranks to run on, and a folder for the results of one device."""
     from ..launch import TorchrunRanks, default_threads, guarded_folder, torchrun_rank
     from ..tools.verify.ranks import JoinedRanks, StartedRanks, joined_folder
 
     if (there := torchrun_rank()) is None:
-        # One number for all: kernels may round otherwise with another number of threads.
+        # The same number of threads for all, because kernels may round differently otherwise.
         threads = ranks.threads or default_threads(max(config.world_size for config in configs), kind)
         with guarded_folder("ditmesh-verify-", job.out) as folder:
             yield StartedRanks(ranks.backend, kind, threads, job.timeout), folder
@@ -274,7 +274,7 @@ def _result(
     rank_0: dict[str, RankRun],
     made_by: dict[str, Any] | None,
 ) -> tuple[dict[str, Any], Any]:
-    """The verdicts as data; and the page, when it is said what that is made by."""
+    """The verdicts as data, and the page if ``made_by`` is given."""
     from .._version import library_versions
     from ..tools.verify.page import page_of
 
@@ -351,7 +351,7 @@ def _cells(verdict: dict[str, Any]) -> list[str]:
 
 
 def _lines(verdict: dict[str, Any]) -> list[str]:
-    """What a row of the table has no room for."""
+    """Details below the table."""
     from ..tools.verify.verdicts import Divergence
 
     name = verdict["config"]
@@ -387,5 +387,5 @@ def _lines(verdict: dict[str, Any]) -> list[str]:
 
 
 def _error(value: float | None) -> str:
-    """JSON has no infinity: it has null."""
+    """Replace infinite numbers by null, because JSON has no infinity."""
     return "infinite" if value is None else f"{value:.1e}" if value else "0"
