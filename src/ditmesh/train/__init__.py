@@ -1,4 +1,4 @@
-"""Training of diffusion transformers on the mesh that generates with them."""
+"""Training of diffusion transformers on the same mesh as inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One data set on all ranks: the same samples in the same order, or a sentence before the first step.
+"""Checks that all ranks have the same data set: the same samples in the same order, before the first step.
 
 Who trains a sample is decided by its number in the list, so lists that differ would leave samples out and train others
 twice, and nothing would show it.
@@ -21,7 +21,7 @@ NAMED = 3
 
 
 def bytes_of(sample: Sample) -> int:
-    """How many bytes of its file a sample is.
+    """The number of bytes of a sample in its file.
 
     Raises:
         OSError: the file is gone.
@@ -30,7 +30,7 @@ def bytes_of(sample: Sample) -> int:
 
 
 def agreed_samples(mesh: Mesh, find: Callable[[Callable[[int], None]], Samples], show: Show | None = None) -> Samples:
-    """Read the data set on every rank, and make sure that all have the same. Collective.
+    """Read the data set on every rank, and check that all ranks have the same. Collective.
 
     Compared are names, captions or labels, sizes in pixels and lengths in bytes; files may lie in different places and
     have different times.
@@ -55,7 +55,7 @@ def agreed_samples(mesh: Mesh, find: Callable[[Callable[[int], None]], Samples],
             found = find(advance)
             identities = [_identity(sample) for sample in found.good]
         except (InputError, OSError) as error:
-            # All ranks are to end with it.
+            # All ranks must end with the same error.
             refusal = error
     if mesh.world_size > 1:
         refusals, digests = zip(
@@ -80,7 +80,7 @@ def _identity(sample: Sample) -> str:
 
 
 def _differences(mesh: Mesh, samples: Sequence[Sample], identities: Sequence[str]) -> list[str | None]:
-    """For every rank how its data set differs from rank 0's, None where it does not. Collective."""
+    """For every rank, the difference of its data set from rank 0's; None: equal. Collective."""
     pairs = [(sample.name, identity) for sample, identity in zip(samples, identities, strict=True)]
     wanted: list[tuple[str, str]] = mesh.world.broadcast_object(pairs)
     mine, first = dict(pairs), dict(wanted)
@@ -105,11 +105,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _refused(sentences: Sequence[str | None]) -> InputError:
-    """One sentence of those of the ranks, for all of them."""
+    """The common error of all ranks, as one sentence."""
     ranks = [rank for rank, sentence in enumerate(sentences) if sentence]
     first = str(sentences[ranks[0]])
     if len(ranks) == len(sentences) and len(set(sentences)) == 1:
-        # The same everywhere is no matter of ranks.
+        # The same error on all ranks does not name ranks.
         return InputError(first.removeprefix(": "))
     others = f"; {len(ranks) - 1} more ranks differ as well" if len(ranks) > 1 else ""
     return InputError(

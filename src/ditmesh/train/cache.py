@@ -24,7 +24,7 @@ VERSION = 2
 
 
 class DamagedFile(Exception):
-    """A file of the cache is there and cannot be used; names it."""
+    """A cache file is damaged; the message names it."""
 
 
 class SampleCache:
@@ -46,11 +46,11 @@ class SampleCache:
             raise _unwritable(folder, error) from None
 
     def path(self, index: int | None) -> Path:
-        """The file of a sample; None: of what is encoded without a caption."""
+        """The file of a sample; None: the file of the empty caption."""
         return self._folder / f"{'empty' if index is None else self._keys[index]}.safetensors"
 
     def missing(self) -> list[int]:
-        """Samples that have no file, by one reading of the folder."""
+        """The samples without a file, from one listing of the folder."""
         there = set(os.listdir(self._folder))
         return [index for index in range(len(self._keys)) if self.path(index).name not in there]
 
@@ -75,7 +75,7 @@ class SampleCache:
         return found
 
     def write(self, index: int | None, encoded: dict[str, Tensor]) -> None:
-        """Keep the tensors of a sample, which are on the CPU and contiguous.
+        """Store the tensors of a sample, which are contiguous and on the CPU.
 
         Raises:
             InputError: they cannot be written.

@@ -1,4 +1,4 @@
-"""What is said of images and videos: listings (``metadata.jsonl`` and others), and files beside them.
+"""Captions and labels of images and videos, from listings (``metadata.jsonl`` and others) and files next to them.
 
 Nothing that cannot be read becomes an empty caption: it is refused by file and line.
 """
@@ -23,14 +23,14 @@ from ..media.files import read_whole
 # ``"text"`` (captions) or ``"label"`` (classes).
 By = str
 
-# Names of listings without suffix: imagefolder's, and those that tools for captions write.
+# File names of listings without suffix: imagefolder's, and those of captioning tools.
 LISTINGS = ("metadata", "captions", "meta_cap", "meta_clean", "meta_lat")
 # Keys of a listing that name the file, and those that hold captions, by precedence.
 FILE_COLUMNS = ("file_name", "filename", "file", "image", "image_path", "video", "video_path", "path")
 CAPTION_COLUMNS = ("text", "caption", "prompt")
-# Files beside an image that say something of it, by precedence.
+# Suffixes of caption files next to an image, by precedence.
 BESIDE = {"text": (".json", ".txt", ".caption"), "label": (".json", ".cls")}
-# Bytes of a listing, and of a file beside an image.
+# Maximum bytes of a listing, and of a file next to an image.
 MOST_LISTING, MOST_BESIDE = 2**32, 2**24
 # UTF-32's mark begins as that of UTF-16 does.
 _MARKS = (
@@ -60,7 +60,7 @@ def decoded(content: bytes, name: str) -> str:
 
 
 def parsed(text: str, name: str) -> Any:
-    """JSON of which no object has a key twice.
+    """Parse JSON, and reject duplicate keys.
 
     Raises:
         InputError: it is none.
@@ -80,7 +80,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def caption(value: Any, where: str) -> str | None:
-    """A caption as it is trained on: text, a number's digits, or None for what is missing (null, NaN).
+    """A caption for training: text, a number's digits, or None if it is missing (null, NaN).
 
     Raises:
         InputError: it is something else, or no text that can be encoded.
@@ -127,7 +127,7 @@ def label(value: Any, where: str, column: str) -> int | None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is looked for.
+    """What to read: captions or labels.
 
     Attributes:
         by: a caption, or a label.
@@ -143,7 +143,7 @@ class Wanted:
         return next((one for one in wanted if one in columns), None)
 
     def value(self, value: Any, where: str) -> str | int | None:
-        """A value as it is trained on. Raises `InputError`."""
+        """A value for training. Raises `InputError`."""
         return caption(value, where) if self.by == "text" else label(value, where, self.column or "label")
 
 
@@ -152,7 +152,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ListedFile:
-    """What a listing says of one file.
+    """An entry of a listing.
 
     Attributes:
         where: for messages: the listing, and the line or key.
@@ -167,7 +167,7 @@ class ListedFile:
 
 @dataclass
 class Listing:
-    """A file that lists others and what is said of them.
+    """A file that lists other files with captions or labels.
 
     Attributes:
         name: of it, for messages.
@@ -229,7 +229,7 @@ def _names(row: Mapping[str, Any]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} others" if len(names) > 8 else "") if names else "nothing"
 
 
-# What a reader finds: where, and the columns, or a sentence that says why there are none.
+# Results of a reader: the place, and the columns or an error.
 _Rows = Iterator[tuple[str, Mapping[str, Any] | str]]
 
 
@@ -268,7 +268,7 @@ def _json(path: Path, name: str) -> _Rows:
 def _table(delimiter: str) -> Callable[[Path, str], _Rows]:
     def rows(path: Path, name: str) -> _Rows:
         text = io.StringIO(decoded(read_whole(path, name, MOST_LISTING), name), newline="")
-        # Strict: else a quotation mark that nothing closes takes all lines after it into one caption.
+        # Strict: otherwise an unclosed quotation mark puts all later lines into one caption.
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             columns = [one.strip() for one in next(reader, [])]
@@ -298,7 +298,7 @@ def _parquet(path: Path, name: str) -> _Rows:
     import pyarrow.parquet  # pyright: ignore[reportMissingImports]
 
     try:
-        # Opened here first: a pipe would be waited for.
+        # Opened here first, because opening a pipe would block.
         table = pyarrow.parquet.ParquetFile(io.BytesIO(read_whole(path, name, MOST_LISTING)))
         held = [
             one.name for one in table.schema_arrow if str(one.type).startswith(("struct", "binary", "large_binary"))
@@ -317,7 +317,7 @@ def _parquet(path: Path, name: str) -> _Rows:
     except InputError:
         raise
     except Exception as error:
-        # Files of others: what is wrong with them can come out as anything.
+        # An untrusted file can raise any exception.
         raise InputError(f"{name} is no parquet file that can be read ({str(error)[:200]})") from None
 
 
@@ -376,7 +376,7 @@ def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: Wa
             if column is None:
                 columns = tuple(row)
                 if wanted.column is not None and wanted.by == "text":
-                    # What was asked for by name is not replaced by something else.
+                    # A configured column is not replaced by another one.
                     return Said(columns=columns)
                 continue
             value, source = wanted.value(row[column], name), f"{column} in .json"

@@ -1,4 +1,4 @@
-"""Checkpoints that a crash cannot spoil, and that another mesh can load.
+"""Crash-safe checkpoints that any mesh can load.
 
 A checkpoint is a folder of safetensors files, which torch.distributed.checkpoint writes and reads: every rank writes
 its share, and the ranks that load it cut the tensors as their own mesh needs them. It is written under another name and
@@ -32,7 +32,7 @@ from ..errors import InputError
 from .storage import TensorPlanner, names_in, reader, writer
 
 MANIFEST = "manifest.json"
-# What torch says when one process saves.
+# torch's warning when a single process saves.
 _ALONE = "torch.distributed is disabled"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -53,13 +53,13 @@ class Checkpoints:
         # Threads exchange over it while the ranks train.
         self._group = mesh.new_host_group()
         self._stager: DefaultStager | None = None
-        # What becomes of the checkpoint that is being written.
+        # The result of the checkpoint that is being written.
         self._under_way: Future[str | None] | None = None
 
     def save(
         self, step: int, state: dict[str, Any], background: bool = False, facts: Mapping[str, Any] | None = None
     ) -> None:
-        """Write a checkpoint; `wait` tells what became of it, and comes before the next `save`. Collective.
+        """Write a checkpoint; `wait` returns the result and must precede the next `save`. Collective.
 
         Args:
             step: optimizer steps done.
@@ -85,7 +85,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             problem = f"{part} cannot be written ({_cause(error)})"
-        # Where one cannot begin the others would wait for it.
+        # If one rank cannot begin, the others would wait for it.
         problem = self._first(problem)
         if problem is not None:
             self._settle(step, problem)
@@ -117,14 +117,14 @@ class Checkpoints:
         written.add_done_callback(settle)
 
     def _settle(self, step: int, problem: str | None) -> None:
-        """Note what became of the checkpoint; in the thread that has written it."""
+        """Record the checkpoint's result; runs in the writing thread."""
         if problem is not None and self._mesh.rank == 0:
             logger.warning("no checkpoint of step %d: %s; training goes on", step, problem)
         assert self._under_way is not None
         self._under_way.set_result(problem)
 
     def wait(self) -> str | None:
-        """Wait until the checkpoint that is being written is there. Collective.
+        """Wait until the checkpoint has been written. Collective.
 
         Returns:
             Why it could not be written, naming the file, on all ranks alike; None when it is there, or none was being
@@ -140,7 +140,7 @@ class Checkpoints:
         return problem
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, whatever becomes of it, and let go of groups and memory."""
+        """Wait for a checkpoint that is being written, and free groups and memory."""
         if self._under_way is not None:
             self._under_way.result()
         if self._stager is not None:
@@ -150,7 +150,7 @@ class Checkpoints:
             self._group = None
 
     def _finished(self, step: int, part: Path, facts: Mapping[str, Any]) -> str | None:
-        """Give a checkpoint that all ranks have written its digests and its name, then drop old ones; on rank 0."""
+        """Finish a checkpoint that all ranks have written: digests, rename, deletion of old ones. Runs on rank 0."""
         if self._mesh.rank != 0:
             return None
         try:
@@ -167,7 +167,7 @@ class Checkpoints:
         return None
 
     def _name(self, part: Path) -> None:
-        """Rename a whole checkpoint; one of that name makes room as soon as this one is safe."""
+        """Rename a complete checkpoint; an existing one of that name is removed when the new one is safe."""
         final = self.folder / part.name.removeprefix(".").removesuffix(".part")
         old = part.with_suffix(".old")
         if final.exists():
@@ -176,7 +176,7 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
 
     def _clear(self) -> None:
-        """Remove what was left behind in the middle of writing; what lacks nothing but its name gets that."""
+        """Remove incomplete checkpoints, and rename complete ones that lack only their final name."""
         for part in self.folder.glob(".checkpoint-*"):
             if part.suffix == ".part" and broken(part) is None:
                 self._name(part)
@@ -192,7 +192,7 @@ class Checkpoints:
         yield from sorted(found, reverse=True)
 
     def find(self, wanted: str, runs: Sequence[tuple[str | None, int | None]] | None = None) -> Path | None:
-        """The checkpoint to go on from: ``latest``, the newest that is whole, or a folder. Collective.
+        """The checkpoint to resume from: ``latest`` (the newest complete one) or a folder. Collective.
 
         Args:
             wanted: which.
@@ -278,7 +278,7 @@ class Checkpoints:
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """What a checkpoint has besides tensors: ``step``, and what was given to `Checkpoints.save`."""
+    """The data of a checkpoint besides tensors: ``step``, and what was given to `Checkpoints.save`."""
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     return {name: value for name, value in found.items() if name != "files"}
 
@@ -291,7 +291,7 @@ def _one_process_is_meant() -> Iterator[None]:
 
 
 def broken(folder: Path) -> str | None:
-    """Which file of a checkpoint is missing or not what was written; None: none."""
+    """The file of a checkpoint that is missing or damaged; None: none."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files, _ = dict(manifest["files"]), int(manifest["step"])
@@ -315,7 +315,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _cause(error: BaseException) -> str:
-    """The operating system's own words where there are any."""
+    """The operating system's message, if any."""
     if isinstance(error, CheckpointException):
         # It is no Exception, and holds what ranks have raised.
         error = next(iter(error.failures.values()))[0]

@@ -284,17 +284,17 @@ class TrainConfig(BaseModel):
 
     @property
     def keeps_text(self) -> bool:
-        """Whether what text encoders say stays as it is during the run."""
+        """Whether text embeddings are constant during the run."""
         return all(name == "transformer" for name in self.train_modules)
 
     @property
     def in_order(self) -> bool:
-        """Whether gradients are added up in an order that does not depend on the ranks."""
+        """Whether gradients are summed in an order that does not depend on the ranks."""
         return self.reproducible or self.parallel.reproducible
 
     @property
     def placement(self) -> ParallelConfig:
-        """The mesh: data ranks bring samples of their own."""
+        """The mesh configuration: data ranks train on different samples."""
         given = self.parallel.model_dump(exclude_unset=True)
         return ParallelConfig.read({**given, "inputs": "per-data-rank", "reproducible": self.in_order})
 

@@ -1,4 +1,4 @@
-"""Dropout where a rank has a part of the tokens: its masks are those that one device draws for these tokens.
+"""Dropout for a rank's part of the tokens, with the masks that one device draws for these tokens.
 
 Every rank draws the mask for the whole sequence, from a generator that all ranks of the sequence have in one state, and
 takes its own tokens of it. So ranks draw as often as one device does, and the generator stays in step.
@@ -25,12 +25,12 @@ KINDS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.D
 
 
 def dropping(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that leave something out while the model is trained, by path."""
+    """The dropout modules of a model in training, by path."""
     return {name: one for name, one in model.named_modules() if isinstance(one, KINDS) and cast(Any, one).p > 0}
 
 
 def refusal(model: nn.Module, mesh: Mesh) -> str | None:
-    """Why masks would not be those of one device; None: they will be.
+    """Why masks would differ from those of one device; None: they do not.
 
     Args:
         model: a transformer with its adapters, before it is made parallel.
@@ -73,7 +73,7 @@ class TokenDropout:
                 self._patches.append(Patch(module, "forward", partial(self._forward, name, module, region)))
 
     def close(self) -> None:
-        """Put the modules' own forwards back."""
+        """Restore the modules' forwards."""
         for patch in self._patches:
             patch.undo()
 
@@ -88,7 +88,7 @@ class TokenDropout:
         return value * cut.copy(F.dropout(whole, p), dim, self._link.rank)
 
     def _cut(self, name: str, region: Region, length: int) -> Partition:
-        """Which tokens a tensor of so many of this rank's tokens has.
+        """The tokens of a tensor with ``count`` of this rank's tokens.
 
         Raises:
             ConfigError: it cannot be told.

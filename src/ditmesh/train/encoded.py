@@ -30,9 +30,9 @@ from .samples import Sample, pixels
 
 logger = logging.getLogger(__name__)
 
-# Of damaged files and the like so many are named.
+# Maximum number of damaged files that are named.
 MOST_NOTES = 20
-# What stands for a caption or label that is left out.
+# The placeholder for a dropped caption or label.
 NOTHING = {"text": "", "label": None}
 
 
@@ -81,7 +81,7 @@ class EncodedSamples:
         # Of samples that cannot be decoded why, and how often another one took their place on this rank.
         self._skipped: dict[int, str] = {}
         self._replaced = Counter[int]()
-        # What text encoders say changes while they are trained: the cache then has latents only.
+        # Text embeddings change while text encoders are trained: the cache then contains only latents.
         self._keeps_text = config.keeps_text
         self._cache: SampleCache | None = None
         # Samples that this rank has encoded in its steps, since its cache lacked them, and other things to tell.
@@ -92,7 +92,7 @@ class EncodedSamples:
     # --- the cache ---------------------------------------------------------------------------------------
 
     def fill_cache(self, mesh: Mesh, show: Callable[[str, list[RankProgress]], None] | None = None) -> None:
-        """Encode every sample that is not in rank 0's cache yet, shared out over the ranks. Collective.
+        """Encode every sample that is not in rank 0's cache yet, distributed over the ranks. Collective.
 
         Rank 0 alone says which samples those are and under which names they are kept. Where ranks have caches of their
         own, each encodes what it lacks when it trains it.
@@ -141,7 +141,7 @@ class EncodedSamples:
                     continue
                 self._cache.write(index, encoded)
             advance(len(mine), len(mine))
-        # What is said and done from here on is not about the filling.
+        # The rest is not part of filling the cache.
         self._late = 0
         for found in mesh.world.all_gather_object(self._skipped):
             self._skipped.update(found)
@@ -154,7 +154,7 @@ class EncodedSamples:
                 )
 
     def _fingerprint(self, advance: Callable[[int, int], None]) -> str:
-        """Of everything that decides what is encoded, but for the samples themselves."""
+        """A digest of everything that affects the encoding, except the samples."""
         wanted = {
             name: part
             for name, part in self._pipe.components.items()
@@ -176,12 +176,12 @@ class EncodedSamples:
         return digest((VERSION, makers, about, first, type(self._family).__name__, self._config.num_frames))
 
     def _keys(self, advance: Callable[[int, int], None]) -> list[str]:
-        """A name for every sample, of all that decides what it is encoded to; by the files of this rank."""
+        """A cache key for every sample, from this rank's files."""
         found = []
         for index, sample in enumerate(self._samples):
             advance(index, len(self._samples))
             when = None
-            # What is gone by now is named when it is to be encoded.
+            # A missing file is reported when it is encoded.
             with suppress(OSError):
                 about = sample.file.stat()
                 when = about.st_mtime_ns, about.st_size
@@ -205,7 +205,7 @@ class EncodedSamples:
         return {name: value.detach().cpu().contiguous() for name, value in encoded.items()}
 
     def _kept(self, index: int | None) -> Conditions:
-        """A sample from the cache; it is encoded, and kept, if the cache lacks it.
+        """A sample from the cache; it is encoded and stored if it is missing.
 
         Raises:
             OSError: the sample is corrupt; names it.
@@ -221,7 +221,7 @@ class EncodedSamples:
         try:
             self._cache.write(index, encoded)
         except InputError as error:
-            # It costs time alone.
+            # A failure costs only time.
             self._note(f"{error}; until then such samples are encoded whenever they are trained")
         return encoded
 
@@ -234,7 +234,7 @@ class EncodedSamples:
         logger.warning("%s; another sample takes its place", error)
 
     def told(self, mesh: Mesh) -> tuple[list[str], list[str]]:
-        """What all ranks have to tell of their samples, on every rank. Collective.
+        """The notes of all ranks about their samples, on every rank. Collective.
 
         Returns:
             A sentence for every sample that could not be decoded, with how often another one took its place; and one
@@ -242,7 +242,7 @@ class EncodedSamples:
         """
         mine = (mesh.data.rank, self._skipped, self._replaced, self._late, self._notes)
         why: dict[int, str] = {}
-        # Ranks that share a sample count it alike.
+        # Ranks of one sequence count a sample alike.
         counts: dict[int, Counter[int]] = {}
         notes: dict[str, None] = {}
         for rank, (data_rank, skipped, replaced, late, said) in enumerate(mesh.world.all_gather_object(mine)):
@@ -308,7 +308,7 @@ class EncodedSamples:
         )
 
     def _length(self, micro: MicroBatch) -> int | None:
-        """Tokens of the prompts of a micro-batch: of several given, one that its first sample decides."""
+        """The prompt length of a micro-batch; from several lengths the first sample selects one."""
         length = self._config.max_sequence_length
         if not isinstance(length, tuple):
             return length
@@ -345,7 +345,7 @@ def _shown(show: Callable[[str, list[RankProgress]], None] | None, what: str) ->
 
 
 def _settings_of(part: Any) -> str:
-    """What decides, beside weights, what an encoder or tokenizer makes of its input, as text."""
+    """The settings, besides weights, that affect the output of an encoder or tokenizer, as text."""
     found: dict[str, Any] = {"class": type(part).__name__}
     if (backend := getattr(part, "backend_tokenizer", None)) is not None:
         # How the last call cut and filled up is no setting.

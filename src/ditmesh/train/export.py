@@ -1,4 +1,4 @@
-"""What a run leaves to generate with: a pipeline or adapters, whole or not at all, and room for them on the disk."""
+"""Export of a pipeline or adapters, complete or not at all, and the check of disk space."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def bytes_of(pipe: Any, config: TrainConfig) -> tuple[int, int]:
-    """Bytes of one checkpoint, and of what is exported.
+    """Bytes of one checkpoint, and of the export.
 
     Args:
         pipe: with the adapters of a LoRA, its weights whole.
@@ -38,7 +38,7 @@ def bytes_of(pipe: Any, config: TrainConfig) -> tuple[int, int]:
 
 
 def check_room(config: TrainConfig, checkpoint: int, exported: int, step: int, steps: int) -> None:
-    """Refuse a run whose end does not fit on the disk, and warn of one whose checkpoints do not all fit.
+    """Reject a run with an export that does not fit on the disk, and warn if not all checkpoints fit.
 
     Args:
         config: the run; its output folder exists.
@@ -58,7 +58,7 @@ def check_room(config: TrainConfig, checkpoint: int, exported: int, step: int, s
             "output_dir on another disk"
         )
     count = -(-steps // config.checkpointing_steps) - step // config.checkpointing_steps
-    # The one that goes stays until the next one is whole.
+    # An old checkpoint stays until the next one is complete.
     kept = count if config.checkpoints_total_limit is None else min(count, config.checkpoints_total_limit + 1)
     if kept * checkpoint + exported > free:
         logger.warning(
@@ -83,7 +83,7 @@ def _size(count: float) -> str:
 def export(
     pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: type, step: int, loss: float | None
 ) -> Path:
-    """Save the pipeline with the trained weights, or the adapters alone, and a card that says how it was trained.
+    """Save the pipeline with the trained weights, or only the adapters, and a model card.
 
     Args:
         pipe: the pipeline that was trained; its transformer may be in shards, and is replaced.
@@ -109,7 +109,7 @@ def export(
 
 
 def _kept(weights: dict[str, Tensor], config: TrainConfig, step: int) -> str:
-    """Where the trained weights are when the export has failed: the last checkpoint, or a file that is written now."""
+    """The place of the trained weights after a failed export: the last checkpoint, or a file that is written now."""
     out = Path(config.output_dir)
     checkpoint = out / f"checkpoint-{step}"
     if (checkpoint / MANIFEST).exists() and broken(checkpoint) is None:
@@ -141,7 +141,7 @@ def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
     for name in config.train_modules:
         own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
         if name == "transformer":
-            # What was trained may hold shards; no second copy of the weights is made.
+            # The trained model may hold shards; the weights are not copied.
             with init_empty_weights():
                 fresh = cast(Any, model).from_config(pipe.transformer.config)
             fresh.load_state_dict(own, assign=True)
@@ -176,7 +176,7 @@ def _card(pipe: Any, config: TrainConfig, folder: Path, step: int, loss: float |
 
 
 def _forget_place(file: Path) -> None:
-    """Take out of a configuration where on this machine it was once loaded from."""
+    """Remove local paths from a configuration."""
     content = json.loads(file.read_text(encoding="utf-8"))
     if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How the transformers of pipelines are called in training, by class; one short adapter each.
+"""Adapters for calling the transformers of pipelines in training, one for each class.
 
 An adapter says how a pipeline turns captions or labels into conditions, and how its transformer is called on noisy
 latents. Everything else of training knows no model.
@@ -16,12 +16,12 @@ from ..core.library import library_class
 from ..errors import ConfigError
 from .config import TrainConfig
 
-# Tensors with one row a sample.
+# Tensors with one row per sample.
 Conditions = dict[str, Tensor]
 
 
 class Family(Protocol):
-    """An adapter of one pipeline's kind.
+    """An adapter for one kind of pipeline.
 
     Attributes:
         conditioned_by: ``"text"`` or ``"label"``.
@@ -32,7 +32,7 @@ class Family(Protocol):
     videos: bool
 
     def prepare(self, pipe: Any) -> None:
-        """Switch off what a model does at random by itself; noise and dropped conditions come from the trainer."""
+        """Switch off a model's own randomness; the trainer supplies noise and dropped conditions."""
 
     def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
         """Conditions of captions (strings; empty ones for none) or labels (integers; None for none)."""
@@ -208,7 +208,7 @@ class ClassConditional(_Adapter):
 
     def prepare(self, pipe: Any) -> None:
         for module in pipe.transformer.modules():
-            # diffusers drops labels itself while it trains, in every block others.
+            # In training mode diffusers drops labels itself, different ones in every block.
             if hasattr(module, "dropout_prob") and hasattr(module, "num_classes"):
                 module.dropout_prob = 0.0
 

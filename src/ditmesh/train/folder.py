@@ -1,4 +1,4 @@
-"""The output folder of a run: whose it is, who works in it, and what a run that goes on may change.
+"""The output folder of a run: its owner, its lock, and the settings that a resumed run may change.
 
 A run has an identity, which its checkpoints carry. A run that goes on from an earlier checkpoint than its newest has
 another from there on, so that the later ones of its former course are not taken for its own.
@@ -20,36 +20,36 @@ from ..errors import InputError
 from .config import TrainConfig
 
 RUN, LOCK = "run.json", "run.lock"
-# What a run leaves: with one of these in it, a folder is another run's.
+# Files of a run: a folder with one of these belongs to a run.
 LEFT = ("checkpoint-*", "pipeline", "lora")
 
-# Neither what is learned from nor how depends on these, or another entry (the data's digest, the batch) says it.
+# Settings without effect on data and loss, or covered by another entry (the data's digest, the batch).
 NO_MATTER = {
     *("output_dir", "train_data_dir", "cache_dir", "report_to", "from_scratch", "parallel", "data_speeds", "sharding"),
     *("checkpointing_steps", "checkpoints_total_limit", "checkpointing_async", "gradient_checkpointing"),
     *("resume_from_checkpoint", "resume_allow_changed", "gradient_accumulation_steps", "global_batch_size"),
     *("validation_prompts", "validation_steps", "validation_inference_steps", "guidance_scale"),
 }
-# The new value is used from the first step on.
+# Settings with a new value from the first step on.
 AT_ONCE = {
     *("learning_rate", "scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_decay_steps", "lr_num_cycles", "lr_power"),
     *("adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon", "max_grad_norm", "ema_decay"),
     *("max_train_steps", "num_train_epochs", "token_share", "token_share_until", "mixed_precision", "reproducible"),
     "lora.dropout",
 }
-# The checkpoint has states of other weights.
+# Settings with which the checkpoint has states of other weights.
 OTHER_WEIGHTS = {"train_modules", "use_ema", "lora", "lora.rank", "lora.target_modules"}
 
 logger = logging.getLogger(__name__)
 
 
 def occupied(folder: Path) -> Path | None:
-    """What an earlier run has left in a folder and another one would write over; None: nothing."""
+    """The file of an earlier run that another run would overwrite; None: none."""
     return next((path for pattern in LEFT for path in sorted(folder.glob(pattern))), None)
 
 
 def check_output(config: TrainConfig) -> None:
-    """Refuse a run whose output folder is another run's, before any rank starts.
+    """Reject a run into the output folder of another run, before any rank starts.
 
     Raises:
         InputError: another run has left something there, or works there now.
@@ -126,7 +126,7 @@ class RunFolder:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             found = json.loads((self.path / RUN).read_text(encoding="utf-8"))["runs"]
             return [(run, until) for run, until in found]
-        # It was deleted, or an earlier version was here: the newest checkpoint says whose they are.
+        # The file was deleted, or an earlier version wrote the folder: the newest checkpoint has the identity.
         newest, its = -1, None
         for manifest in self.path.glob("checkpoint-*/manifest.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -143,7 +143,7 @@ class RunFolder:
         return run
 
     def begin(self, checkpoint: Path | None, step: int, run: str | None) -> None:
-        """Note that the run begins, or goes on from a checkpoint of ``step`` that ``run`` has written.
+        """Record that the run begins, or resumes from a checkpoint of ``step`` written by ``run``.
 
         Raises:
             OSError: the note cannot be written.
@@ -162,7 +162,7 @@ class RunFolder:
                 self.runs = [*before, (run, step), (uuid.uuid4().hex[:16], None)]
                 log = self.path / "loss.csv"
                 if later and log.exists():
-                    # Rows of steps that are done again otherwise.
+                    # Rows of steps that will be repeated differently.
                     shutil.copy(log, self.path / f"loss-until-{later[-1].name}.csv")
         with written_whole(self.path / RUN) as part:
             part.write_text(json.dumps({"runs": self.runs}), encoding="utf-8")
@@ -173,7 +173,7 @@ class RunFolder:
 
 
 def settings_of(config: TrainConfig, data: str) -> dict[str, Any]:
-    """What a checkpoint keeps of a run's settings, as JSON can hold it.
+    """A run's settings for its checkpoints, as JSON data.
 
     Args:
         config: the run.
@@ -183,7 +183,7 @@ def settings_of(config: TrainConfig, data: str) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: tuple[str, ...]) -> list[str]:
-    """What a run that goes on does otherwise than the checkpoint's, a sentence each.
+    """The differences of a resumed run from its checkpoint, one sentence each.
 
     Args:
         before, now: as `settings_of` returns them.

@@ -1,4 +1,4 @@
-"""Training: what a trainer needs of a mesh (docs/training.md)."""
+"""Averaging of gradients over a mesh (docs/training.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reports while it runs: a CSV that goes on where it stopped, a curve, and TensorBoard."""
+"""Logs of a run: a CSV that a resumed run continues, a curve, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import InputError
 logger = logging.getLogger(__name__)
 
 COLUMNS = ("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds", "overflowed", "loss_scale")
-# Of columns that files of earlier versions lack.
+# Defaults of columns that files of earlier versions lack.
 ABSENT = {"overflowed": 0, "loss_scale": 1.0}
 
 
@@ -52,7 +52,7 @@ class TrainingLog:
             self._board = SummaryWriter(str(folder), purge_step=from_step)
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Append one step. Where that cannot be written (a full disk), the row is missing and a warning says so."""
+        """Append one step. If it cannot be written (a full disk), the row is missing and a warning is shown."""
         try:
             with self._path.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, COLUMNS).writerow({name: row[name] for name in COLUMNS})
@@ -63,7 +63,7 @@ class TrainingLog:
             cast(Any, self._board).add_scalar(name, row[name], int(row["step"]))
 
     def pictures(self, step: int, files: Mapping[str, Path]) -> None:
-        """Show validation pictures in TensorBoard."""
+        """Show validation images in TensorBoard."""
         if self._board is None:
             return
         import numpy as np
@@ -72,7 +72,7 @@ class TrainingLog:
             self._board.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
 
     def close(self) -> None:
-        """Draw the curve and let go of TensorBoard's file."""
+        """Draw the curve and close TensorBoard's file."""
         if self._losses:
             try:
                 curve({"loss": self._losses}, self._folder / "loss.png")

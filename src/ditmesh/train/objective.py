@@ -1,4 +1,4 @@
-"""Training objectives: noise is added to latents, and the transformer predicts a target that leads back.
+"""Training objectives: they add noise to latents and define the transformer's target.
 
 Rectified flow (Liu et al. 2022, arXiv:2209.03003; noise levels as in Esser et al. 2024, arXiv:2403.03206), the noise of
 DDPM (Ho et al. 2020, arXiv:2006.11239), and the velocity (Salimans and Ho 2022, arXiv:2202.00512). The schedules and
@@ -53,7 +53,7 @@ class Objective(ABC):
     is_flow: ClassVar[bool] = False
 
     def check(self, config: TrainConfig) -> None:  # noqa: B027
-        """Refuse settings that the objective has no use for; by default none.
+        """Reject settings that the objective does not use; by default none.
 
         Raises:
             ConfigError: names the setting.
@@ -134,7 +134,7 @@ class Epsilon(Objective):
         return noise
 
     def _min_snr(self, snr: Tensor, gamma: float) -> Tensor:
-        # min(snr, gamma) / snr, also for a schedule that ends in noise alone: there snr is 0.
+        # min(snr, gamma) / snr, also for a schedule that ends in pure noise, where snr is 0.
         return (gamma / snr).clamp(max=1)
 
 
@@ -154,7 +154,7 @@ OBJECTIVES: dict[str, Objective] = {one.name: one for one in (RectifiedFlow(), E
 
 
 def register(objective: Objective) -> None:
-    """Make an objective known under its name. Registering the same object again does nothing.
+    """Register an objective under its name. Registering the same object again does nothing.
 
     Raises:
         ConfigError: another one has the name.
@@ -164,7 +164,7 @@ def register(objective: Objective) -> None:
 
 
 def check_objective(name: str) -> None:
-    """Refuse the name of an objective that is not registered.
+    """Reject the name of an objective that is not registered.
 
     Raises:
         ConfigError: names those that are.
@@ -219,7 +219,7 @@ class NoiseObjective:
 
 
 def _tables(scheduler: Any) -> tuple[Any, bool]:
-    """A fresh scheduler with the noise levels of training, and whether they are those of rectified flow.
+    """A new scheduler with the noise levels of training, and whether they are those of rectified flow.
 
     Sampling changes a scheduler's tables, and solvers have tables that are for nothing else: `add_noise` of a
     DPM-Solver that samples nothing yet takes its noise levels from the wrong end.

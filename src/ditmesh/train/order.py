@@ -1,4 +1,4 @@
-"""Which samples a step sees, in an order that knows nothing of ranks.
+"""The order of samples, independent of the ranks.
 
 Epochs are permutations by the seed. Samples of one size make micro-batches; micro-batches of all sizes, shuffled,
 make one endless row, of which every optimizer step takes the next few. Ranks share those of a step so that they end
@@ -57,7 +57,7 @@ def bucket_sizes(config: TrainConfig) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A sample as one step sees it.
+    """A sample in one step.
 
     Attributes:
         index: of the sample.
@@ -83,12 +83,12 @@ class MicroBatch:
 
     @property
     def cost(self) -> float:
-        """What it takes to compute it, relative to others: pixels."""
+        """The relative cost of the micro-batch: its pixels."""
         return float(len(self.samples) * self.size[0] * self.size[1])
 
 
 class SampleOrder:
-    """The endless row of micro-batches, and the steps it is cut into.
+    """The endless sequence of micro-batches, and its division into steps.
 
     Args:
         sizes: the bucket of every sample, (height, width).
@@ -113,7 +113,7 @@ class SampleOrder:
         return [self._at(place) for place in range(first, first + self.per_step)]
 
     def steps(self, epochs: int) -> int:
-        """Optimizer steps of so many epochs; the last one goes on into the next epoch."""
+        """The number of optimizer steps of ``epochs`` epochs; the last step may extend into the next epoch."""
         return -(-epochs * self.per_epoch // self.per_step)
 
     def _at(self, place: int) -> MicroBatch:
@@ -136,7 +136,7 @@ class SampleOrder:
 
 
 def shares(batches: Sequence[MicroBatch], speeds: Sequence[float], equal_counts: bool) -> list[list[int]]:
-    """Which of a step's micro-batches each data rank computes, so that all end at about the same time.
+    """The micro-batches of a step for each data rank, so that all finish at about the same time.
 
     The longest first, each to the rank that would end first with it (Graham 1969, "Bounds on multiprocessing timing
     anomalies"). Every rank gets one, where there are enough: a rank without one cannot be measured, nor take part in

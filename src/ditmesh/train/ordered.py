@@ -1,4 +1,4 @@
-"""Gradients of a step added up in an order that does not depend on the ranks.
+"""Gradients of a step, summed in an order that does not depend on the ranks.
 
 Addends are tiles within a call, calls within a micro-batch, micro-batches within a step: each along the tree of
 `ditmesh.core.ordered`. A rank of a sequence keeps the sums of its share of all elements; the shares are put together
@@ -36,7 +36,7 @@ class OrderedGradients:
         self._used: set[int] = set()
 
     def take(self, number: int = 0, count: int = 1) -> None:
-        """A backward pass has run: move what it has left into the step's sum. Collective over the sequence ranks.
+        """Add the gradients of a backward pass to the step's sum. Collective over the sequence ranks.
 
         Args:
             number: of the micro-batch within the step.
@@ -117,6 +117,6 @@ def _flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
 
 
 def weight_gradients(model: nn.Module) -> list[WeightGradients]:
-    """Where the tiles of a parallelised model leave their gradients; none where no mode of it has tiles."""
+    """The collectors of a parallelised model's tile gradients; empty without tiles."""
     found = [getattr(one.get(ModelHooks).handler, "weight_gradients", None) for one in engine_of(model).models]
     return [cast(WeightGradients, one) for one in found if one is not None]

@@ -1,4 +1,4 @@
-"""What is trained, and how ranks share it."""
+"""The trained modules, and their parallelisation."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ class ParallelTraining:
         if mesh.sequence.size > 1 and dropping(model):
             undo.callback(TokenDropout(model, mesh).close)
         self.sync = GradientSync(trained, mesh, config.sharding, self.slices)
-        # FSDP2 puts others in the place of the parameters.
+        # FSDP2 replaces the parameters.
         self.slices.follow(trained.named_parameters())

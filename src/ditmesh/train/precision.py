@@ -1,4 +1,4 @@
-"""Mixed precision and finite numbers: one verdict of all ranks that share an optimizer step."""
+"""Mixed precision and checks for finite numbers, with one decision for all ranks of an optimizer step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_SCALE = 2.0**-10
 
 
 class MeshGradScaler(torch.amp.GradScaler):
-    """A loss scaler (Micikevicius et al. 2018, arXiv:1710.03740) whose ranks skip the same steps and hold one scale.
+    """A loss scaler (Micikevicius et al. 2018, arXiv:1710.03740) with the same scale and skipped steps on all ranks.
 
     torch's own looks for infinities in the gradients of its process. Ranks of a mesh may hold slices or shards of
     them: an overflow in one of these skips the step of every rank.
@@ -46,7 +46,7 @@ class MeshGradScaler(torch.amp.GradScaler):
         flags.append((largest > torch.finfo(torch.float16).max).float().reshape(1))
         total = torch.stack([*flags, torch.zeros(1, device=device)]).amax(0)
         verdict = self._mesh.world.all_reduce(total).clamp(max=1.0)
-        # A rank without a gradient has recorded nothing, and takes part in the verdict all the same.
+        # A rank without a gradient has recorded nothing, but takes part in the decision.
         for place in found or (device,):
             found[place] = verdict.to(place)
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a training run before any rank starts: settings, folders, modules."""
+"""Checks of a training run before any rank starts: settings, folders, modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .config import LoraConfig, TrainConfig
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Refuse what the settings alone show.
+    """Reject errors in the settings.
 
     Raises:
         ConfigError: naming the setting.
@@ -30,7 +30,7 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def check_run(config: TrainConfig, info: ModelInfo) -> None:
-    """Refuse what the settings, the model's JSON files and the folders show.
+    """Reject errors in the settings, the model's JSON files and the folders.
 
     Imports torch, and diffusers where there is a LoRA.
 
@@ -79,7 +79,7 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
 
 
 def _check_lora(lora: LoraConfig, info: ModelInfo) -> None:
-    """Refuse a LoRA of a pipeline that has none, and of modules that are not there."""
+    """Reject LoRA for pipelines without it, and for modules that do not exist."""
     import diffusers
     from torch import nn
 

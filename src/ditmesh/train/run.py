@@ -1,4 +1,4 @@
-"""A whole training run on the ranks of a job, from the pipeline that is loaded to the one that is saved."""
+"""A complete training run on the ranks of a job, from loading the pipeline to saving it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def train(
 
 
 class _Validation:
-    """Pictures of the validation prompts, and how many are nearest to their own training picture."""
+    """Images of the validation prompts, and the number that are nearest to their own training image."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -128,7 +128,7 @@ class _Validation:
             # At the resolution of training, not at the nearest one of the published weights.
             more["use_resolution_binning"] = False
         found: list[Any] = []
-        # One by one: a picture does not depend on its neighbours.
+        # One by one, so that an image does not depend on the others.
         for number in range(job.calls):
             found += runner.run(runner.prepare(job, number, **more))[0].frames
         pictures = (np.stack(found) * 255).round().clip(0, 255).astype(np.uint8)
@@ -144,7 +144,7 @@ class _Validation:
                 Image.fromarray(picture).save(files[f"validation/{number}"])
 
     def _nearest(self, said: list[Any], pictures: np.ndarray) -> float | None:
-        """Of the prompts that are captions of the data set."""
+        """The training images of prompts that are captions of the data set."""
         captions = {sample.said: number for number, sample in enumerate(self._trainer.data.samples)}
         asked = [number for number, one in enumerate(said) if one in captions]
         # Every training picture is looked at: for sets of some hundreds.

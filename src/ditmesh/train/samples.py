@@ -1,4 +1,4 @@
-"""Images or videos and what is said of them: folders, and WebDataset tars.
+"""Samples of folders and WebDataset tars: images or videos with captions or labels.
 
 A folder follows Hugging Face's imagefolder: a listing (``metadata.jsonl``, ``.csv`` and others, in any folder below)
 with ``file_name`` and a caption or label; or files of the same name beside each image. A tar follows WebDataset: files
@@ -59,7 +59,7 @@ class Sample:
     length: int = -1
 
     def picture(self) -> Image.Image:
-        """The decoded image, RGB, as a person sees it.
+        """The decoded image, upright sRGB.
 
         Raises:
             OSError: it is corrupt; names it.
@@ -78,7 +78,7 @@ class Sample:
         return seen
 
     def frames(self, count: int) -> list[Image.Image]:
-        """The first ``count`` frames of a video, RGB, as a person sees them.
+        """The first ``count`` frames of a video, upright RGB.
 
         Raises:
             OSError: it is corrupt, or has fewer; names it.
@@ -95,7 +95,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a run is trained on, reported before its first step.
+    """The report about a run's data before its first step.
 
     Attributes:
         lines: to print.
@@ -106,13 +106,13 @@ class DataReport:
     odd: bool
 
     def log(self, logger: logging.Logger) -> None:
-        """For programs that print nothing."""
+        """A report function that ignores the report."""
         logger.log(logging.WARNING if self.odd else logging.INFO, "%s", "\n".join(self.lines))
 
 
 @dataclass(frozen=True)
 class Samples:
-    """All of a data set that can be read, in the order of their names, and why others were left out.
+    """The readable samples of a data set in the order of their names, and the reasons for skipped files.
 
     Attributes:
         good: the samples.
@@ -132,11 +132,11 @@ class Samples:
 
     @property
     def without(self) -> tuple[str, ...]:
-        """Names of the samples of which nothing is said."""
+        """Names of the samples without caption or label."""
         return tuple(one.name for one in self.good if _nothing(one.said))
 
     def report(self) -> DataReport:
-        """What is trained on and what is not, to print before a run."""
+        """The report of used and skipped files before a run."""
         word = "caption" if self.by == "text" else "label"
         sources = ", ".join(f"{count} of {source}" for source, count in self.sources)
         missing = self.without
@@ -190,7 +190,7 @@ class Samples:
         )
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse to train without captions (or labels) that were asked for.
+        """Raise an error if there are no captions (or labels).
 
         Raises:
             InputError: not one sample has one, and ``allow_missing_captions`` is not set.

@@ -1,4 +1,4 @@
-"""How fast data ranks are, so that uneven devices end a step together."""
+"""Relative speeds of data ranks, so that uneven devices finish a step together."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DataSpeeds:
         return time.perf_counter()
 
     def agree(self) -> None:
-        """Learn from the step that is over. Collective, where speeds are measured."""
+        """Update the speeds after a step. Collective, if speeds are measured."""
         if not self._measures:
             return
         everyone = self._mesh.world.all_gather_object((self._mesh.data.rank, *self._own))

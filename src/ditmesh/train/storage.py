@@ -1,4 +1,4 @@
-"""Files of a checkpoint: safetensors and JSON, of which reading runs no code.
+"""Files of a checkpoint: safetensors and JSON, so that reading them runs no code.
 
 torch.distributed.checkpoint's own format pickles an index and everything that is no tensor. Checkpoints of earlier
 versions have it; they are read with the few classes that such an index consists of, and nothing else.
@@ -32,7 +32,7 @@ except ImportError:
 
 # The index of a checkpoint of an earlier version.
 INDEX = ".metadata"
-# A file of a rank is put together in memory before it is written.
+# A rank's file is assembled in memory before it is written.
 MOST_BYTES = 2 << 30
 
 _CLASSES = {

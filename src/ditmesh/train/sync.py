@@ -1,4 +1,4 @@
-"""Gradients and states of ranks that share a model: averaged, sharded, clipped and gathered.
+"""Averaging, sharding, clipping and gathering of gradients and states over ranks.
 
 Data and sequence ranks hold the same weights and each a part of their gradient: the mean over them is one device's
 (docs/training.md). Tensor ranks hold slices.
@@ -29,7 +29,7 @@ from .ordered import OrderedGradients, weight_gradients
 
 
 class GradientSync:
-    """What makes the gradients of ranks one.
+    """Synchronises the gradients of the ranks.
 
     Args:
         modules: what is trained, by name; parallelised already.
@@ -112,7 +112,7 @@ class GradientSync:
         elif self._kind == "none":
             for parameter in self._modules.parameters():
                 if parameter.requires_grad and parameter.grad is None:
-                    # A rank without micro-batches takes part with nothing.
+                    # A rank without micro-batches contributes zeros.
                     parameter.grad = torch.zeros_like(parameter)
             reduce_gradients(self._modules, self._mesh)
         gradients = [p.grad for p in self._modules.parameters() if p.grad is not None]
@@ -131,7 +131,7 @@ class GradientSync:
         sliced, rest = self._slices.parted(parameters)
         total = self._norm(rest).square()
         if self._mesh.tensor.size > 1:
-            # What the others hold zeros of adds nothing.
+            # Zeros on the other ranks add nothing.
             total = total + self._mesh.tensor.all_reduce(self._norm(sliced).square().reshape(1))[0]
         norm = total.sqrt()
         if most:
@@ -147,12 +147,12 @@ class GradientSync:
 
 
 def _sharded_like(sample: DTensor, tensor: Tensor) -> Tensor:
-    """A tensor that all ranks hold, in shards as ``sample`` is."""
+    """A tensor that all ranks hold, sharded like ``sample``."""
     return distribute_tensor(tensor, sample.device_mesh, sample.placements, src_data_rank=None)
 
 
 class TensorSlicesOf:
-    """Which parameters tensor ranks hold slices of, and how they become whole.
+    """The parameters with tensor slices, and how to gather them.
 
     Args:
         model: the transformer, before it is cut.
@@ -169,7 +169,7 @@ class TensorSlicesOf:
         self._ids: set[int] = set()
 
     def follow(self, named: Iterator[tuple[str, nn.Parameter]]) -> None:
-        """Learn which parameters have those names."""
+        """Set the parameters by name."""
         self._ids = {id(parameter) for name, parameter in named if name in self._cuts}
 
     def parted(self, parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

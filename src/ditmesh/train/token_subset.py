@@ -45,7 +45,7 @@ def on_grid(tokens: Tensor, shape: Sequence[int], patch: Sequence[int]) -> Tenso
 
 
 class TokenSubset:
-    """Lets the blocks of a transformer see some of the image's tokens.
+    """Restricts the blocks of a transformer to some of the image's tokens.
 
     Behind the last block the others are zeros, and what the model makes of them there says nothing.
 
@@ -86,7 +86,7 @@ class TokenSubset:
                     self._undo.callback(block.register_forward_hook(self._after(region)).remove)
 
     def keep(self, tokens: Tensor | None, total: int = 0) -> None:
-        """From now on blocks see some of the image's tokens, in calls and when they run again.
+        """Restrict the blocks to some of the image's tokens, in calls and recomputation.
 
         Args:
             tokens: (B, k) their numbers, B the batch with `per_sample`, else 1; None: all tokens.
@@ -126,7 +126,7 @@ class TokenSubset:
         return hook
 
     def _cut(self, value: Tensor, cut: Cut, lengths: dict[str, int], image: str) -> Tensor:
-        """A tensor with an entry for every token, without those of tokens that are left out."""
+        """A per-token tensor without the entries of dropped tokens."""
         dim = cut.dim % value.dim()
         if value.shape[dim] == 1 or image not in cut.tokens:
             return value
@@ -165,7 +165,7 @@ class TokenSubset:
 
 
 def _hindrance(layout: TokenLayout) -> str:
-    """Why tokens cannot be left out; empty if they can."""
+    """Why tokens cannot be dropped; empty if they can."""
     first, *others = layout.regions
     if layout.alternating or not all(region.chained for region in others):
         return "does something to all tokens between its lists of blocks"

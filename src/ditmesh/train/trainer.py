@@ -50,7 +50,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run reports after every optimizer step.
+    """The report after every optimizer step.
 
     Attributes:
         step, steps: done, and of how many.
@@ -75,7 +75,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Preparing:
-    """What a run reports before its first step.
+    """A report before the first step.
 
     Attributes:
         what: it does, such as ``"encoding samples"``.
@@ -88,7 +88,7 @@ class Preparing:
 
 @dataclass
 class Outcome:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         step: optimizer steps done.
@@ -111,7 +111,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step came to: mean loss over its samples, norm of the gradient before clipping."""
+    """The result of an optimizer step: mean loss over its samples, norm of the gradient before clipping."""
 
     loss: float
     norm: float
@@ -152,7 +152,7 @@ class Trainer:
         self._lock = ExitStack()
         self._undo.callback(self._lock.close)
         try:
-            # The first rank's alone.
+            # Only on the first rank.
             self._folder: RunFolder | None = self._on_first(lambda: self._locked(RunFolder(config)), shared=False)
             self._prepare()
         except BaseException:
@@ -164,11 +164,11 @@ class Trainer:
         return folder
 
     def keep_folder(self) -> ExitStack:
-        """Leave the output folder to the caller, who closes what is returned; `close` does not free it then."""
+        """Hand the output folder to the caller, who closes it; `close` does not free it then."""
         return self._lock.pop_all()
 
     def _on_first(self, call: Callable[[], Any], shared: bool = True) -> Any:
-        """What a function returns on the first rank; on the others the same, or None if not ``shared``. Collective.
+        """Call a function on the first rank; the others get its result, or None if not ``shared``. Collective.
 
         Raises:
             InputError: of the first rank, on all of them.
@@ -253,7 +253,7 @@ class Trainer:
                 if done.overflowed:
                     outcome.overflowed.append(self.step - 1)
                 else:
-                    # As in accelerate: a step that is skipped is none of the schedule's.
+                    # As in accelerate, a skipped step does not advance the schedule.
                     self.update.schedule.step()
                 scale = self.update.scaler.get_scale()
                 if log is not None:
@@ -296,7 +296,7 @@ class Trainer:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank writes logs and pictures."""
+        """Whether this rank writes logs and images."""
         return self.mesh.rank == 0
 
     def _optimizer_step(self, batches: list[MicroBatch]) -> StepResult:
@@ -324,7 +324,7 @@ class Trainer:
         return StepResult(loss, norm, samples, overflowed)
 
     def _losses(self, micro: MicroBatch) -> Tensor:
-        # What a model draws by itself (dropout) is the micro-batch's, too, and not the rank's.
+        # Random numbers of the model (dropout) also depend on the micro-batch and not on the rank.
         torch.manual_seed(self.data.encoded.seed_of(micro.samples[0]))
         batch = self.data.batch(micro)
         noised = self.objective(batch.latents, batch.generators)
@@ -352,7 +352,7 @@ class Trainer:
     def weights_digest(self) -> str:
         """A digest of the trained weights' bits; the same on any number of ranks in reproducible mode. Collective."""
         bits = digest(sorted((name, tensor_digest(value)) for name, value in self.weights().items()))
-        # The first rank alone has got them.
+        # Only the first rank has the weights.
         return self.mesh.world.broadcast_object(bits)
 
     # --- what is kept ------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ class Trainer:
         return state
 
     def _facts(self) -> dict[str, Any]:
-        """What else the next step depends on, and whose checkpoint it is; on the first rank."""
+        """The other state of the next step, and the run's identity; on the first rank."""
         facts: dict[str, Any] = {
             "schedule": self.update.schedule.last_epoch,
             "settings": settings_of(self.config, self.data.digest),
@@ -417,7 +417,7 @@ class Trainer:
             outcome.unsaved.append(problem)
 
     def _resume(self) -> list[str]:
-        """Go on from the checkpoint that is asked for; what is otherwise than in its run. Collective."""
+        """Resume from the requested checkpoint; returns the differences from its run. Collective."""
         wanted, here = self.config.resume_from_checkpoint, self._folder
         runs = None if here is None or wanted != "latest" else here.runs
         folder = None if wanted is None else self.checkpoints.find(wanted, runs)
@@ -460,7 +460,7 @@ class Trainer:
         options = StateDictOptions(strict=False, ignore_frozen_params=True)
         own = self.parallel.slices.own
         set_model_state_dict(self.trained, self.parallel.slices.mapped(state["model"], own), options=options)
-        # Rate, decay and betas are this run's.
+        # Learning rate, decay and betas are those of this run.
         groups = get_optimizer_state_dict(
             self.trained, self.update.optimizer, options=StateDictOptions(ignore_frozen_params=True)
         )["param_groups"]
@@ -481,7 +481,7 @@ class Trainer:
         self.update.schedule_from(int(facts.get("schedule", self.step)))
 
     def close(self) -> None:
-        """Take everything off the pipeline again; its weights stay trained. Collective."""
+        """Restore the pipeline, with its trained weights. Collective."""
         self._undo.close()
 
     def _restore(self) -> None:
@@ -494,7 +494,7 @@ class Trainer:
                 raise
 
     def _give_up(self) -> None:
-        """Close after an error of this rank: others that wait for it learn of it first."""
+        """Close after an error on this rank, and first notify the ranks that wait for it."""
         self._failed = True
         self.mesh.abandon()
         self.close()

@@ -1,4 +1,4 @@
-"""What changes the weights: optimizer, learning rate, loss scale and moving average."""
+"""Update of the weights: optimizer, learning rate, loss scale and moving average."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .sync import GradientSync
 
 
 class WeightUpdate:
-    """The optimizer of a run and what belongs to it.
+    """The optimizer of a run with its schedule, loss scale and moving average.
 
     Args:
         trained: modules by name, parallelised and sharded already.
@@ -93,7 +93,7 @@ class WeightUpdate:
         return norm, overflowed
 
     def unchanged(self, why: str) -> str:
-        """The message of a step that is refused before it changes a weight."""
+        """The error message of a step with numbers that are not finite."""
         config = self._config
         return (
             f"{why}: no weight was changed by this step, and the last checkpoint in {config.output_dir} stays; "
@@ -102,7 +102,7 @@ class WeightUpdate:
         )
 
     def bad_weights(self) -> str | None:
-        """The name of something that would be saved and is not finite; None: nothing. Collective."""
+        """The name of a saved tensor that is not finite; None: none. Collective."""
 
         def held() -> Iterator[tuple[str, Tensor]]:
             trained = [(name, p) for name, p in self._trained.named_parameters() if p.requires_grad]
@@ -119,7 +119,7 @@ class WeightUpdate:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The moving average in the place of the weights, and modules as they generate."""
+        """A context with the moving average as weights and modules in evaluation mode."""
         training = [module for module in self._trained.values() if module.training]
         if self.average is not None:
             self.average.store(self.parameters)
@@ -135,7 +135,7 @@ class WeightUpdate:
                 self.average.restore(self.parameters)
 
     def schedule_from(self, step: int) -> None:
-        """Go on with the learning rate behind ``step`` of the schedule."""
+        """Continue the learning rate after ``step`` of the schedule."""
         self.schedule.last_epoch = step
         for group, rate, factor in zip(
             self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
