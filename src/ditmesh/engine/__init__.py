@@ -1,4 +1,4 @@
-"""`parallelize` and what it puts on transformers and their pipelines."""
+"""`parallelize`, and the engine of transformers and their pipelines."""
 
 from ..strategies.heads import check_heads, heads_of
 from .engine import (

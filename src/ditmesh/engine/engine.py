@@ -74,7 +74,7 @@ DENOISERS = ("transformer", "transformer_2", "unconditional_transformer", "prior
 
 
 class Engine:
-    """What `parallelize` has put on transformers and the pipelines that call them, and how to take it off.
+    """The strategies of transformers and their pipelines, installed by `parallelize`, and their removal.
 
     There is one engine for a set of transformers, however many pipelines share them.
 
@@ -107,13 +107,13 @@ class Engine:
         self._undo = ExitStack()
         if owns_mesh:
             self.own_mesh()
-        # Pipelines that use the transformers, and what undoes that.
+        # Pipelines that use the transformers, and the undo of each.
         self._attached: dict[int, ExitStack] = {}
         self._lock = threading.RLock()
         self._in_request = False
 
     def open(self, target: Any) -> None:
-        """Put everything in place for a pipeline, or a bare transformer."""
+        """Install the strategies for a pipeline, or a bare transformer."""
         pipe = self.context.pipe = None if isinstance(target, nn.Module) else target
         try:
             for strategy in self.strategies:
@@ -124,25 +124,25 @@ class Engine:
                 strategy.apply(self._undo)
             for model in self.models:
                 self._undo.callback(model.chain.add(partial(self._around_call, model.model)))
-                # Before all others: they ask it which call this is.
+                # Before all others, because they ask it for the current call.
                 self._undo.callback(self.clock.watch(model.model, timestep_of(model.model, model.layout)))
                 self._undo.callback(self._shared.watch(model.model))
-            # The mesh must not keep an engine alive that was not restored.
+            # The mesh must not keep an unrestored engine alive.
             renewed = weakref.WeakMethod(self._renewed)
             self._undo.callback(self._shared.when_renewed(lambda: (call := renewed()) and call()))
-            # The first to be undone: nothing of a request stays under way.
+            # The first undo step: end the open request.
             self._undo.callback(self.end_request, failed=True)
             if pipe is not None:
                 self.attach(pipe)
         except BaseException:
-            # What is raised is why it could not be opened, not what came of it.
+            # Raise the original error instead of errors of the undo.
             with suppress(Exception):
                 self._shared.fail_request()
                 self.close()
             raise
 
     def attach(self, pipe: Any) -> None:
-        """Let a pipeline use the transformers, which are in place."""
+        """Attach a pipeline to the parallelised transformers."""
         undo = self._attached[id(pipe)] = ExitStack()
         try:
             undo.callback(_mark(pipe, self))
@@ -157,7 +157,7 @@ class Engine:
             raise
 
     def detach(self, target: Any) -> None:
-        """Undo `attach`; the last pipeline takes everything off. Collective where `close` is."""
+        """Undo `attach`; the last pipeline closes the engine. Collective if `close` is."""
         undo = self._attached.pop(id(target), None)
         if undo is None and self._attached:
             raise InputError(
@@ -173,7 +173,7 @@ class Engine:
                 self.close()
 
     def close(self) -> None:
-        """Undo everything, exactly. Collective when weights are cut or the engine made its own mesh.
+        """Undo everything exactly. Collective if weights are distributed or the engine created its mesh.
 
         Raises:
             PeerError: weights could not be put together again; everything else is undone all the same.
@@ -186,15 +186,15 @@ class Engine:
             self._attached.clear()
 
     def _meet_to_restore(self) -> None:
-        # If this fails, so does putting the weights together, which says it.
+        # If this fails, gathering the weights fails too and reports it.
         with suppress(PeerError):
             self._shared.begin_request("restore")
 
     def own_mesh(self) -> None:
-        """Give the mesh's groups back in `close`: its maker hands it over."""
-        # The last to be undone: others may need the groups.
+        """Free the mesh's groups in `close`; its creator hands it over."""
+        # The last undo step, because others may need the groups.
         later = self._undo.pop_all()
-        # Also for a pipeline that is dropped without `restore`; at the program's end the groups are gone already.
+        # Also for a pipeline that is dropped without `restore`; at exit the groups are already freed.
         release = weakref.finalize(self, self.mesh.close)
         release.atexit = False
         self._undo.callback(release)
@@ -203,7 +203,7 @@ class Engine:
     # --- a request -----------------------------------------------------------------------------------------
 
     def begin_request(self, steps: int | None = None) -> None:
-        """A new request: nothing of the one before is seen any more. Pipelines do this by themselves.
+        """Begin a new request, independent of the previous one. Pipelines do this automatically.
 
         For a bare transformer with a stale strategy; every rank calls it.
 
@@ -213,7 +213,7 @@ class Engine:
         self._begin(Request(steps=steps))
 
     def end_request(self, failed: bool = False) -> None:
-        """The request is over: wait for what is still on its way. Pipelines do this by themselves.
+        """End the request, and wait for pending messages. Pipelines do this automatically.
 
         Args:
             failed: it has raised; then other ranks may have gone, and nothing is asked of them.
@@ -222,7 +222,7 @@ class Engine:
         with ExitStack() as ends:
             # Rows compare the last calls by the clock.
             ends.callback(self.clock.end_request)
-            # The outermost first; each is notified, whatever another one raises.
+            # The outermost first; each is notified even if another one raises.
             for strategy in self.strategies:
                 ends.callback(strategy.end_request, failed)
 
@@ -252,7 +252,7 @@ class Engine:
 
     @contextmanager
     def request(self, purpose: str) -> Iterator[Callable[[Any], None]]:
-        """A request that its caller keeps open for calls of the transformers, the same ones on every rank.
+        """A request that its caller keeps open for calls of the transformers, the same calls on every rank.
 
         Inputs are not compared: the caller answers for that. Every rank enters and leaves it. Pipelines do this by
         themselves.
@@ -270,7 +270,7 @@ class Engine:
                 yield self._turn_to
                 self.end_request()
             except BaseException:
-                # First: nothing is waited for any more.
+                # First, so that nothing waits any more.
                 self._shared.fail_request()
                 with suppress(Exception):
                     self.end_request(failed=True)
@@ -282,7 +282,7 @@ class Engine:
         self._begin(Request(pipe))
 
     def _renewed(self) -> None:
-        """Links were renewed after a failure: ranks may remember different things, and all of them start over."""
+        """Reset all state after links were renewed, because ranks may have different state after a failure."""
         self.end_request(failed=True)
         self.clock.begin_request()
         for strategy in self.strategies:
@@ -315,7 +315,7 @@ class Engine:
     # --- what strategies report ----------------------------------------------------------------------------
 
     def explain(self) -> list[Layer]:
-        """All that stands around a request, a transformer's call and its blocks, outermost first, with reasons."""
+        """All layers around a request, a transformer's call and its blocks, outermost first, with reasons."""
         return layers_of(self.strategies, self.models)
 
     def _parts(self, kind: type[Part]) -> list[Part]:
@@ -328,7 +328,7 @@ class Engine:
 
     @property
     def rows(self) -> list[BatchParallel]:
-        """Rows and branches of every transformer, where they are shared out."""
+        """The split of rows and branches of every transformer, if any."""
         return self._parts(BatchParallel)
 
     @property
@@ -348,16 +348,16 @@ class Engine:
 
     @property
     def control(self) -> WarmupControl | None:
-        """Which steps of a stale strategy are synchronous; None when every step is exact."""
+        """The control of a stale strategy's synchronous steps; None if every step is exact."""
         return self.context.find(WarmupControl)
 
     @property
     def staleness(self) -> StalenessLog | None:
-        """What was decided in every step of the latest request, and why; None when every step is exact."""
+        """The decisions in every step of the latest request, with reasons; None if every step is exact."""
         return None if self.control is None else self.control.log
 
     def use_policy(self, policy: WarmupPolicy) -> None:
-        """Let another policy decide, from the next request on: for studies of which steps matter. On all ranks alike.
+        """Set another warm-up policy from the next request on, for studies. Call it on all ranks.
 
         Raises:
             ConfigError: every step is exact.
@@ -367,7 +367,7 @@ class Engine:
         self.control.policy = policy
 
     def rebalance(self) -> None:
-        """Measure again at the next call. On all ranks alike.
+        """Measure speeds again at the next call. Call it on all ranks.
 
         The speed of every sequence rank (``speeds="auto"``); with stages, at the beginning of the next request, their
         speeds and the cost of every kind of block (``stages="measured"``).
@@ -449,7 +449,7 @@ def parallelize(
 
 
 def _warn_of_hosts(target: Any, model: nn.Module, mesh: Mesh) -> None:
-    """Say, once for all ranks, that tensor or Ulysses ranks are on several hosts, and what sends less."""
+    """Warn once for all ranks if tensor or Ulysses ranks are on several hosts, with a configuration that sends less."""
     if mesh.rank == 0 and any(mesh.hosts.numbers):
         said = advice(
             library_name(model),
@@ -465,13 +465,13 @@ def _warn_of_hosts(target: Any, model: nn.Module, mesh: Mesh) -> None:
 
 
 def _usual_call(target: Any, model: nn.Module, guidance: bool | None = None, image: int | None = None) -> UsualCall:
-    """What is known of the calls that a pipeline, or a bare transformer, will get."""
+    """The known properties of the calls of a pipeline or a bare transformer."""
     element = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
     return UsualCall(None if isinstance(target, nn.Module) else type(target), guidance, image, element=element)
 
 
 def configuration_for(target: Any, *, guidance: bool | None = None, image: int | None = None) -> ParallelConfig:
-    """What ``"auto"`` stands for: the fastest exact configuration for all ranks of the default process group.
+    """The configuration of ``"auto"``: the fastest exact one for all ranks of the default process group.
 
     Predicted from the model's shapes (`ditmesh.forecast`), unless ``ditmesh plan --measure`` has measured it on this
     machine; on rank 0, whose choice counts for all. A collective call.
@@ -495,7 +495,7 @@ def configuration_for(target: Any, *, guidance: bool | None = None, image: int |
 
 
 def agreed(choose: Callable[[int], ParallelConfig]) -> ParallelConfig:
-    """What rank 0 of the default process group chooses for all its ranks: others may have measured something else."""
+    """The choice of rank 0 for all ranks of the default process group, because measurements may differ."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return choose(1)
     box = [choose(dist.get_world_size()) if dist.get_rank() == 0 else None]
@@ -513,7 +513,7 @@ def _wait_for_a_call(
     owns_mesh: bool,
     recipe: Recipe,
 ) -> None:
-    """Open the engine at the first call, which the layouts are derived from or checked by."""
+    """Open the engine at the first call, from which the layouts are derived or checked."""
 
     def open_engine(layouts: list[TokenLayout], targets: list[Any], owned: bool, alone: Alone) -> None:
         pairs = list(zip(models, layouts, strict=True))
@@ -548,17 +548,17 @@ def _wait_for_a_call(
         first.attach(target)
 
 
-# What is done to a ControlNet: its tokens are cut, and gathered wherever it reads them.
+# Splits a ControlNet's tokens, and gathers them wherever it reads them.
 CONTROLS: Recipe = (ExactSequence, KnownForms)
 
 
 def _cuts_controls(config: ParallelConfig) -> bool:
-    """Whether ControlNets run with their tokens cut: where every step is exact, and bits are not promised."""
+    """Whether ControlNets run with split tokens: only with exact steps and without reproducible mode."""
     return ExactSequence.wanted(config) and config.sequence > 1 and config.tensor == 1
 
 
 def _cut_control(network: nn.Module, config: ParallelConfig, mesh: Mesh, undo: ExitStack) -> None:
-    """Cut a ControlNet's tokens from its first call on; what undoes it goes onto ``undo``."""
+    """Split a ControlNet's tokens from its first call on; the removal goes onto ``undo``."""
     engines = ExitStack()
 
     def open_engine(layouts: list[TokenLayout], targets: list[Any], owned: bool, alone: Alone) -> None:
@@ -574,7 +574,7 @@ def _cut_control(network: nn.Module, config: ParallelConfig, mesh: Mesh, undo: E
 
 
 def _mark(owner: Any, engine: Any) -> Callable[[], None]:
-    """Let `engine_of` find an engine, or what waits for one, at an object; returns the undo."""
+    """Attach an engine, or a pending first call, to an object for `engine_of`; returns the undo."""
     vars(owner)[ENGINE] = engine
     return partial(vars(owner).pop, ENGINE, None)
 
@@ -595,12 +595,12 @@ def _device_of(model: nn.Module) -> torch.device | None:
 
 
 def _given(layout: TokenLayout | None, model: nn.Module) -> TokenLayout | None:
-    """A layout that was handed over; the reviewed one of the model's class is as if none was."""
+    """A layout passed by the user; None if it is the reviewed one of the model's class."""
     return layout if layout is None or layout == layout_of(model) else replace(layout, source=GIVEN)
 
 
 def _layout_before_a_call(model: nn.Module) -> TokenLayout | None:
-    """The layout of the model's class, or one that a probe could derive with inputs of its own."""
+    """The layout of the model's class, or one that a probe derives from generated inputs."""
     try:
         return find_layout(model)
     except LayoutError:
@@ -616,7 +616,7 @@ def _refuse_twice(target: Any) -> None:
 
 
 def _share(target: Any, models: list[nn.Module], config: ConfigLike) -> None:
-    """Let a pipeline use transformers that another pipeline shares out over ranks already.
+    """Attach a pipeline to transformers that another pipeline has parallelised.
 
     Raises:
         InputError: they are shared out in another way than is asked for, or not all of them.
@@ -637,12 +637,12 @@ def _share(target: Any, models: list[nn.Module], config: ConfigLike) -> None:
     engine.attach(target)
 
 
-# What is simulated: token strategies of virtual ranks.
+# The simulated strategies: token strategies of virtual ranks.
 SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale, KnownForms, CheckedLayout)
 
 
 def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
-    """Make a pipeline (or a bare transformer) compute in this process what ``config`` computes on its ranks.
+    """Make a pipeline (or a bare transformer) compute the result of ``config`` on virtual ranks in this process.
 
     For studies of how many devices a stale strategy stands: 8 ranks are simulated on one device, which takes 8 times
     as long. `restore` undoes it; `engine_of` has drift and decisions as for real ranks. diffusers' caches, which
@@ -680,7 +680,7 @@ def simulated(target: T, config: ConfigLike, **options: Any) -> Iterator[T]:
 
 
 def restore(target: T) -> T:
-    """Undo `parallelize`: the object is exactly what it was before. Every rank calls it.
+    """Undo `parallelize` exactly. Every rank calls it.
 
     Raises:
         InputError: ``target`` is not parallelised.
@@ -697,7 +697,7 @@ def parallelized(target: T, config: ConfigLike = "auto", **options: Any) -> Iter
     try:
         yield target
     finally:
-        # What could not be put in place in the first call has taken itself off.
+        # An engine that failed in the first call has removed itself.
         if getattr(target, ENGINE, None) is not None:
             restore(target)
 
@@ -710,7 +710,7 @@ def engine_of(target: Any) -> Engine:
     """
     engine = getattr(target, ENGINE, None)
     if isinstance(engine, FirstCall):
-        # It knows its configuration and its mesh, and says of anything else that it is too early.
+        # It has a configuration and a mesh, and raises an error for everything else.
         return cast("Engine", engine)
     if not isinstance(engine, Engine):
         raise InputError(f"this {type(target).__name__} is not parallelised; call ditmesh.parallelize(...) first")

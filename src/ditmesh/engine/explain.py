@@ -1,4 +1,4 @@
-"""What stands around a request, a transformer's call and its blocks, outermost first, and why."""
+"""The layers around a request, a transformer's call and its blocks, outermost first, with reasons."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..strategies.base import ParallelModel, Strategy
 
 @dataclass(frozen=True)
 class Layer:
-    """One thing that runs around a part of the program.
+    """A strategy, hook or layer around a part of the program.
 
     Attributes:
         around: ``"request"``, ``"forward"`` or the path of a block, with the transformer's prefix.

@@ -1,4 +1,4 @@
-"""Transformers without a known layout: it is derived from the first call, which is then made again on all ranks."""
+"""Transformers without a known layout: the layout is derived from the first call, which then runs again in parallel."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ..strategies.checked import check_same, difference
 from ..strategies.inputs import default_states, set_default_states
 from ..strategies.tokens import KnownForms
 
-# What one device returned, by transformer (its `id`) and form of call.
+# The output of one device, by transformer (its `id`) and form of call.
 Alone = dict[int, dict[CallForm, Any]]
 
 
-# Arguments of diffusers' pipelines that are told of every step.
+# Callback arguments of diffusers' pipelines.
 CALLBACKS = ("callback_on_step_end", "callback")
 
 
 class _Derived(BaseException):
-    """Leaves a pipeline's call: its transformer's layout is known now. Passes every ``except Exception``."""
+    """Leaves a pipeline's call when its transformer's layout is known. Passes every ``except Exception``."""
 
     def __init__(self, layouts: list[TokenLayout]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Derived(BaseException):
 
 
 class FirstCall:
-    """Waits for the first call of some transformers and derives their layout from it, or what one device makes of it.
+    """Waits for the first call of transformers, and derives their layouts or the output of one device from it.
 
     Until then it stands where the engine will be. Inside a pipeline the call is broken off, the engine opened, random
     generators set back to where they stood, and the pipeline called again with the same arguments.
@@ -83,7 +83,7 @@ class FirstCall:
             self._undo.callback(CallChain(model).add(partial(self._around_call, model)))
 
     def __getattr__(self, name: str) -> Any:
-        """What only an engine knows.
+        """Raises an error for attributes that only an engine has.
 
         Raises:
             InputError: always, but for names that no engine has.
@@ -96,17 +96,17 @@ class FirstCall:
         )
 
     def own_mesh(self) -> None:
-        """Give the mesh's groups back in the end: its maker hands it over."""
+        """Free the mesh's groups at the end; its creator hands it over."""
         self._owns_mesh = True
 
     def attach(self, pipe: Any) -> None:
-        """Let a pipeline be the one that makes the first call."""
+        """Attach the pipeline that makes the first call."""
         self._pipes.append(pipe)
         self._undo.callback(self._mark(pipe, self))
         self._undo.callback(PipelineCall(pipe, partial(self._around_pipeline, pipe)).undo)
 
     def detach(self, target: Any) -> None:
-        """Nothing has been called and nothing is wanted any more: undo everything."""
+        """Undo everything without a first call."""
         self._undo.close()
         if self._owns_mesh:
             self.mesh.close()
@@ -120,7 +120,7 @@ class FirstCall:
         default = default_states(self.mesh.device)
         self._inside = True
         try:
-            # Steps that are made before all layouts are known are made again, and told of then.
+            # Steps before all layouts are known are repeated, and reported then.
             return proceed(*args, **{name: value for name, value in kwargs.items() if name not in CALLBACKS})
         except _Derived as derived:
             layouts = derived.layouts
@@ -171,7 +171,7 @@ class FirstCall:
         except LayoutError as error:
             answer = str(error)
         except Exception as error:
-            # The model's own: the other ranks do not wait for this one.
+            # An error of the model itself: the other ranks do not wait for this one.
             failed, answer = error, f"another rank failed in the first call of {type(model).__name__}: {error}"
         try:
             layouts = self._agreed(model, answer)
@@ -213,7 +213,7 @@ class FirstCall:
 
 
 class FirstControl(FirstCall):
-    """As `FirstCall`, of a network beside the transformer: what cannot be cut runs whole on every rank, as it did."""
+    """As `FirstCall`, for a ControlNet: if it cannot be split, it runs whole on every rank."""
 
     def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         try:

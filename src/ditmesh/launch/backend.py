@@ -1,4 +1,4 @@
-"""The interface of launchers, and those there are: ranks of this machine, of ``torchrun``, of another package."""
+"""The interface of launchers, and their lookup: this machine, ``torchrun``, Ray, or another package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Watch = Callable[[], str | None]
 
 # The default launcher.
 VARIABLE = "DITMESH_LAUNCHER"
-# Where installed packages say which launchers they bring.
+# The entry point group of launchers in installed packages.
 ENTRY_POINTS = "ditmesh.launchers"
 BUILT_IN = {
     "local": "ditmesh.launch.pool:RankPool",
@@ -31,7 +31,7 @@ BUILT_IN = {
 
 
 class Launcher(Protocol):
-    """Ranks with a process group, on which functions run.
+    """Ranks with a process group that run functions.
 
     A launcher is made as ``make(world_size, device="auto", threads=None, timeout=600.0, **options)``, with the options
     ``gpus``, ``stop_limit`` and ``preload`` (a hint), all as of `RankPool`. What it cannot do it refuses with a
@@ -80,7 +80,7 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """End the ranks, or leave them. Harmless when they are gone."""
+        """End the ranks, or leave their process group. Harmless if they have ended."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,10 +90,10 @@ class Launcher(Protocol):
 
 
 class Conversing(Launcher, Protocol):
-    """A launcher whose ranks take replies in the middle of a call, as the ranks of a server do."""
+    """A launcher with replies to ranks during a call, as a server's ranks need."""
 
     def reply(self, content: Any) -> None:
-        """Send all ranks what their function takes by ``report.reply()``, in order; from any thread.
+        """Send all ranks a message that their function receives by ``report.reply()``; thread-safe and in order.
 
         What a rank has not taken when its call ends is dropped.
         """
@@ -101,9 +101,9 @@ class Conversing(Launcher, Protocol):
 
 
 class StayingRanks(Conversing):
-    """Ranks that stay for any number of calls, until they are closed or have failed for good."""
+    """Ranks for any number of calls, until they are closed or have failed permanently."""
 
-    # Why they are closed; how often the ranks have joined a process group.
+    # Why the ranks are closed; how often they have joined a process group.
     _closed: str | None = None
     _meetings: int = 0
 
@@ -113,22 +113,22 @@ class StayingRanks(Conversing):
 
     @property
     def closed(self) -> bool:
-        """Whether these ranks can run nothing more."""
+        """Whether these ranks can run no more calls."""
         return self._closed is not None
 
     @property
     def reason(self) -> str:
-        """Why they are closed; empty while they are open."""
+        """Why the ranks are closed; empty while they are open."""
         return self._closed or ""
 
     @property
     def generation(self) -> int:
-        """How often the ranks have joined a process group; groups made in an earlier generation are no more."""
+        """How often the ranks have joined a process group; groups of an earlier generation are invalid."""
         return self._meetings
 
 
 def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any) -> Launcher:
-    """Ranks, from the launcher of that name.
+    """Start ranks with the launcher of a name.
 
     Args:
         name: ``"local"`` (`RankPool`), ``"torchrun"`` (`TorchrunRanks`), ``"ray"`` (`RayRanks`), an entry point of
@@ -162,7 +162,7 @@ def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any)
 
 
 def device_of_launcher(name: str | None, device: DeviceChoice, world_size: int) -> DeviceKind:
-    """What ``world_size`` ranks of the launcher of that name run on: this machine's devices, or the cluster's.
+    """The device type of ``world_size`` ranks of a launcher, on this machine or its cluster.
 
     Raises:
         ConfigError: the devices are not there.
@@ -176,7 +176,7 @@ def device_of_launcher(name: str | None, device: DeviceChoice, world_size: int) 
 
 
 def threads_of_launcher(name: str | None, device: DeviceKind, world_size: int) -> int:
-    """Threads of each of ``world_size`` ranks of the launcher of that name: this machine's cores, or the cluster's.
+    """The threads of each of ``world_size`` ranks of a launcher, from the cores of this machine or its cluster.
 
     Raises:
         ConfigError: there are not enough.
@@ -190,7 +190,7 @@ def threads_of_launcher(name: str | None, device: DeviceKind, world_size: int) -
 
 
 def connection(name: str | None) -> AbstractContextManager[None]:
-    """What groups of ranks of the launcher of that name share, for as long as it is held: a cluster's connection.
+    """A context with the resources that groups of ranks of a launcher share, such as a cluster's connection.
 
     Raises:
         ConfigError: the cluster does not answer.

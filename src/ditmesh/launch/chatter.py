@@ -1,4 +1,4 @@
-"""What libraries log about themselves while they are imported, which no user of ditmesh can act upon.
+"""Import-time log messages of libraries that are irrelevant to users of ditmesh.
 
 It is left out of the processes that are ditmesh's own: those of the command and those of ranks. A program that imports
 ditmesh keeps its logging as it is.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 
-# By the logger: patterns at the beginning of messages that are left out. Everything else it says is said.
+# By logger: patterns of messages that are hidden. Other messages are shown.
 CHATTER: dict[str, tuple[str, ...]] = {
     # Compiled for another Python or another GPU; its kernels in Python are used.
     "torchao": (r"Failed to load .*\.so: ", r"Skipping import of cpp extensions"),
@@ -26,7 +26,7 @@ CHATTER: dict[str, tuple[str, ...]] = {
 
 
 class ChatterFilter(logging.Filter):
-    """Leaves out messages that begin with one of several patterns."""
+    """Hides messages that begin with one of several patterns."""
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class ChatterFilter(logging.Filter):
 
 
 def chatter_off() -> None:
-    """Leave `CHATTER` out of this process's logs. For processes that are ditmesh's own, before their imports."""
+    """Hide `CHATTER` in this process's logs. For ditmesh's own processes, before their imports."""
     for name, patterns in CHATTER.items():
         logger = logging.getLogger(name)
         if not any(isinstance(one, ChatterFilter) for one in logger.filters):

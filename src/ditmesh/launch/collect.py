@@ -1,4 +1,4 @@
-"""How a call of all ranks ends: decided from what the ranks have sent, without a process, a socket or a clock."""
+"""The result of a call on all ranks, decided from their messages, without processes, sockets or clocks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from . import failures
 from .backend import OnMessage, Watch
 from .failures import Failure
 
-# Seconds for a failure's cause to show up when it looks like a consequence, and for all ranks to end a failed call.
+# Seconds to wait for the cause of a failure, and for all ranks to end a failed call.
 GRACE = 2.0
 
 
 class Collector:
-    """One answer of every rank, or the failures in their place; the owner of the ranks feeds it with what they send.
+    """Collects one answer of every rank, or failures, from the messages that the owner passes on.
 
     Attributes:
         answers, failed: by rank.
@@ -30,7 +30,7 @@ class Collector:
         watch: Watch | None = None,
         grace: Callable[[Collection[Failure]], float] = lambda failed: GRACE,
     ) -> None:
-        """Wait for ``seconds`` since the first `tick`; a rank that misses that time has not ``what``.
+        """Set a deadline of ``seconds`` from the first `tick`; a late rank has not done ``what``.
 
         ``on_message`` and ``watch``: see `Launcher.run`. ``grace``: seconds to wait for more after these failures.
         """
@@ -39,11 +39,11 @@ class Collector:
         self._world_size, self._seconds, self._expected = world_size, seconds, f"{what} within {seconds:g} s"
         self._on_message, self._watch, self._grace = on_message, watch, grace
         self._limit: float | None = None
-        # Ranks that were given up, though they may have answered.
+        # Ranks that count as failed although they may have answered.
         self._late: Sequence[int] = ()
 
     def take(self, rank: int, kind: str, content: Any) -> None:
-        """Take an ``"answer"``, a ``"failure"`` (a `Failure`) or a ``"message"`` of a rank."""
+        """Handle an ``"answer"``, a ``"failure"`` (a `Failure`) or a ``"message"`` of a rank."""
         if kind == "answer":
             self.answers[rank] = content
         elif kind == "failure":
@@ -52,7 +52,7 @@ class Collector:
             self._on_message(rank, content)
 
     def tick(self, now: float) -> float:
-        """Seconds within which what the ranks send is of use; 0: the call has ended, as `result` says."""
+        """Seconds to wait for further messages; 0: the call has ended with `result`."""
         if self._limit is None:
             self._limit = now + self._seconds
         if not self._silent or self._late:
@@ -68,7 +68,7 @@ class Collector:
         return max(0.0, self._limit - now)
 
     def give_up(self, ranks: Sequence[int], expected: str) -> None:
-        """End the call because of these ranks, which have failed to do what was ``expected``."""
+        """End the call because of ranks that have not done what was ``expected``."""
         self._late, self._expected = ranks, expected
 
     def result(
@@ -91,7 +91,7 @@ class Collector:
             raise failures.late(whereabouts(self._late or silent), self._world_size, self._expected)
         causes = self._causes
         stalled = whereabouts(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
-        # All have come to an end of the call, and none has lost its device or a peer.
+        # All ranks have ended the call, and none has lost its device or a peer.
         stay = not silent and not any(failure.weight or failure.gone for failure in causes)
         stay = stay and rejoin is not None and (failures.alike(causes, self._world_size) or rejoin())
         raise failures.rank_failed(causes, stalled, self._world_size, stay)

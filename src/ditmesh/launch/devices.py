@@ -34,7 +34,7 @@ def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
     if device == "cpu":
         return "cpu"
     if device == "auto" and "torch" not in sys.modules and not may_have_gpus():
-        # torch would find none, and takes seconds to be imported, which not every owner of ranks does otherwise.
+        # torch would find none, and importing it takes seconds.
         return "cpu"
     import torch
 
@@ -53,7 +53,7 @@ def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
 
 
 def may_have_gpus() -> bool:
-    """Whether a driver of GPUs has made its files; elsewhere than on Linux, where that cannot be seen: yes."""
+    """Whether a GPU driver's files exist; True outside Linux, where this is unknown."""
     if sys.platform != "linux":
         return True
     # Of NVIDIA's drivers, also on Jetson, of WSL and of AMD's.
@@ -61,7 +61,7 @@ def may_have_gpus() -> bool:
 
 
 def physical_cores() -> int:
-    """Cores this process may use, hyper-threads of one core counted once."""
+    """Physical cores that this process may use."""
     if sys.platform != "linux":
         import psutil
 
@@ -77,13 +77,13 @@ def physical_cores() -> int:
 
 
 def default_threads(world_size: int, device: DeviceKind) -> int:
-    """Threads for each of ``world_size`` ranks: the cores shared out; at most 8 where a GPU does the work."""
+    """Threads for each of ``world_size`` ranks: an equal share of the cores; at most 8 with GPUs."""
     share = max(1, physical_cores() // world_size)
     return min(8, share) if device == "cuda" else share
 
 
 def check_timeout(seconds: float) -> None:
-    """Refuse a deadline that is not positive, not a number, or endless: `ConfigError`."""
+    """Reject a deadline that is not a positive finite number: `ConfigError`."""
     if not (math.isfinite(seconds) and 0 < seconds <= LONGEST):
         raise ConfigError(
             f"a timeout of {seconds:g} seconds is not possible; use more than 0 and at most {LONGEST:g}, such as 600"
@@ -91,14 +91,14 @@ def check_timeout(seconds: float) -> None:
 
 
 def stay_on_loopback() -> None:
-    """Keep the ranks of one machine off the network: no firewall, VPN or second interface gets in the way."""
+    """Keep the ranks of one machine on the loopback, so that no firewall, VPN or other interface interferes."""
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback:
         use_interface(loopback)
 
 
 def use_interface(name: str, nccl: bool = True) -> None:
-    """Let gloo, and NCCL, use this network interface, unless the user has named one.
+    """Make gloo and NCCL use this network interface, unless the user has set one.
 
     gloo takes the one that the host's name leads to, and that is the loopback on many systems; NCCL looks for itself.
     """

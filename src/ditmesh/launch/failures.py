@@ -1,4 +1,4 @@
-"""Failures of ranks: which one is the cause, and what is said about it."""
+"""Failures of ranks: finding the cause, and the error message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOST_DEVICE = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank did not answer: ``what`` is the rest of a sentence that begins with the rank."""
+    """Why a rank did not answer; ``what`` continues a sentence that begins with the rank."""
 
     rank: int
     # 0: a cause; more: perhaps a consequence of another failure.
@@ -34,19 +34,19 @@ class Failure:
     what: str
     traceback: str = ""
     pickled_cause: bytes | None = None
-    # Of its process, when that has ended.
+    # The exit code of its process, if it has ended.
     exit_code: int | None = None
-    # The rank or its device is no more.
+    # The rank or its device is lost.
     gone: bool = False
 
     @property
     def certain(self) -> bool:
-        """Whether no other rank can have more to say about it."""
+        """Whether no other rank can know more about the failure."""
         return self.gone and self.weight == 0
 
 
 def of_exception(rank: int, error: BaseException) -> Failure:
-    """A function has raised. The first frame is that of the caller of the function, and is left out."""
+    """The failure of a function that raised an exception. The first frame, that of the caller, is omitted."""
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
     what = f"raised {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
@@ -59,7 +59,7 @@ def of_exception(rank: int, error: BaseException) -> Failure:
 
 
 def of_death(rank: int, code: int | None, stack: str) -> Failure:
-    """A process has ended with an exit code, or (None) closed its connection; ``stack`` is from its fault handler."""
+    """The failure of a process that ended with an exit code, or (None) closed its connection."""
     name = "" if code is None else {-one.value: one.name for one in signal.Signals}.get(code, f"signal {-code}")
     if code is None:
         how = "closed its connection"
@@ -74,16 +74,16 @@ def of_death(rank: int, code: int | None, stack: str) -> Failure:
 
 
 def alike(failures: Sequence[Failure], world_size: int) -> bool:
-    """Whether all ranks have raised the same at the same place."""
+    """Whether all ranks have raised the same exception at the same place."""
     return len(failures) == world_size and len({(failure.what, failure.traceback) for failure in failures}) == 1
 
 
 def rank_failed(failures: Sequence[Failure], stalled: Mapping[int, str], world_size: int, open: bool) -> RankFailed:
-    """The error for failures, causes first, with the ranks that said nothing and where each of them was."""
+    """The error for failures, causes first, with the silent ranks and the code position of each."""
     root = failures[0]
     parts = []
     if root.weight > 0 and stalled:
-        # A rank that lost a collective says nothing about the one that did not come to it: that one comes first.
+        # A rank that waited in a collective does not name the missing rank, which comes first.
         first, where = next(iter(stalled.items()))
         waiting = _names({failure.rank for failure in failures})
         parts += [f"rank {first} of {world_size} stalled{_place(where)}: {waiting} waited for it in vain"]
@@ -99,7 +99,7 @@ def rank_failed(failures: Sequence[Failure], stalled: Mapping[int, str], world_s
 
 
 def late(stalled: Mapping[int, str], world_size: int, expected: str) -> RankFailed:
-    """The error for ranks, and where each of them was, that had not done what was ``expected``."""
+    """The error for ranks that have not done what was ``expected``, with the code position of each."""
     parts = [f"{_names(stalled)} of {world_size} had not {expected}", *_whereabouts(stalled)]
     return RankFailed("\n\n".join(parts), next(iter(stalled)), lost=tuple(stalled))
 
@@ -113,7 +113,7 @@ def _names(ranks: Collection[int]) -> str:
 
 
 def _place(where: str) -> str:
-    """Where a rank was, in a few words, from what `faulthandler` wrote, the latest call first."""
+    """A short code position of a rank from `faulthandler`'s output, the latest call first."""
     for line in where.splitlines():
         if line.lstrip().startswith("File "):
             return f" at {line.strip()}"
@@ -123,7 +123,7 @@ def _place(where: str) -> str:
 
 
 def _lost(failures: Sequence[Failure], silent: tuple[int, ...]) -> tuple[int, ...]:
-    """Ranks that are gone through no error of the job; ``failures[0]`` is what the job failed of."""
+    """Ranks that were lost without an error of the job; ``failures[0]`` is the job's failure."""
     root = failures[0]
     if root.gone:
         # An abort may be the consequence of another rank's; then only the first is known to be gone.
@@ -133,11 +133,11 @@ def _lost(failures: Sequence[Failure], silent: tuple[int, ...]) -> tuple[int, ..
 
 
 def lost_device(error: BaseException) -> bool:
-    """Whether the rank's GPU has failed, and not the job: CUDA says so in words only."""
+    """Whether the rank's GPU has failed instead of the job, by CUDA's error text."""
     import torch
 
     text = str(error).lower()
-    # Not an OutOfMemoryError, an illegal address or an assertion: another device would meet them as well.
+    # Not an OutOfMemoryError, an illegal address or an assertion, which would occur on another device too.
     return (
         isinstance(error, RuntimeError)
         and not isinstance(error, torch.OutOfMemoryError)
@@ -147,11 +147,11 @@ def lost_device(error: BaseException) -> bool:
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Whether this failure may only say that another rank failed, or did not come."""
+    """Whether this failure may be a consequence of another rank's failure."""
     import torch.distributed as dist
 
     while error is not None:
-        # Gloo raises plain RuntimeErrors; these words are what they have in common.
+        # gloo raises plain RuntimeErrors; these words occur in all of them.
         words = str(error).lower() if isinstance(error, RuntimeError) else ""
         if isinstance(error, dist.DistError) or any(
             known in words for known in ("gloo", "nccl", "closed by peer", "timed out waiting")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..comm.mesh import Mesh
 
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors")
-# Environment variables that change how ranks talk, by how their names begin.
+# Prefixes of environment variables that affect communication.
 VARIABLES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DITMESH_", "HF_HUB_OFFLINE")
 # Below this, in 10^9 bytes, tensors between ranks on one host may find no room: containers have 64 MB.
 SMALL_SHARED_MEMORY = 0.25
@@ -68,7 +68,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """What NVIDIA's tool says; nothing where it is not there or has nothing to say."""
+    """The output of nvidia-smi; empty if it is missing or fails."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
@@ -128,7 +128,7 @@ def _blas() -> str:
 
 
 def missing(machine: dict[str, Any]) -> list[str]:
-    """What `describe_machine` did not find, each with what it is for and how to get it."""
+    """The components that `describe_machine` did not find, with their purpose and installation."""
     gpus, versions, backends = machine["gpus"], machine["versions"], machine["backends"]
     shm = machine.get("shared_memory")
     driver = "torch was built without CUDA" if machine["torch_cuda"] is None else "the driver shows none"

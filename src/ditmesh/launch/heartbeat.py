@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# Seconds between two beats; for a look at who beats; and for the store to answer.
+# Seconds between two heartbeats, for a check of the other ranks, and for the store to answer.
 INTERVAL, LOOK, ANSWER = 1.0, 4.0, 5.0
 
 
 class Heartbeat:
-    """A thread that counts at a store, and what the other ranks have counted there.
+    """A thread that increments this rank's counter in a store, and reads those of the other ranks.
 
     Args:
         store: a connection of its own, whose answers take `ANSWER` seconds at most.
@@ -37,11 +37,11 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Stop the heartbeats."""
         self._stop.set()
 
     def silent(self) -> list[int]:
-        """Ranks that say nothing, after a look of `LOOK` seconds; rank 0 when its store does not answer."""
+        """Ranks without heartbeats during `LOOK` seconds; rank 0 if its store does not answer."""
         try:
             before = self._counts()
             time.sleep(LOOK)
@@ -51,7 +51,7 @@ class Heartbeat:
         return [rank for rank in range(len(self._hosts)) if rank != self._rank and before[rank] == after[rank]]
 
     def describe(self, silent: Sequence[int]) -> str:
-        """A sentence about ranks that are silent."""
+        """A sentence about silent ranks."""
         names = " and ".join(f"rank {rank} on {self._hosts[rank]}" for rank in silent)
         return (
             f"{names} of {len(self._hosts)} ranks {'says' if len(silent) == 1 else 'say'} nothing any more: ended, "

@@ -1,4 +1,4 @@
-"""How ranks that others have started find one another: at one address, with the same versions, within the deadline.
+"""The rendezvous of ranks on several hosts: one address, the same versions, a deadline.
 
 Before the first collective every rank leaves a note at the store of `torch.distributed`: its host, its address and its
 versions. A rank that does not come, or comes with something else, is named. Only the monotonic clock of each host is
@@ -32,14 +32,14 @@ from .heartbeat import ANSWER, Heartbeat
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# A secret that the ranks of a job share.
+# The environment variable of a job's secret.
 SECRET = "DITMESH_SECRET"
-# What has to be the same on all hosts.
+# Versions that must be the same on all hosts.
 SAME = ("ditmesh", "torch", "diffusers", "python")
 
 
 class Meeting(NamedTuple):
-    """Ranks that have met.
+    """Connected ranks.
 
     Attributes:
         store: by which process groups are made.
@@ -53,7 +53,7 @@ class Meeting(NamedTuple):
     place: str
 
     def heartbeat(self) -> Heartbeat:
-        """Begin to say that this rank is there, over a connection of its own."""
+        """Start this rank's heartbeats, over a separate connection."""
         return Heartbeat(
             _store(self.rank, self.hosts[self.rank], self.place, ANSWER, opens=False), self.rank, self.hosts
         )
@@ -69,7 +69,7 @@ def meet(rank: int, world_size: int, timeout: float) -> Meeting:
     Raises:
         MeetingError: they are not, they cannot reach one another, or their versions differ.
     """
-    # Public, and not said to be.
+    # Public, but undocumented.
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     limit, place = time.monotonic() + timeout, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -94,7 +94,7 @@ def meet(rank: int, world_size: int, timeout: float) -> Meeting:
         texts = [notes.get(key) for key in keys]
         every = [json.loads(text) for text in texts]
         _prove(notes, rank, every, texts, limit, place)
-        # The rank that keeps the store leaves only when all have read it.
+        # The rank that keeps the store leaves only after all ranks have read it.
         notes.set(f"read-{rank}", "")
         if rank == 0:
             notes.wait([f"read-{other}" for other in keys], timedelta(seconds=max(1.0, limit - time.monotonic())))
@@ -111,7 +111,7 @@ def meet(rank: int, world_size: int, timeout: float) -> Meeting:
 def _prove(
     notes: Store, rank: int, every: Sequence[dict[str, Any]], texts: Sequence[bytes], limit: float, place: str
 ) -> None:
-    """Prove to the others that this rank has the job's secret, and see that they do: `MeetingError`."""
+    """Prove that this rank has the job's secret, and check that the others have it: `MeetingError`."""
     secret = os.environ.get(SECRET, "")
     bare = [other for other, note in enumerate(every) if bool(note.get("nonce")) != bool(secret)]
     if bare:
@@ -146,7 +146,7 @@ def _store(rank: int, host: str, place: str, timeout: float, opens: bool) -> Sto
 
     address, _, port = place.rpartition(":")
     try:
-        # Of several attempts of one agent, each has keys of its own.
+        # Each attempt of an agent uses separate keys.
         return PrefixStore(
             f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             TCPStore(
@@ -173,7 +173,7 @@ def _store(rank: int, host: str, place: str, timeout: float, opens: bool) -> Sto
 
 
 def _note() -> dict[str, Any]:
-    """What the others are to know of this rank; gloo is told to use the interface on which rank 0 is reached."""
+    """This rank's data for the others; also sets gloo's interface to the one that reaches rank 0."""
     nonce = secrets.token_hex(16) if os.environ.get(SECRET) else ""
     note = {"host": socket.gethostname(), "address": "", "versions": library_versions(), "nonce": nonce}
     if "GLOO_SOCKET_IFNAME" in os.environ:
@@ -192,7 +192,7 @@ def _note() -> dict[str, Any]:
 
 
 def own_address(other: str) -> str:
-    """The address of this host by which it reaches another one; nothing is sent.
+    """The local address of the route to another host; nothing is sent.
 
     Raises:
         OSError: it is not known, or there is no way to it.
@@ -204,7 +204,7 @@ def own_address(other: str) -> str:
 
 
 def _compare(every: Sequence[dict[str, Any]]) -> None:
-    """Refuse ranks that cannot work together: `MeetingError`."""
+    """Reject ranks that cannot work together: `MeetingError`."""
     first = every[0]
     for rank, one in enumerate(every):
         if other := [name for name in SAME if one["versions"].get(name) != first["versions"].get(name)]:
@@ -225,7 +225,7 @@ def _compare(every: Sequence[dict[str, Any]]) -> None:
 
 
 def not_joined(rank: int, error: RuntimeError) -> RuntimeError:
-    """What to raise when a rank could not join the process group of ranks that have met."""
+    """The error if a rank could not join the process group of connected ranks."""
     text = str(error)
     if "gloo" not in text.lower() and "nccl" not in text.lower():
         return error

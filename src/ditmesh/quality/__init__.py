@@ -1,1 +1,1 @@
-"""How far pictures and tensors are apart."""
+"""Distances between images and between tensors."""

@@ -1,4 +1,4 @@
-"""Distances between pictures and between tensors, and digests of tokens that show whether bits are the same.
+"""Distances between images and between tensors, and digests of tokens for bitwise comparison.
 
 No measure in this module needs weights; `quality.perceptual` has one that does.
 """
@@ -27,7 +27,7 @@ WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a picture is from another one.
+    """The distances between two images.
 
     Attributes:
         equal: the same bits.
@@ -46,7 +46,7 @@ class Difference:
 
 
 def compare(picture: Any, reference: Any, perceptual: bool = False) -> Difference:
-    """Every distance between two pictures (see `as_picture`); the learned one if asked for, where its weights are.
+    """All distances between two images (see `as_picture`); the learned one if requested and installed.
 
     Raises:
         InputError: the pictures have different sizes.
@@ -69,7 +69,7 @@ def compare(picture: Any, reference: Any, perceptual: bool = False) -> Differenc
 
 
 def of_video(frames: Sequence[Difference]) -> Difference:
-    """How far a video is from another one, from its frames: PSNR is that of all values together, the rest means."""
+    """The distances between two videos: PSNR over all values, means over frames for the others."""
     error = float(np.mean([0.0 if one.psnr is None else 10 ** (-one.psnr / 10) for one in frames]))
     learned = [one.perceptual for one in frames if one.perceptual is not None]
     return Difference(

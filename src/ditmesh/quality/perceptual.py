@@ -1,4 +1,4 @@
-"""A learned perceptual distance whose weights come in a Python package, so that no network is needed.
+"""A learned perceptual distance with weights from a Python package, without network access.
 
 LPIPS (Zhang et al. 2018, arXiv:1801.03924) compares the features that a small convolutional network finds in two
 pictures. Its usual weights are downloaded; those of its shift-tolerant sibling (Ghildyal & Liu 2022,
@@ -29,7 +29,7 @@ def available() -> bool:
 
 
 def distance(picture: Any, reference: Any) -> float | None:
-    """Distance of two pictures (as `as_picture` takes them): 0 for equal ones; None without the weights.
+    """The distance of two images (see `as_picture`): 0 for equal ones; None without the weights.
 
     Pictures with a side under 64 pixels are enlarged to it: the network's last features need that many.
     """
@@ -42,7 +42,7 @@ def distance(picture: Any, reference: Any) -> float | None:
     weights = _weights(str(file))
 
     def features(image: Any) -> list[torch.Tensor]:
-        """Those of a picture, of unit length."""
+        """The features of an image, of unit length."""
         tensor = torch.from_numpy(as_picture(image)).float().permute(2, 0, 1).expand(3, -1, -1)[None]
         side = min(tensor.shape[-2:])
         if side < 64:
@@ -74,7 +74,7 @@ def _weights(file: str) -> dict[str, torch.Tensor]:
 
 
 def _features(x: torch.Tensor, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What the five convolutions of AlexNet find; (1, C, h, w) each.
+    """The features of AlexNet's five convolutions; (1, C, h, w) each.
 
     Strides come with a blur (Zhang 2019, arXiv:1904.11486).
     """

@@ -1,4 +1,4 @@
-"""Pictures as arrays: floats (H, W, C) with values from 0 to 1."""
+"""Images as arrays: floats (H, W, C) with values from 0 to 1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def as_picture(image: Any) -> Picture:
-    """A picture from a PIL image, an array of 8-bit or float values, or a tensor: float64 (H, W, C), 0 to 1.
+    """An image from a PIL image, an array of 8-bit or float values, or a tensor: float64 (H, W, C), 0 to 1.
 
     Args:
         image: PIL image, seen as `ditmesh.media.images` sees it, or (H, W) or (H, W, C) values: integers up to 255,

@@ -1,4 +1,4 @@
-"""The ranks' handle: starts them, loads pipelines, runs one call after the other."""
+"""`Ranks`: starts ranks, loads pipelines on them, and runs calls one after the other."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Ranks:
         """
         self._pool = RankPool(devices, device, threads, timeout, import_main=import_main)
         self._lock = threading.Lock()
-        # The thread whose call is under way.
+        # The thread with the running call.
         self._caller: int | None = None
-        # Keys of the pipelines that are loaded.
+        # Keys of the loaded pipelines.
         self._loaded: set[str] = set()
 
     def load(self, model: str | Path, config: ConfigLike = "auto", **options: Any) -> RemotePipeline:
-        """Load a pipeline on all ranks and parallelise it there. It stays until it or the ranks are closed.
+        """Load a pipeline on all ranks and parallelise it. It stays until it or the ranks are closed.
 
         Args:
             model: folder of a saved pipeline, a hub id, or the name of an embedded model.
@@ -86,7 +86,7 @@ class Ranks:
         if not info.local:
             from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-            # Once, and not on every rank at the same time.
+            # Download once instead of on every rank.
             folder = Path(DiffusionPipeline.download(info.name, variant=options.get("variant")))
         if config != "auto":
             config = ParallelConfig.read(config)
@@ -97,7 +97,7 @@ class Ranks:
                 )
         options.setdefault("timeout", self._pool.timeout)
         with self._alone():
-            # Another one in every process: a pipeline of other Ranks is not taken for one of these.
+            # Unique, so that a pipeline of other `Ranks` is not mistaken for one of these.
             key, generation = uuid.uuid4().hex, self._pool.generation
             try:
                 # Not as an outcome: ranks that wait for one that has failed are ended soon, and not at the timeout.
@@ -133,11 +133,11 @@ class Ranks:
 
     @property
     def closed(self) -> bool:
-        """Whether the ranks are gone: they were closed, or one was lost."""
+        """Whether the ranks have ended: they were closed, or one was lost."""
         return self._pool.closed
 
     def close(self) -> None:
-        """End the ranks, after a call that is under way in another thread. Harmless when they are gone."""
+        """End the ranks, after a running call of another thread. Harmless if they have ended."""
         with self._alone(closing=True):
             self._pool.close()
 
@@ -153,7 +153,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _alone(self, closing: bool = False) -> Iterator[None]:
-        """One call at a time, of open ranks."""
+        """Hold the lock for one call on open ranks."""
         if self._caller == threading.get_ident():
             raise InputError("these Ranks wait for the callback that uses them; use them after the call has returned")
         with self._lock:
@@ -168,7 +168,7 @@ class Ranks:
                 self._caller = None
 
     def _outcomes(self, call: bytes, owner: RemoteCall | None = None) -> list[Any]:
-        """Results of a call that `encode_call` has made, on every rank."""
+        """Results of an encoded call on every rank; see `encode_call`."""
         hear = None if owner is None else owner.hear
         outcomes = self._pool.run(outcome, os.getcwd(), call, on_message=hear)
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
@@ -184,7 +184,7 @@ class Ranks:
 
 
 def raise_cause(failed: RankFailed) -> NoReturn:
-    """Raise what a rank has raised, itself, with ``failed`` as its cause; or ``failed`` if that did not travel."""
+    """Raise a rank's exception with ``failed`` as its cause; or ``failed`` if it could not be pickled."""
     cause = failed.__cause__
     if cause is None:
         raise failed

@@ -1,4 +1,4 @@
-"""A pipeline on ranks, as its owner calls it: the call, the callback and the progress bar in the owner's process."""
+"""The proxy of a pipeline on ranks: calls, callbacks and progress bars in the owner's process."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .rank import (
 if TYPE_CHECKING:
     from .handle import Ranks
 
-# Takes the steps that are done and how many there are, None where that is not known.
+# Takes the finished steps and their total; None: unknown.
 OnUpdate = Callable[[int, "int | None"], Any]
 
-# Methods of a `RemotePipeline`, and where a rank's pipeline has them.
+# Methods of a `RemotePipeline`, and their component in the rank's pipeline.
 METHODS = {
     name: name
     for name in (
@@ -45,7 +45,7 @@ METHODS = {
 
 
 class RemotePipeline:
-    """A pipeline that is loaded on `Ranks`; made by `Ranks.load`.
+    """The proxy of a pipeline on `Ranks`; `Ranks.load` returns it.
 
     It is called as the pipeline is. Tensors, pictures and `torch.Generator` arguments travel, generators come back
     advanced, and so does torch's default generator of the CPU. ``callback_on_step_end`` and the progress bar run in the
@@ -57,7 +57,7 @@ class RemotePipeline:
         vars(self).update(_ranks=ranks, _key=key, _name=name, _parameters=parameters, _bar={}, _on_update=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the pipeline on all ranks, with its own arguments; the output of rank 0.
+        """Call the pipeline on all ranks with its arguments; returns the output of rank 0.
 
         ``callback_on_step_end(pipe, step, timestep, tensors)`` gets rank 0's tensors on the CPU, and what it returns
         goes to all ranks. Its ``pipe`` has the pipeline's plain properties (``num_timesteps``, ``guidance_scale``), and
@@ -93,7 +93,7 @@ class RemotePipeline:
             return output
 
     def set_progress_bar_config(self, *, on_update: OnUpdate | None = None, **options: Any) -> None:
-        """Options of the progress bars in this process, as of tqdm.
+        """Set options of the progress bars in this process, as for tqdm.
 
         Args:
             on_update: is called with the steps that are done and the bar's total (None: unknown) after every step, by
@@ -103,7 +103,7 @@ class RemotePipeline:
         vars(self).update(_bar=options, _on_update=on_update)
 
     def as_class(self, name: str) -> RemotePipeline:
-        """Another pipeline of diffusers on the same components, such as the one that begins with a picture.
+        """Another diffusers pipeline on the same components, such as image-to-image.
 
         Args:
             name: its class.
@@ -118,11 +118,11 @@ class RemotePipeline:
 
     @property
     def class_name(self) -> str:
-        """Name of its class."""
+        """The name of the pipeline's class."""
         return self._name
 
     def close(self) -> None:
-        """Free the pipeline on all ranks, which stay. Harmless twice."""
+        """Free the pipeline on all ranks; the ranks stay. May be called twice."""
         if self._key in self._ranks._loaded and not self._ranks._pool.closed:
             self._ranks.run(free, self._key)
         self._ranks._loaded.discard(self._key)
@@ -177,7 +177,7 @@ class RemotePipeline:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The scheduler of a `RemotePipeline`, as far as it is known here.
+    """The scheduler of a `RemotePipeline` in the owner's process.
 
     Attributes:
         name: its class.
@@ -211,11 +211,11 @@ class RemoteCall:
         # Steps done of each bar, and its total: tqdm's own count stands still in a bar that is not shown.
         self._counts: list[tuple[int, int | None]] = []
         self._interrupted = self._in_callback = False
-        # What the callback has raised, or an interrupt; the ranks are told to stop.
+        # The callback's exception, or an interrupt; the ranks are told to stop.
         self.error: BaseException | None = None
 
     def hear(self, rank: int, message: tuple[str, Any]) -> None:
-        """Take a message of rank 0; all ranks wait for the reply to a step's or a bar's update."""
+        """Handle a message of rank 0; all ranks wait for the reply to an update of a step or a bar."""
         kind, content = message
         if kind == "open":
             from tqdm.auto import tqdm
@@ -236,7 +236,7 @@ class RemoteCall:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let the first Ctrl-C stop the ranks at the end of a step; they are ended by the second."""
+        """Make the first Ctrl-C stop the ranks at the end of a step, and the second end them."""
         ours = threading.current_thread() is threading.main_thread()
         ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -293,7 +293,7 @@ class RemoteCall:
 
 
 class StepPipeline:
-    """What a callback gets as the pipeline: its plain properties, as of rank 0; assignments go to all ranks."""
+    """The pipeline that a callback receives: rank 0's plain properties; assignments go to all ranks."""
 
     def __init__(self, name: str, properties: dict[str, Any]) -> None:
         vars(self).update(_name=name, _properties=properties, _assigned={})

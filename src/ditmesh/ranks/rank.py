@@ -1,4 +1,4 @@
-"""What runs on a rank for `Ranks`, and what travels there."""
+"""The rank's side of `Ranks`: loading and calling pipelines, and packing of arguments."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from ..parts.part import whole_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The pipelines that the owner has loaded, by key. What runs in a call has no other place to leave them.
+# Loaded pipelines by key, kept between calls.
 _pipelines: dict[str, Any] = {}
 
 
 class CallInterrupted(PeerError):
-    """A rank leaves a call because the owner or rank 0 has done so: a consequence, not a cause."""
+    """A rank leaves a call because the owner or rank 0 has left it; not the cause of a failure."""
 
 
 @dataclass(frozen=True)
 class _Generator:
-    """A generator's place among those of a call, its device and state; ``default``: torch's own of the CPU."""
+    """A generator's index in a call, its device and state; ``default``: torch's default CPU generator."""
 
     place: int
     device: str
@@ -77,7 +77,7 @@ class SentArguments:
         self._content = content
 
     def received(self, device: torch.device) -> tuple[Any, list[torch.Generator]]:
-        """On a rank: what was sent, with tensors on ``device``, and the generators in it."""
+        """Unpack sent arguments on a rank, with tensors on ``device``; returns also their generators."""
         made: dict[int, torch.Generator] = {}
 
         def receive(value: Any) -> Any:
@@ -96,12 +96,12 @@ class SentArguments:
 
 
 def on_cpu(tree: Any) -> Any:
-    """Tensors on the CPU, with their patches if those arrive later: on every rank, as each has some of them."""
+    """Move tensors to the CPU, and gather their patches. Runs on every rank, because each holds some patches."""
     return tree_map(lambda value: whole_of(value).detach().cpu() if isinstance(value, Tensor) else value, tree)
 
 
 def outcome(folder: str, call: bytes, report: RankChannel | None = None) -> bytes | Failure:
-    """Run a call in the owner's working directory; its result, pickled, or why there is none.
+    """Run a call in the owner's working directory; returns the pickled result, or the failure.
 
     Returned, not raised: the pool would renew the process group, on which the pipelines' meshes stand. They renew
     their own links.
@@ -119,7 +119,7 @@ def outcome(folder: str, call: bytes, report: RankChannel | None = None) -> byte
 def load_pipeline(
     key: str, model: str, config: Any, folder: str, options: dict[str, Any]
 ) -> tuple[str, tuple[str, ...]]:
-    """Load a pipeline; its class's name and the parameters of its call."""
+    """Load a pipeline; returns the name of its class and the parameters of its call."""
     os.chdir(folder)
     quieten()
     pipe = _pipelines[key] = load(model, config, **options)
@@ -127,7 +127,7 @@ def load_pipeline(
 
 
 def derive(pipe: Any, key: str, name: str) -> tuple[str, tuple[str, ...]]:
-    """Make a pipeline of another class from the components of one; its class's name and the parameters of its call."""
+    """Create a pipeline of another class with the same components; returns its name and call parameters."""
     made = _pipelines[key] = PipelineRunner(pipe).as_class(name).pipe
     return name, parameter_names(type(made).__call__)
 
@@ -141,7 +141,7 @@ def loaded(key: str) -> Any:
 
 def free(key: str) -> None:
     _pipelines.pop(key, None)
-    # Its mesh gives its groups back; every rank does so here.
+    # The mesh frees its groups; every rank does so here.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -162,7 +162,7 @@ def set_scheduler(pipe: Any, scheduler: Any) -> None:
 
 
 def generate(pipe: Any, arguments: SentArguments, steps: bool, report: RankChannel) -> tuple[Any, list[Tensor]] | None:
-    """Call the pipeline; rank 0's output, and the states of the generators after it."""
+    """Call the pipeline; returns rank 0's output, and the final states of the generators."""
     rank, device = dist.get_rank(), engine_of(pipe).mesh.device
     say: Callable[[Any], None] = report if rank == 0 else lambda message: None
 
@@ -174,7 +174,7 @@ def generate(pipe: Any, arguments: SentArguments, steps: bool, report: RankChann
         return reply
 
     def step(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> Any:
-        # On every rank: to read a tensor may need the others.
+        # On every rank, because reading a tensor may need the other ranks.
         content = (index, on_cpu(timestep), on_cpu(tensors), _plain_properties(pipe))
         returned, assigned = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, ask("step", content))
         for name, value in assigned.items():
@@ -206,7 +206,7 @@ def _plain_properties(pipe: Any) -> dict[str, Any]:
 
 
 class _ProgressBar:
-    """A pipeline's progress bar on a rank: rank 0's is shown by the owner, and no rank goes on before its reply."""
+    """A progress bar on a rank: the owner shows rank 0's, and every rank waits for the owner's reply."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Reports: what a command or a tool says, once, and its writers: JSON, text for a terminal, one HTML file."""
+"""Reports: the output of a command or a tool as data, with writers for JSON, terminals and HTML."""

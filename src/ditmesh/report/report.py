@@ -1,4 +1,4 @@
-"""A report: what a command or a tool says, as data. `text` prints it, `html` makes one file of it, `as_json` its data.
+"""The output of a command or a tool as data: `text` prints it, `html` writes one file, `as_json` its data.
 
 ::
 
@@ -26,7 +26,7 @@ from .formatting import size_text, spelled_out
 if TYPE_CHECKING:
     from .charts import Chart
 
-# Columns that a table of a page's width holds; with more it becomes cards on a tablet already.
+# Maximum columns of a table at page width; tables with more become cards on a tablet.
 ROOM = 7
 
 
@@ -53,7 +53,7 @@ def styled(text: str) -> Styled:
 
 @dataclass(frozen=True)
 class Shown:
-    """A picture of a grid.
+    """An image of a grid.
 
     Attributes:
         image: as `quality.pictures.as_picture` takes it; None: its place stays empty.
@@ -88,7 +88,7 @@ class Download:
 
 
 class ReportBlock:
-    """A piece of a report; writers tell pieces apart by their class."""
+    """A block of a report; writers distinguish blocks by their class."""
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ class ReportBlock:
 
 @dataclass(frozen=True)
 class Section(ReportBlock):
-    """Where a section begins; numbers begin at 1."""
+    """The start of a section; numbers begin at 1."""
 
     title: str
     number: int
@@ -106,7 +106,7 @@ class Section(ReportBlock):
 
 @dataclass(frozen=True)
 class Paragraph(ReportBlock):
-    """Sentences; a note is set lighter."""
+    """A paragraph; a note is set lighter."""
 
     parts: tuple[Styled, ...]
     note: bool = False
@@ -171,7 +171,7 @@ class Pictures(ReportBlock):
 
     @property
     def columns(self) -> int:
-        """Pictures of the longest row."""
+        """The number of images in the longest row."""
         return max(map(len, self.rows), default=1)
 
 
@@ -232,7 +232,7 @@ class Report:
         self.blocks.append(Pictures(tuple(map(tuple, rows)), caption))
 
     def write(self, path: str | Path) -> Path:
-        """Write the report as a page (see `html`); the file appears whole or not at all.
+        """Write the report as a page (see `html`), atomically.
 
         Raises:
             InputError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""A report for a terminal: words in lines of their own, tables that fit."""
+"""A report for a terminal: sentences on separate lines, and tables that fit."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class TokenDropout:
         return value * cut.copy(F.dropout(whole, p), dim, self._link.rank)
 
     def _cut(self, name: str, region: Region, length: int) -> Partition:
-        """The tokens of a tensor with ``count`` of this rank's tokens.
+        """The tokens of a tensor with ``length`` of this rank's tokens.
 
         Raises:
             ConfigError: it cannot be told.

@@ -558,7 +558,7 @@ class Queue:
         return [row[0] for row in self._rows(query, number)]
 
     def surplus(self, number: int) -> list[str]:
-        """The jobs without results that ended earliest, beyond a number to keep."""
+        """The jobs without results that ended earliest, beyond ``number`` to keep."""
         query = (
             "SELECT id FROM jobs WHERE expires IS NOT NULL AND NOT EXISTS (SELECT 1 FROM pictures WHERE job = number) "
             "ORDER BY expires DESC LIMIT -1 OFFSET ?"

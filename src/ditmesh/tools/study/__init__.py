@@ -1,1 +1,1 @@
-"""What stale strategies cost in quality: pictures and predictions against those of the synchronous run."""
+"""Quality of stale strategies: images and predictions compared with those of the synchronous run."""

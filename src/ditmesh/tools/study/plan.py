@@ -18,17 +18,17 @@ from ...generate.model_info import ModelInfo
 from ...staleness.policy import parse as parse_warmup
 from .samplers import check_sampler
 
-# The last ones compress what travels.
+# The last ones compress messages.
 STRATEGIES = ("displaced", "pipefusion", "naive", *(f"displaced-{name}" for name in get_args(Compression)))
 SYNCHRONOUS = "synchronous"
 
-# Bytes of a weight file that is still read to tell it from another one.
+# Maximum bytes of a weight file that is read for its digest.
 READ_UP_TO = 2**27
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all cells of a study have in common.
+    """The common settings of all cells of a study.
 
     Attributes:
         model: folder of the pipeline.
@@ -56,7 +56,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Cell:
-    """One request: some pictures, generated in one way.
+    """One request of a study: images of one combination.
 
     Attributes:
         sampler: see `samplers`.
@@ -86,7 +86,7 @@ class Cell:
         return Cell(self.sampler, self.prompts, self.seeds, self.labels)
 
     def key(self, setup: Setup) -> str:
-        """Digest of everything that decides the cell's figures."""
+        """A digest of everything that affects the cell's figures."""
         # The folder's place says nothing about the model.
         known = {name: value for name, value in asdict(setup).items() if name not in ("model", "name")}
         if setup.frames is None:
@@ -276,7 +276,7 @@ def make_plan(
             single = replace(base, strategy=strategies[0], devices=devices[0])
             cells += [replace(single, warmup=warmup) for warmup in _single_steps(setup.steps)]
     for cell in cells:
-        # What the engine would refuse is refused here.
+        # Errors of the engine are raised here, before anything runs.
         cell.config()
     singles = (strategies[0], devices[0]) if which else None
     asked: Any = map(tuple, (devices, warmups, samplers, strategies))

@@ -1,4 +1,4 @@
-"""One cell of a study: generate its pictures and measure them against the synchronous run."""
+"""One cell of a study: generate its images and compare them with the synchronous run."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 # Of the files with pictures, (n, h, w, 3) float32 from 0 to 1, or videos, (n, frames, h, w, 3), and predictions of a
 # synchronous run.
 SUFFIX = ".pt"
-# Frames of a video that are kept as a picture, and so many in a row.
+# Number of frames of a video that are kept as an image, and number per row.
 SHOWN_FRAMES, IN_ROW = 8, 4
 
 
 class Runner:
-    """Loads the model once and runs cells; pictures, and predictions of synchronous runs, are kept in a folder.
+    """Loads the model once and runs cells; images, and predictions of synchronous runs, are kept in a folder.
 
     Real ranks are those of the launcher of that name; see `ditmesh.launch.launcher`.
     """
@@ -49,7 +49,7 @@ class Runner:
         self._alone: tuple[str, float] | None = None
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """Everything measured of a cell, as plain data; its pictures are on disk."""
+        """All measurements of a cell, as plain data; its images are on disk."""
         import torch
 
         pipe = self.pipe(cell.sampler)
@@ -76,7 +76,7 @@ class Runner:
                 with taps or nullcontext():
                     pictures, predictions = generate(pipe, self.setup, cell)
                 log = engine.staleness
-                # Patches in one process send nothing: that is not what they would send on as many ranks.
+                # Patches in one process send nothing, unlike patches on several ranks.
                 result["sent"] = None if cell.strategy == "pipefusion" else dict(engine.mesh.traffic.bytes_sent)
             kept = self._kept(cell)
             if log is not None:
@@ -106,7 +106,7 @@ class Runner:
         return self._pipe
 
     def _seconds_alone(self, cell: Cell, pipe: Any) -> float:
-        """Time that one device takes for a cell's pictures, without the strategy and as warm as the ranks are."""
+        """The time of one device for a cell's images, without the strategy, after the same warm-up as the ranks."""
         key = cell.reference.key(self.setup)
         if self._alone is None or self._alone[0] != key:
             with _one_thread():
@@ -116,7 +116,7 @@ class Runner:
         return self._alone[1]
 
     def _kept(self, cell: Cell) -> dict[str, Any]:
-        """Pictures and predictions of the synchronous run to compare with."""
+        """Images and predictions of the synchronous reference run."""
         import torch
 
         key = cell.reference.key(self.setup)
@@ -164,7 +164,7 @@ def load(setup: Setup) -> Any:
 
 
 def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tensor]]:
-    """What a cell makes, and what the sampler was given in every evaluation.
+    """The images of a cell, and the sampler's input in every evaluation.
 
     Pictures are float32 (n, h, w, 3), videos (n, frames, h, w, 3), with values from 0 to 1.
     """
@@ -207,7 +207,7 @@ def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tens
         made = runner.run(runner.prepare(job, **more, output_type="np"))
     finally:
         events.undo()
-    # A run that went astray has no picture, and black is as far from one as any other.
+    # A run that diverged has no image; a black one is used.
     pictures = [one.image if isinstance(one, Picture) else one.frames for one in made]
     return np.nan_to_num(np.asarray(pictures, dtype=np.float32)), predictions
 
@@ -327,7 +327,7 @@ def _first(output: Any) -> Tensor:
 
 
 def nearest_is_right(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool] | None:
-    """For every picture whether the nearest training picture is the one its prompt names; None: not known.
+    """For every image, whether the nearest training image is that of its prompt; None: unknown.
 
     Known of the embedded models whose folders hold their training pictures, for prompts that are captions.
     """
@@ -355,7 +355,7 @@ def nearest_is_right(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool
 
 
 def generate_on_ranks(setup: Setup, cell: Cell, backend: str | None) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """The pictures of real ranks, and for every rank its seconds, those inside collectives, and bytes sent by axis."""
+    """The images of real ranks, and for every rank its seconds, those in collectives, and bytes sent by axis."""
     from ...launch import launcher
 
     with launcher(backend, cell.devices, "cuda" if setup.device == "cuda" else "cpu", threads=1) as pool:
@@ -364,7 +364,7 @@ def generate_on_ranks(setup: Setup, cell: Cell, backend: str | None) -> tuple[np
 
 
 def rank_of_cell(setup: Setup, cell: Cell) -> tuple[np.ndarray | None, dict[str, Any]]:
-    """The cell's pictures on one rank: generated twice, the second time timed."""
+    """Generate the cell's images on one rank twice, and time the second run."""
     import torch.distributed as dist
 
     from ...engine import engine_of, parallelize, restore
@@ -390,7 +390,7 @@ def rank_of_cell(setup: Setup, cell: Cell) -> tuple[np.ndarray | None, dict[str,
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As ranks have: kernels may round otherwise with more."""
+    """Use the ranks' number of threads, because kernels may round differently with more."""
     import torch
 
     before = torch.get_num_threads()

@@ -10,7 +10,7 @@ from ...errors import InputError
 
 OWN = "own"
 
-# What flow-matching models and the others can be sampled with: diffusers' class, and settings of its own.
+# Samplers of flow-matching and other models: diffusers' class, and its settings.
 FLOW: dict[str, tuple[str, dict[str, Any]]] = {
     "euler": ("FlowMatchEulerDiscreteScheduler", {}),
     "heun": ("FlowMatchHeunDiscreteScheduler", {}),
@@ -27,7 +27,7 @@ DDPM: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def check_sampler(name: str, model: Path) -> None:
-    """Refuse a sampler that does not go with the model, a pipeline's folder.
+    """Reject a sampler that does not fit the model (a pipeline's folder).
 
     Raises:
         InputError: naming those it can.

@@ -1,4 +1,4 @@
-"""The folder of a study: every finished cell is on disk at once; cells that are missing are run, and no others."""
+"""The folder of a study: finished cells are written immediately, and only missing cells run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Store:
         return result if all((self.pictures / name).is_file() for name in files) else None
 
     def add(self, result: dict[str, Any]) -> None:
-        """Keep a finished cell. On disk when this returns."""
+        """Store a finished cell; it is on disk when this returns."""
         line = json.dumps(finite(result), allow_nan=False)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -88,7 +88,7 @@ def run_cells(
             store.add(runner.run(cell))
             say(None, len(missing))
         return len(missing)
-    # What others are compared with comes first, all of it.
+    # All reference cells run first.
     first = [cell for cell in missing if cell.strategy == SYNCHRONOUS]
     rest = [cell for cell in missing if cell.strategy != SYNCHRONOUS]
     with get_context("spawn").Pool(jobs, _start, (plan.setup, store.pictures, launcher)) as pool:

@@ -1,1 +1,1 @@
-"""Configurations against one device: `tracing` looks, `runs` is what ranks do, `verdicts` what is said about it."""
+"""Comparison of configurations with one device: `tracing` observes, `runs` runs on ranks, `verdicts` judges."""

@@ -1,4 +1,4 @@
-"""Configurations beside one device: all runs in order, and the verdicts on them."""
+"""Comparison with one device: all runs in order, and their verdicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .verdicts import Verdict, judge
 
 
 class Comparison:
-    """The runs of some configurations and of the one device that each is compared with.
+    """The runs of configurations and of their one-device references.
 
     Args:
         job, configs: what is generated, and how.
@@ -61,7 +61,7 @@ class Comparison:
         for reference, (done,) in zip(self._traces, self._run(1, tasks), strict=True):
             self.alone[name_of(reference)] = done
         for devices in sorted({config.world_size for config in self._configs}):
-            # What one device refuses, several do not have to be asked.
+            # A request that fails on one device is not run on several.
             able = [
                 config
                 for config in self._configs

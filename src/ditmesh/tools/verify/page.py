@@ -22,7 +22,7 @@ from ...report.report import Download, Report, Shown, Styled
 from .runs import RankRun
 from .verdicts import TOLERANCES, Verdict
 
-# Pictures of one configuration that are shown.
+# Maximum number of images of a configuration on the page.
 SHOWN = 4
 
 
@@ -113,7 +113,7 @@ def _outcomes(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     axes = axes if len(axes) > 1 else []
     header = ["configuration", "verdict", "same bits", "largest", "mean", "PSNR (dB)", "SSIM", perceptual.NAME]
     header += ["latents", "seconds", "one device (s)", "speed-up", "sent (MB)", *(f"{axis} (MB)" for axis in axes)]
-    # Where all pictures are equal there is no column of PSNR.
+    # Without differences there is no PSNR column.
     equal = "equal" if any(one.accuracy.psnr is not None for one in verdicts) else ""
 
     def row(verdict: Verdict) -> list[str]:
@@ -154,7 +154,7 @@ def _settings(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
 
 
 def _circumstances(job: PictureJob, references: Mapping[str, RankRun]) -> dict[str, Any]:
-    """What was run, for people."""
+    """The settings of the run as text."""
     prompts = job.prompts
     facts: dict[str, Any] = {
         "model": without_folder(job.name),
@@ -210,7 +210,7 @@ def _sentences(verdict: Verdict) -> str:
 
 
 def _pictures(report: Report, job: PictureJob, verdict: Verdict, pairs: Sequence[tuple[Any, Any]], each: int) -> None:
-    """Some pictures, or frames of the first video: of the configuration, of one device, and their difference."""
+    """Images, or frames of the first video: of the configuration, of one device, and their difference."""
     first = range(len(pairs))[:SHOWN]
     if each > 1:
         # Evenly spaced.

@@ -1,4 +1,4 @@
-"""The ranks that verify runs on: started for each number of them, or those that torchrun has started."""
+"""The ranks of verify: started for each number of ranks, or started by torchrun."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OnBegan = Callable[[int, Any], None]
 
 
 class VerifyRanks(Protocol):
-    """Ranks that make runs, of one device and of several.
+    """Ranks that run tasks, on one device and on several.
 
     Attributes:
         is_reporter: whether this process has the results, and says what comes of them.
@@ -47,7 +47,7 @@ class StartedRanks:
 
 
 class JoinedRanks:
-    """The ranks that torchrun has started; the first one is the one device, and the others wait for it meanwhile."""
+    """The ranks that torchrun has started; rank 0 also runs the one-device reference while the others wait."""
 
     def __init__(self, ranks: TorchrunRanks) -> None:
         self._ranks, self.is_reporter, self.threads = ranks, ranks.is_reporter, ranks.threads
@@ -67,7 +67,7 @@ def _run_on_first(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageS
 
 @contextmanager
 def joined_folder(prefix: str, parent: str) -> Iterator[str]:
-    """A temporary folder that the first rank of torchrun makes, and removes in the end. A collective call.
+    """A temporary folder that the first rank of torchrun creates and removes. A collective call.
 
     Raises:
         InputError: a rank's host does not see it.

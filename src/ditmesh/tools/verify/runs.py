@@ -1,4 +1,4 @@
-"""Verification runs: every configuration against one device.
+"""Verification runs of every configuration and of one device.
 
 One device runs first and leaves a trace of everything on disk (`tracing`). Then every configuration runs twice: once
 recorded, each rank comparing its own part with the trace, and once unrecorded, against the clock.
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from .timeline import RankTimeline
     from .tracing import ComparedPart, Recorder, Spot
 
-# Bytes that the values of one trace may take on disk, and those without which a trace is not begun.
+# Maximum bytes of a trace's values on disk, and minimum free bytes to begin a trace.
 TRACE_BUDGET = 4e9
 LEAST_BUDGET = 64e6
 
 
 def reference_of(config: ParallelConfig) -> ParallelConfig | None:
-    """The one-device run to compare with: of a reproducible configuration the same settings, else None (diffusers')."""
+    """The one-device reference: the same settings for a reproducible configuration, else None (plain diffusers)."""
     return resized(config, 1) if config.reproducible else None
 
 
 def name_of(config: ParallelConfig | None) -> str:
-    """A configuration in words, with every setting that is not the usual one; None: one device."""
+    """A configuration in words, with every non-default setting; None: one device."""
     if config is None:
         return "one device"
     described = config.describe()
@@ -66,7 +66,7 @@ def sensible(
     size: tuple[int, int] | None = None,
     frames: int = 1,
 ) -> list[ParallelConfig]:
-    """Every configuration of ``devices`` devices that is worth trying: exact, then reproducible, then stale.
+    """Every sensible configuration of ``devices`` devices: exact, then reproducible, then stale.
 
     Degrees are bounded by the model's heads and tokens, the pictures of one call, and whether there are two branches
     of guidance to share. The size is in pixels, width and height; None: the model's own. Videos have ``frames``.
@@ -98,12 +98,12 @@ def sensible(
 
 
 # --------------------------------------------------------------------------------------------------
-# What ranks do
+# The ranks' side
 
 
 @dataclass(frozen=True)
 class RunBegan:
-    """A run begins: of one device or of a configuration, recorded or against the clock."""
+    """The start of a run: of one device or a configuration, recorded or timed."""
 
     what: str
 
@@ -139,7 +139,7 @@ class RankRun:
 
 @dataclass(frozen=True)
 class RunTask:
-    """A run to make.
+    """A run of one device or a configuration.
 
     Attributes:
         config: None: nothing parallelised.
@@ -173,7 +173,7 @@ def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> 
 
 
 def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink | None = None) -> list[RankRun]:
-    """Make several runs, with one loaded pipeline as far as each rank needs all of it.
+    """Run several tasks, with one loaded pipeline for all tasks that need whole weights.
 
     Every rank calls this, and of a task that writes the first one alone.
 
@@ -213,11 +213,11 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
                 if share:
                     pipe = PipelineRunner.load(job, device, mesh).pipe
                 with warnings.catch_warnings():
-                    # Untested is what this is about to change.
+                    # Hide the warning about untested combinations: this is the test.
                     warnings.simplefilter("ignore", UntestedWarning)
                     parallelize(pipe, task.config, mesh=mesh)
             except (InputError, LayoutError) as error:
-                # Every rank refuses alike, before it has changed anything.
+                # Every rank raises the same error, before it has changed anything.
                 mesh.close()
                 runs.append(RankRun(refused=str(error)))
                 pipe = None if share else pipe
@@ -236,7 +236,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
 
 
 def _run(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> RankRun:
-    """Recorded, then against the clock."""
+    """Run a task recorded, then timed."""
     from ...core.digests import digest
     from ...engine import engine_of
 
@@ -291,7 +291,7 @@ def _timed(
     from .timeline import TimelineRecorder
 
     if dist.is_initialized() and not task.writes:
-        # The clock starts when all are here.
+        # The clock starts when all ranks are here.
         dist.barrier()
     started = time.perf_counter()
     timeline = None

@@ -27,7 +27,7 @@ MODULES, BLOCKS, WAITING = "modules", "blocks", "waiting for ranks"
 
 @dataclass(frozen=True)
 class Span:
-    """Something a rank did from ``began`` to ``ended``, in seconds since the timeline began on this rank."""
+    """An operation of a rank from ``began`` to ``ended``, in seconds since the timeline began on this rank."""
 
     lane: str
     name: str
@@ -56,7 +56,7 @@ class Message:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """What one rank did.
+    """The timeline of one rank.
 
     Attributes:
         host: name of the machine.
@@ -90,7 +90,7 @@ class _Posted(AbstractContextManager[None]):
 
 @dataclass
 class TimelineRecorder:
-    """Records one rank of a pipeline until it is closed. Every rank of the job makes one; they start together.
+    """Records one rank of a pipeline until it is closed. Every rank of the job creates one; all start together.
 
     On a GPU times are those of the stream that computes (CUDA events), on a CPU those of the thread that computes.
 
@@ -110,7 +110,7 @@ class TimelineRecorder:
     _messages: list[_Posted] = field(default_factory=list)
 
     def __enter__(self) -> TimelineRecorder:
-        """Put the hooks on. A collective call of the ranks that record."""
+        """Install the hooks. A collective call of the recording ranks."""
         self._on_cuda = next(self.models[0][0].parameters()).is_cuda
         names = {id(part): name for name, part in self.pipe.components.items() if isinstance(part, nn.Module)}
         with ExitStack() as undo:
@@ -186,7 +186,7 @@ class TimelineRecorder:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How well the messages of an axis hide, all ranks of a configuration together.
+    """The overlap of an axis's messages with computation, over all ranks of a configuration.
 
     Attributes:
         messages: how many; sent: their bytes.

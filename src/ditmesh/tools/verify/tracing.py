@@ -1,4 +1,4 @@
-"""Traces of what a pipeline computes on its way to a picture: written on one device, compared with on others.
+"""Traces of a pipeline's intermediate tensors: written on one device, compared on several.
 
 A `Recorder` observes what every block of the transformer returns and what the scheduler is given and returns; it
 changes nothing. On one device a `TraceWriter` keeps that in a folder. On several, every rank's `TraceComparer` reads
@@ -34,7 +34,7 @@ SCHEDULER = "scheduler"
 
 @dataclass(frozen=True)
 class Spot:
-    """A tensor's place in the making of pictures.
+    """A tensor's place in a request: step, call and block.
 
     Attributes:
         request: number of the pipeline's call, from 0.
@@ -61,7 +61,7 @@ class Sink(Protocol):
         ...
 
     def end_call(self) -> None:
-        """One run of the transformer, or the pipeline's call, is over."""
+        """Called after a run of the transformer, or the pipeline's call, has ended."""
         ...
 
 
@@ -85,7 +85,7 @@ class Recorder:
     def __init__(self, pipe: Any, sink: Sink) -> None:
         self.sink = sink
         self.request, self.step = 0, 1
-        # The scheduler's tensors, held until the request is over: to read one may mean to wait for it.
+        # The scheduler's tensors, held until the request ends, because reading one may wait for it.
         self._held: list[tuple[int, str, Tensor]] = []
         engine: Engine | None = getattr(pipe, ENGINE, None)
         # An engine's clock counts requests by itself.
@@ -115,14 +115,14 @@ class Recorder:
             undo.callback(watch_blocks(model, find_layout(model), tap))
 
     def begin(self, request: int) -> None:
-        """A call of the pipeline is about to start."""
+        """Called before a call of the pipeline."""
         self.request, self.step = request, 1
         self._held.clear()
         if self._own_clock is not None:
             self._own_clock.begin_request()
 
     def end(self) -> None:
-        """The call is over: hand on what was held back."""
+        """Called after the call: pass on the held tensors."""
         self.sink.end_call()
         if self._own_clock is not None:
             self._own_clock.end_request()
@@ -165,7 +165,7 @@ class Recorder:
 
 
 def watch_blocks(model: nn.Module, layout: TokenLayout, tap: Tap) -> Callable[[], None]:
-    """Show a tap what the blocks of a model that is not parallelised return; the result takes it off again."""
+    """Pass the block outputs of a model that is not parallelised to a tap; returns the removal."""
     undo = ExitStack()
     tokens: dict[str, int] = {}
 
@@ -211,7 +211,7 @@ class TraceEntry:
 
 @dataclass
 class _Pending:
-    """The parts that have come of one tensor: values and digests, by row and first token."""
+    """The received parts of one tensor: values and digests, by row and first token."""
 
     dim: int
     width: int
@@ -227,7 +227,7 @@ class _Pending:
 
 
 class TraceWriter:
-    """A sink that keeps what it takes in a folder, a file for each run of the transformer.
+    """A sink that writes a trace into a folder, one file for each run of the transformer.
 
     Digests of all tokens are kept, so that no bit can differ unseen. Of the values, which are there to measure by how
     much, every k-th channel is kept, where k is as small as the budget allows: 1 unless the model is large.
@@ -256,7 +256,7 @@ class TraceWriter:
         pending.parts[row, start] = (values, token_digests(tensor).cpu())
 
     def end_call(self) -> None:
-        """Write what was taken since the last time.
+        """Write the parts received since the last time.
 
         Raises:
             OSError: there is no space left.
@@ -264,7 +264,7 @@ class TraceWriter:
         if not self._pending:
             return
         if self.stride is None:
-            # The first call shows how much there will be.
+            # The first call shows the total size.
             size = sum(values.nbytes for pending in self._pending.values() for values, _ in pending.parts.values())
             self.stride = max(1, ceil(size * self._calls / self._budget))
         entries = []
@@ -280,7 +280,7 @@ class TraceWriter:
             self._thin()
 
     def _thin(self) -> None:
-        """Keep every other channel of what is there, and of what comes."""
+        """Keep every other channel of existing and future parts."""
         self.stride, self._kept = 2 * (self.stride or 1), 0
         for file in sorted(self._folder.glob("*.pt")):
             entries = []
@@ -345,7 +345,7 @@ class ComparedPart:
 
 
 class TraceComparer:
-    """A sink that compares what it takes with a trace.
+    """A sink that compares received parts with a trace.
 
     Attributes:
         parts: the comparisons.
@@ -380,7 +380,7 @@ class TraceComparer:
         self.parts.append(ComparedPart(place, self.rank, rows, tokens, equal, token, *errors))
 
     def end_call(self) -> None:
-        """Nothing is held back."""
+        """Does nothing, because no parts are held."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Divergence:
     largest: float
 
     def describe(self) -> str:
-        """Such as ``step 2, transformer_blocks.1, image (token 128, rank 1)``."""
+        """The place as text, such as ``step 2, transformer_blocks.1, image (token 128, rank 1)``."""
         where = f"step {self.step}, {self.block}, {self.tensor}"
         if self.picture > 1:
             where = f"prompt {self.picture}, {where}"
@@ -69,7 +69,7 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How much of what was computed has the same bits.
+    """The share of tensors with the same bits.
 
     Attributes:
         equal: pictures and all of the scheduler's tensors have the same bits as on one device; blocks_equal: so have
@@ -86,7 +86,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far results are from those of one device.
+    """The distances of results from those of one device.
 
     Attributes:
         error: what is judged: the largest of the relative differences of latents (any step) and pictures.
@@ -106,7 +106,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class RunCost:
-    """What the unrecorded run took: seconds, without loading, and bytes sent by axis, all ranks together."""
+    """The cost of the timed run: seconds without loading, and bytes sent by axis, over all ranks."""
 
     seconds: float = 0.0
     one_device_seconds: float = 0.0
@@ -115,7 +115,7 @@ class RunCost:
 
 @dataclass(frozen=True)
 class Divergences:
-    """Where results differ.
+    """The places where results differ.
 
     Attributes:
         first_bit, first_beyond: where they first differ at all, and beyond the tolerance.
@@ -130,7 +130,7 @@ class Divergences:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A configuration against one device.
+    """The verdict on a configuration compared with one device.
 
     Attributes:
         config, reference: in words; settings: as given to `ParallelConfig`.
@@ -155,12 +155,12 @@ class Verdict:
 
     @property
     def judged(self) -> bool:
-        """Whether anything was expected of it."""
+        """Whether the configuration has a criterion to pass."""
         return not self.refused and (self.promise == "bits" or self.tolerance is not None)
 
     @property
     def passed(self) -> bool:
-        """Whether it kept its promise, or the tolerance; a refused one has not failed."""
+        """Whether the configuration passed; an unsupported one has not failed."""
         if not self.judged:
             return True
         if self.promise == "bits" or self.tolerance is None:
@@ -169,7 +169,7 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """In a few words."""
+        """The verdict in a few words."""
         if self.refused:
             return "refused"
         if self.promise == "bits":
@@ -180,7 +180,7 @@ class Verdict:
         return how if self.passed else f"beyond {self.tolerance:g}"
 
     def as_data(self) -> dict[str, Any]:
-        """As JSON can hold it, without levels: infinite differences are null."""
+        """The verdict as flat JSON data: infinite differences are null."""
         levels = ("agreement", "accuracy", "cost", "where")
         data: dict[str, Any] = {}
         for name, value in asdict(self).items():
