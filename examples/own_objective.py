@@ -1,6 +1,6 @@
 """torchrun --nproc-per-node 2 examples/own_objective.py
 
-A training objective that is no part of ditmesh: the model predicts the clean latents (Salimans and Ho 2022,
+A training objective outside ditmesh: the model predicts the clean latents (Salimans and Ho 2022,
 arXiv:2202.00512). ``objective: auto`` chooses it by the scheduler's ``prediction_type``.
 """
 

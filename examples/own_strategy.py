@@ -1,7 +1,7 @@
 """torchrun --nproc-per-node 2 examples/own_strategy.py
 
-A strategy that is no part of ditmesh: every rank gathers all keys and values before each attention. Exact, in the order
-of one device; it sends what a ring sends, at once and not under the computation.
+A strategy outside ditmesh: every rank gathers all keys and values before each attention. It is exact, with keys in the
+order of one device. It sends the same data as a ring, but does not overlap them with computation.
 """
 
 import torch
@@ -29,7 +29,7 @@ class GatherConfig(ParallelConfig):
 
 
 class GatheredKeys(SequenceParallel):
-    """What a rank does at each hook: tokens are cut as always, attention sees all keys."""
+    """The handler of the hooks: it splits tokens as usual, and attends to all keys."""
 
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
         mask = attention.mask
@@ -41,7 +41,7 @@ class GatheredKeys(SequenceParallel):
 
 
 class Gathered(TokenStrategy):
-    """The line of the recipe."""
+    """The strategy, one line of the recipe."""
 
     name = key = "gathered"
     key_of_axis = "ring"
@@ -70,7 +70,7 @@ recipe = tuple(Gathered if strategy is ExactSequence else strategy for strategy 
 
 
 def main() -> None:
-    """Compare a picture with that of one device."""
+    """Compare an image with that of one device."""
     device = init_from_environment()
     pipe = DiffusionPipeline.from_pretrained(zoo.path()).to(device)
     call = {"prompt": "a red fox", "num_inference_steps": 4, "output_type": "pt"}

@@ -1,7 +1,7 @@
 """torchrun --nproc-per-node 2 examples/quickstart.py
 
-Generates with the embedded model on all ranks of the job. For a model of your own, put its folder or hub id in
-the place of `zoo.path()`.
+Generates an image with the embedded model on all ranks of the job. To use your own model, replace `zoo.path()` with its
+folder or hub id.
 """
 
 import torch
@@ -22,5 +22,5 @@ if dist.get_rank() == 0:
     image.save("red-fox.png")
     print("red-fox.png")
 
-ditmesh.restore(pipe)  # the pipeline is what it was before
+ditmesh.restore(pipe)  # the pipeline is unchanged again
 dist.destroy_process_group()

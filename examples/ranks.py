@@ -1,14 +1,14 @@
 """python examples/ranks.py
 
-Starts two ranks, loads the embedded model on them, and calls it from here as a pipeline of this process. For a model of
-your own, put its folder or hub id in the place of `emoji-sd3`.
+Starts two ranks, loads the embedded model on them, and calls its proxy in this process. To use your own model, replace
+`emoji-sd3` with its folder or hub id.
 """
 
 import torch
 
 import ditmesh
 
-# The ranks import this file as well, and shall not start ranks of their own.
+# The ranks import this file too, and must not start further ranks.
 if __name__ == "__main__":
     with ditmesh.Ranks(2) as ranks:
         pipe = ranks.load("emoji-sd3", {"cfg": 2})

@@ -1,4 +1,4 @@
-"""What the nodes use of ComfyUI, in one place."""
+"""The parts of ComfyUI that the nodes use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from comfy.cli_args import args
 
 
 class Progress:
-    """ComfyUI's bar of the node that runs, and its word that the prompt is to stop.
+    """ComfyUI's progress bar of the running node, and its interrupt.
 
     Attributes:
         previews: whether ComfyUI is set to show what is being made.
@@ -28,11 +28,11 @@ class Progress:
         self._largest = getattr(args, "preview_size", 512)
 
     def check(self) -> None:
-        """Raise ComfyUI's own exception when the prompt is to stop."""
+        """Raise ComfyUI's exception if the prompt is interrupted."""
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     def step(self, done: int, total: int, picture: Any = None) -> None:
-        """Show how far the node is.
+        """Show the node's progress.
 
         Args:
             done, total: denoising steps.
@@ -58,12 +58,12 @@ def when_unloaded(action: Callable[[], Any]) -> None:
 
 
 def model_folder(name: str) -> str:
-    """A model's folder where its name is one in ComfyUI's ``models/diffusers``; else the name."""
+    """The folder of a model in ComfyUI's ``models/diffusers``; otherwise the name."""
     return _within("diffusers", name, os.path.isdir)
 
 
 def lora_file(name: str) -> str:
-    """An adapter's file where its name is one in ComfyUI's ``models/loras``; else the name."""
+    """The file of an adapter in ComfyUI's ``models/loras``; otherwise the name."""
     return _within("loras", name, os.path.isfile)
 
 
@@ -71,14 +71,14 @@ def _within(kind: str, name: str, fits: Callable[[str], bool]) -> str:
     if name and not os.path.exists(name):
         for folder in folder_paths.get_folder_paths(kind):
             path = os.path.normpath(os.path.join(folder, name))
-            # Not out of the folder, but for links that are in there.
+            # Not outside the folder, except by links in it.
             if Path(path).is_relative_to(os.path.normpath(folder)) and fits(path):
                 return path
     return name
 
 
 def output_place(prefix: str, width: int, height: int) -> tuple[str, str, int, str]:
-    """Where a picture is saved: folder, beginning of the file's name, its number, folder below the output's."""
+    """Where an image is saved: folder, prefix of the file name, number, subfolder of the output folder."""
     folder, name, number, below, _ = folder_paths.get_save_image_path(
         prefix, folder_paths.get_output_directory(), width, height
     )

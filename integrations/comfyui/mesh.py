@@ -1,4 +1,4 @@
-"""A diffusers pipeline on ranks of this machine, which stay between prompts."""
+"""A diffusers pipeline on ranks of this machine; the ranks stay between prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MeshSettings:
-    """What is loaded, and on how many ranks.
+    """The model, and the ranks to load it on.
 
     Attributes:
         model: folder, hub id, or an embedded model.
@@ -35,7 +35,7 @@ class MeshSettings:
         dtype: of the weights, by name; None: as the command line has it.
         threads: of each rank; None: the cores shared out.
         variant: of the weights' files.
-        stamp: another one when the model's files were written anew.
+        stamp: changes when the model's files have been rewritten.
     """
 
     model: str
@@ -50,7 +50,7 @@ class MeshSettings:
 
 @dataclass
 class _Opened:
-    """Ranks with a pipeline, and what was changed in it since it was loaded."""
+    """Ranks with a pipeline, and the changes to it since it was loaded."""
 
     ranks: Any
     pipe: RemotePipeline
@@ -60,18 +60,18 @@ class _Opened:
     # Other classes on the same components; which scheduler each has, None: its own.
     kinds: dict[str, RemotePipeline] = field(default_factory=dict)
     schedulers: dict[str, str | None] = field(default_factory=dict)
-    # None: nobody knows.
+    # None: unknown.
     adapters: tuple[InputFile, ...] | None = ()
     # Of receipts; None: to be asked for.
     facts: dict[str, Any] | None = None
 
 
 class MeshPipeline:
-    """Generates on ranks of this machine. They are started when they are needed, and again after `close`.
+    """Generates on ranks of this machine, which are started when needed, also after `close`.
 
     Attributes:
         settings: what is loaded.
-        owner: the node that made it; without it nobody else is likely to ask for these ranks.
+        owner: the node that created it; when the node is gone, these ranks may be ended.
     """
 
     def __init__(self, settings: MeshSettings, owner: Any) -> None:
@@ -87,7 +87,7 @@ class MeshPipeline:
         return self._opened is not None and not self._opened.ranks.closed
 
     def open(self) -> None:
-        """Start the ranks and load the pipeline, unless that is done.
+        """Start the ranks and load the pipeline, if needed.
 
         Raises:
             DitmeshError: the model, the configuration or the machine cannot do it; see `ditmesh.Ranks`.
@@ -96,14 +96,14 @@ class MeshPipeline:
             self._ready()
 
     def close(self) -> None:
-        """End the ranks, after a request that is under way."""
+        """End the ranks, after a running request."""
         with self._lock:
             self._opened, release, self._release = None, self._release, None
             if release is not None:
                 release()
 
     def generate(self, wanted: Wanted, watch: Watch) -> list[Made]:
-        """The pictures of a request.
+        """Generate the images of a request.
 
         Raises:
             DitmeshError: it cannot be done; the ranks stay, unless one was lost.
@@ -133,7 +133,7 @@ class MeshPipeline:
             return made
 
     def _ready(self) -> _Opened:
-        """The ranks and the pipeline. Those of before may have lost one."""
+        """The ranks and the pipeline, restarted if a rank was lost."""
         if self._opened is not None and self._opened.ranks.closed:
             log.warning("the ranks of %s are gone; they are started again", self.settings.model)
             self.close()
@@ -159,7 +159,7 @@ class MeshPipeline:
         except BaseException:
             ranks.close()
             raise
-        # Also when nobody holds this any more.
+        # Also when this object has no more references.
         self._release = weakref.finalize(self, ranks.close)
         return _Opened(ranks, pipe, (own.name, own.config), colours)
 
@@ -177,7 +177,7 @@ class MeshPipeline:
         return self.settings.dtype or ("bfloat16" if kind == "cuda" else "float32")
 
     def _job(self, wanted: Wanted) -> tuple[PictureJob, type[Any], tuple[int, int]]:
-        """The request as a job that was looked at, the class of pipeline that does it, and the pictures' size."""
+        """The request as a checked job, its pipeline class, and the images' size."""
         import diffusers
 
         from ditmesh import InputError
@@ -223,7 +223,7 @@ class MeshPipeline:
         return job, kind, (width, height)
 
     def _prepared(self, opened: _Opened, job: PictureJob, kind: type[Any]) -> tuple[RemotePipeline, dict[str, Any]]:
-        """The pipeline of a class with the job's adapters and scheduler alone; what receipts say of it."""
+        """The pipeline of a class with only the job's adapters and scheduler, and its facts for receipts."""
         from ditmesh.generate.files import ADAPTERS, load_adapters
         from ditmesh.generate.runner import facts_on_rank
         from ditmesh.generate.schedulers import scheduler_named
@@ -253,7 +253,7 @@ class MeshPipeline:
 
 
 class _Steps:
-    """Tells who watches how far the pipeline is, and shows the latents.
+    """Reports the pipeline's progress to the watcher, and shows the latents.
 
     Attributes:
         callback: of the pipeline's call; None: it takes none.
@@ -275,7 +275,7 @@ class _Steps:
         self._watch.check()
         latents = tensors.get("latents")
         if latents is not None and self._colours is not None:
-            # Latents can be packed in any way: a preview is not worth a picture.
+            # Latents can be packed in any way; a failed preview must not fail the image.
             with contextlib.suppress(Exception):
                 self._picture = self._colours.picture(latents, *self._size)
         return {}
@@ -286,7 +286,7 @@ class _Steps:
         self._watch.step(self.behind * total + done, self._job.calls * total, self._picture)
 
 
-# Pipelines that may have ranks. ComfyUI says to all nodes together that memory is to be freed.
+# Pipelines that may have ranks. ComfyUI asks all nodes together to free memory.
 _pipelines: weakref.WeakSet[MeshPipeline] = weakref.WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""The nodes."""
+"""The nodes of ditmesh for ComfyUI."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class LoadPipeline:
 
     @classmethod
     def IS_CHANGED(cls, model: str = "", **settings: Any) -> str:  # noqa: N802
-        """Another value when the model's files have been written anew."""
+        """A value that changes when the model's files are rewritten."""
         return stamp(host.model_folder(model))
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class LoadPipeline:
 
 
 class Connect:
-    """Connects to a ditmesh server, which has devices of its own."""
+    """Connects to a ditmesh server."""
 
     CATEGORY, FUNCTION = CATEGORY, "connect"
     RETURN_TYPES, RETURN_NAMES = (PIPELINE,), ("pipeline",)
@@ -170,7 +170,7 @@ class Connect:
                     "STRING",
                     {
                         "default": "DITMESH_API_KEY",
-                        "tooltip": "Environment variable of ComfyUI that holds the server's key, if it wants one. Not "
+                        "tooltip": "Environment variable of ComfyUI that holds the server's key, if it needs one. Not "
                         "the key itself: ComfyUI writes what stands here into every picture.",
                     },
                 ),
@@ -186,7 +186,7 @@ class Connect:
 
 
 class AddLora:
-    """Puts an adapter onto a stack of adapters."""
+    """Adds an adapter to a stack of adapters."""
 
     CATEGORY, FUNCTION = CATEGORY, "add"
     RETURN_TYPES, RETURN_NAMES = (LORAS,), ("loras",)
@@ -211,7 +211,7 @@ class AddLora:
 
     @classmethod
     def IS_CHANGED(cls, lora: str = "", **others: Any) -> str:  # noqa: N802
-        """Another value when the adapter's file has been written anew."""
+        """A value that changes when the adapter's file is rewritten."""
         return stamp(host.lora_file(lora.strip())) if lora.strip() else ""
 
     def add(self, lora: str, scale: float, loras: tuple[Lora, ...] = ()) -> tuple[tuple[Lora, ...]]:
@@ -219,7 +219,7 @@ class AddLora:
 
 
 class WriteText:
-    """What is to be shown, and what is not."""
+    """The prompt and the negative prompt."""
 
     CATEGORY, FUNCTION = CATEGORY, "write"
     RETURN_TYPES, RETURN_NAMES = (TEXT,), ("text",)
@@ -232,7 +232,7 @@ class WriteText:
                 "prompt": ("STRING", {"default": "a red fox", "multiline": True, "dynamicPrompts": True}),
                 "negative": (
                     "STRING",
-                    {"default": "", "multiline": True, "dynamicPrompts": True, "tooltip": "Empty: none is given."},
+                    {"default": "", "multiline": True, "dynamicPrompts": True, "tooltip": "Empty: no negative prompt."},
                 ),
             }
         }
@@ -242,7 +242,7 @@ class WriteText:
 
 
 class SetSampling:
-    """Steps, guidance, seed, size, number of pictures, scheduler."""
+    """Steps, guidance, seed, size, number of images, scheduler."""
 
     CATEGORY, FUNCTION = CATEGORY, "set"
     RETURN_TYPES, RETURN_NAMES = (SAMPLING,), ("sampling",)
@@ -274,7 +274,7 @@ class SetSampling:
         return (fields,)
 
 
-# In this order widgets have always stood: workflows that were saved hold their values by place.
+# The order of widgets must not change: saved workflows hold their values by position.
 PLACES = ("seed", "steps", "guidance", "width", "height", "images")
 
 
@@ -291,7 +291,7 @@ def _widget(of: Widget) -> tuple[str, tuple[str, dict[str, Any]]]:
 
 
 class Generate:
-    """Generates pictures, with ComfyUI's bar and its previews; ComfyUI's cancel stops all ranks at the next step."""
+    """Generates images with ComfyUI's progress bar and previews; cancelling stops all ranks at the next step."""
 
     CATEGORY, FUNCTION = CATEGORY, "generate"
     RETURN_TYPES, RETURN_NAMES = ("IMAGE", RECEIPTS), ("images", "receipts")
@@ -303,8 +303,8 @@ class Generate:
             "required": {"pipeline": (PIPELINE,), "text": (TEXT,), "sampling": (SAMPLING,)},
             "optional": {
                 "loras": (LORAS,),
-                "image": ("IMAGE", {"tooltip": "A picture to begin with, where the model's pipeline can."}),
-                "mask": ("MASK", {"tooltip": "White is generated anew (inpainting), where the pipeline can."}),
+                "image": ("IMAGE", {"tooltip": "An input image, if the model's pipeline supports it."}),
+                "mask": ("MASK", {"tooltip": "White is generated again (inpainting), if supported."}),
                 "strength": (
                     "FLOAT",
                     {
@@ -312,7 +312,7 @@ class Generate:
                         "min": 0.0,
                         "max": 1.0,
                         "step": 0.01,
-                        "tooltip": "How much of the picture is generated anew. 0: as the pipeline has it.",
+                        "tooltip": "How much of the input image is generated again. 0: the pipeline's default.",
                     },
                 ),
             },
@@ -343,7 +343,7 @@ class Generate:
 
 
 class SavePictures:
-    """Saves pictures with their receipts, from which `ditmesh replay` makes them again, and with the workflow."""
+    """Saves images with the workflow, and with their receipts for `ditmesh replay`."""
 
     CATEGORY, FUNCTION = CATEGORY, "save"
     RETURN_TYPES: ClassVar[tuple[str, ...]] = ()
@@ -389,7 +389,7 @@ class SavePictures:
         notes = {key: json.dumps(value) for key, value in texts.items() if value is not None}
         if host.metadata_allowed():
             for one in receipts.inputs:
-                # Beside the picture: there it is looked for.
+                # Next to the image, where `ditmesh replay` looks for it.
                 Path(folder, one.name).write_bytes(one.png)
         saved = []
         for place, (picture, receipt) in enumerate(zip(pictures, receipts.receipts, strict=True)):

@@ -1,4 +1,4 @@
-"""A ditmesh server, which generates on devices of its own."""
+"""Generation on a ditmesh server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ditmesh.generate.receipt import Receipt
     from ditmesh.serve.types import Event, Job
 
-# Seconds between looks at whether ComfyUI wants the prompt to stop.
+# Seconds between checks whether ComfyUI wants to stop the prompt.
 LOOK = 0.1
 
 
@@ -39,7 +39,7 @@ class ServerPipeline:
     priority: int = 0
 
     def generate(self, wanted: Wanted, watch: Watch) -> list[Made]:
-        """The pictures of a request.
+        """Generate the images of a request.
 
         Raises:
             DitmeshError: the server is not there, refuses it, or has failed.
@@ -82,7 +82,7 @@ class ServerPipeline:
 
 
 def _followed(client: Client, job: Job, watch: Watch) -> Job:
-    """Wait for a job and tell ``watch`` of it; the job when it is done.
+    """Wait for a job and report it to ``watch``; returns the finished job.
 
     A thread listens, which may hear nothing for long: the wish to stop is not to wait for it.
     """
@@ -92,7 +92,7 @@ def _followed(client: Client, job: Job, watch: Watch) -> Job:
         try:
             heard.put(client.wait(job.id, heard.put))
         except Exception as error:
-            # Whatever it is, or it would be waited for in vain. Once the client has been closed nobody hears it.
+            # Pass on any exception, or the caller would wait forever. After the client is closed it is not read.
             heard.put(error)
 
     listener = threading.Thread(target=listen, name="ditmesh-events", daemon=True)
@@ -127,7 +127,7 @@ def _preview(data: Mapping[str, Any]) -> Any:
 
 
 def _receipt(receipt: Receipt | None, wanted: Wanted) -> Receipt:
-    """A server's receipt, with the names under which the input pictures are kept here."""
+    """A server's receipt, with the local names of the input images."""
     from ditmesh import InputError
 
     if receipt is None:

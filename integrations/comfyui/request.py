@@ -1,4 +1,4 @@
-"""What the nodes hand one another: a request, and the pictures it has led to."""
+"""Data between the nodes: requests and their images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class InputPicture:
-    """A picture to begin with, or a mask of what of it is generated anew: as a PNG's bytes."""
+    """An input image, or a mask of the part to generate again, as PNG bytes."""
 
     png: bytes
     image: Image
@@ -44,7 +44,7 @@ class InputPicture:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Everything that decides the pictures but for the pipeline.
+    """Everything except the pipeline that determines the images.
 
     Attributes:
         request: what is asked for; its size is not given where the image's is to be taken.
@@ -59,7 +59,7 @@ class Wanted:
 
 
 class Watch(Protocol):
-    """Who watches a request; what its methods raise stops it at the end of a step."""
+    """The watcher of a request; an exception in its methods stops the request at the end of a step."""
 
     previews: bool
 
@@ -69,14 +69,14 @@ class Watch(Protocol):
 
 
 class Pipeline(Protocol):
-    """What generates: ranks of this machine, or a server."""
+    """A pipeline for the nodes: ranks of this machine, or a server."""
 
     def generate(self, wanted: Wanted, watch: Watch) -> list[Made]: ...
 
 
 @dataclass(frozen=True)
 class Made:
-    """A picture, and how it was made."""
+    """An image and its receipt."""
 
     image: Image
     receipt: Receipt
@@ -84,7 +84,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Receipts:
-    """Receipts of a batch of pictures, with what is needed to tell that they are still these pictures.
+    """Receipts of a batch of images, with digests that show whether the images are unchanged.
 
     Attributes:
         receipts: one for each picture.
@@ -98,16 +98,16 @@ class Receipts:
 
 
 def as_tensor(images: list[Image]) -> torch.Tensor:
-    """Pictures of one size as ComfyUI's IMAGE: (batch, height, width, 3) float32 from 0 to 1, on the CPU."""
+    """Images of one size as ComfyUI's IMAGE: (batch, height, width, 3) float32 from 0 to 1, on the CPU."""
     import numpy
     import torch
 
-    # Exactly n / 255: SaveImage makes n of it again.
+    # Exactly n / 255, from which SaveImage gets n again.
     return torch.from_numpy(numpy.stack([numpy.asarray(image.convert("RGB")) for image in images])).float() / 255
 
 
 def as_picture(image: torch.Tensor) -> Image:
-    """One picture of an IMAGE, (height, width, 3), or of a MASK, (height, width), rounded to 8 bits."""
+    """One image of an IMAGE, (height, width, 3), or of a MASK, (height, width), rounded to 8 bits."""
     import torch
     from PIL import Image
 
@@ -115,7 +115,7 @@ def as_picture(image: torch.Tensor) -> Image:
 
 
 def input_picture(image: torch.Tensor | None, what: str) -> InputPicture | None:
-    """The only picture of an IMAGE or MASK; None stays None.
+    """The only image of an IMAGE or MASK; None stays None.
 
     Raises:
         InputError: there are several.
@@ -134,13 +134,13 @@ def input_picture(image: torch.Tensor | None, what: str) -> InputPicture | None:
 
 
 def pixels_digest(image: Image) -> str:
-    """SHA-256 of a picture's size and pixels, in hexadecimal."""
+    """SHA-256 of an image's size and pixels, in hexadecimal."""
     image = image.convert("RGB")
     return hashlib.sha256(f"{image.size}".encode() + image.tobytes()).hexdigest()
 
 
 def stamp(path: str) -> str:
-    """What changes when a file, or a file in a folder, is written anew; empty for what is not there."""
+    """A stamp that changes when a file, or a file in a folder, is rewritten; empty for missing files."""
     place = Path(path)
     inside = (f"{below}*{ending}" for below in ("", "*/") for ending in (".json", ".safetensors", ".bin"))
     files = [place] if place.is_file() else sorted(file for pattern in inside for file in place.glob(pattern))
