@@ -295,7 +295,7 @@ class _Flows:
                 image = Image.open(BytesIO(data))
                 image.load()
             except OSError:
-                raise InputError(f"result {one.index} of {job.id} is no picture; read it with file()") from None
+                raise InputError(f"result {one.index} of {job.id} is not an image; read it with file()") from None
             receipt = None if one.receipt is None else Receipt.model_validate(one.receipt)
             image.receipt = receipt  # type: ignore[attr-defined]
             images.append(image)

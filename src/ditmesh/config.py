@@ -386,7 +386,7 @@ class ParallelConfig(BaseModel):
             )
         if self.exchange != "exact":
             raise ConfigError(
-                f"exchange={self.exchange!r} gives another picture for every number of ranks, so it cannot be "
+                f"exchange={self.exchange!r} gives a different image for every number of ranks, so it cannot be "
                 "reproducible; use exchange='exact', or pipe with a fixed number of patches"
             )
         if self.vae == "bands":
@@ -412,13 +412,13 @@ class ParallelConfig(BaseModel):
         if self.cfg > 1:
             raise ConfigError(
                 f"with pipe or patches cfg={self.cfg} makes exact steps that one device would not: a branch that "
-                "is shared out again has no keys of the step before; with reproducible=True use more stages (pipe) "
+                "moves to another rank has no keys of the previous step; with reproducible=True use more stages (pipe) "
                 "or data for these ranks, or leave pipe and patches out"
             )
         if getattr(parse_warmup(self.warmup), "reads_drift", True):
             raise ConfigError(
-                f"warmup={self.warmup!r} decides by the drift of all pictures of a call, so that a picture would "
-                f"depend on those beside it; with reproducible=True use {warmup_forms(reads_drift=False)}"
+                f"warmup={self.warmup!r} decides by the drift of all images of a call, so that an image would "
+                f"depend on the others; with reproducible=True use {warmup_forms(reads_drift=False)}"
             )
 
     @property

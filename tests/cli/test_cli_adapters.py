@@ -194,7 +194,7 @@ def test_a_picture_with_a_control_is_replayed(folder, tmp_path, capfd):
         (["--ip-adapter", "x" * 5000, "--ip-image", "PICTURE"], "cannot be a file (File name too long)"),
         (
             ["--ip-adapter", "ADAPTER", "--ip-image", "PICTURE"],
-            "neither the model nor the file's folder has an encoder of pictures; put the encoder's config.json",
+            "neither the model nor the file's folder has an image encoder; put the encoder's config.json",
         ),
         (["--ip-adapter", "owner/name", "--ip-image", "PICTURE"], "is no file or folder here, and the hub says: "),
     ],

@@ -533,8 +533,14 @@ def test_the_command_goes_on(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--devices", "2", "--elastic"], "only reproducible mode draws the same picture on them; add --reproducible"),
-        (["--reproducible", "--elastic"], "--elastic with 1 device has nothing to go on with; use --devices 2"),
+        (
+            ["--devices", "2", "--elastic"],
+            "only reproducible mode generates the same image on them; add --reproducible",
+        ),
+        (
+            ["--reproducible", "--elastic"],
+            "--elastic with 1 device has no other device to continue on; use --devices 2",
+        ),
         (["--devices", "2", "--tiles", "4"], "--tiles 4 counts in reproducible mode only; add --reproducible"),
         (["--devices", "2", "--speeds", "fast,slow"], "speeds 'fast,slow' are not numbers; write them as 2,1"),
         (["--devices", "3", "--speeds", "2,1"], "are 2, but"),
@@ -567,7 +573,7 @@ def test_ranks_of_torchrun_are_not_started_anew(
         monkeypatch.setenv(name, value)
     assert run("generate", "a red fox", "--reproducible", "--elastic", "--out", tmp_path / "out") == 2
     said = capsys.readouterr().err
-    assert "those of torchrun are not ours to start" in said
+    assert "torchrun has started these" in said
     assert "--devices" in said
 
 

@@ -153,7 +153,7 @@ def test_pictures_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None
     header = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
     data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     (tmp_path / "wide.png").write_bytes(b"\x89PNG\r\n\x1a\n" + data)
-    with pytest.raises(InputError, match="larger than any picture"):
+    with pytest.raises(InputError, match="larger than any image"):
         read_receipt(tmp_path / "wide.png")
     with pytest.raises(InputError, match="cannot read"):
         read_receipt(with_text(tmp_path / "bomb.png", "x" * 2**26, compressed=True))

@@ -172,7 +172,7 @@ def test_a_prompt_becomes_an_mp4_that_can_be_generated_again(
     assert Path(again["replayed"]).with_suffix(".strip.png").exists()
     with pytest.raises(SystemExit):
         main(["replay", str(strip)])
-    assert "give the MP4 beside it" in capsys.readouterr().err
+    assert "give the MP4 next to it" in capsys.readouterr().err
 
     other = run(capsys, "generate", *wanted, "--seed", 1, "--out", tmp_path, "--overwrite")
     assert other["pictures"][0]["frames_digest"] != receipt.frames_digest

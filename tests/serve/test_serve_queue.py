@@ -382,7 +382,7 @@ def test_bounds_and_an_honest_time_to_ask_again(opened: Any) -> None:
         queue.submit("b", request(3), "a", 2.0, rate=0.5)
     # Two pictures of work 2 have to be done first, by ranks that do half a unit in a second.
     assert caught.value.retry_after == 8.0
-    with pytest.raises(InputError, match="n 5 is more than the 4 pictures that may wait; use n 4 at most"):
+    with pytest.raises(InputError, match="n 5 is more than the 4 images that may wait; use n 4 at most"):
         queue.submit("b", request(5), "a", 1.0)
     # Nobody's name is everybody's.
     queue.submit("c", request(6), "", 2.0)
@@ -873,7 +873,7 @@ def test_what_cannot_be_done_is_refused_with_the_names_of_the_fields(tmp_path: P
         ({"prompt": " "}, "prompt 1 is empty"),
         ({"strength": 0.5}, "strength needs image as well"),
         ({"loras": [{"name": "oil"}]}, r"lora 'oil' is none of those that the server offers for sd3 \(none\)"),
-        ({"inputs": [{"role": "image", "digest": DIGEST}]}, "input 0000000000000000… is not here, or no longer"),
+        ({"inputs": [{"role": "image", "digest": DIGEST}]}, "input 0000000000000000… is not on the server any more"),
         ({"inputs": [{"role": "mask", "digest": DIGEST}]}, "mask needs image as well"),
         ({"model": "dit", "prompt": "lio"}, "takes classes and has none of that name; .* such as 'lion'"),
         ({"model": "dit", "prompt": "lion", "width": 32, "height": 32}, "one size only, 64x64; leave size out"),
@@ -889,7 +889,7 @@ def test_what_cannot_be_done_is_refused_with_the_names_of_the_fields(tmp_path: P
             # What only the ranks find out.
             job = await ended(service, await service.submit(JobRequest(prompt="! refuse"), ""))
             assert job.error == JobError(code="invalid_request", message="the pipeline cannot do that")
-            with pytest.raises(InputError, match="sd3 makes pictures, not videos; leave frames and fps out"):
+            with pytest.raises(InputError, match="sd3 generates images, not videos; leave frames and fps out"):
                 await service.submit(JobRequest(prompt="fox", frames=8), "")
             digest = await service.put_input(PNG)
             asked = JobRequest(prompt="fox", strength=0.5, inputs=(Input(role="image", digest=digest),))
@@ -1035,7 +1035,7 @@ def test_the_oldest_results_go_when_there_are_too_many(tmp_path: Path) -> None:
             await service.put_input(b"x" * 9 * size)
             await service.sweep()
             assert len([*tmp_path.glob("results/*/*.png")]) <= 11
-            with pytest.raises(NoSpace, match="keeps 0 MiB of input pictures at most"):
+            with pytest.raises(NoSpace, match="keeps 0 MiB of input images at most"):
                 await service.put_input(b"y" * 2 * size)
 
         async with serving(tmp_path, reserve=2**60) as service:

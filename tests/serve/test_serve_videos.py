@@ -167,7 +167,7 @@ def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.
     assert run(*common, "--fps", "7.5") == 2
     assert "--fps 7.5: servers take whole frames a second" in capfd.readouterr().err
     assert run(*common, "--video", "fox.mp4") == 2
-    assert "--video: servers take pictures to begin with" in capfd.readouterr().err
+    assert "--video: servers accept input images" in capfd.readouterr().err
 
 
 def test_progress_and_cancelling(http: httpx.Client, client: openai.OpenAI):
@@ -196,7 +196,7 @@ def test_progress_and_cancelling(http: httpx.Client, client: openai.OpenAI):
     [
         ({"frames": 10}, "videos of films have 1 + a multiple of 4 frames; use 9 or 13"),
         ({"frames": 261}, "261 frames are more than this server's 257"),
-        ({"frames": 9, "seconds": 1}, "seconds and frames both say how long"),
+        ({"frames": 9, "seconds": 1}, "seconds and frames both set the length"),
         ({"seconds": 100}, "1001 frames are more than this server's 257"),
         ({"size": "63x32"}, "63x32"),
         ({"size": "4096x4096"}, "pixels"),

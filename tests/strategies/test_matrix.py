@@ -130,6 +130,6 @@ def test_untested_combinations_warn_by_name(monkeypatch):
     monkeypatch.setattr(support, "table", lambda: {"M": {"ulysses": {"error": 0.0}, "ring": {"wrong": 0.5}}})
     with pytest.warns(ditmesh.errors.UntestedWarning, match=r"M with ulysses=2 ring=2 has not been tested.*ulysses"):
         support.check("M", ParallelConfig(ulysses=2, ring=2), RECIPE)
-    with pytest.raises(ditmesh.ConfigError, match="M with ring=2 is known to give a wrong picture"):
+    with pytest.raises(ditmesh.ConfigError, match="M with ring=2 is known to give a wrong image"):
         support.check("M", ParallelConfig(ring=2), RECIPE)
     support.check("M", ParallelConfig(ulysses=4), RECIPE)

@@ -322,7 +322,7 @@ def test_settings_are_put_back(ranks):
         ),
         ({"patches": 4, "ring": 2}, "ring=2 x ulysses=1 ranks would cut the patches"),
         ({"pipe": 2, "cfg": 2}, "cfg=2 makes exact steps.*use more stages"),
-        ({"pipe": 2, "warmup": "adaptive(0.1)"}, "depend on those beside it"),
+        ({"pipe": 2, "warmup": "adaptive(0.1)"}, "depend on the others"),
         ({"speeds": (1, 0), "ring": 2}, "above 0"),
         ({"speeds": (1, 2, 3), "ring": 2}, "are 3"),
     ],

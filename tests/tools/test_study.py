@@ -176,7 +176,7 @@ def test_resumes(small, capsys):
     [
         (["--devices", "2,x"], "'x' is not a number of devices"),
         (["--devices", "1"], "'1' is not a number of devices"),
-        (["--devices", "500"], "500 devices are to share the 256 image tokens"),
+        (["--devices", "500"], "500 devices cannot share the 256 image tokens"),
         (["--warmup", "soon"], "is not a warm-up policy"),
         (["--warmup", ""], "is not a list"),
         (["--strategy", "magic"], "'magic' is not a stale strategy; use displaced, pipefusion, naive"),

@@ -126,7 +126,7 @@ def test_a_folder_of_another_run_is_refused_and_stays(stopped):
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     new = {**stopped, "resume_from_checkpoint": None, "seed": 1}
     for attempt in (check_output, run):
-        with pytest.raises(ditmesh.InputError, match="has checkpoint-1 of an earlier run; go on with that run"):
+        with pytest.raises(ditmesh.InputError, match="has checkpoint-1 of an earlier run; resume that run"):
             attempt(TrainConfig.read(new))
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "run.lock"} == {
         path: content for path, content in before.items() if path.name != "run.lock"

@@ -173,8 +173,7 @@ def _check_launch(
     joined = torchrun_rank() is not None
     if elastic and joined:
         raise InputError(
-            "--elastic starts ranks again, and those of torchrun are not ours to start; leave torchrun out and say "
-            "--devices"
+            "--elastic starts ranks again, and torchrun has started these; leave torchrun out and use --devices"
         )
     if elastic:
         check_elastic(config or ParallelConfig(), world_size)

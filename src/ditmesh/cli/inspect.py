@@ -123,7 +123,7 @@ def inspect(
     wanted = parse_size(size)
     settings = parallel.settings()
     if config is not None and (settings or devices is not None):
-        raise InputError("--config says the whole configuration; leave degrees and --devices out")
+        raise InputError("--config gives the whole configuration; leave degrees and --devices out")
     if memory:
         check_planned(model or "emoji-sd3")
         components, workload, heads = _asked(model, wanted, frames, tokens, pictures, guidance)

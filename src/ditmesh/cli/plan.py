@@ -326,7 +326,7 @@ def _hardware(settings: dict[str, Any]) -> Hardware:
     if settings["between"] is not None:
         changes["between"] = link_of(settings["between"])
     if hosts > 1 and settings["between"] is None and made.between is None:
-        raise InputError(f"{hosts} hosts: say what is --between them, such as infiniband-ndr, ethernet-25g or 25Gb/s")
+        raise InputError(f"{hosts} hosts: give the link --between them, such as infiniband-ndr, ethernet-25g or 25Gb/s")
     return made.model_copy(update=changes)
 
 

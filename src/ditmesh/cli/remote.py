@@ -48,7 +48,7 @@ def check_options(context: typer.Context) -> None:
         and source.name == "COMMANDLINE"
     ]
     if "--video" in given:
-        raise InputError("--video: servers take pictures to begin with, and no videos; leave --server out")
+        raise InputError("--video: servers accept input images, but no input videos; leave --server out")
     if given:
         raise InputError(f"{', '.join(given)}: with --server that is the server's own; say it to ditmesh serve")
 

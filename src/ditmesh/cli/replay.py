@@ -73,7 +73,7 @@ def replay(
 
     was = read_receipt(image)
     if was.frames is not None and not is_video(image):
-        raise InputError(f"{str(image)!r} is the strip of a video; give the MP4 beside it")
+        raise InputError(f"{str(image)!r} is the strip of a video; give the MP4 next to it")
     info = model_of(was, model)
     own = config_of(was)
     chosen = config_of_words(config) if config is not None else None

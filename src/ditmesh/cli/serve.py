@@ -340,7 +340,7 @@ def _named(texts: Sequence[str], option: str) -> dict[str, str]:
         if not name or not path:
             raise InputError(f"{option} {text!r} is not NAME=PATH; write it as my-name=./folder")
         if name in found:
-            raise InputError(f"{option} {text!r}: {name!r} is there twice; give one of them a name: NAME=PATH")
+            raise InputError(f"{option} {text!r}: {name!r} is given twice; give one of them a name: NAME=PATH")
         found[name] = path
     return found
 

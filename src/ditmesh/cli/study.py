@@ -176,7 +176,7 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
     if "sample_size" not in info.transformer:
         size = size or info.default_size
     if frames is not None and not videos_of(info):
-        raise InputError(f"--frames {frames}: {info.pipeline_class} makes pictures; leave --frames out")
+        raise InputError(f"--frames {frames}: {info.pipeline_class} generates images; leave --frames out")
     if size is not None:
         info.check_size(*size)
     _check_call(info, options.guidance, parse_size(options.size))

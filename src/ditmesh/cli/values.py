@@ -106,7 +106,7 @@ def config_of(text: str) -> ParallelConfig:
     """
     words = _words(text)
     if not words:
-        raise ConfigError(f"the configuration {text!r} says nothing; write words such as 'ulysses=2 ring=2'")
+        raise ConfigError(f"the configuration {text!r} is empty; write words such as 'ulysses=2 ring=2'")
     if len(words) == 1 and "=" not in words[0] and (words[0].endswith((".yaml", ".yml")) or Path(words[0]).is_file()):
         return ParallelConfig.read(words[0])
     return ParallelConfig(**settings_of(text))

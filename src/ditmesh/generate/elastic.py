@@ -35,7 +35,7 @@ def check_elastic(config: ParallelConfig, devices: int) -> None:
 
     if not config.reproducible:
         raise ConfigError(
-            "--elastic goes on with fewer devices, and only reproducible mode draws the same picture on them; "
+            "--elastic continues with fewer devices, and only reproducible mode generates the same image on them; "
             "add --reproducible (or 'reproducible: true' to the configuration file)"
         )
     if kept := keeps_between_steps(RECIPE, config):
@@ -43,7 +43,7 @@ def check_elastic(config: ParallelConfig, devices: int) -> None:
             f"--elastic keeps what the transformer returned and nothing else, but {kept}; use ring or ulysses instead"
         )
     if devices == 1:
-        raise ConfigError("--elastic with 1 device has nothing to go on with; use --devices 2 or more")
+        raise ConfigError("--elastic with 1 device has no other device to continue on; use --devices 2 or more")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def generate_elastically(
         ConfigError: no configuration fits the ranks that are left.
     """
     if isinstance(job.config, str):
-        raise ConfigError("a job that is to go on with fewer ranks needs a configuration, not 'auto'")
+        raise ConfigError("a job that may continue with fewer ranks needs a configuration, not 'auto'")
     config = job.config
     progress = _Progress(job, report)
     restarts: list[Restart] = []

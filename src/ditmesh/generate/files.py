@@ -320,7 +320,7 @@ def check_encoder(files: Iterable[InputFile], index: Mapping[str, Any]) -> None:
     for file in files:
         if file.role == "ip-adapter" and not any(index.get("image_encoder") or ()) and encoder_folder(file) is None:
             raise InputError(
-                f"--ip-adapter {file.path!r}: neither the model nor the file's folder has an encoder of pictures; put "
+                f"--ip-adapter {file.path!r}: neither the model nor the file's folder has an image encoder; put "
                 "the encoder's config.json and safetensors file into a folder image_encoder there"
             )
 

@@ -371,7 +371,7 @@ def check_config(
         if config.sequence > tokens:
             raise FieldConfigError(
                 "size",
-                "{} ranks are to share the {} image tokens of {}x{} pixels; use at most {} devices, or a larger {size}",
+                "{} ranks cannot share the {} image tokens of {}x{} pixels; use at most {} devices, or a larger {size}",
                 *(config.sequence, tokens, *size, tokens),
             )
 

@@ -174,7 +174,7 @@ class Journal:
         if differing:
             raise JournalError(
                 f"call {entry.call} of {name} in request {self._request} is not the one the journal holds: "
-                f"{', '.join(differing)} differ; the request cannot go on from there, generate it anew"
+                f"{', '.join(differing)} differ; the request cannot be resumed; generate it again"
             )
 
     def _record(self, facts: dict[str, Any], output: Any) -> None:

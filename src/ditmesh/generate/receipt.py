@@ -301,9 +301,9 @@ def _texts(path: Path) -> Mapping[str, str]:
                 image.load()
                 return dict(getattr(image, "text", {}))
     except Image.DecompressionBombError:
-        raise InputError(f"{str(path)!r} is larger than any picture ditmesh writes; give one of these") from None
+        raise InputError(f"{str(path)!r} is larger than any image that ditmesh writes; give one of these") from None
     except UnidentifiedImageError:
-        raise InputError(f"{str(path)!r} is not a picture; give a PNG that ditmesh wrote") from None
+        raise InputError(f"{str(path)!r} is not an image; give a PNG that ditmesh wrote") from None
     except (OSError, ValueError, SyntaxError) as error:
         # The last two are what PIL says of a broken PNG, or of text that would fill the memory.
         raise InputError(

@@ -91,7 +91,7 @@ def model_of(receipt: Receipt, model: str | None = None) -> ModelInfo:
     try:
         return find_model(receipt.model)
     except InputError as error:
-        raise InputError(f"{error}; the receipt says so: say where it is now with --model") from None
+        raise InputError(f"{error}; the receipt names it: give its current place with --model") from None
 
 
 def config_of(receipt: Receipt) -> ParallelConfig:

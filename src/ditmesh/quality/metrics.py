@@ -159,6 +159,6 @@ def _pair(picture: Any, reference: Any) -> tuple[Picture, Picture]:
     if ours.shape != theirs.shape:
         sizes = " and ".join("x".join(map(str, (p.shape[1], p.shape[0], p.shape[2]))) for p in (ours, theirs))
         raise InputError(
-            f"pictures of {sizes} (width x height x channels) cannot be compared; generate them in one size"
+            f"pictures of {sizes} (width x height x channels) cannot be compared; generate them with one size"
         )
     return ours, theirs

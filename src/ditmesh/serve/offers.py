@@ -127,7 +127,7 @@ class ServedModel:
                     f"{self.spec.name} takes no input of role {one.role!r} (it takes {takes}); leave it out"
                 )
         if (request.frames or request.fps) and not self.card.video:
-            raise InputError(f"{self.spec.name} makes pictures, not videos; leave frames and fps out")
+            raise InputError(f"{self.spec.name} generates images, not videos; leave frames and fps out")
         check_frames(request, self.card)
 
     def work(self, request: JobRequest) -> float:

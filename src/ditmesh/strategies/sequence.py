@@ -300,7 +300,7 @@ class SequenceParallel:
             if rows < ranks:
                 raise ConfigError(
                     f"{rows} rows of image tokens cannot be shared by {ranks} ranks; {site.model} is cut between rows: "
-                    f"use at most {rows} ranks or a taller picture"
+                    f"use at most {rows} ranks or a taller image"
                 )
             return shared(stream, tuple(count * cols for count in weighted_cut(rows, self.balance.speeds)))
         policy = self.config.text

@@ -72,7 +72,7 @@ def check(model: str, config: ParallelConfig, recipe: Iterable[type[Strategy]], 
         )
     elif "wrong" in outcome:
         raise ConfigError(
-            f"{model} with {config.describe()} is known to give a wrong picture (relative error "
+            f"{model} with {config.describe()} is known to give a wrong image (relative error "
             f"{outcome['wrong']:.1g}); use one of: {', '.join(k for k, o in row.items() if 'error' in o)}"
         )
 

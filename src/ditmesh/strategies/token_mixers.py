@@ -54,7 +54,7 @@ def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str 
         if x.shape[2] < reach:
             raise ConfigError(
                 f"{what}: {x.shape[2]} rows of image tokens on a rank are fewer than the {reach} that its neighbours "
-                "need of it; use fewer ranks or a taller picture"
+                "need of it; use fewer ranks or a taller image"
             )
         above, below = _neighbours_rows(x, reach, link)
         return (torch.cat([above, x, below], dim=2), *args[1:])

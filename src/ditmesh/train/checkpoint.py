@@ -223,7 +223,7 @@ class Checkpoints:
             folder = Path(wanted) if Path(wanted).is_dir() else self.folder / wanted
             problem = broken(folder)
             if problem is not None:
-                raise InputError(f"{wanted!r} is no checkpoint to go on from: {problem}")
+                raise InputError(f"{wanted!r} is not a checkpoint to resume from: {problem}")
             return str(folder)
         for step, folder in self._newest_first():
             problem = broken(folder)

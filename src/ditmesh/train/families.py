@@ -187,7 +187,7 @@ class Wan(TextFamily):
     def prepare(self, pipe: Any) -> None:
         if pipe.transformer.config["image_dim"] is not None or pipe.config.get("expand_timesteps"):
             raise ConfigError(
-                f"{type(pipe).__name__} begins with a picture, which training does not know; use Wan 2.1's"
+                f"{type(pipe).__name__} starts from an image, which training does not support; use Wan 2.1's"
             )
 
     def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:

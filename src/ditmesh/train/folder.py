@@ -68,7 +68,7 @@ def _check_unoccupied(config: TrainConfig, folder: Path) -> None:
     if found is None or wanted == "latest" or (wanted is not None and _inside(folder, wanted)):
         return
     raise InputError(
-        f"output_dir={config.output_dir!r} has {found.name} of an earlier run; go on with that run with --resume, or "
+        f"output_dir={config.output_dir!r} has {found.name} of an earlier run; resume that run with --resume, or "
         "give another output_dir"
     )
 

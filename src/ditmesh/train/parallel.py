@@ -83,7 +83,7 @@ class ParallelTraining:
         restore: Callable[[], None],
     ) -> None:
         if config.lora is not None and mesh.tensor.size > 1:
-            raise ConfigError("tensor ranks cut adapters anew in every call; train lora with ulysses, ring or data")
+            raise ConfigError("tensor ranks split adapters again in every call; train lora with ulysses, ring or data")
         self.speeds = DataSpeeds(config.data_speeds, mesh)
         self.subset = TokenSubset(model, layout_of(model)) if config.token_share < 1 else None
         if self.subset is not None:

@@ -78,7 +78,7 @@ def names_in(folder: Path) -> set[str]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{folder} is no checkpoint to go on from: {error}") from error
+        raise InputError(f"{folder} is not a checkpoint to resume from: {error}") from error
 
 
 class TensorPlanner(DefaultLoadPlanner):

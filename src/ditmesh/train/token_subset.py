@@ -64,7 +64,7 @@ class TokenSubset:
     def __init__(self, model: nn.Module, layout: TokenLayout | None) -> None:
         name = type(model).__name__
         if layout is None:
-            raise ConfigError(f"token_share: nobody has described where the tokens of {name} are; leave it out")
+            raise ConfigError(f"token_share: the positions of the tokens of {name} are unknown; leave it out")
         if why := _hindrance(layout):
             raise ConfigError(f"token_share: {name} {why}; leave it out")
         self._name = name

@@ -217,8 +217,7 @@ def backend_kernel(name: str) -> DiffusersKernel | None:
         return None
     if name not in TRAITS:
         raise ConfigError(
-            f"attention={name!r} is a backend of diffusers of which ditmesh does not know what it takes; use "
-            "attention='native'"
+            f"attention={name!r} is a backend of diffusers that ditmesh does not support; use attention='native'"
         )
     member = dispatch.AttentionBackendName(name)
     try:

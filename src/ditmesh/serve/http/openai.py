@@ -240,7 +240,7 @@ async def edits(request: Request, key: IdempotencyHeader = None) -> Response:
     body.check(server.settings.aliases)
     fields = body.fields(server.model(body.model or ""))
     if "image" not in data:
-        raise Refused(400, "image: an edit needs a picture; send it as the file `image`", param="image")
+        raise Refused(400, "image: an edit needs an image; send it as the file `image`", param="image")
     asked = validated(JobRequest, fields | {"strength": body.strength})
     job = await server.accept(asked, request, False, partial(_kept, server, data), key)
     return await _answered(server, request, body, job, "image_edit", key)
@@ -277,7 +277,7 @@ def _parts(form: FormData) -> tuple[EditRequest, dict[EditFile, UploadFile]]:
     for name, value in form.multi_items():
         name = name.removesuffix("[]")
         if (name in files) or (name in fields):
-            raise Refused(400, f"{name}: it is there twice; send one", param=name)
+            raise Refused(400, f"{name}: it is given twice; send one", param=name)
         if not isinstance(value, UploadFile):
             fields[name] = value
         elif name == "image" or name == "mask":

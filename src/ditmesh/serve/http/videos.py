@@ -99,7 +99,7 @@ async def post_video(request: Request, key: IdempotencyHeader = None) -> Video:
     card = server.model(body.model)
     if body.seconds is not None:
         if body.frames is not None:
-            raise Refused(400, "seconds and frames both say how long; leave one of them out", param="seconds")
+            raise Refused(400, "seconds and frames both set the length; leave one of them out", param="seconds")
         fps, multiple = body.fps or card.fps or FPS, card.frame_multiple
         frames = 1 + max(1, round(body.seconds * fps / multiple)) * multiple
         body = body.model_copy(update={"frames": frames, "fps": fps})
@@ -165,7 +165,7 @@ async def delete_video(request: Request, id: JobId) -> dict[str, Any]:
     server: Server = request.app.state.server
     owner, id = request.state.owner, known(id, request)
     if (job := await server.backend.job(id, owner)).status in ENDED:
-        raise Refused(400, f"{id} has {job.status}; what is left of it is deleted when it expires", "already_ended")
+        raise Refused(400, f"{id} has {job.status}; its file is deleted when it expires", "already_ended")
     await server.backend.cancel(id, owner)
     return {"id": id, "object": "video.deleted", "deleted": True}
 

@@ -119,7 +119,7 @@ function verdict(one, other, reproducible) {
   return {
     short: `${pixels} pixels differ`,
     long:
-      `Same again: ${pixels} of ${one.width * one.height} pixels of the new image differ, by at most ${most} of 255.` +
+      `Same again: ${pixels} of ${one.width * one.height} pixels differ, by at most ${most} of 255.` +
       (reproducible ? "" : " Batches of another size may round otherwise; in reproducible mode they do not."),
   };
 }

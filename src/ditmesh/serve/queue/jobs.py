@@ -232,7 +232,7 @@ class JobStore:
         self.results.check_space()
         for one in request.inputs:
             if self.results.input(one.digest) is None:
-                raise InputError(f"input {one.digest[:16]}… is not here, or no longer; send the picture again")
+                raise InputError(f"input {one.digest[:16]}… is not on the server any more; send the image again")
         return self.queue.submit(id, request, owner, work, self.throughput.rate, key)
 
     def _add_live(self, job: Job, owner: str) -> JobState:

@@ -297,7 +297,7 @@ class Queue:
         """
         most = min(self.most, self.most_per_owner) if owner else self.most
         if request.n > most:
-            raise InputError(f"n {request.n} is more than the {most} pictures that may wait; use n {most} at most")
+            raise InputError(f"n {request.n} is more than the {most} images that may wait; use n {most} at most")
         with self._change() as db:
             if key is not None and (before := self._repeated(db, owner, key)) is not None:
                 return before

@@ -131,7 +131,7 @@ class ResultFiles:
             self.check_space()
             if self._input_bytes + len(data) > self._most // 2:
                 # Old results are deleted for inputs, but only up to a share.
-                raise NoSpace(f"the server keeps {self._most >> 21} MiB of input pictures at most; ask again later")
+                raise NoSpace(f"the server keeps {self._most >> 21} MiB of input images at most; retry later")
             self._write(path, data)
             os.utime(path, (self._now(), self._now()))
         except OSError as error:

@@ -266,7 +266,7 @@ class LoadedModel:
                 raise InputError(f"the input picture {one.digest[:16]}… ({one.role}) is not there; send it again")
             files.append(InputFile(one.role, task.files[one.digest], one.digest, one.scale))
         if request.frames is not None and not self.card["video"]:
-            raise InputError(f"frames={request.frames}: {self.kind} makes pictures; leave frames out")
+            raise InputError(f"frames={request.frames}: {self.kind} generates images; leave frames out")
         # The seed is that of this image, whatever its index in the job.
         width, height = self._asked_size(task, files) or (None, None)
         asked = {

@@ -504,7 +504,7 @@ def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) ->
     more: dict[str, Any] = {}
     if len(images) > 1:
         if form == "jpeg":
-            raise InputError("a JPEG holds one picture, and this is a video; ask for format mp4, png or webp")
+            raise InputError("a JPEG holds one image, and this is a video; use format mp4, png or webp")
         more = {"save_all": True, "append_images": list(images[1:]), "duration": round(1000 / fps), "loop": 0}
     if form == "png":
         more["pnginfo"] = text_chunk(receipt)

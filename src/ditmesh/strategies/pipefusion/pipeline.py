@@ -330,7 +330,7 @@ class PipeFusion:
         tokens = plan.streams[start.blocks][start.main.name][0][start.main.dim]
         if tokens < self.patches:
             raise ConfigError(
-                f"{tokens} image tokens cannot be cut into patches={self.patches}; use fewer or a larger picture"
+                f"{tokens} image tokens cannot be cut into patches={self.patches}; use fewer or a larger image"
             )
         counts = even_cut(tokens, self.patches)
         for group, following in zip_longest(groups, [after[0] for after in groups[1:]]):

@@ -257,7 +257,7 @@ def make_plan(
     tokens = model.image_tokens(*size, setup.frames or 1) if size is not None else None
     if tokens is not None and max(devices) > tokens:
         raise ConfigError(
-            f"{max(devices)} devices are to share the {tokens} image tokens of a picture; use at most {tokens}"
+            f"{max(devices)} devices cannot share the {tokens} image tokens of a picture; use at most {tokens}"
         )
     cells: list[Cell] = []
     starts = range(0, len(prompts), batch)
