@@ -24,17 +24,17 @@ from .search import Model, SearchLimits, search
 
 log = logging.getLogger(__name__)
 
-# Axes of which a rank holds all weights, and of which every step is exact.
+# Axes with whole weights on every rank and exact steps.
 AXES = ("cfg", "ring", "ulysses")
-# Tokens of a picture and of its text where the request does not say how many.
+# Default numbers of image and text tokens.
 IMAGE, TEXT = 4096, 256
-# What a pipeline's call takes the number of text tokens as.
+# Argument names for the number of text tokens.
 LENGTH = "max_sequence_length"
 
 
 @dataclass(frozen=True)
 class UsualCall:
-    """What is known of the calls that a pipeline will get; None: its usual ones.
+    """The known properties of a pipeline's calls; None: its defaults.
 
     Attributes:
         pipeline: the class; None: a bare transformer.
@@ -83,7 +83,7 @@ def chosen(
             return measured["config"]
         found = search(Model(twin, layout, work), workload, hardware, SearchLimits(memory=float("inf"), axes=AXES))
     except DitmeshError:
-        # A model that cannot be looked at is parallelised all the same.
+        # A model that cannot be analysed is parallelised without a prediction.
         return simple
     except MISTAKES as error:
         unexpected(log, error, f"{transformer} runs with {simple.describe()}, as its configuration cannot be predicted")
@@ -93,7 +93,7 @@ def chosen(
 
 
 def hardware_here(devices: int, device: torch.device | None = None) -> Hardware:
-    """What ranks of this host compute on: the part of the table that a GPU is, else a CPU's usual figures."""
+    """The device of this host's ranks: the table's entry for its GPU, else default CPU figures."""
     if device is None or device.type != "cuda":
         return machine("cpu", devices)
     name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
@@ -142,7 +142,7 @@ def batched(pipeline: str | None) -> bool:
 
 
 def usual_workload(config: Mapping[str, Any], call: UsualCall) -> Workload:
-    """What a transformer of this configuration is asked for by such calls."""
+    """The workload of such calls for a transformer of this configuration."""
     branches = guided(call.pipeline, config) if call.guidance is None else call.guidance
     size, patch = config.get("sample_size"), config.get("patch_size")
     side = size // patch if isinstance(size, int) and isinstance(patch, int) and patch > 0 else None

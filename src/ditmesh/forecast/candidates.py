@@ -1,4 +1,4 @@
-"""The configurations of so many devices: what planner and verify choose from, and what a resumed job falls back to."""
+"""The configurations of a number of devices, for the planner, `verify` and elastic jobs."""
 
 from __future__ import annotations
 

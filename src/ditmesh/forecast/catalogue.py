@@ -1,4 +1,4 @@
-"""Models whose true sizes ship with ditmesh: configurations without weights, each with its source."""
+"""Models that ship with their real sizes: configurations without weights, each with its source."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Shape:
     decode: int = 0
 
     def check_frames(self, frames: int) -> None:
-        """Refuse frames of a model of pictures, and a number that its autoencoder rounds to another one.
+        """Reject frames for an image model, and a number that the VAE would round.
 
         Raises:
             InputError: naming the option, or the nearest possible numbers.
@@ -73,7 +73,7 @@ class Shape:
             )
 
     def token_grid(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
-        """Image tokens of a picture or video along time, height and width.
+        """Image tokens of an image or video along time, height and width.
 
         Raises:
             InputError: the size is no multiple of what a token covers.
@@ -86,7 +86,7 @@ class Shape:
         return (frames - 1) // self.frames + 1, height // self.pixels, width // self.pixels
 
     def tokens(self, width: int, height: int, frames: int) -> int:
-        """Image tokens of a picture or video: see `token_grid`."""
+        """Image tokens of an image or video: see `token_grid`."""
         return prod(self.token_grid(width, height, frames))
 
 

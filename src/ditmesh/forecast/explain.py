@@ -18,7 +18,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table: a prediction, and what is to be said of it."""
+    """One line of a table: a prediction and its comment."""
 
     prediction: Prediction
     sentence: str
@@ -26,7 +26,7 @@ class Line:
 
 
 def table(found: Found, hardware: Hardware, objective: Objective) -> list[Line]:
-    """The best configurations, then what one would think of first and what it loses by."""
+    """The best configurations, then common alternatives with their disadvantages."""
     best = found.best[0]
     lines = [
         Line(one, why(one, hardware) if one is best else against(one, best, hardware, objective))
@@ -51,7 +51,7 @@ def _obvious(one: Prediction, hardware: Hardware) -> bool:
 
 
 def why(one: Prediction, hardware: Hardware) -> str:
-    """What the time of the best one is made of."""
+    """The terms of the best configuration's time."""
     most = max((term for term in one.stale if term.kind not in ("transfer", "idle", "request")), key=_of_seconds)
     sentence = f"{_ms(most.seconds)} of {_ms(one.step)} a step are {most.name}"
     if one.waiting > 0:
@@ -62,7 +62,7 @@ def why(one: Prediction, hardware: Hardware) -> str:
 
 
 def against(one: Prediction, best: Prediction, hardware: Hardware, objective: Objective) -> str:
-    """What a configuration loses by, against the best one."""
+    """Why a configuration is slower than the best one."""
     value = score(objective, hardware.world_size)
     ratio = abs(value(one) / value(best)) if objective != "throughput" else abs(value(best) / value(one))
     lead = f"{ratio:.2f} x the best: " if ratio > 1.005 else "as good: "
@@ -84,7 +84,7 @@ def against(one: Prediction, best: Prediction, hardware: Hardware, objective: Ob
 
 
 def too_large(one: Prediction, hardware: Hardware) -> str:
-    """What does not fit."""
+    """Why a configuration does not fit."""
     most = max(one.kept, key=lambda term: term.memory)
     return (
         f"does not fit: {one.memory / 1e9:.3g} GB on a rank of {hardware.device.memory / 1e9:.3g} GB, "
@@ -120,7 +120,7 @@ def _of_seconds(term: Term) -> float:
 
 
 def _waits(term: Term) -> str:
-    """What a transfer or a pause waits for."""
+    """The reason for the wait of a transfer or pause."""
     return f"{term.through} ({term.name})" if term.through else term.name
 
 

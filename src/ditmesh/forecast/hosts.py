@@ -1,4 +1,4 @@
-"""What a configuration sends between hosts, and the one that sends least of it."""
+"""The traffic of a configuration between hosts, and the configuration with the least traffic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .search import Model, SearchLimits, refusal
 
 log = logging.getLogger(__name__)
 
-# Axes whose ranks exchange something at every layer, and wait for it.
+# Axes with exchanges at every layer that ranks wait for.
 BUSY = ("ulysses", "tensor")
 
 
@@ -53,7 +53,7 @@ def host_numbers(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def across(config: ParallelConfig, hosts: Sequence[int]) -> list[str]:
-    """Axes of which a group has ranks on several hosts, the busiest last.
+    """Axes with groups across several hosts, the busiest last.
 
     Args:
         config: degrees of the axes.
@@ -90,13 +90,13 @@ def bytes_across(terms: Iterable[Term], config: ParallelConfig, hosts: Sequence[
 
 
 def _once_to_each(route: Route, hosts: Sequence[int]) -> float:
-    """Share of what a rank sends that all ranks of a group send to other hosts, where each has everything once."""
+    """The share of a rank's bytes that a group sends to other hosts, if each host receives everything once."""
     senders = 1.0 if route == "from last" else len(hosts) / max(1, len(hosts) - 1)
     return senders * (len(set(hosts)) - 1)
 
 
 def _pairs(route: Route, size: int) -> Iterator[tuple[int, int, float]]:
-    """Places in a group, and the share of what a rank sends that goes from the first to the second."""
+    """Pairs of places in a group, and the share of a rank's bytes from the first to the second."""
     if route == "all":
         yield from ((a, b, 1 / (size - 1)) for a in range(size) for b in range(size) if a != b)
     elif route == "ring":
@@ -109,7 +109,7 @@ def _pairs(route: Route, size: int) -> Iterator[tuple[int, int, float]]:
 
 @dataclass(frozen=True)
 class Across:
-    """What a configuration sends between hosts.
+    """The traffic of a configuration between hosts.
 
     Attributes:
         config: the configuration.
@@ -130,14 +130,14 @@ class Across:
 
     @property
     def busy(self) -> tuple[str, ...]:
-        """Axes across hosts whose ranks wait for one another in every layer."""
+        """Axes across hosts with waits in every layer."""
         return tuple(axis for axis in self.axes if axis in BUSY)
 
 
 def between_hosts(
     config: ParallelConfig, model: Model, workload: Workload, hardware: Hardware, hosts: Sequence[int]
 ) -> Across:
-    """Predict what a configuration sends between hosts.
+    """Predict the traffic of a configuration between hosts.
 
     Args:
         config: a valid configuration for the model.
@@ -150,7 +150,7 @@ def between_hosts(
 
 
 def better(one: Across, model: Model, workload: Workload, hardware: Hardware, hosts: Sequence[int]) -> Across | None:
-    """The configuration for as many ranks that sends least between hosts, of those that draw the same picture.
+    """The configuration with the least traffic between hosts, among those of the same ranks and image.
 
     Only guidance, ring, Ulysses and tensor degrees are others. None: none sends less, or none keeps tensor and Ulysses
     inside of the hosts.
@@ -174,7 +174,7 @@ def _others(config: ParallelConfig, workload: Workload) -> Iterator[ParallelConf
         if ranks % (cfg * ring * ulysses) or cfg > max(workload.branches, config.cfg):
             continue
         degrees = {"cfg": cfg, "ring": ring, "ulysses": ulysses, "tensor": ranks // (cfg * ring * ulysses)}
-        # Whole weights need not be cut; how many ranks share stale keys decides the picture.
+        # Whole weights need not be split; the number of ranks with stale keys affects the image.
         if degrees["tensor"] > config.tensor or (config.exchange != "exact" and ring != config.ring):
             continue
         try:
@@ -192,7 +192,7 @@ def advice(
     hosts: Sequence[int],
     device: torch.device | None = None,
 ) -> str | None:
-    """What is to be said of a configuration whose Ulysses or tensor ranks are on several hosts; None: nothing.
+    """The warning about Ulysses or tensor ranks on several hosts; None: no warning.
 
     Args:
         transformer, config, layout, call, device: as of `ditmesh.forecast.auto.chosen`.
@@ -214,7 +214,7 @@ def advice(
         one = between_hosts(chosen, model, workload, hardware, hosts)
         other = better(one, model, workload, hardware, hosts)
     except DitmeshError:
-        # A model that cannot be looked at is parallelised all the same.
+        # A model that cannot be analysed is parallelised without a warning.
         return f"{reaches}, where its ranks exchange something in every layer; {inside}"
     except MISTAKES as error:
         unexpected(log, error, f"What {transformer} sends between hosts cannot be predicted")

@@ -1,4 +1,4 @@
-"""What was measured on a machine, kept for the next time: the fastest configuration of a model and a size."""
+"""Stored measurements of a machine: the fastest configuration of a model and a size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def key_of(work: Work, workload: Workload, device: str, devices: int) -> str:
 
 
 def keep(key: str, entry: dict[str, Any]) -> Path:
-    """Write an entry: ``config``, ``seconds``, and what else is known.
+    """Write an entry: ``config``, ``seconds``, and further facts.
 
     Raises:
         InputError: the folder cannot be written.
@@ -50,7 +50,7 @@ def keep(key: str, entry: dict[str, Any]) -> Path:
 
 
 def entries() -> dict[str, dict[str, Any]]:
-    """All that is kept, by key; what cannot be read is left out."""
+    """All stored entries by key, without unreadable ones."""
     found = {}
     for path in sorted(folder().glob("*.json")):
         try:

@@ -143,7 +143,7 @@ class _Recorder(LiveBytes):
 
 
 def work_of(model: nn.Module, layout: TokenLayout) -> Work:
-    """What a transformer does.
+    """The work of a transformer.
 
     Args:
         model: on the meta device, as `ditmesh.layout.describe.on_meta` makes it. Left as it was.
@@ -242,7 +242,7 @@ class _Gather:
 
 @dataclass
 class _Run:
-    """What one run of a size has shown."""
+    """The record of one run."""
 
     tokens: tuple[float, float]
     records: list[_OperationRecord]

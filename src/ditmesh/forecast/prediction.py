@@ -1,4 +1,4 @@
-"""What a configuration costs: seconds of a step and of a request, bytes of a rank, term by term."""
+"""The predicted cost of a configuration: seconds of a step and a request, bytes of a rank, term by term."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Prediction:
 
     @property
     def device_seconds(self) -> float:
-        """Device-seconds of a picture."""
+        """Device-seconds per image."""
         return self.latency * self.config.world_size / self.workload.pictures
 
 
@@ -79,7 +79,7 @@ def _seconds(terms: Sequence[Term]) -> float:
 def predict(
     config: ParallelConfig, work: Work, workload: Workload, hardware: Hardware, recipe: Recipe = RECIPE
 ) -> Prediction:
-    """Predict what a configuration costs.
+    """Predict the cost of a configuration.
 
     Args:
         config: a valid configuration for the model.

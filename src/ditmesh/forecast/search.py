@@ -57,7 +57,7 @@ class Model:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """What a configuration has to keep to.
+    """The limits of a search.
 
     Attributes:
         exactness: ``"exact"``: the same picture; ``"reproducible"``: the same bits; ``"stale"``: keys of the step
@@ -88,7 +88,7 @@ class SearchLimits:
 
 @dataclass
 class Found:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         best: predictions that keep to all limits, best first.
@@ -150,7 +150,7 @@ def _looked_at(predictions: list[Prediction], room: float, limits: SearchLimits)
 
 
 def score(objective: Objective, devices: int) -> Callable[[Prediction], float]:
-    """What is to be small."""
+    """The value to minimise."""
     if objective == "latency":
         return lambda one: one.latency
     if objective == "cost":
@@ -204,7 +204,7 @@ def refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -> str |
 
 
 def _nothing(found: Found, hardware: Hardware, room: float, limits: SearchLimits) -> str:
-    """Why nothing is left, and what would fit."""
+    """Why no configuration is left, and one that would fit."""
     if found.too_slow:
         return (
             f"no configuration for {hardware.describe()} is done in {limits.deadline:g} s; the fastest, "

@@ -1,4 +1,4 @@
-"""The work of the models whose sizes ship, derived beforehand: a plan for one of them needs no diffusers.
+"""The recorded work of the catalogue's models, so that their plans need no diffusers.
 
 ``works/NAME.json`` has what the class gives on the meta device, and for which version of diffusers that was;
 `benchmarks/planner.py works` writes it. With another version the class is asked.
@@ -63,7 +63,7 @@ def derived(transformer: str, config: Mapping[str, Any]) -> Model:
 
 
 def to_ship(shape: Shape) -> dict[str, Any]:
-    """What ships of a model, derived from its class."""
+    """The shipped data of a model, derived from its class."""
     model = derived(shape.transformer, shape.config)
     uncut = {degree: model.why_not_cut(degree) for degree in range(2, model.work.heads + 1)}
     return {
@@ -79,7 +79,7 @@ def _diffusers() -> str | None:
 
 
 def _outline(name: str, work: Work, timestep: str | None) -> nn.Module:
-    """A module that answers what `ditmesh.recipe.check` asks of a transformer, and nothing else.
+    """A stub module with the attributes that `ditmesh.recipe.check` reads of a transformer.
 
     That is its class's name and what it calls its timestep, how many blocks its lists have, and their heads.
     """

@@ -1,4 +1,4 @@
-"""What a request is in tokens: the one way to count them, for plans, memory checks and `ditmesh inspect` alike."""
+"""The tokens of a request: the only place that counts them, for plans, memory checks and `ditmesh inspect`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .auto import batched, usual_text
 from .catalogue import Shape
 from .costs.work import Workload
 
-# What a pipeline's call takes the number of frames as.
+# Argument names for the number of frames.
 FRAMES = ("num_frames", "video_length")
 
 
@@ -24,7 +24,7 @@ def workload_of(
     frames: int | None = None,
     **more: Any,
 ) -> Workload:
-    """What is asked of a model; what is None is as usual.
+    """The request for a model; None: the default.
 
     Args:
         model: the pipeline in a folder, or one whose sizes ship.
@@ -71,7 +71,7 @@ def workload_of(
 
 
 def check_frames(info: ModelInfo, frames: int) -> None:
-    """Refuse frames of a pipeline that makes images, and a number that the autoencoder rounds to another one.
+    """Reject frames for an image pipeline, and a number that the VAE would round.
 
     Raises:
         InputError: naming the option, or the nearest possible numbers.

@@ -1,4 +1,4 @@
-"""What a strategy is: one way of spreading a pipeline's work over ranks, as the engine sees it.
+"""The interface of strategies: ways of distributing a pipeline's work over ranks.
 
 The engine builds one `Context`, makes every strategy of its recipe that the configuration wants, and applies them in
 the recipe's order, from the inside of a call to its outside. What one leaves for another it adds to a `Parts`.
@@ -25,9 +25,9 @@ from ..layout import TokenLayout
 T = TypeVar("T")
 # Arguments of a pipeline's call.
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
-# Of a picture made with a strategy, compared with one device: the same bits, a stated tolerance, or none.
+# A strategy's guarantee for an image compared with one device: the same bits, a tolerance, or none.
 Promise = Literal["bits", "tolerance", "none"]
-# What a configuration is searched for: the same picture, the same bits, or keys of the step before.
+# The goal of a search: the same image, the same bits, or also keys of the previous step.
 Exactness = Literal["exact", "reproducible", "stale"]
 
 
@@ -55,7 +55,7 @@ class Parts:
 
 
 class ParallelModel(Parts):
-    """One denoising transformer, and what strategies have put around it.
+    """One denoising transformer with the objects of its strategies.
 
     Attributes:
         model: the transformer.
@@ -73,7 +73,7 @@ class ParallelModel(Parts):
 
 
 class Context(Parts):
-    """What strategies are applied to.
+    """The context that strategies are applied to.
 
     Attributes:
         config: what was asked for.
@@ -96,7 +96,7 @@ class Context(Parts):
 
 @dataclass(frozen=True)
 class Request:
-    """One call of a pipeline, or what a bare transformer's user calls one.
+    """One call of a pipeline, or a request that a bare transformer's user opens.
 
     Attributes:
         pipe: the pipeline; None for a bare transformer.
@@ -141,7 +141,7 @@ class Strategy:
 
     # As messages and docs call it.
     name: ClassVar[str] = ""
-    # What it lets of "the same picture": the weakest promise of a recipe's strategies counts.
+    # The strategy's guarantee of the same image; the weakest guarantee of a recipe applies.
     promise: ClassVar[Promise] = "tolerance"
     # Why no gradient passes through it, a clause; empty: one does.
     no_gradient: ClassVar[str] = ""
@@ -154,12 +154,12 @@ class Strategy:
 
     @classmethod
     def keeps_between_steps(cls, config: ParallelConfig) -> str:
-        """Why steps of several requests cannot run together, a clause: what it keeps of one request's step before."""
+        """The data of a request's previous step that it keeps, as a clause; such requests cannot be batched."""
         return ""
 
     @classmethod
     def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
-        """Configurations of the same degrees with settings of its own, which a planner and ``verify`` try.
+        """Configurations of the same degrees with its settings, for the planner and ``verify``.
 
         Args:
             config: degrees, and what else all of them are to have in common. It is tried by itself, too, unless it
@@ -175,7 +175,7 @@ class Strategy:
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        """Refuse what it cannot do. Before any rank has begun, on all ranks alike; weights may be on the meta device.
+        """Reject unsupported settings, before any rank begins and alike on all; weights may be on the meta device.
 
         Raises:
             ConfigError: naming the model, the value and the way out.
@@ -183,7 +183,7 @@ class Strategy:
 
     @classmethod
     def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        """What a rank computes of a step, from what it computes without this strategy.
+        """A rank's share of a step, from its share without this strategy.
 
         Args:
             config, work, workload: who computes what.
@@ -194,17 +194,17 @@ class Strategy:
 
     @classmethod
     def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """What it adds to a step: what ranks exchange, wait for, copy and keep. Figures only; nothing runs."""
+        """The terms that it adds to a step: exchanges, waits, copies and kept data. Only figures; nothing runs."""
         return iter(())
 
     def prepare(self, pipe: Any) -> None:
         """Look at a pipeline (None: bare transformers) before any strategy has changed anything."""
 
     def apply(self, undo: ExitStack) -> None:
-        """Put it in place; what takes it off again goes onto ``undo``. Called once, in the recipe's order."""
+        """Install the strategy, and push its removal onto ``undo``. Called once, in the recipe's order."""
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
-        """A pipeline is to use the transformers: put in place what stands around its other components."""
+        """Attach to a pipeline that uses the transformers, for its other components."""
 
     def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """The arguments that a pipeline's call is to run with."""
@@ -221,7 +221,7 @@ class Strategy:
         """
 
     def forget(self) -> None:
-        """Links were renewed after a failure: forget what ranks have agreed on, as one may know what another does not.
+        """Reset agreed state after links were renewed, because ranks may differ after a failure.
 
         On all ranks alike, after `begin_request`.
         """
@@ -247,5 +247,5 @@ class Strategy:
             )
 
     def result(self, value: Any) -> Any:
-        """What a pipeline's call is to return."""
+        """The result that a pipeline's call returns."""
         return value

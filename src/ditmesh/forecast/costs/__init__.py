@@ -1,1 +1,1 @@
-"""What a step costs: hardware as figures, a model's work as figures, and the terms that strategies add up from both."""
+"""The cost of a step: figures of hardware and of a model's work, and the strategies' terms from both."""

@@ -48,7 +48,7 @@ class TransferSpeed(_Profile):
 
 
 class LinkSpeed(TransferSpeed):
-    """What connects devices.
+    """A link between devices.
 
     Attributes:
         name: of the part, or how it was measured.
@@ -109,7 +109,7 @@ class Device(_Profile):
 
 
 class Hardware(_Profile):
-    """Devices, and what connects them.
+    """Devices and their links.
 
     Attributes:
         device: all devices are alike.

@@ -1,4 +1,4 @@
-"""A denoising step as a sum of terms: what the slowest rank computes, and what it waits for.
+"""A denoising step as a sum of terms: the computation and the waits of the slowest rank.
 
 Strategies say two things of a step, each beside its own code (`ditmesh.strategies.base.Strategy`): ``share``, what
 part of the work a rank has, and ``terms``, what it exchanges and keeps. The rest is here, the same for all.
@@ -19,7 +19,7 @@ from .work import AttentionWork, BlockWork, Linear, Pointwise, Work, Workload
 # Classes of terms that are fitted to measured steps, each by a factor.
 CLASSES = ("linear", "attention", "pointwise", "launch", "transfer")
 
-# Who sends to whom in a group of N ranks, and what of it goes to other hosts:
+# Senders and receivers in a group of N ranks, and the bytes between hosts:
 #   "all"          each rank, an equal part to each other rank       the parts for ranks of other hosts
 #   "same to all"  each rank, the same to all others                 once to each other host
 #   "ring"         each rank to the next, the last to the first      where neighbours are on two hosts
@@ -73,7 +73,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes of a step.
+    """The share of a step that one rank computes.
 
     Attributes:
         rows: samples of a call.
@@ -214,7 +214,7 @@ class StepForecast:
         return 1.0 if most == 1 else 1 + (self.hardware.device.contention_factor - 1) * (here - 1) / (most - 1)
 
     def compute(self) -> list[Term]:
-        """What the rank computes, by class."""
+        """The rank's computation, by class of term."""
         totals: dict[str, float] = dict.fromkeys(("linear", "attention", "pointwise", "launch"), 0.0)
         for block, count in self.kinds():
             self._add(totals, block, count * self.share.calls, self.share.pieces, whole=False)

@@ -1,4 +1,4 @@
-"""What a transformer does for one sample, as numbers: operations, tokens, widths. No tensors."""
+"""A transformer's work for one sample as numbers: operations, tokens, widths. No tensors."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Workload:
 
     @classmethod
     def of_tokens(cls, image: int, text: int, **sizes: Any) -> Workload:
-        """A workload of which only the number of image tokens is known, and not how they lie."""
+        """A workload with a known number of image tokens and an unknown grid."""
         return cls(1, image, text=text, **sizes)
 
     @property
@@ -205,7 +205,7 @@ class Workload:
         return self.rows * self.cols * self.frames
 
     def calls(self, pictures: int, branches: int) -> tuple[int, int]:
-        """Rows of a call, and calls of a step, for so many pictures with so many branches each."""
+        """Rows per call, and calls per step, for a number of images with several branches each."""
         return (pictures * branches, 1) if self.batched else (pictures, branches)
 
 

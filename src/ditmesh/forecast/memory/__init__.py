@@ -1,1 +1,1 @@
-"""Memory that a rank needs, phase by phase, before any weights are read; what a device has; the check of both."""
+"""Memory of a rank in each phase, predicted before weights are read; free memory; and the check."""

@@ -1,4 +1,4 @@
-"""What stands around a transformer's call under a configuration, and what its ranks exchange, without any of them.
+"""The layers around a transformer's call in a configuration, and its exchanges, without starting ranks.
 
 The program runs on the meta device with links to ranks that are not there, as for the prediction of memory.
 """

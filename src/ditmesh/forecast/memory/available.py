@@ -26,7 +26,7 @@ def free_memory(device: torch.device, ranks_here: int = 1) -> float:
 
 
 def _left_by_limits(groups: Path) -> float:
-    """What the limits of this process's control groups leave; infinite without any."""
+    """The free memory within this process's control group limits; infinite without limits."""
     left = float("inf")
     with suppress(OSError):
         for line in groups.read_text().splitlines():

@@ -40,7 +40,7 @@ _DEVICES, _TRIED = (1, 2, 4, 8, 16), 2
 
 
 def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
-    """What takes memory in a pipeline's folder, from its JSON files; of other components the sizes of their files.
+    """The components of a pipeline's folder, from its JSON files; for other components the file sizes.
 
     Args:
         info: the pipeline.
@@ -66,7 +66,7 @@ def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
 
 
 def components_of_shape(shape: Shape) -> Components:
-    """What takes memory in a model whose sizes ship."""
+    """The components of a model in the catalogue."""
     encoders = {name: Component(*encoder) for name, encoder in shape.encoders.items()}
     vae = None if shape.vae is None else Component(*shape.vae)
     return Components(
@@ -84,7 +84,7 @@ def check_memory(
     without: Collection[str] = (),
     offloaded: bool = False,
 ) -> None:
-    """Refuse what does not fit, before anything is read. Every rank calls this, with the same arguments.
+    """Raise an error if the request does not fit, before anything is read. Every rank calls this alike.
 
     What cannot be predicted is not refused.
 
@@ -162,7 +162,7 @@ class _MemoryFit:
         return worst.total, worst.name
 
     def refusal(self, config: ParallelConfig, room: float) -> str | None:
-        """Why a configuration does not fit, and what would; None: it does.
+        """Why a configuration does not fit, and one that does; None: it fits.
 
         Args:
             config: the configuration.
@@ -210,7 +210,7 @@ class _MemoryFit:
 
 
 class Peaks:
-    """The most memory that this rank has taken, by phase: tensors on a GPU, on a CPU what the process has resident.
+    """This rank's peak memory by phase: tensors on a GPU, resident memory of the process on a CPU.
 
     Args:
         device: where the rank computes. Where the most cannot be read (a CPU without Linux) there are no phases.

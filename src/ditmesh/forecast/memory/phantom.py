@@ -1,4 +1,4 @@
-"""A rank whose peers are not there: links that send nothing, and take as much memory as if they did."""
+"""A rank without peers: links that send nothing and use the same memory as real links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...comm.shared import Spec, message_bytes
 from ...config import ParallelConfig
 from ...core.alive import LiveBytes
 
-# Unanswered messages that may be under way.
+# Maximum number of pending messages.
 _UNDER_WAY = 2
 
 
@@ -120,7 +120,7 @@ def _inside(whole: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 
 
 class PhantomLink(Link):
-    """A `Link` to ranks that are not there. What is received has shapes and no values.
+    """A `Link` to absent ranks. Received tensors have shapes and no values.
 
     Args:
         name, size, rank: as of `Link`.

@@ -1,4 +1,4 @@
-"""What every rank of a request needs, phase by phase: loading, encoding the text, denoising, decoding."""
+"""The memory of every rank of a request in each phase: loading, text encoding, denoising, decoding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Components:
-    """What a pipeline consists of, as far as it takes memory.
+    """The components of a pipeline that need memory.
 
     Attributes:
         name: of the model.
@@ -82,7 +82,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class RankNeeds:
-    """What some ranks need, each of them.
+    """The memory of each of several equal ranks.
 
     Attributes:
         stage: of the pipe axis, all of whose ranks need the same.
@@ -110,7 +110,7 @@ def needs(
     offloaded: bool = False,
     workspace: Workspace | None = cpu_workspace,
 ) -> list[RankNeeds]:
-    """What every rank needs: nothing is read but configurations, and nothing computed.
+    """Predict the memory of every rank from configurations, without computing anything.
 
     Weights of a rank are its slices, stages and pieces; there is no other copy of them in any phase. Text encoders are
     whole on every rank while it loads, and then where ``text_encoder`` says.
@@ -174,7 +174,7 @@ def fullest(
 
 @dataclass(frozen=True)
 class _EncoderMemory:
-    """What text encoders take on a rank.
+    """The memory of text encoders on a rank.
 
     Attributes:
         loaded, encoding, later: bytes of weights while the rank loads, while it encodes, and after that.
@@ -191,7 +191,7 @@ class _EncoderMemory:
 def _phases(
     components: Components, one: Needs, text: _EncoderMemory, vae: Needs, offloaded: bool, process: float
 ) -> tuple[Phase, ...]:
-    """Of a rank: what it needs of the transformers, of text encoders, and of the autoencoder."""
+    """A rank's memory for transformers, text encoders and the VAE."""
     around = one.weights + (0.0 if offloaded else vae.weights + components.other)
     # Memory that messages have been written to stays with the process.
     messages = text.shared + one.shared
@@ -255,7 +255,7 @@ def _decoding(components: Components, config: ParallelConfig, workload: Workload
 
 
 def _denoising(components: Components, config: ParallelConfig, workload: Workload, how: _WalkOptions) -> list[Needs]:
-    """For every stage what its ranks need, of all transformers."""
+    """The memory of every stage's ranks for all transformers."""
     stages = [[*_stages(part, config, workload, how)] for part in components.denoisers]
     return [
         Needs(
@@ -270,7 +270,7 @@ def _denoising(components: Components, config: ParallelConfig, workload: Workloa
 
 
 def _stages(part: Component, config: ParallelConfig, workload: Workload, how: _WalkOptions) -> list[Needs]:
-    """What the ranks of every stage need of one transformer."""
+    """The memory of every stage's ranks for one transformer."""
     layout = known_models().get(part.kind)
     if layout is None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""What is alive while a rank encodes, denoises and decodes: the program itself, on tensors without values.
+"""Live tensors while a rank encodes, denoises and decodes: the program itself on tensors without values.
 
 The transformer runs behind the engine, under the configuration, with links whose other ranks are not there; so do text
 encoders and the autoencoder, whole or in bands. Nothing is computed, no weights are read; every operation's results are
@@ -44,7 +44,7 @@ from .phantom import SharedPools, phantom_mesh
 
 log = logging.getLogger(__name__)
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
-# What models raise that look at values, or that are called in another way than theirs.
+# Exceptions of models that read values, or that are called with unexpected arguments.
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 # torch's own convolution is taken for small inputs of small kernels: elements of its first four dimensions.
 _SMALL = 20480
@@ -76,7 +76,7 @@ class Needs:
 
 
 def _kept(walk: Callable[..., Needs]) -> Callable[..., Needs]:
-    """Keep what a component's walk found, by all that it was called with: a search asks of the same ones again."""
+    """Cache a component's walk by its arguments, because a search repeats them."""
     known: dict[Any, Needs] = {}
 
     @wraps(walk)
@@ -185,7 +185,7 @@ def _step(
 
 
 def _some_steps(engine: Engine, model: nn.Module, alive: LiveBytes, make: Conventions, size: Size, calls: int) -> float:
-    """What is alive between the steps."""
+    """The live tensors between the steps."""
     with WithoutValues(), alive:
         inputs = make.inputs(size)
         gc.collect()
@@ -258,7 +258,7 @@ def fake_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def bytes_of(model: nn.Module, units: Sequence[Unit] = ()) -> float:
-    """Bytes of a model's weights, of those in pieces this rank's; what several names share counts once.
+    """Bytes of a model's weights on this rank; shared tensors count once.
 
     Args:
         model: the model, or a block of one.
@@ -334,7 +334,7 @@ def encode(
     shared_memory: bool = True,
     workspace: Workspace | None = None,
 ) -> Needs:
-    """A text encoder's run over one prompt, on a rank that has it, whole or in pieces as the configuration says.
+    """A text encoder's run over one prompt on a rank that holds it, whole or sharded.
 
     Args:
         kind, settings: class of transformers, and configuration.

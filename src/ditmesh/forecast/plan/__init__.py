@@ -1,1 +1,1 @@
-"""`ditmesh plan`: what is planned for, the page, and the measuring of the best few."""
+"""`ditmesh plan`: its subject, its page, and measurements of the best configurations."""

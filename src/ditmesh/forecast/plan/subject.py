@@ -1,4 +1,4 @@
-"""What a plan is made for: a model of the catalogue, or the pipeline in a folder."""
+"""The subject of a plan: a model of the catalogue, or the pipeline in a folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VIDEOS = 0.4
 
 @dataclass(frozen=True)
 class PlanSubject:
-    """A model, and what is asked of it.
+    """A model and its request.
 
     Attributes:
         name: of the model.
@@ -59,7 +59,7 @@ class PlanSubject:
     def limits(
         self, hardware: Hardware, exactness: Exactness, memory: float | None, deadline: float | None
     ) -> SearchLimits:
-        """What configurations have to keep to, on some hardware."""
+        """The limits of configurations on some hardware."""
         part = hardware.device
         where: Literal["cpu", "cuda"] = "cpu" if part.name == "cpu" else "cuda"
 
@@ -98,7 +98,7 @@ def subject(
     pictures: int = 1,
     **sizes: Any,
 ) -> PlanSubject:
-    """The model of a name, and what is asked of it; what is None is as usual.
+    """The model of a name and its request; None: the default.
 
     Args:
         name: of the catalogue (`ditmesh.forecast.catalogue`), else a folder, a hub id or an embedded model.
@@ -142,6 +142,6 @@ def _found(name: str, known: list[str]) -> ModelInfo:
 
 
 def _beside(info: ModelInfo) -> float:
-    """Bytes of the weights of what is beside the transformers, as they lie in the folder."""
+    """Bytes of the weights of the other components in the folder."""
     parts = [path for path in info.files.iterdir() if path.is_dir() and not path.name.startswith("transformer")]
     return float(sum(path.stat().st_size for part in parts for path in part.glob("*.safetensors")))
