@@ -1,1 +1,1 @@
-"""Attention across ranks: kernels by name, Ulysses, ring, masks, and the recipe that joins them."""
+"""Attention across ranks: kernels by name, Ulysses, ring, masks, and the mixer that combines them."""

@@ -1,4 +1,4 @@
-"""Exact attention over tokens that lie on several ranks: the one recipe of all strategies.
+"""Exact attention over tokens on several ranks, shared by all strategies.
 
 Heads are traded for tokens inside a Ulysses group, keys and values go round the ring or are gathered over it, a local
 kernel computes, and heads are traded back. USP: Fang & Zhao 2024, arXiv:2405.07719.
@@ -83,7 +83,7 @@ class Mixer:
         return [range(first + r * width, first + (r + 1) * width) for r in range(self.ring.size)]
 
     def exchange(self, heads: int, weights: tuple[float, ...]) -> HeadExchange:
-        """Who computes which of so many heads.
+        """The split of heads over ranks.
 
         Heads follow the weights of the sequence ranks as tokens do; ranks of one ring share a cut, so theirs are added
         up.
@@ -165,7 +165,7 @@ class Mixer:
         groups: Sequence[range],
         scale: float | None,
     ) -> Tensor:
-        """`attend_distributed`, a part of the heads after the other, so that exchanges run beside attention.
+        """`attend_distributed` in chunks of heads, so that exchanges overlap attention.
 
         Heads do not see one another: they come out as they do together.
         """

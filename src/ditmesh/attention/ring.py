@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel round the ring while every rank computes on what it has.
+"""Ring attention: keys and values pass around the ring while every rank computes on its current block.
 
 Liu et al. 2023, arXiv:2310.01889. Each rank keeps its queries; after N - 1 shifts it has met every block of
 keys. Partial results merge by their log-sum-exp. In backward keys travel again, and the gradients of a block of keys
@@ -20,7 +20,7 @@ from .kernels import attend_backward, attend_with_lse, merge_
 
 
 class _Ring(NamedTuple):
-    """Who takes part in one ring attention, and how; see `ring_attention`."""
+    """The ranks and settings of one ring attention; see `ring_attention`."""
 
     link: Link
     lengths: Sequence[int]
@@ -29,7 +29,7 @@ class _Ring(NamedTuple):
     attend: Callable[..., tuple[Tensor, Tensor]]
 
     def arriving(self, tensors: Sequence[Tensor], block: int) -> Transfer:
-        """Send on what belongs to the keys of rank ``block``, and receive the same of those before them."""
+        """Send tensors of rank ``block``'s keys to the next rank, and receive those of the previous block."""
         batch, heads, _, dim = tensors[0].shape
         incoming = self.lengths[(block - 1) % self.link.size]
         return self.link.shift(tensors, [(batch, heads, incoming, dim)] * len(tensors))

@@ -1,4 +1,4 @@
-"""Ulysses: trade heads for tokens, attend, trade back.
+"""Ulysses: exchange heads for tokens, attend, exchange back.
 
 Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509. Here with uneven heads and lengths, several streams
 in one sequence, and streams that every rank holds whole. Keys are put in the order one device has before
@@ -34,7 +34,7 @@ class HeadExchange:
         self.head_starts = offsets(self.head_counts) if head_starts is None else tuple(head_starts)
 
     def chunk(self, number: int, chunks: int) -> HeadExchange:
-        """The exchange of one of so many chunks of every rank's heads; no rank has fewer heads than chunks."""
+        """The exchange of one of several chunks of every rank's heads; no rank has fewer heads than chunks."""
         counts = [even_cut(count, chunks)[number] for count in self.head_counts]
         before = [offsets(even_cut(count, chunks))[number] for count in self.head_counts]
         return HeadExchange(self.link, counts, [sum(two) for two in zip(self.head_starts, before, strict=True)])
@@ -83,7 +83,7 @@ class HeadExchange:
     def _to_heads(
         self, tensors: Sequence[Tensor], streams: Sequence[Partition]
     ) -> tuple[list[list[Tensor]], list[list[tuple[int, ...]]], list[list[Tensor | None]]]:
-        """What goes to every rank, the shapes of what comes, and what stays.
+        """The tensors for every rank, the shapes of the received ones, and the local part.
 
         The last is for every tensor and stream this rank's heads of what lies here; None: every rank sends some.
         """
@@ -108,7 +108,7 @@ class HeadExchange:
         return outgoing, shapes, here
 
     def _to_tokens(self, out: Tensor, tokens: Partition) -> tuple[list[list[Tensor]], list[list[tuple[int, ...]]]]:
-        """What goes to every rank, and the shapes of what comes."""
+        """The tensors for every rank, and the shapes of the received ones."""
         me, size = self.link.rank, self.link.size
         o_bshd = out.transpose(1, 2)
         batch, _, _, dim = o_bshd.shape

@@ -1,4 +1,4 @@
-"""Which ranks share a host: those that reach the same memory, whatever their hosts are called.
+"""Detection of ranks on the same host: ranks that reach the same memory, whatever the host names.
 
 Host names repeat (virtual machines made from one image, containers), and so do a system's own identifiers after a
 snapshot was started twice. So every rank keeps a random token in anonymous memory, and a rank is near another if it
@@ -55,7 +55,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Relay:
-    """How what all ranks of a link are to have comes to each host once, as one rank sees it.
+    """The relay of a link's data, which each host receives once, from one rank's point of view.
 
     Ranks are places in the link.
 

@@ -34,7 +34,7 @@ _UNSEEN: Watched = nullcontext()
 
 
 class Transfer:
-    """Tensors on their way from other ranks.
+    """A transfer of tensors from other ranks.
 
     Holds the buffers of what is received and sent, and the process group's handles, until `wait`: gloo hangs when a
     send's handle is dropped, and a buffer must outlive its transfer. ``messages`` are functions that wait for more
@@ -128,7 +128,7 @@ class Link:
 
     @property
     def transport(self) -> str:
-        """What tensors travel through: ``"shared memory"``, or the group's backend, such as ``"gloo"``."""
+        """The transport of tensors: ``"shared memory"``, or the group's backend, such as ``"gloo"``."""
         self._state.check()
         return self._backend if self._channel is None or self._far else "shared memory"
 
@@ -139,7 +139,7 @@ class Link:
         return None if self._far or torch.compiler.is_compiling() else self._channel
 
     def drop(self) -> None:
-        """Give up every transfer, the process group and the shared memory: until `connect` no tensor can travel."""
+        """Drop every transfer, the process group and the shared memory; no tensor can be sent until `connect`."""
         for transfer in list(self._transfers):
             transfer.cancel()
         self._group = self._channel = None
@@ -203,7 +203,7 @@ class Link:
             self.traffic.observer(self.name, kind)
 
     def _watch(self, kind: str, sent: int) -> Watched:
-        """Show that a message is posted; what is returned is entered to wait for it. No part of a compiled graph."""
+        """Report a posted message; enter the result while waiting for it. Not part of a compiled graph."""
         if torch.compiler.is_compiling() or self.traffic.watcher is None:
             return _UNSEEN
         return self.traffic.watcher.post(self.name, kind, sent)

@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from . import Hosts, Link, PeerError, RequestState, SharedChannel, SharedMemory, Traffic, find_hosts, possible
 from .backends import device_of_rank
 
-# Seconds a collective may wait for a rank that does not come.
+# Seconds a collective may wait for a missing rank.
 DEFAULT_DEADLINE = 600.0
 # Links of a mesh, and the axes on which their ranks differ.
 LINKS: dict[str, tuple[str, ...]] = {
@@ -53,7 +53,7 @@ LINKS: dict[str, tuple[str, ...]] = {
 # Axes whose ranks hold the same weights, each with a part of their gradient.
 AVERAGED = ("data", "ring", "ulysses")
 
-# What follows a sentence about a mesh that can be used no more.
+# The remedy in an error about an unusable mesh.
 _WAY_OUT = "call ditmesh.restore on every rank and parallelize again, or restart the job"
 
 _GIVEN_UP_HERE = "the job has failed on this rank, and its mesh was given up; restart the job"
@@ -62,7 +62,7 @@ _CLOSED = "this mesh is closed; make a new one, or call ditmesh.parallelize agai
 
 
 class _Arrival(NamedTuple):
-    """A rank's message at a boundary: about the request that is over, and what the rank has come for."""
+    """A rank's message at a boundary: the state of the previous request, and the purpose of the next."""
 
     number: int
     outcome: int
@@ -267,7 +267,7 @@ class Mesh:
 
     @property
     def deadline(self) -> float:
-        """Seconds that a collective may wait for a rank that does not come."""
+        """Seconds that a collective may wait for a missing rank."""
         return self._deadline.total_seconds()
 
     @property
@@ -289,7 +289,7 @@ class Mesh:
             self._depth -= 1
 
     def begin_request(self, purpose: str = "a request") -> None:
-        """A boundary: all ranks meet here. A collective call.
+        """A boundary, at which all ranks synchronise. A collective call.
 
         If the request before has failed on any rank, process groups and shared memory are renewed; see `when_renewed`.
 
@@ -399,7 +399,7 @@ class Mesh:
         return [mine if rank == self.rank else _Arrival.unpacked(boxes[rank]) for rank in self._peers]
 
     def _fail(self, sentence: str) -> PeerError:
-        """Fail the request; what to raise."""
+        """Fail the request; returns the error to raise."""
         self._outcome, self._state.refusal = max(self._outcome, _FAILED), sentence
         if self._memory is not None:
             self._memory.fail()
@@ -409,7 +409,7 @@ class Mesh:
         return PeerError(sentence)
 
     def _break(self, sentence: str) -> PeerError:
-        """Fail all requests from now on; what to raise."""
+        """Fail all requests from now on; returns the error to raise."""
         self._broken, error = sentence, self._fail(sentence)
         if self._control is not None:
             dist.destroy_process_group(self._control)
@@ -417,7 +417,7 @@ class Mesh:
         return error
 
     def _drop(self) -> None:
-        """Give process groups up, whatever is on its way."""
+        """Abandon process groups with pending messages."""
         self._outcome = _GIVEN_UP
         for link in self._links.values():
             link.drop()
@@ -462,7 +462,7 @@ class Mesh:
             self._destroy(self._averaging)
 
     def close(self) -> None:
-        """Give process groups and shared memory back. A collective call; the default process group stays."""
+        """Free process groups and shared memory. A collective call; the default process group stays."""
         self._broken = self._broken or _CLOSED
         self._state.refusal = self._broken
         # gloo's threads end with the last reference to a group, which a link would hold until it is collected.

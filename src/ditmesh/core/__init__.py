@@ -1,1 +1,1 @@
-"""What the engine and every strategy are made of: partitions, groups, patches, the call clock."""
+"""Building blocks of the engine and strategies: partitions, groups, patches, the call clock."""

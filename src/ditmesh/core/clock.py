@@ -1,4 +1,4 @@
-"""Which call of a transformer this is: its request, denoising step, branch of guidance and rows of the batch."""
+"""The current call of a transformer: its request, denoising step, guidance branch and rows of the batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .arguments import Arguments, covers, parameter_names
 from .values import Seen, Values, seen
 
-# What transformers call the timestep.
+# Argument names of the timestep.
 TIMESTEPS = ("timestep", "t")
 
 
@@ -94,12 +94,12 @@ class CallClock:
         self._schedule: tuple[Seen, list[Any]] | None = None
 
     def begin_request(self) -> None:
-        """A new request: its first call begins step 0."""
+        """Begin a new request: its first call begins step 0."""
         self._forget()
         self.call = TransformerCall(self.call.request + 1)
 
     def end_request(self) -> None:
-        """The request is over: hold no tensor of it."""
+        """End the request, and release its tensors."""
         self._forget()
         self.call = replace(self.call, steadiness=lambda: False)
 

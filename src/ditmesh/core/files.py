@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and data that JSON can hold."""
+"""Atomic files and folders, and data for JSON."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def folder_written_whole(path: str | Path) -> Iterator[Path]:
 
 
 def lock_of(file: str | Path) -> IO[str] | None:
-    """Hold a file for this process, until what is returned is closed or the process ends, however that ends.
+    """Lock a file for this process, until the result is closed or the process ends in any way.
 
     Returns:
         The open file with this process's number in it; None: another process, or another part of this one, holds it.

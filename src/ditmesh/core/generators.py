@@ -1,4 +1,4 @@
-"""torch's default random generators, as one request has them."""
+"""torch's default random generators of one request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def set_default_states(device: torch.device, states: Mapping[str, Tensor]) -> No
 
 
 class OwnGenerators:
-    """Default generators of one request: seeded when first used, and put aside while others compute.
+    """Default generators of one request: seeded when first used, and stored while other requests compute.
 
     Some pipelines encode a control picture with noise of the process's own generators, and some schedulers draw from
     them in every step.
@@ -43,7 +43,7 @@ class OwnGenerators:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """torch's default generators are this request's."""
+        """Use this request's states for torch's default generators."""
         outside = default_states(self._device)
         if self.states:
             set_default_states(self._device, self.states)

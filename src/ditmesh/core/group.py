@@ -1,4 +1,4 @@
-"""What strategies need of the ranks that share an axis."""
+"""The interface of a group of ranks for strategies."""
 
 from __future__ import annotations
 

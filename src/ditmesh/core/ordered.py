@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on who computed which part of them.
+"""Sums with bits that do not depend on which rank computed which part.
 
 The addends have numbers, and are added up along one binary tree over all numbers, on any rank and in whichever
 order they come. A rank that has all addends below a node has the node's sum; sums of nodes are exchanged instead of

@@ -1,4 +1,4 @@
-"""Dimensions shared out: which part (a rank, a tile, a patch) has which of the elements.
+"""Partitions of dimensions: the elements of each part (a rank, a tile, a patch).
 
 Every strategy that shares tokens, features, heads or rows out uses `Partition` and the functions below, so that a cut
 is decided, taken and put together in one place. Parts that are not contiguous are PipeFusion's `Owners`.
@@ -20,7 +20,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Partition:
-    """How one dimension is shared out: it is a row of blocks, and every part has a run of each.
+    """The partition of one dimension: a sequence of blocks, of each of which every part holds a run.
 
     A block is a stream of a joint sequence, one of the three in a packed q|k|v, or all rows of a batch. A part is a
     rank, a tile, a patch or a virtual rank; what it holds are its runs, one after the other.
@@ -49,7 +49,7 @@ class Partition:
 
     @cached_property
     def parts(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return len(self.blocks[0]) if self.blocks else 0
 
     @cached_property

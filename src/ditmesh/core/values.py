@@ -1,4 +1,4 @@
-"""Whether tensors hold the same values, found out by looking at them as seldom as possible.
+"""Comparison of tensors' values with as few reads as possible.
 
 To compare two tensors by value is to wait for the device. Nearly always something else shows it: they are one piece of
 memory that was not written to in between, or the same two were compared before.

@@ -1,4 +1,4 @@
-"""The layout of a transformer that was never called: `derive` on small inputs made up for it."""
+"""The layout of a transformer without a real call: `derive` on small generated inputs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _joined(layout: TokenLayout, other: TokenLayout | None) -> TokenLayout:
 
 
 def differences(reviewed: TokenLayout, probed: TokenLayout) -> list[str]:
-    """What two layouts of one class disagree on, a sentence each; empty when they agree.
+    """The differences between two layouts of one class, one sentence each; empty if they agree.
 
     A reviewed layout may know arguments that the probe's inputs did not bring up; it may not miss one.
     """

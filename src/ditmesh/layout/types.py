@@ -86,7 +86,7 @@ def rotary(arg: str, dim: int, tokens: tuple[str, ...] = ("image",), ndim: int |
 
 @dataclass(frozen=True)
 class Count:
-    """An integer argument that counts tokens of a stream: so many tokens of the first frame.
+    """An integer argument that counts tokens of a stream, such as those of the first frame.
 
     A rank gets the number of those tokens that are its own.
 
@@ -104,7 +104,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Grid:
-    """The image as a grid that blocks unfold: it may be cut between rows only.
+    """The image as a grid that blocks unfold: it may be split between rows only.
 
     Integer arguments hold its numbers of rows (``"height"``; a rank gets that of its own) and columns (``"width"``).
     """
@@ -115,7 +115,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A module inside every block that mixes tokens without attention, and the rule that makes it whole.
+    """A module inside every block that mixes tokens without attention, and the rule for distributing it.
 
     Attributes:
         module: its path in the block, ``"ff.conv_depth"``.
@@ -139,7 +139,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Table:
-    """A positional table that tensor parallelism cuts: one per channel or head, applied inside the attention.
+    """A positional table that tensor parallelism splits: one per channel or head, applied inside the attention.
 
     Attributes:
         kind: class of the attention module that takes it.
@@ -228,7 +228,7 @@ class Region:
     written: tuple[str, ...] = ()
 
     def stream(self, name: str) -> Stream:
-        """The stream of that name."""
+        """The stream with a name."""
         return next(stream for stream in self.streams if stream.name == name)
 
     @property
@@ -250,7 +250,7 @@ BESIDE_IMAGE = ("norm", "ada", "mod", "context", "add_", "txt", "text", "temb", 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How the tokens of one transformer class lie in its blocks' tensors.
+    """The positions of one transformer class's tokens in its blocks' tensors.
 
     Attributes:
         model: name of the transformer class.
@@ -306,7 +306,7 @@ class TokenLayout:
     source: str = "reviewed"
 
     def save(self, path: str | Path) -> None:
-        """Write the layout as JSON: to look at, to hand to `read`, to contribute.
+        """Write the layout as JSON, for inspection, for `read`, or for a contribution.
 
         Raises:
             FileExistsError: the file is there already.
@@ -316,7 +316,7 @@ class TokenLayout:
 
     @staticmethod
     def read(path: str | Path) -> TokenLayout:
-        """A layout that `save` has written, or that was written by hand; what it leaves out has its default.
+        """Read a layout that `save` wrote, or that was written by hand; omitted entries have their defaults.
 
         Raises:
             InputError: the file cannot be read, or is no layout; says which entry is wrong.

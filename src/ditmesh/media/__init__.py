@@ -1,1 +1,1 @@
-"""Images and videos of others as a person sees them: one reader for training, generation, the server and clients."""
+"""One reader of image and video files for training, generation, the server and clients."""

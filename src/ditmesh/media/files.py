@@ -1,4 +1,4 @@
-"""Files of others, opened so that nothing waits or fills the memory: regular files or parts of them, up to a limit."""
+"""Safe opening of untrusted files: regular files or parts of them, up to a size limit."""
 
 from __future__ import annotations
 

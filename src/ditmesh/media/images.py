@@ -1,4 +1,4 @@
-"""Images as a person sees them: 8-bit sRGB, upright, over white; masks as levels of grey.
+"""Reading of images: 8-bit sRGB, upright, over white; masks as levels of grey.
 
 What a file has besides its samples decides what is seen, and each is followed here:
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (
     ".png", ".apng", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm"
 )  # fmt: skip
-# Formats of Pillow that are read. Others of its formats start programs (EPS), or are no images of their own.
+# Pillow's formats that are read. Some other formats start programs (EPS), or are not single images.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000", "PPM")
 # Pixels of an image, at most.
 MOST_PIXELS = 2**27
@@ -44,19 +44,19 @@ _BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 # Of EXIF 2.32.
 _ORIENTATION = 0x0112
 
-# How a file begins that Pillow reads, as far as a video could be taken for it.
+# First bytes of Pillow's formats, to distinguish them from videos.
 _BEGINNINGS = (b"\x89PNG", b"GIF8", b"\xff\xd8", b"BM", b"II*\0", b"MM\0*", b"P5\n", b"P6\n")
 
 
 def is_image(head: bytes) -> bool:
-    """Whether Pillow reads a file, by its first 12 bytes; else it may be a video."""
+    """Whether Pillow reads a file, by its first 12 bytes; otherwise it may be a video."""
     return head.startswith(_BEGINNINGS) or head[8:12] == b"WEBP" or head[4:12] in (b"ftypavif", b"ftypavis")
 
 
 def read_image(
     file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = FORMATS
 ) -> Image:
-    """The image in a file as a person sees it: RGB, of an animation the first frame.
+    """The image in a file, upright sRGB; of an animation the first frame.
 
     Args:
         file: opened for reading, seekable.
@@ -146,7 +146,7 @@ def opened_image(
 
     Image.init()
     try:
-        # Warnings of Pillow are about large images, corrupt EXIF and palettes, all of which are dealt with here.
+        # Pillow warns about large images, corrupt EXIF and palettes, which this module handles.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(file, formats=[one for one in formats if one in Image.OPEN]) as image:
@@ -161,7 +161,7 @@ def opened_image(
     except InputError:
         raise
     except Exception as error:
-        # Files of others: what Pillow raises of them can be anything.
+        # Pillow can raise any exception for an untrusted file.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(f"{name} is corrupt and cannot be decoded ({reason}); save the image again") from None
 
@@ -288,7 +288,7 @@ def _in_srgb(colour: Image, profile: bytes | None, name: str) -> Image:
 
 @lru_cache(maxsize=32)
 def _transform(profile: bytes) -> tuple[str, Any]:
-    """The mode of images with this profile, and their transform to sRGB; None: it changes nothing that is seen.
+    """The mode of images with this profile, and their transform to sRGB; None: the profile is equivalent to sRGB.
 
     Raises:
         ValueError: the profile is broken, or of another space.

@@ -1,4 +1,4 @@
-"""Videos and animated images as a person sees them: frames in sRGB, upright, with square pixels, over white."""
+"""Reading of videos and animated images: frames in sRGB, upright, with square pixels, over white."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HDR = {16: "PQ", 18: "HLG"}
 
 
 def check_video_library() -> None:
-    """Refuse videos where PyAV is not installed.
+    """Raise an error if PyAV is not installed.
 
     Raises:
         InputError: it is not.
@@ -77,7 +77,7 @@ def frame_size(file: BinaryIO, name: str) -> tuple[int, int]:
     """
     if is_image(_head(file)):
         return image_size(file, name)
-    # Containers are wrong about sizes now and then.
+    # Containers may give wrong sizes.
     for frame in _frames(file, name):
         return frame.height, frame.width
     raise InputError(f"{name} holds no frame; give a video")
@@ -153,12 +153,12 @@ def _decoded(file: BinaryIO, name: str) -> Iterator[Image]:
         except InputError:
             raise
         except Exception as error:
-            # Files of others: what decoders and scalers raise of them can be anything.
+            # Decoders and scalers can raise any exception for an untrusted file.
             raise InputError(f"{name} cannot be read as a video ({error}); give another file") from None
 
 
 def _as_shown(frame: Any, stream: Any, name: str) -> Image:
-    """A decoded frame as players show it."""
+    """A decoded frame with the video's rotation and square pixels."""
     import PIL.Image
 
     if any(component.is_alpha for component in frame.format.components):

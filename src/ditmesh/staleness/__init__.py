@@ -1,1 +1,1 @@
-"""Stale strategies: which steps are synchronous, what a step is, and how far keys and values drift between steps."""
+"""Warm-up policies of stale strategies, their control, and the drift of keys and values between steps."""

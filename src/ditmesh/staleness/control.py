@@ -1,4 +1,4 @@
-"""One request's steps: the policy's decisions, the drift measured, and the log of it all."""
+"""The steps of a request: the policy's decisions, the measured drift, and their log."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .drift import DriftMonitor, drifts_of
 from .policy import Decision, Outlook, Past, WarmupPolicy
 from .schedule import even_levels
 
-# Seconds that a request which failed waits for messages of other ranks that are still under way.
+# Seconds that a failed request waits for pending messages of other ranks.
 PATIENCE = 20.0
 
 
 @dataclass
 class StepRecord:
-    """What happened in one step.
+    """The log of one step.
 
     Attributes:
         step: number, from 0.
@@ -59,7 +59,7 @@ class StalenessLog:
         return sum(record.synchronous for record in self.steps)
 
     def summary(self) -> str:
-        """Such as ``4 of 12 steps synchronous``."""
+        """A short text such as ``4 of 12 steps synchronous``."""
         return f"{self.synchronous} of {len(self.steps)} steps synchronous"
 
 
@@ -117,7 +117,7 @@ class WarmupControl:
         clock.on_step(self._begin_step)
 
     def begin_request(self, steps: int | None = None) -> None:
-        """A new request: nothing of the one before is seen any more.
+        """Begin a new request without state of the previous one.
 
         Args:
             steps: number of its steps, where no pipeline gives it.
@@ -129,7 +129,7 @@ class WarmupControl:
         self._outlook = Outlook(self._devices, share=self._share)
 
     def end_request(self, failed: bool = False) -> None:
-        """The request is over: take the last steps' drift into the log; ``failed``: it has raised, forget them.
+        """End the request, and add the last steps' drift to the log; ``failed``: drop it.
 
         Raises:
             RuntimeError: another rank has gone, and nothing was said of a failure.
@@ -177,7 +177,7 @@ class WarmupControl:
         steps.append(StepRecord(len(steps), made.synchronous, made.reason, made.predicted))
 
     def _send(self) -> None:
-        """Send what was measured in the step that has run here, if the policy reads it."""
+        """Send the drift of the finished step, if the policy reads it."""
         self._sent += 1
         if not self.monitor.active:
             return

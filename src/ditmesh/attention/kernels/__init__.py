@@ -46,7 +46,7 @@ class Kernel(Protocol):
     deterministic: bool
 
     def supports(self, q_bhsd: Tensor, mask: Tensor | None) -> bool:
-        """Whether it can compute with queries of this dtype, device and head size, and with a mask, if there is one."""
+        """Whether the kernel supports queries of this dtype, device and head size, and the mask, if any."""
         ...
 
     def attend(
@@ -64,7 +64,7 @@ class Kernel(Protocol):
 
 @runtime_checkable
 class KernelWithLse(Kernel, Protocol):
-    """A kernel that can also serve ring attention."""
+    """A kernel that also supports ring attention."""
 
     def attend_with_lse(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
@@ -82,7 +82,7 @@ KERNELS: dict[str, Kernel] = {"native": Native(), "math": Math()}
 
 
 def register(kernel: Kernel) -> None:
-    """Make a kernel known under its name. Registering the same object again does nothing.
+    """Register a kernel under its name. Registering the same object again does nothing.
 
     Raises:
         ConfigError: another one has the name.
@@ -92,7 +92,7 @@ def register(kernel: Kernel) -> None:
 
 
 class LocalAttention:
-    """The kernel of one transformer's attention, as strategies call it: what it does not support is refused by name.
+    """The kernel of one transformer's attention for strategies; unsupported inputs raise an error with its name.
 
     Args:
         kernel: the one in force at first.
@@ -106,16 +106,16 @@ class LocalAttention:
     def __init__(self, kernel: Kernel, choose: Callable[[str], Kernel] | None = None) -> None:
         self.kernel = kernel
         self._choose = None if choose is None else cache(choose)
-        # What the model had set when a kernel was configured in its place.
+        # The model's own backend, if the configuration replaces it.
         self._replaced = {"native"}
 
     @property
     def is_torch(self) -> bool:
-        """Whether it is torch's own function that computes."""
+        """Whether torch's own function computes attention."""
         return isinstance(self.kernel, Native) and self.kernel.replaced() is None
 
     def prepare(self, backends: Collection[str], sample_bhsd: Tensor) -> None:
-        """Look at what a model is going to ask for, before it runs.
+        """Check the backends that a model uses, before it runs.
 
         Args:
             backends: those that are set on it.
@@ -197,7 +197,7 @@ def local_attention(name: str | None = None, ring: int = 1, reproducible: bool =
         ConfigError: as `_usable` does.
     """
     choose = partial(_usable, ring=ring, reproducible=reproducible)
-    # A function that replaces torch's is refused before any call.
+    # A replaced torch function is rejected before any call.
     return LocalAttention(choose(name or "native"), choose if name is None else None)
 
 

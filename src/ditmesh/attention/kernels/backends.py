@@ -23,7 +23,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "float | None"], tup
 
 @dataclass(frozen=True)
 class Traits:
-    """What is known of a backend.
+    """The known properties of a backend.
 
     Attributes:
         masks: which it takes: ``""``: none; ``"keys"``: boolean ones, the same for all queries and heads;
@@ -224,7 +224,7 @@ def backend_kernel(name: str) -> DiffusersKernel | None:
         dispatch._check_attention_backend_requirements(member)
         dispatch._maybe_download_kernel_for_backend(member)
     except Exception as error:
-        # Of a kernel from the hub anything may be raised.
+        # A kernel from the hub may raise any exception.
         words = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"attention={name!r} cannot be used here: {words}; or use attention='native'") from error
     return (DiffusersKernel if TRAITS[name].lse is None else BackendWithLse)(name)

@@ -10,13 +10,13 @@ from .lse import additive, attend_with_lse, attend_with_lse_reference
 
 
 class Native:
-    """`torch.nn.functional.scaled_dot_product_attention`, or what the program has put in its place."""
+    """`torch.nn.functional.scaled_dot_product_attention`, or the function with which the program has replaced it."""
 
     name = "native"
     deterministic = True
 
     def replaced(self) -> str | None:
-        """What the program has put in the place of torch's function before it was intercepted; None: nothing."""
+        """The function with which the program replaced torch's before the interception; None: none."""
         found = intercept.plain()
         if found is intercept.sdpa:
             return None
@@ -41,7 +41,7 @@ class Native:
 
 
 class Math:
-    """Attention spelt out in float32, on any device; scores take memory B·H·Sq·Sk."""
+    """An explicit implementation in float32, on any device; scores take memory B·H·Sq·Sk."""
 
     name = "math"
     deterministic = True
