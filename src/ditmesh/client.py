@@ -332,16 +332,16 @@ class Client(_Flows):
     """A client of `ditmesh serve`.
 
     Args:
-        url: of the server.
-        key: of the API; default: the environment's ``DITMESH_API_KEY``.
-        timeout: seconds in which the server has to answer; not for a job to be done, which has no limit.
-        patience: seconds in all for which a server that is full, starting or out of reach is asked again.
+        url: the server's URL.
+        key: the API key; default: the environment variable ``DITMESH_API_KEY``.
+        timeout: seconds for a response of the server; the duration of a job has no limit.
+        patience: total seconds of retries while a server is full, starting or unreachable.
 
     Every method raises
 
-    * `InputError` for what the server refuses, in the server's words, and when no server is there,
-    * `serve.backend.QueueFull`, `NoSpace` and `UnknownJob` as the server does,
-    * `ServerError` for all else.
+    * `InputError` if the server rejects the request, with its message, or if there is no server,
+    * `serve.errors.QueueFull`, `NoSpace` and `UnknownJob` as the server does,
+    * `ServerError` for other errors.
     """
 
     _http: httpx.Client
@@ -352,13 +352,13 @@ class Client(_Flows):
 
         Args:
             prompt: what to generate.
-            on_event: told what happens meanwhile.
+            on_event: a callback for the job's events.
             options: fields of `serve.types.JobRequest`, such as ``n``, ``steps`` and ``seed``; ``size`` as
-                ``(width, height)`` or ``"1024x768"``; ``loras`` as names, or scales by name; and input pictures
-                ``image``, ``mask``, ``control``, ``ip_image``: as PIL has them, as files' names, or as bytes.
+                ``(width, height)`` or ``"1024x768"``; ``loras`` as names, or scales by name; and input images
+                ``image``, ``mask``, ``control``, ``ip_image`` as PIL images, file names, or bytes.
 
         Returns:
-            The pictures; ``.receipt`` of each says how it was generated (`generate.receipt.Receipt`).
+            The images, each with the ``.receipt`` of its generation (`generate.receipt.Receipt`).
         """
         return self._do(self._generate(prompt, on_event, **options))
 

@@ -67,72 +67,71 @@ class ParallelConfig(BaseModel):
     """How a pipeline is distributed over ranks.
 
     Attributes:
-        data: ranks that share the rows of a batch (prompts, pictures).
-        cfg: ranks that share the branches of classifier-free guidance.
-        pipe: stages of PipeFusion: consecutive blocks on consecutive ranks, patches of the picture flow through them.
-            Fang et al. 2024, arXiv:2405.14430. Stale: see ``warmup``.
-        ring: degree of ring attention (K,V travel round the ring; log-sum-exp merge). Liu et al. 2023,
+        data: degree of data parallelism: ranks that split the rows of a batch (prompts, images).
+        cfg: degree of guidance parallelism: ranks that split the branches of classifier-free guidance.
+        pipe: number of PipeFusion stages: consecutive blocks on consecutive ranks, through which patches of the image
+            pass. Fang et al. 2024, arXiv:2405.14430. Stale: see ``warmup``.
+        ring: degree of ring attention (K, V pass around the ring; log-sum-exp merge). Liu et al. 2023,
             arXiv:2310.01889.
         ulysses: degree of Ulysses sequence parallelism (all-to-all between heads and sequence). Jacobs et
             al. 2023, arXiv:2309.14509. Does not have to divide the number of heads, but cannot exceed it.
-        chunks: parts that a Ulysses rank's heads are traded and computed in, one while others travel: of use where
-            links are slow, between hosts. The result is the same to the bit. Not for gradients and reproducible mode,
-            which trade all heads at once.
-        tensor: degree of tensor parallelism (weights cut by column and row). Shoeybi et al. 2019,
+        chunks: number of chunks in which a Ulysses rank's heads are exchanged and computed, so that the exchange of one
+            overlaps the computation of another. Useful on slow links between hosts. The result is bit-identical. Not
+            for gradients and reproducible mode.
+        tensor: degree of tensor parallelism (weights split by column and row). Shoeybi et al. 2019,
             arXiv:1909.08053.
-        shard: ranks that share equal weights among them: of the ranks that would hold the same weights (over data, cfg,
-            ring and ulysses) every ``shard`` neighbours hold a part each of every block's, and gather a block's weights
-            while it runs, the next one's beside its computation. No axis of work, and the same bits. After ZeRO
-            (Rajbhandari et al. 2020, arXiv:1910.02054).
-        text: what happens to a text stream that the blocks update: ``"shard"`` cuts it over the sequence
-            ranks as the image, ``"replicate"`` keeps it whole on every rank (less communication set-up,
-            redundant work), ``"auto"`` shards it when each rank gets at least four tokens. Text with fewer
+        shard: degree of weight sharding: among the ranks that would hold the same weights (over data, cfg, ring and
+            ulysses), every ``shard`` neighbours hold a part of every block each, and gather a block's weights just
+            before it runs, while the previous block computes. It does not divide the work and does not change any bit.
+            After ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
+        text: placement of a text stream that the blocks update: ``"shard"`` splits it over the sequence
+            ranks like the image, ``"replicate"`` keeps it whole on every rank (less communication,
+            redundant work), ``"auto"`` shards it if each rank gets at least four tokens. Text with fewer
             tokens than ranks is always replicated.
-        inputs: what a pipeline does before it starts on several ranks. ``"broadcast"`` runs rank 0's inputs on
-            all of them, ``"per-data-rank"`` those of the first rank of every data group: each group has prompts and
-            pictures of its own, and rows are not shared over ``data``. ``"strict"`` refuses inputs that differ, naming
-            field and ranks, ``"trust"`` checks nothing. All but the last also refuse pipelines that differ (weights,
+        inputs: the check of a pipeline's inputs on several ranks. ``"broadcast"`` uses rank 0's inputs on
+            all ranks, ``"per-data-rank"`` those of the first rank of every data group: each group has different prompts
+            and images, and rows are not split over ``data``. ``"strict"`` raises an error for inputs that differ,
+            ``"trust"`` checks nothing. All except the last also raise an error for pipelines that differ (weights,
             adapters, scheduler, settings of any component): see docs/inputs.md.
-        exchange: how sequence ranks share keys and values. ``"exact"``: before every attention. ``"displaced"``:
-            those of the step before, sent while the step runs (DistriFusion, Li et al. 2024, arXiv:2402.19481).
-            ``"naive"``: never; every rank sees its own tokens only, the lossy baseline. The last two run on the
-            ring axis.
-        patches: patches that the picture is cut into for PipeFusion; default: as many as stages. It decides the
-            result, the number of stages does not; ``patches=4`` without stages gives the picture of
+        exchange: the exchange of keys and values between sequence ranks. ``"exact"``: before every attention.
+            ``"displaced"``: those of the previous step, sent while the step runs (DistriFusion, Li et al. 2024,
+            arXiv:2402.19481). ``"naive"``: none; every rank attends only to its own tokens, a lossy baseline. The last
+            two run on the ring axis.
+        patches: number of patches into which PipeFusion splits the image; default: the number of stages. The result
+            depends on it, but not on the number of stages; ``patches=4`` without stages gives the image of
             ``pipe=4, patches=4`` on one device.
-        warmup: which steps of a stale strategy are synchronous, that is, exact: ``"fixed(4)"``, ``"sqrt(2)"``,
+        warmup: the policy of synchronous (exact) steps of a stale strategy: ``"fixed(4)"``, ``"sqrt(2)"``,
             ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.05)"``: see docs/staleness.md.
-        compress: what displaced keys and values travel as; default: as they are.
-        stages: blocks of every stage. ``"estimated"``: by the weights that image tokens pass through. ``"measured"``:
-            cut so at first; the first call times one block of every kind, and blocks move if another cut is faster.
-            Or numbers, ``(5, 7)``. The result stays the same.
+        compress: the compression of displaced keys and values; default: none.
+        stages: the number of blocks of every stage. ``"estimated"``: by the weights that image tokens pass through.
+            ``"measured"``: estimated at first; the first call times one block of every kind, and blocks move if another
+            split is faster. Or numbers, ``(5, 7)``. The result stays the same.
         speeds: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens; with ``pipe`` those
             of the stages: a faster stage gets more blocks. The result stays the same. ``"auto"`` measures them while
             the first steps run.
-        reproducible: the same bits on any number of devices, even or weighted: token-local work is done tile by
+        reproducible: the same bits on any number of devices, with even or uneven shares: token-local work runs tile by
             tile, attention per head and tile over keys in the order of one device, rows of the batch one by one.
-            The reference is one device with the same setting. With PipeFusion the patches take the place of tiles:
-            the reference is one device with as many patches.
-        tiles: pieces that the picture's tokens are cut into in reproducible mode; part of what decides the bits.
+            The reference is one device with the same setting. With PipeFusion the patches replace the tiles:
+            the reference is one device with the same number of patches.
+        tiles: number of tiles of the image's tokens in reproducible mode; the bits depend on it.
         compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
             without breaks; communication stays outside the graph.
         attention: the kernel that computes attention on a rank, by name: ``"native"``: torch's
-            `scaled_dot_product_attention`; ``"math"``: spelt out in float32; an attention backend of diffusers
-            (``"flash"``, ``"_flash_3"``, ``"sage"``, ``"flex"`` …); or one that `ditmesh.attention.kernels.register`
-            has added on every rank. None: the backend that is set on the model. Ring attention takes those that return
-            their log-sum-exp: see docs/attention.md.
-        shared_memory: between ranks on the CPUs of one host tensors travel through memory they share; False: over the
+            `scaled_dot_product_attention`; ``"math"``: an explicit implementation in float32; an attention backend of
+            diffusers (``"flash"``, ``"_flash_3"``, ``"sage"``, ``"flex"`` …); or one that
+            `ditmesh.attention.kernels.register` has added on every rank. None: the backend that is set on the model.
+            Ring attention supports those that return their log-sum-exp: see docs/attention.md.
+        shared_memory: send tensors between CPU ranks of one host through shared memory; False: through the
             process group, as between hosts.
-        vae: how ranks share the autoencoder. ``"bands"``: each has some rows of the picture, and gets those next to
-            them from its neighbours where it needs them; exact, unlike the tiled decode. ``"whole"``: every rank
-            decodes whole pictures (of a batch, its share). ``"auto"``: in bands where a picture is large enough to
-            gain by it. In reproducible mode always whole. See docs/vae.md.
-        text_encoder: where the weights of a pipeline's text encoders are. ``"whole"``: on every rank. ``"sharded"``: a
-            part on each, gathered layer by layer while they run. ``"rank0"``: on the first rank, which sends what
-            they return to the others. ``"freed"``: on every rank, but only until the transformer is called; read again
-            from their files when they are called again. The pictures are the same: see docs/memory.md.
-        strict: raise an error for a tensor or integer argument of a block that follows the token count and is
-            not in the model's layout, with its name. Without it such an argument is passed on whole.
+        vae: parallelisation of the VAE. ``"bands"``: each rank decodes some rows of the image and receives border rows
+            from its neighbours; exact, unlike tiled decoding. ``"whole"``: every rank decodes whole images (its share
+            of a batch). ``"auto"``: bands for large images. In reproducible mode always whole. See docs/vae.md.
+        text_encoder: placement of the text encoders' weights. ``"whole"``: on every rank. ``"sharded"``: a
+            part on each rank, gathered layer by layer while they run. ``"rank0"``: on the first rank, which sends
+            their outputs to the others. ``"freed"``: on every rank until the transformer is called, and read again
+            from their files for the next call. The images are the same: see docs/memory.md.
+        strict: raise an error with the name of a tensor or integer argument of a block that follows the token count and
+            is not in the model's layout. If False, such an argument is passed on whole.
 
     The degrees multiply to the number of ranks: ``ParallelConfig(ring=2, ulysses=2)`` is for four.
     """
@@ -499,7 +498,7 @@ class ParallelConfig(BaseModel):
         """Raise an error if the degrees do not multiply to ``world_size`` ranks.
 
         Raises:
-            ConfigError: naming both products and the way out.
+            ConfigError: the message names both products and valid degrees.
         """
         if self.world_size != world_size:
             product = " x ".join(f"{axis}={degree}" for axis, degree in self.degrees.items())

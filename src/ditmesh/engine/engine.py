@@ -399,20 +399,20 @@ def parallelize(
 ) -> T:
     """Make a diffusers DiT pipeline (or a bare transformer) run on all ranks of the job, in place.
 
-    Every rank calls this with the same arguments, then calls the pipeline as always, with the same inputs.
+    Every rank calls this with the same arguments, then calls the pipeline as usual with the same inputs.
 
     Args:
         target: a `DiffusionPipeline` with a transformer, or a diffusers transformer. Already on its device.
         config: a `ParallelConfig`, a mapping, the path of a YAML file, or ``"auto"``: the exact configuration for all
             ranks of the default process group that is predicted to be the fastest; see `configuration_for`.
-        mesh: share the groups of several pipelines; default: groups of its own, given back by `restore`.
-        layout: the transformer's token layout; default: the reviewed one of its class, else a probed one, else the
-            first call shows it. One of your own is compared with one device in the first call of every form.
-        timeout: deadline of every collective, in seconds, when the mesh is made here.
-        recipe: strategies to choose from, in the order in which they are applied: for one of your own.
+        mesh: a mesh to share between several pipelines; default: a new one, which `restore` frees.
+        layout: the transformer's token layout; default: the reviewed one of its class, else a probed one, else one
+            derived from the first call. Your own layout is compared with one device in the first call of every form.
+        timeout: deadline of every collective, in seconds, if the mesh is created here.
+        recipe: the strategies in the order in which they are applied, for adding your own.
 
     Pipelines that share a transformer (``from_pipe``) share its ranks: call this on each of them with the same
-    configuration; the weights are put back when the last of them is restored.
+    configuration; the weights are restored with the last pipeline.
 
     Returns:
         ``target`` itself.
@@ -644,17 +644,17 @@ SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale, KnownForms, Ch
 def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
     """Make a pipeline (or a bare transformer) compute the result of ``config`` on virtual ranks in this process.
 
-    For studies of how many devices a stale strategy stands: 8 ranks are simulated on one device, which takes 8 times
+    Use it to study stale strategies: simulating 8 ranks on one device takes 8 times
     as long. `restore` undoes it; `engine_of` has drift and decisions as for real ranks. diffusers' caches, which
-    keep state in the model, are not for this.
+    keep state in the model, are not supported.
 
     Args:
         target: as for `parallelize`.
-        config: ``ring`` ranks and how they share keys; no other axis.
+        config: the ``ring`` degree and its exchange; no other axis.
         layout: as for `parallelize`.
 
     Raises:
-        ConfigError: another axis than ring has a degree, or a setting that the simulation does not know.
+        ConfigError: another axis than ring has a degree, or a setting that the simulation does not support.
         InputError: ``target`` has no transformer, or is parallelised already.
     """
     _refuse_twice(target)
@@ -671,7 +671,7 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
 
 @contextmanager
 def simulated(target: T, config: ConfigLike, **options: Any) -> Iterator[T]:
-    """`simulate` for the length of a ``with`` block. Options as there."""
+    """`simulate` within a ``with`` block, with the same options."""
     simulate(target, config, **options)
     try:
         yield target
@@ -692,7 +692,7 @@ def restore(target: T) -> T:
 
 @contextmanager
 def parallelized(target: T, config: ConfigLike = "auto", **options: Any) -> Iterator[T]:
-    """`parallelize` for the length of a ``with`` block. Options as there."""
+    """`parallelize` within a ``with`` block, with the same options."""
     parallelize(target, config, **options)
     try:
         yield target
@@ -703,7 +703,7 @@ def parallelized(target: T, config: ConfigLike = "auto", **options: Any) -> Iter
 
 
 def engine_of(target: Any) -> Engine:
-    """The engine `parallelize` put on ``target``: its config, mesh and byte counters.
+    """The engine of a parallelised ``target``, with its config, mesh and byte counters.
 
     Raises:
         InputError: there is none.

@@ -59,8 +59,8 @@ def load(
     """Load a diffusers pipeline and `parallelize` it. Every rank calls this with the same arguments.
 
     With ``tensor=n`` a rank reads and keeps only its slices of the transformer's weights, with ``pipe=n`` only its
-    stage's blocks, with ``shard=n`` only its part of every block, with several its part of its slices of its stage's;
-    other components are loaded as usual, and so is the transformer when all three are 1.
+    stage's blocks, with ``shard=n`` only its part of every block, and with several of them the intersection. Other
+    components are loaded as usual, and so is the transformer if all three are 1.
 
     Args:
         path_or_id: folder of a saved pipeline, or its name on a model hub.
@@ -70,15 +70,15 @@ def load(
             bfloat16 on GPUs and float32 on CPUs, as of the command line.
         torch_dtype: the former name of ``dtype``.
         variant: read the files of a variant, such as ``"fp16"``.
-        timeout: deadline of every collective, in seconds, when the mesh is made here.
-        check_memory: refuse weights that do not fit, before any are read. What a call takes is not known here.
-        memory_limit: bytes that a rank may take; default: what its device has left.
+        timeout: deadline of every collective, in seconds, if the mesh is created here.
+        check_memory: raise an error for weights that do not fit, before any are read. Memory of calls is not checked.
+        memory_limit: maximum bytes of a rank; default: the free memory of its device.
         components: passed to `DiffusionPipeline.from_pretrained`: components that replace saved ones
             (``text_encoder=None``), or its own options.
 
     Returns:
-        The pipeline, parallelised, on the mesh's device. `ditmesh.restore` makes its transformer whole, which
-        needs room for all of it.
+        The pipeline, parallelised, on the mesh's device. `ditmesh.restore` makes its transformer whole and
+        needs memory for all of it.
 
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.

@@ -45,21 +45,21 @@ STOPPED = "it is stopped by a signal such as SIGSTOP"
 
 
 class RankPool(StayingRanks):
-    """Ranks on this machine that stay: worker processes with a process group, for any number of calls.
+    """Ranks on this machine: worker processes with a process group, for any number of calls.
 
     ::
 
         with RankPool(4) as pool:
             hashes = pool.run(generate, "a red fox")
 
-    No process and no temporary folder outlives the pool: not after a failure, not after Ctrl-C, not when the owner is
-    killed. A program that makes a pool needs ``if __name__ == "__main__":``, as every user of `multiprocessing` does,
-    because the ranks import its main module; a notebook has none to import.
+    No process or temporary folder outlives the pool, also after a failure, after Ctrl-C, or when the owner is
+    killed. A program that creates a pool needs ``if __name__ == "__main__":``, as with `multiprocessing`,
+    because the ranks import its main module; a notebook does not.
 
     Attributes:
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
         timeout: deadline of every collective of the default process group, in seconds.
-        stop_limit: seconds after which a rank that is stopped (SIGSTOP) is given up.
+        stop_limit: seconds after which a stopped rank (SIGSTOP) counts as lost.
     """
 
     is_reporter = True
@@ -80,7 +80,7 @@ class RankPool(StayingRanks):
         Args:
             world_size: number of ranks.
             device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
-            threads: of each rank; default: the physical cores shared out (at most 8 on CUDA).
+            threads: threads of each rank; default: an equal share of the physical cores (at most 8 on CUDA).
             timeout: deadline of every collective, in seconds.
             preload: modules that the fork server imports before the first rank starts (CPU only). It counts
                 for the first pool of a process: the server serves them all.

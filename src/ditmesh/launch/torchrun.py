@@ -69,7 +69,7 @@ def from_torchrun() -> bool:
 
 
 def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto") -> torch.device:
-    """Join the process group that ``torchrun`` describes in the environment, unless there is one; this rank's device.
+    """Join the process group that ``torchrun`` describes in the environment, if needed; returns this rank's device.
 
     Args:
         timeout: deadline of every collective, in seconds.
@@ -77,7 +77,7 @@ def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto")
 
     Raises:
         ConfigError: this process is not a rank of torchrun, or the device is not there.
-        MeetingError: the ranks did not come together in time, or their versions differ.
+        MeetingError: the ranks could not connect in time, or their versions differ.
     """
     return _join(timeout, device)[0]
 

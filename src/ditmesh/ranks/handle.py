@@ -34,8 +34,8 @@ class Ranks:
             pipe = ranks.load("emoji-sd3", {"cfg": 2})
             image = pipe("a red fox").images[0]
 
-    A script needs ``if __name__ == "__main__":`` around this, as every user of `multiprocessing` does; a notebook does
-    not. Threads may share it: their calls run one after the other.
+    A script needs ``if __name__ == "__main__":`` around this, as with `multiprocessing`; a notebook does
+    not. Threads may share the object: their calls run one after the other.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Ranks:
         """Start the ranks.
 
         Args:
-            devices: number of ranks, each on a GPU of its own or sharing the CPU's cores.
+            devices: number of ranks, each on its own GPU or sharing the CPU's cores.
             device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
-            threads: of each rank; default: the physical cores shared out (at most 8 on CUDA).
+            threads: threads of each rank; default: an equal share of the physical cores (at most 8 on CUDA).
             timeout: deadline of every collective, in seconds.
-            import_main: ranks import the program's main module, so that its functions can be sent there. False is for
-                ranks inside an application, whose main module starts the application.
+            import_main: ranks import the program's main module, so that its functions can be sent to them. False is for
+                applications, where importing the main module would start the application.
 
         Raises:
             ConfigError: the devices are not there, a number is out of range, or this process is itself a rank.
@@ -79,7 +79,7 @@ class Ranks:
         Raises:
             ConfigError: the degrees do not fit the ranks or the model.
             InputError: there is no such pipeline, or `ditmesh.load` refuses it.
-            RankFailed: a rank failed alone; the ranks are closed where that leaves other pipelines without a group.
+            RankFailed: a single rank failed; the ranks are closed if other pipelines lose their group by it.
         """
         info = find_model(model)
         folder = info.files.resolve()
@@ -118,10 +118,10 @@ class Ranks:
 
             ranks.run(lambda pipe: pipe.transformer.config.num_layers, pipe)
 
-        Lambdas, closures and functions of notebook cells travel by value.
+        Lambdas, closures and functions of notebook cells are sent by value.
 
         Returns:
-            What every rank returned, in rank order; tensors on the CPU.
+            The result of every rank, in rank order; tensors on the CPU.
 
         Raises:
             Exception: whatever ``fn`` raises, with a `RankFailed` that holds the rank's traceback as its cause.

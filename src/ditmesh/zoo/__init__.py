@@ -82,7 +82,7 @@ EMBEDDED: dict[str, Embedded] = {
 
 
 def path(name: str = "emoji-sd3") -> Path:
-    """The directory of an embedded model, to be given to ``DiffusionPipeline.from_pretrained``.
+    """The folder of an embedded model, for ``DiffusionPipeline.from_pretrained``.
 
     Raises ValueError, listing the names, when there is no such model.
     """
@@ -98,7 +98,7 @@ def embedded(folder: Path) -> Embedded | None:
 
 
 def captions(name: str = "emoji-sd3") -> list[str]:
-    """The captions an embedded model was trained on, one for each training picture, in their order.
+    """The training captions of an embedded model, one for each training image, in order.
 
     For a class-conditional model: the first name of each class, in the order of their numbers.
 
