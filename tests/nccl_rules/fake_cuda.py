@@ -280,6 +280,12 @@ class Messages:
     def all_to_all_single(self, output: Tensor, given: Tensor, *others: Any, **named: Any) -> Any:
         return dist.all_to_all_single(self._sent(output), self._sent(given), *others, **named)
 
+    def all_gather_single(self, output: Tensor, given: Tensor, *others: Any, **named: Any) -> Any:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(self._sent(output), self._sent(given), *others, **named)
+
+    all_gather_into_tensor = all_gather_single
+
     def broadcast(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
         return dist.broadcast(self._sent(tensor), *others, **named)
 

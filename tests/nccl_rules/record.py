@@ -128,6 +128,13 @@ class Recorder:
         self._done(number)
         return work
 
+    def all_gather_single(self, output: Tensor, given: Tensor, group: Any, async_op: bool = False) -> Any:
+        number = self._collective("all_gather", group, (given.numel(), str(given.dtype)))
+        work = getattr(dist, link_module._ALL_GATHER)(output, given, group=group, async_op=async_op)
+        return _Waited(self, number, work)
+
+    all_gather_into_tensor = all_gather_single
+
     def broadcast(self, tensor: Tensor, source: int, group: Any) -> None:
         number = self._collective("broadcast", group, (tensor.numel(), str(tensor.dtype), source))
         dist.broadcast(tensor, source, group=group)

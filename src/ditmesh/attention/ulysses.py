@@ -8,12 +8,13 @@ attention: the softmax then sums in the same order, and the result is the same t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..comm import Link
-from ..comm.autograd import all_to_all
+from ..comm.autograd import all_to_all, all_to_all_packed
 from ..core.partition import Partition, even_cut, offsets
 
 
@@ -32,6 +33,7 @@ class HeadExchange:
         self.link = link
         self.head_counts = tuple(head_counts)
         self.head_starts = offsets(self.head_counts) if head_starts is None else tuple(head_starts)
+        self._runs = _even_runs(self.head_starts, self.head_counts)
 
     def chunk(self, number: int, chunks: int) -> HeadExchange:
         """The exchange of one of several chunks of every rank's heads; no rank has fewer heads than chunks."""
@@ -50,6 +52,9 @@ class HeadExchange:
             For every tensor (B, h_mine, S_group, D): streams in the same order, each stream's tokens in rank
             order. Memory order is (B, S, h, D).
         """
+        if self._packs(tensors, streams):
+            sending = self._packed_heads(tensors, streams)
+            return sending.whole(all_to_all_packed(self.link, *sending.message))
         outgoing, shapes, here = self._to_heads(tensors, streams)
         return _whole(here, all_to_all(self.link, outgoing, shapes))
 
@@ -57,6 +62,10 @@ class HeadExchange:
         self, tensors: Sequence[Tensor], streams: Sequence[Partition]
     ) -> Callable[[], list[Tensor]]:
         """`gather_tokens` that returns at once: a function that waits. No gradients."""
+        if self._packs(tensors, streams):
+            sending = self._packed_heads(tensors, streams)
+            arriving = self.link.all_to_all_packed(*sending.message)
+            return lambda: sending.whole(arriving())
         outgoing, shapes, here = self._to_heads(tensors, streams)
         wait = self.link.all_to_all_async(outgoing, shapes)
         return lambda: _whole(here, wait())
@@ -70,6 +79,9 @@ class HeadExchange:
         Returns:
             (B, H, s_local, D); memory order (B, s, H, D).
         """
+        if self.link.packs:
+            message = self._packed_tokens(out, tokens)
+            return all_heads([self._heads_of_ranks(all_to_all_packed(self.link, *message), out, tokens)])
         outgoing, shapes = self._to_tokens(out, tokens)
         return all_heads([all_to_all(self.link, outgoing, shapes)])
 
@@ -78,6 +90,9 @@ class HeadExchange:
 
         What it returns, of every chunk of heads in order, is for `all_heads`.
         """
+        if self.link.packs:
+            arriving = self.link.all_to_all_packed(*self._packed_tokens(out, tokens))
+            return lambda: self._heads_of_ranks(arriving(), out, tokens)
         return self.link.all_to_all_async(*self._to_tokens(out, tokens))
 
     def _to_heads(
@@ -107,6 +122,58 @@ class HeadExchange:
                     shapes[peer].append((batch, length, heads, dim))
         return outgoing, shapes, here
 
+    def _packs(self, tensors: Sequence[Tensor], streams: Sequence[Partition]) -> bool:
+        """Whether one buffer is sent; tensors (B, H, s, D) then differ in s alone, and some of their tokens travel."""
+        alike = self.link.packs and len({(*tensor.shape[:2], tensor.shape[3]) for tensor in tensors}) == 1
+        return alike and not all(tokens.all_replicated for tokens in streams)
+
+    def _packed_heads(self, tensors: Sequence[Tensor], streams: Sequence[Partition]) -> _PackedHeads:
+        """What goes to every rank as one buffer: its heads, (n, B, h, D), of the n tokens that travel of all tensors.
+
+        Packed by one kernel where all ranks have as many heads; on every other rank by one for each number of heads.
+        """
+        me = self.link.rank
+        here: list[list[Tensor | None]] = []
+        moving: list[Tensor] = []
+        # For every rank tokens that it sends, in the order of ``moving``.
+        lengths: list[list[int]] = [[] for _ in self.head_counts]
+        for tensor, tokens in zip(tensors, streams, strict=True):
+            here.append([])
+            for block, part_bshd in enumerate(tokens.split(tensor.transpose(1, 2), 1, me)):
+                if block in tokens.replicated:
+                    here[-1].append(part_bshd.narrow(2, self.head_starts[me], self.head_counts[me]))
+                    continue
+                here[-1].append(None)
+                moving.append(part_bshd)
+                for peer, length in enumerate(tokens.blocks[block]):
+                    lengths[peer].append(length)
+        batch, _, _, dim = moving[0].shape
+        flat = [torch.cat([run.of(part) for part in moving], 1).view(-1) for run in self._runs]
+        packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+        rows, heads = [sum(of) for of in lengths], self.head_counts
+        outgoing = [rows[me] * batch * count * dim for count in heads]
+        incoming = [length * batch * heads[me] * dim for length in rows]
+        return _PackedHeads((packed, outgoing, incoming), here, lengths, (batch, heads[me], dim))
+
+    def _packed_tokens(self, out: Tensor, tokens: Partition) -> tuple[Tensor, list[int], list[int]]:
+        """What goes to every rank as one buffer, packed by one kernel: (n, B, h, D) of its n tokens."""
+        o_sbhd, (batch, heads, _, dim) = out.permute(2, 0, 1, 3), out.shape
+        packed = torch.cat(
+            [o_sbhd.narrow(0, *place) for peer in range(self.link.size) for place in tokens.places(peer)]
+        )
+        outgoing = [length * batch * heads * dim for length in tokens.lengths]
+        incoming = [tokens.lengths[self.link.rank] * batch * count * dim for count in self.head_counts]
+        return packed.view(-1), outgoing, incoming
+
+    def _heads_of_ranks(self, received: Tensor, out: Tensor, tokens: Partition) -> list[list[Tensor]]:
+        """This rank's tokens, all streams in one, (B, s_local, h, D), with the heads of every rank."""
+        (batch, _, _, dim), length = out.shape, tokens.lengths[self.link.rank]
+        parts = received.split([length * batch * count * dim for count in self.head_counts])
+        return [
+            [part.view(length, batch, count, dim).transpose(0, 1)]
+            for part, count in zip(parts, self.head_counts, strict=True)
+        ]
+
     def _to_tokens(self, out: Tensor, tokens: Partition) -> tuple[list[list[Tensor]], list[list[tuple[int, ...]]]]:
         """The tensors for every rank, and the shapes of the received ones."""
         me, size = self.link.rank, self.link.size
@@ -117,6 +184,65 @@ class HeadExchange:
             [(batch, lengths[me], self.head_counts[peer], dim) for lengths in tokens.blocks] for peer in range(size)
         ]
         return by_rank, shapes
+
+
+@dataclass(frozen=True)
+class _HeadRun:
+    """Heads of consecutive ranks with as many each, at even distances."""
+
+    start: int
+    ranks: int
+    count: int
+    step: int
+
+    def of(self, part_bshd: Tensor) -> Tensor:
+        """For every rank its heads: (ranks, n, B, count * D) of (B, n, H, D)."""
+        if self.step == self.count or self.ranks == 1:
+            heads = part_bshd.narrow(2, self.start, self.ranks * self.count)
+            by_rank = heads.unflatten(2, (self.ranks, self.count)).permute(2, 1, 0, 3, 4)
+        else:
+            heads = part_bshd.narrow(2, self.start, (self.ranks - 1) * self.step + self.count)
+            by_rank = heads.unfold(2, self.count, self.step).permute(2, 1, 0, 4, 3)
+        # 4-D: CUDA's cat takes tensors of more dimensions one by one.
+        return by_rank.flatten(3)
+
+
+def _even_runs(starts: Sequence[int], counts: Sequence[int]) -> list[_HeadRun]:
+    """The heads of all ranks, in rank order."""
+    runs: list[_HeadRun] = []
+    for start, count in zip(starts, counts, strict=True):
+        if runs and runs[-1].count == count:
+            last = runs[-1]
+            step = start - last.start if last.ranks == 1 else last.step
+            if step >= count and start == last.start + last.ranks * step:
+                runs[-1] = _HeadRun(last.start, last.ranks + 1, count, step)
+                continue
+        runs.append(_HeadRun(start, 1, count, count))
+    return runs
+
+
+@dataclass(frozen=True)
+class _PackedHeads:
+    """The first exchange of an attention call as one message.
+
+    Attributes:
+        message: what `all_to_all_packed` takes.
+        here: for every tensor and stream this rank's heads of what every rank has; None: it travels.
+        lengths: for every rank how many tokens it sends of every stream that travels, of all tensors.
+        shape: batch, heads and head size of what comes.
+    """
+
+    message: tuple[Tensor, list[int], list[int]]
+    here: list[list[Tensor | None]]
+    lengths: list[list[int]]
+    shape: tuple[int, int, int]
+
+    def whole(self, received: Tensor) -> list[Tensor]:
+        """Every tensor, (B, h_mine, S_group, D)."""
+        batch, heads, dim = self.shape
+        parts = received.split(self.message[2])
+        by_rank = [part.view(-1, batch, heads, dim).transpose(0, 1) for part in parts]
+        return _whole(self.here, [list(one.split(of, 1)) for one, of in zip(by_rank, self.lengths, strict=True)])
 
 
 def _whole(here: list[list[Tensor | None]], received: list[list[Tensor]]) -> list[Tensor]:

@@ -40,6 +40,13 @@ def all_to_all(
     ]
 
 
+def all_to_all_packed(link: Link, packed: Tensor, outgoing: Sequence[int], incoming: Sequence[int]) -> Tensor:
+    """`Link.all_to_all_packed`, waited for, and differentiable."""
+    if not tracked(packed):
+        return link.all_to_all_packed(packed, outgoing, incoming)()
+    return cast(Tensor, _AllToAllPacked.apply(packed, link, outgoing, incoming))
+
+
 def all_gather(link: Group, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
     """`Link.all_gather`, differentiable: a rank gets back the sum of all ranks' gradients of its piece.
 
@@ -95,6 +102,18 @@ class _AllToAll(torch.autograd.Function):
         received = link.all_to_all(outgoing, ctx.sent)
         back = [[None] * ctx.kept if peer == link.rank else part for peer, part in enumerate(received)]
         return None, None, None, *(grad for part in back for grad in part)
+
+
+class _AllToAllPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, link: Link, outgoing: Sequence[int], incoming: Sequence[int]) -> Tensor:
+        ctx.link, ctx.outgoing, ctx.incoming = link, outgoing, incoming
+        return link.all_to_all_packed(packed, outgoing, incoming)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return ctx.link.all_to_all_packed(grads[0].contiguous(), ctx.incoming, ctx.outgoing)(), None, None, None
 
 
 class _AllGather(torch.autograd.Function):

@@ -29,6 +29,11 @@ Outgoing = Sequence[tuple[Sequence[Tensor], Sequence[int]]]
 Incoming = Sequence[tuple[Sequence[Tensor], int]]
 Watched = AbstractContextManager[object]
 
+# Pieces of unlike sizes are filled up to the longest as long as so many times of their elements travel: in one
+# all-gather, of which every rank sends its piece once.
+_FILLED = 1.5
+# Its name in this torch.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 # Messages are not observed.
 _UNSEEN: Watched = nullcontext()
 
@@ -227,6 +232,47 @@ class Link:
         self._state.check()
         return self._backend == "gloo"
 
+    @property
+    def packs(self) -> bool:
+        """Whether all that a rank sends in a collective is one buffer, as on NCCL; else messages go one by one."""
+        through_group = self._group is not None and (self._channel is None or bool(self._far))
+        return through_group and not torch.compiler.is_compiling() and not self._matches
+
+    def all_to_all_packed(
+        self, packed: Tensor, outgoing: Sequence[int], incoming: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        """All-to-all of one buffer, where the link `packs`; returns at once: a function that waits for what comes.
+
+        One kernel packs it, however many ranks there are; so does the part that a rank sends to itself.
+
+        Args:
+            packed: contiguous and 1-D: what every rank is to have, in rank order. Not written to before the wait.
+            outgoing: how many of its elements go to every rank of the group.
+            incoming: how many come from each.
+
+        Returns:
+            The elements of all ranks, in rank order.
+        """
+        self._enter("all_to_all")
+        bytes_to = [count * packed.element_size() for count in outgoing]
+        sent = sum(bytes_to[peer] for peer in self._others)
+        self.traffic.add(self.name, sent, sum(bytes_to[peer] for peer in self._far))
+        receive = packed.new_empty(sum(incoming))
+        transfer = self._posted("all_to_all", sent, packed, receive, dist.all_to_all_single, [*incoming], [*outgoing])
+        return lambda: transfer.wait()[0]
+
+    def _posted(
+        self, kind: str, sent: int, given: Tensor, receive: Tensor, collective: Callable[..., Any], *more: Any
+    ) -> Transfer:
+        """Start a collective of the process group that takes one buffer, and fills another."""
+        assert given.dtype in CARRIED, f"NCCL does not carry {given.dtype}"
+        watched = self._watch(kind, sent)
+        try:
+            work = collective(receive, given, *more, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise_for_peer(self.name, error)
+        return self._under_way([receive], [given], [work], watched)
+
     def all_to_all(self, outgoing: TensorsByRank, shapes: ShapesByRank) -> list[list[Tensor]]:
         """All-to-all with tensors of their own shapes for every pair of ranks.
 
@@ -306,12 +352,7 @@ class Link:
         elif torch.compiler.is_compiling():
             dist.all_to_all_single(receive, send, out_splits, in_splits, group=self.group)
         else:
-            watched = self._watch(kind, send.nbytes)
-            try:
-                work = dist.all_to_all_single(receive, send, out_splits, in_splits, group=self.group, async_op=True)
-            except RuntimeError as error:
-                raise_for_peer(self.name, error)
-            transfer = self._under_way((), [send], [work], watched)
+            transfer = self._posted(kind, send.nbytes, send, receive, dist.all_to_all_single, out_splits, in_splits)
 
         def wait() -> list[list[Tensor]]:
             if transfer is not None:
@@ -334,6 +375,10 @@ class Link:
         if self.size == 1:
             return piece
         shapes = [[(*piece.shape[:dim], length, *piece.shape[dim + 1 :])] for length in lengths]
+        if self.packs and len(set(lengths)) == 1 and prod(piece.shape[:dim]) == 1 and piece.numel():
+            # Pieces lie one after the other in what comes.
+            whole = self._gather_packed([piece], [piece.numel()] * self.size)
+            return whole.view(*piece.shape[:dim], sum(lengths), *piece.shape[dim + 1 :])
         return torch.cat([part for (part,) in self._gather([piece], shapes)], dim=dim)
 
     def all_gather_list(self, tensors: Sequence[Tensor], shapes: ShapesByRank) -> list[list[Tensor]]:
@@ -352,12 +397,44 @@ class Link:
 
     def _gather(self, tensors: Sequence[Tensor], shapes: ShapesByRank) -> list[list[Tensor]]:
         """`all_gather_list` whose tensors are only to be read."""
+        sizes = [sum(map(prod, of)) for of in shapes] if self.packs else []
+        if any(sizes) and self.size * max(sizes) <= _FILLED * sum(sizes):
+            parts = self._gather_packed(tensors, sizes).view(self.size, -1)
+            return [
+                list(tensors) if peer == self.rank else _views(part[:size], of)
+                for peer, (part, size, of) in enumerate(zip(parts, sizes, shapes, strict=True))
+            ]
         if self._relay is None or not any(shapes) or torch.compiler.is_compiling():
             return self._exchange("all_gather", [tensors] * self.size, shapes)()
         self._enter("all_gather")
         incoming = [[tensors[0].new_empty(shape) for shape in of] for of in shapes]
         received = iter(self._gather_by_hosts(self._relay, "all_gather", tensors, incoming).wait())
         return [list(tensors) if peer == self.rank else [next(received) for _ in of] for peer, of in enumerate(shapes)]
+
+    def _gather_packed(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+        """All-gather of one buffer of every rank over the process group, sent once; shorter ones are filled up.
+
+        NCCL goes between hosts as it likes; bytes are counted as if a tensor went to each of them once.
+
+        Args:
+            tensors: this rank's.
+            sizes: elements of every rank's tensors.
+        """
+        self._enter("all_gather")
+        mine, longest = tensors[0], max(sizes)
+        if len(tensors) == 1 and mine.is_contiguous() and mine.numel() == longest:
+            packed = mine.view(-1)
+        else:
+            packed = mine.new_empty(longest)
+            used = packed[: sizes[self.rank]]
+            for place, tensor in zip(_views(used, [tensor.shape for tensor in tensors]), tensors, strict=True):
+                place.copy_(tensor)
+        own = sizes[self.rank] * packed.element_size()
+        hosts = len(self._far if self._relay is None else self._relay.to)
+        self.traffic.add(self.name, len(self._others) * own, hosts * own)
+        receive = packed.new_empty(self.size * longest)
+        sent = len(self._others) * packed.nbytes
+        return self._posted("all_gather", sent, packed, receive, getattr(dist, _ALL_GATHER)).wait()[0]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, the same bits on every rank.

@@ -425,7 +425,7 @@ def _collectives_timed() -> Iterator[list[float]]:
         return run
 
     moves = ("all_to_all", "all_gather", "all_gather_list", "all_reduce", "shift", "send", "receive", "broadcast")
-    moves += ("all_gather_async", "all_reduce_async")
+    moves += ("all_to_all_packed", "all_gather_async", "all_reduce_async")
     with ExitStack() as undo:
         for owner, name in (*((Link, name) for name in moves), (Transfer, "wait")):
             inner = getattr(owner, name)
