@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..comm import Link, Transfer
 from ..core.values import tracked
-from .kernels import attend_backward, attend_with_lse, merge_
+from .kernels import attend_backward, attend_with_lse, merge_, merge_out_
 
 
 class _Ring(NamedTuple):
@@ -71,17 +71,23 @@ def ring_attention(
     ring = _Ring(link, lengths, mask_of, scale, attend or attend_with_lse)
     if tracked(q_bhsd, k_bhsd, v_bhsd, *(resident or ())):
         return cast(Tensor, _RingAttention.apply(ring, q_bhsd, k_bhsd, v_bhsd, *(resident or ())))
-    return _forward(ring, q_bhsd, k_bhsd, v_bhsd, resident)[0]
+    return _forward(ring, q_bhsd, k_bhsd, v_bhsd, resident, for_backward=False)[0]
 
 
 def _forward(
-    ring: _Ring, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, resident: Sequence[Tensor] | None
+    ring: _Ring,
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    resident: Sequence[Tensor] | None,
+    for_backward: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp over all ranks' keys."""
+    """The output and the log-sum-exp over all ranks' keys; the latter is right for backward alone."""
     link = ring.link
     out: Tensor | None = None
     lse: Tensor | None = None
     wide = torch.float32 if link.size > 1 and q_bhsd.dtype.itemsize < 4 else q_bhsd.dtype
+    blind = ring.mask_of is not None or 0 in ring.lengths
     k, v = k_bhsd, v_bhsd
     for step in range(link.size):
         block = (link.rank - step) % link.size
@@ -94,8 +100,10 @@ def _forward(
         if out is None or lse is None:
             # Parts are merged in float32 and rounded once: in half precision every merge would add an error.
             out, lse = part.to(wide), part_lse
+        elif for_backward or arriving is not None:
+            out, lse = merge_(out, lse, part, part_lse, blind)
         else:
-            out, lse = merge_(out, lse, part, part_lse)
+            out = merge_out_(out, lse, part, part_lse, blind)
         if arriving is not None:
             k, v = arriving.wait()
     assert out is not None
@@ -106,7 +114,7 @@ def _forward(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: _Ring, q: Tensor, k: Tensor, v: Tensor, *resident: Tensor) -> Tensor:
-        out, lse = _forward(ring, q, k, v, resident)
+        out, lse = _forward(ring, q, k, v, resident, for_backward=True)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse, *resident)
         return out

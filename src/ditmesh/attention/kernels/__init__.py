@@ -18,7 +18,7 @@ from ...core.values import tracked
 from ...errors import ConfigError, LayoutError, did_you_mean
 from .backends import DiffusersKernel, backend_kernel, backends_of, known
 from .builtin import Math, Native
-from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_
+from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_, merge_out_
 
 __all__ = [
     "Kernel",
@@ -30,6 +30,7 @@ __all__ = [
     "backends_of",
     "local_attention",
     "merge_",
+    "merge_out_",
     "register",
 ]
 

@@ -143,7 +143,7 @@ def attend_backward_reference(
     return grad_q, grad_k, grad_v
 
 
-def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, blind: bool = True) -> tuple[Tensor, Tensor]:
     """Merge attention over two disjoint sets of keys; ``out`` is overwritten.
 
     With a = LSE and b = the other's LSE the merged output is out + sigmoid(b - a) * (other - out), and its
@@ -152,11 +152,18 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     Args:
         out, other_out: (B, H, S, D). The sum of many parts is exact to ``out``'s dtype only if that is float32.
         lse, other_lse: (B, H, S), as `attend_with_lse` returns them.
+        blind: whether a query may see no key of either set.
     """
-    # Both -inf: neither set has a key for the query; the difference is NaN, and any weight keeps the zeros.
-    weight = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)
-    out = out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1).to(out.dtype))
-    return out, torch.logaddexp(lse, other_lse)
+    return merge_out_(out, lse, other_out, other_lse, blind), torch.logaddexp(lse, other_lse)
+
+
+def merge_out_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, blind: bool = True) -> Tensor:
+    """The output of `merge_` alone, where no other part is merged into it."""
+    weight = torch.sigmoid(other_lse - lse)
+    if blind:
+        # Both -inf: neither set has a key for the query; the difference is NaN, and any weight keeps the zeros.
+        weight.nan_to_num_(0.0)
+    return out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1).to(out.dtype))
 
 
 def fused(name: str) -> Callable[..., Any] | None:
