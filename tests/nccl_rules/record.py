@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ditmesh.comm import link as link_module
+from ditmesh.comm import objects
 from ditmesh.comm.link import Link
 
 from .program import Collective, Compute, Half, PointToPoint, Program, Wait
@@ -169,6 +170,7 @@ def recorded() -> Iterator[Recorder]:
         patches.enter_context(mock.patch.object(Link, "connect", named))
         patches.enter_context(mock.patch.object(Link, "_matches", property(lambda _: False)))
         patches.enter_context(mock.patch.object(link_module, "dist", recorder))
+        patches.enter_context(mock.patch.object(objects, "dist", recorder))
         yield recorder
 
 

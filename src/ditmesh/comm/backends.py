@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any, Literal, get_args
+
 import torch
 import torch.distributed as dist
+
+from ..errors import ConfigError
 
 # Tensors of GPUs over NCCL; Python objects, and tensors on the host, over gloo. torch pickles objects through the
 # device where a group has NCCL alone, and each of them makes the host wait for it.
@@ -15,6 +20,43 @@ CARRIED = {
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 }
+
+
+# How NCCL's communicators are made:
+# "eager": the default group is bound to this rank's device, and every other group is split from it at once, which all
+#   ranks of the job take part in;
+# "own": each group is made by its own ranks, at once; the default group, which carries no tensors, has none;
+# "lazy": at the first message of a group, and of every pair of ranks that send one another single messages.
+NcclInit = Literal["eager", "own", "lazy"]
+NCCL_INIT = "DITMESH_NCCL_INIT"
+
+
+def nccl_init() -> NcclInit:
+    """How communicators are made, as the environment of this rank says.
+
+    Raises:
+        ConfigError: it says something unknown.
+    """
+    asked, ways = os.environ.get(NCCL_INIT, "eager"), get_args(NcclInit)
+    found = next((way for way in ways if way == asked), None)
+    if found is None:
+        raise ConfigError(f"{NCCL_INIT}={asked!r} is unknown; use {', '.join(ways[:-1])} or {ways[-1]}")
+    return found
+
+
+def bound_device(device: torch.device) -> torch.device | None:
+    """The ``device_id`` of the default process group of ranks that compute on such a device."""
+    return device if device.type == "cuda" and nccl_init() == "eager" else None
+
+
+def group_options(device: torch.device) -> dict[str, Any]:
+    """Arguments of ``torch.distributed.new_group`` for a group that carries a device's tensors, and objects.
+
+    A group of a job that was set up with NCCL alone has a half for objects, too.
+    """
+    if device.type != "cuda" or backend_of(None, device) != "nccl":
+        return {}
+    return {"backend": ON_GPUS, "device_id": device} if nccl_init() == "own" else {"backend": ON_GPUS}
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
@@ -34,6 +76,14 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> s
         return world._get_backend(torch.device(device)).name()
     except RuntimeError:
         return ""
+
+
+def carries_none(kind: str) -> str:
+    """What is wrong with a process group that has no backend for tensors of a kind of device."""
+    return (
+        f"the process group carries no {kind} tensors, and the model is on the {kind}; move the pipeline to its rank's "
+        f'device before ditmesh.parallelize, or call torch.distributed.init_process_group("{ON_GPUS}")'
+    )
 
 
 def device_of_rank() -> torch.device:

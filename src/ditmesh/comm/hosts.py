@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .objects import gather_objects
+
 _TOKEN = 16
 
 
@@ -103,17 +105,15 @@ def find_hosts(group: dist.ProcessGroup | None, shares: bool) -> Hosts:
         fd = os.memfd_create("ditmesh-host", os.MFD_CLOEXEC)
         os.write(fd, token)
     try:
-        every: list[tuple[str, int, int, bytes]] = [("", 0, -1, b"")] * world
-        dist.all_gather_object(every, (system, os.getpid(), fd, token), group=group)
+        every: list[tuple[str, int, int, bytes]] = gather_objects((system, os.getpid(), fd, token), group)
         reached = {
             other
             for other, (its_system, process, its_fd, its_token) in enumerate(every)
             # Looked at only where it may be: under the same number may be another process here, and a file of its.
             if other == rank or (its_system == system and (fd < 0 or _read(process, its_fd) == its_token))
         }
-        said: list[tuple[set[int], bool]] = [(set(), False)] * world
         # Behind this every rank has read what it can.
-        dist.all_gather_object(said, (reached, shares), group=group)
+        said: list[tuple[set[int], bool]] = gather_objects((reached, shares), group)
     finally:
         if fd >= 0:
             os.close(fd)

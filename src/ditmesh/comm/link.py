@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ConfigError
-from .backends import CARRIED, ON_GPUS, backend_of
+from .backends import CARRIED, backend_of, carries_none
 from .hosts import Relay, relay_of
+from .objects import broadcast_object, gather_objects
 from .shared import SharedChannel
 from .state import DesyncError, Header, PeerError, RequestState, Spec, Traffic, raise_for_peer
 
@@ -169,31 +170,48 @@ class Link:
         """
         backend = "" if group is None else backend_of(group, device)
         if group is not None and not backend:
-            kind = torch.device(device).type
-            raise ConfigError(
-                f"the process group carries no {kind} tensors, and the model is on the {kind}; move the pipeline to "
-                "its rank's device before ditmesh.parallelize, or call torch.distributed.init_process_group(\""
-                f'{ON_GPUS}")'
-            )
+            raise ConfigError(carries_none(torch.device(device).type))
         self._group, self._channel, self._backend = group, shared, backend
         self._far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[self.rank])
         self._relay = relay_of(hosts, self.rank)
+
+    def connect_peers(self, device: torch.device, timeout: timedelta, singly: Sequence[tuple[int, int]] = ()) -> None:
+        """Send a byte between all pairs of ranks, and wait for it, so that they are connected. A collective call.
+
+        gloo's are from the start. NCCL connects two ranks at their first message, and both hosts wait for it: one that
+        posts a message early would wait for a rank that waits for its work. Where there is no connection, this is the
+        first to fail.
+
+        Args:
+            device: of the tensors that will travel.
+            timeout: how long to wait for each rank.
+            singly: ranks of the group that will send and receive single messages, in the same order on all ranks:
+                without a device of the default group such pairs have communicators of their own.
+        """
+        if self.size == 1 or self._matches:
+            return
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        boxes = [([torch.empty_like(byte)], peer) for peer in self._others]
+        self._over_group("send", [([byte], self._others)], boxes).wait(timeout)
+        for sender, receiver in singly:
+            outgoing: Outgoing = [([byte], [receiver])] if self.rank == sender else []
+            incoming: Incoming = [([torch.empty_like(byte)], sender)] if self.rank == receiver else []
+            self._over_group("send", outgoing, incoming).wait(timeout)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order: anything that can be pickled. Not counted."""
         every: list[Any] = [value] * self.size
         if self.size > 1:
             self._enter("all_gather_object")
-            self._together(dist.all_gather_object, every, value)
+            every = self._together(gather_objects, value)
         return every
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """One rank's value, on every rank: anything that can be pickled. Not counted."""
-        box = [value]
         if self.size > 1:
             self._enter("broadcast_object")
-            self._together(dist.broadcast_object_list, box, self.ranks[source])
-        return box[0]
+            value = self._together(broadcast_object, value, self.ranks[source])
+        return value
 
     def _count_to(self, peer: int, sent: int) -> None:
         """Count bytes that go to one rank of the group."""
@@ -213,14 +231,13 @@ class Link:
             return _UNSEEN
         return self.traffic.watcher.post(self.name, kind, sent)
 
-    def _together(self, collective: Callable[..., Any], *tensors: Any) -> None:
+    def _together(self, collective: Callable[..., Any], *tensors: Any) -> Any:
         """Run a collective of the process group."""
         if torch.compiler.is_compiling():
-            collective(*tensors, group=self.group)
-            return
+            return collective(*tensors, group=self.group)
         try:
             with self._state.waiting():
-                collective(*tensors, group=self.group)
+                return collective(*tensors, group=self.group)
         except RuntimeError as error:
             raise_for_peer(self.name, error)
 

@@ -11,11 +11,13 @@ has, on any rank, all of them make new process groups and new shared memory befo
 from __future__ import annotations
 
 import copy
+import os
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,8 @@ from torch import nn
 from ..config import AXES, REPLICAS, ParallelConfig
 from ..errors import ConfigError
 from . import Hosts, Link, PeerError, RequestState, SharedChannel, SharedMemory, Traffic, find_hosts, possible
-from .backends import device_of_rank
+from .backends import backend_of, carries_none, device_of_rank, group_options
+from .objects import gather_objects
 
 # Seconds a collective may wait for a missing rank.
 DEFAULT_DEADLINE = 600.0
@@ -84,6 +87,19 @@ _ARRIVAL = struct.Struct("<3q104s")
 _FINE, _FAILED, _GIVEN_UP = range(3)
 
 
+def _current(device: torch.device | str | None) -> torch.device:
+    """The device of this rank, which is its current one from now on."""
+    device = device_of_rank() if device is None else torch.device(device)
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.index != torch.cuda.current_device():
+        # Else torch would make this rank's communicators on the first GPU, as those of all ranks.
+        torch.cuda.set_device(device)
+    return device
+
+
 class Mesh:
     """The ranks of one configuration, laid out as a grid of axes, with one `Link` per axis.
 
@@ -120,7 +136,8 @@ class Mesh:
 
         Raises:
             ConfigError: the degrees do not multiply to the world size, or no process group exists though
-                more than one rank is asked for.
+                more than one rank is asked for; or, on all ranks alike, one of them computes where its process group
+                or the configuration does not work.
         """
         initialised = links is None and dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if initialised else 1
@@ -133,9 +150,7 @@ class Mesh:
         if links is None:
             config.check_world_size(world_size)
         self.config = config
-        if device is None:
-            device = torch.device("cpu") if links is not None else device_of_rank()
-        self.device = torch.device(device)
+        self.device = torch.device(device or "cpu") if links is not None else _current(device)
         self.rank, self.world_size = dist.get_rank() if initialised else 0, world_size
         self.traffic = Traffic() if links is None else next(iter(links.values())).traffic
         self.hosts = Hosts.one(world_size)
@@ -208,10 +223,17 @@ class Mesh:
         return group
 
     def _new_subgroup(self, sets: list[list[int]]) -> dist.ProcessGroup:
-        """A process group of each of these sets of ranks, of which this rank is in one. A collective call."""
-        group, _ = dist.new_subgroups_by_enumeration(sets, timeout=self._deadline)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+        """A process group of each of these sets of ranks, of which this rank is in one.
+
+        A collective call: all ranks make all of them, in one order.
+        """
+        options, mine = group_options(self.device), None
+        for ranks in sets:
+            group = dist.new_group(ranks, timeout=self._deadline, **options)
+            if self.rank in ranks:
+                mine = group
+        assert isinstance(mine, dist.ProcessGroup)
+        return mine
 
     def _keeps_order(self, name: str) -> bool:
         """Whether messages of a link keep an order of their own, or are long under way: it shares no process group.
@@ -236,6 +258,7 @@ class Mesh:
         if self._control is None:
             # Between hosts, also where the tensors travel between GPUs.
             self._control = self.new_host_group()
+            self.agree(self._misplaced())
             self.hosts = find_hosts(self._control, possible(self.world_size))
         if self.config.shared_memory and self.device.type == "cpu" and self.hosts.shares:
             near = self.hosts.near[self.rank]
@@ -243,6 +266,7 @@ class Mesh:
         memory = self._memory
         # Not the default group for the world: after a failure it could be neither given up nor made again.
         made: dict[tuple[str, str], dist.ProcessGroup] = {}
+        firsts: list[Link] = []
         for number, (name, link) in enumerate(self._links.items()):
             if link.size > 1:
                 sets = self._sets(name)
@@ -250,6 +274,7 @@ class Mesh:
                 if key not in made:
                     made[key] = self._new_subgroup(sets)
                     self._groups.append(made[key])
+                    firsts.append(link)
                 hosts = self.hosts.numbers
                 here = [rank for rank in link.ranks if hosts[rank] == hosts[self.rank]]
                 joined = len(here) > 1 and self.hosts.joins(here)
@@ -257,6 +282,58 @@ class Mesh:
                 link.connect(made[key], shared, [hosts[rank] for rank in link.ranks], self.device)
         # A group is there for one rank while another still connects, and would be lost if the first one failed now.
         dist.barrier(group=self._control)
+        # After a failure these are new links.
+        self._state.refusal = None
+        for link in firsts:
+            singly = {"pipe": [*pairwise(range(link.size))], "pipe_back": [(link.size - 1, 0)]}
+            link.connect_peers(self.device, self._deadline, singly.get(link.name, ()))
+
+    def agree(self, refusal: str) -> None:
+        """Refuse something on all ranks if one of them does, before any of them begins. A collective call.
+
+        Args:
+            refusal: this rank's, a sentence; empty: it has none.
+
+        Raises:
+            ConfigError: the first refusal, the same sentence on all ranks.
+        """
+        every = [refusal] if self.world_size == 1 else gather_objects(refusal, self._control)
+        first = next((rank for rank, said in enumerate(every) if said), None)
+        if first is not None:
+            alone = not all(every)
+            raise ConfigError(f"rank {first}: {every[first]}" if alone else every[first])
+
+    def check_device(self, device: torch.device | None) -> None:
+        """Refuse, on all ranks alike, a model that computes on another kind of device. A collective call.
+
+        Args:
+            device: the model's; None: it has no weights.
+
+        Raises:
+            ConfigError: on all ranks alike.
+        """
+        indices = {self.device.index, None if device is None else device.index} - {None}
+        same = device is None or device.type == "meta" or (device.type == self.device.type and len(indices) < 2)
+        self.agree(
+            ""
+            if same
+            else f"the model is on {device}, and its mesh on {self.device}; move the model to its rank's device before "
+            "the mesh is made, or restore it, move it and parallelize it again"
+        )
+
+    def _misplaced(self) -> str:
+        """Why this rank's device does not go with its process group or the configuration; empty: it does."""
+        kind = self.device.type
+        if not backend_of(None, self.device):
+            return carries_none(kind)
+        waits = self.config.pipe > 1 or self.config.exchange == "displaced"
+        if kind == "cuda" and waits and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            which = "pipe" if self.config.pipe > 1 else "exchange='displaced'"
+            return (
+                f"{which} needs exchanges to run beside computation, and CUDA_DEVICE_MAX_CONNECTIONS=1 puts them into "
+                "one queue with it, where they can wait for one another for ever; unset it"
+            )
+        return ""
 
     # --- boundaries ----------------------------------------------------------------------------------------
 

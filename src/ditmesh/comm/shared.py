@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.alignment import ALIGNMENT
+from .objects import gather_objects
 from .state import DesyncError, Header, PeerError, RequestState, Spec
 
 # Messages that one rank may have on their way to another on one link.
@@ -122,8 +123,7 @@ class SharedMemory:
         self._table = memoryview(mmap.mmap(self._fd, self._table_bytes)).cast("q")
         # The region that slots are cut from: its place and size, its memory, and what of it is in use.
         self._region, self._memory, self._used = (self._table_bytes, 0), memoryview(b""), 0
-        addresses: list[tuple[int, int]] = [(0, 0)] * self._world
-        dist.all_gather_object(addresses, (os.getpid(), self._fd), group=group)
+        addresses: list[tuple[int, int]] = gather_objects((os.getpid(), self._fd), group)
         for rank, (process, fd) in enumerate(addresses):
             if rank != self.rank and rank in near:
                 try:

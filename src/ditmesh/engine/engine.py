@@ -18,6 +18,7 @@ from torch import nn
 
 from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..comm.objects import broadcast_object
 from ..config import ParallelConfig
 from ..core.clock import CallClock, timestep_of
 from ..core.library import library_name
@@ -440,6 +441,8 @@ def parallelize(
         mesh = Mesh(config, _device_of(models[0]), timeout)
     elif mesh.config.degrees != config.degrees or (config.shard > 1 and not mesh.shares_weights_as(config)):
         raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
+    else:
+        mesh.check_device(_device_of(models[0]))
     _warn_of_hosts(target, models[0], mesh)
     if len(pairs) == len(models) and not (config.cuts_weights and any(found.source == GIVEN for _, found in pairs)):
         Engine(pairs, config, mesh, owns_mesh, recipe).open(target)
@@ -498,10 +501,7 @@ def agreed(choose: Callable[[int], ParallelConfig]) -> ParallelConfig:
     """The choice of rank 0 for all ranks of the default process group, because measurements may differ."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return choose(1)
-    box = [choose(dist.get_world_size()) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
+    return broadcast_object(choose(dist.get_world_size()) if dist.get_rank() == 0 else None)
 
 
 def _wait_for_a_call(

@@ -128,7 +128,7 @@ def join(
     import torch
     import torch.distributed as dist
 
-    from ..comm.backends import ON_GPUS
+    from ..comm.backends import ON_GPUS, bound_device
 
     device = torch.device("cpu")
     if kind == "cuda":
@@ -144,6 +144,6 @@ def join(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
-            device_id=device if kind == "cuda" else None,
+            device_id=bound_device(device),
         )
     return device

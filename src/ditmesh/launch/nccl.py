@@ -1,7 +1,7 @@
-"""torch's own watch over NCCL: what it does about a collective that does not end, in one place.
+"""torch's own watch over NCCL, what it does about a collective that does not end, and NCCL's order, in one place.
 
-Deadlines are the process group's ``timeout``. What is set here is only what torch reads from the environment, before
-the first NCCL group of a process, and nothing that the user has set.
+Deadlines are the process group's ``timeout``. What is set here is only what torch and NCCL read from the environment,
+before the first NCCL group of a process, and nothing that the user has set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RECORDED = 2000
 
 
 def nccl_settings(timeout: float) -> dict[str, str]:
-    """Variables of torch for ranks whose collectives have a deadline of so many seconds, with their values."""
+    """Variables of torch and NCCL for ranks whose collectives have a deadline of so many seconds, with their values."""
     return {
         # A collective that fails or is late ends the process: NCCL cannot go on, and its launcher names the rank.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
@@ -25,6 +25,8 @@ def nccl_settings(timeout: float) -> dict[str, str]:
         # The last collectives of every rank are written to a file when one is late; see docs/hosts.md.
         "TORCH_NCCL_TRACE_BUFFER_SIZE": str(RECORDED),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        # Kernels of several groups wait for one another's on the GPU: NCCL (2.26) starts them in the host's order.
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     }
 
 

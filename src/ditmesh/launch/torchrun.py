@@ -155,6 +155,8 @@ class TorchrunRanks(Launcher):
         """Call ``fn`` in this process; see `Launcher.run`. ``on_message`` takes what this rank alone reports."""
         import torch.distributed as dist
 
+        from ..comm.objects import gather_objects
+
         if deadline is not None:
             # The ranks are not watched.
             raise ConfigError(f"a deadline of {deadline:g} s is not possible for ranks of torchrun; leave it out")
@@ -163,9 +165,8 @@ class TorchrunRanks(Launcher):
         rank = dist.get_rank()
         if on_message is not None:
             kwargs["report"] = partial(on_message, rank)
-        answers: list[Any] = [None] * self.world_size
         try:
-            dist.all_gather_object(answers, fn(*args, **kwargs))
+            return gather_objects(fn(*args, **kwargs))
         except BaseException as error:
             if lost_peer(error):
                 # torchrun takes the rank that ends first for the cause, and ends the others: this one takes its time.
@@ -175,7 +176,6 @@ class TorchrunRanks(Launcher):
                     lost = tuple(silent)
                     raise RankFailed(self._heartbeat.describe(lost), lost[0], lost=lost) from error
             raise
-        return answers
 
     def close(self) -> None:
         """Leave the process group, if it was joined here."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ...comm.objects import gather_objects
 from ...config import ParallelConfig
 from ...core.patching import Patch, Proceed
 from ...core.unexpected import MISTAKES, unexpected
@@ -105,9 +106,7 @@ def check_memory(
     ranks = dist.get_world_size() if grouped else 1
     room = free_memory(device, ranks) if limit is None else limit
     if grouped and ranks > 1:
-        every: list[float] = [room] * ranks
-        dist.all_gather_object(every, room)
-        room = min(every)
+        room = min(gather_objects(room))
     pixels = 0.0 if workload is None else workload.width * workload.height * workload.frames * workload.pictures
     stored = sum(path.stat().st_size for path in info.files.glob("*/*.safetensors"))
     # Files may hold half of what float32 takes.
@@ -264,9 +263,7 @@ class Peaks:
         mine = {phase: most for phase, most in self.found.items() if phase != "idle"}
         if not (dist.is_available() and dist.is_initialized()):
             return [mine]
-        every: list[dict[str, int]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
-        return every
+        return gather_objects(mine)
 
     def _most(self) -> int | None:
         if self._device.type == "cuda":

@@ -82,14 +82,10 @@ def joined_folder(prefix: str, parent: str) -> Iterator[str]:
 
 
 def _agreed(folder: str | None, parent: str) -> str:
-    import torch.distributed as dist
+    from ...comm.objects import broadcast_object, gather_objects
 
-    box = [folder]
-    dist.broadcast_object_list(box, 0)
-    (name,) = box
-    assert name is not None
-    seen: list[bool] = [True] * dist.get_world_size()
-    dist.all_gather_object(seen, os.path.isdir(name))
+    name: str = broadcast_object(folder)
+    seen: list[bool] = gather_objects(os.path.isdir(name))
     if not all(seen):
         raise InputError(
             f"what one device computes is kept in {parent!r}, which rank {seen.index(False)} does not share with rank "

@@ -1,0 +1,164 @@
+"""A mesh and its model compute on one device: else all ranks refuse alike, before any of them begins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import ditmesh
+from ditmesh import ConfigError, Mesh, ParallelConfig
+from ditmesh.comm import backends
+from ditmesh.comm import mesh as mesh_module
+from ditmesh.launch.nccl import nccl_settings
+
+
+def refusal_of(call: Any) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def misplaced() -> list[str]:
+    """What this rank says of meshes that cannot be."""
+    rank = torch.distributed.get_rank()
+    config = ParallelConfig(ring=2, shared_memory=False)
+    found: list[str] = []
+    # Rank 1 alone has no backend for its device.
+    with mock.patch.object(mesh_module, "backend_of", return_value="" if rank else "gloo"):
+        found.append(refusal_of(lambda: Mesh(config)))
+    # All ranks have given the mesh another device than the model has; and one of them alone.
+    mesh = Mesh(config)
+    try:
+        found.append(refusal_of(lambda: mesh.check_device(torch.device("cuda", rank))))
+        found.append(refusal_of(lambda: mesh.check_device(torch.device("cuda") if rank else torch.device("cpu"))))
+        for fine in (torch.device("cpu"), torch.device("meta"), None):
+            mesh.check_device(fine)
+        found.append(str(float(mesh.ring.all_reduce(torch.ones(1)))))
+    finally:
+        mesh.close()
+    return found
+
+
+def test_all_ranks_refuse_alike(ranks):
+    first, second = ranks(2).run(misplaced)
+    assert first[0] == second[0]
+    assert first[0].startswith("rank 1: the process group carries no cpu tensors")
+    # Each names its own GPU.
+    assert (
+        first[1]
+        == second[1]
+        == (
+            "the model is on cuda:0, and its mesh on cpu; move the model to its rank's device before the mesh is made, "
+            "or restore it, move it and parallelize it again"
+        )
+    )
+    assert first[2] == second[2]
+    assert first[2].startswith("rank 1: the model is on cuda, and its mesh on cpu; ")
+    # The mesh is as it was.
+    assert first[3] == second[3] == "2.0"
+
+
+def mesh_on(device: str, current: int, config: ParallelConfig) -> tuple[Mesh, list[Any]]:
+    """One that thinks it has ranks on GPUs, with nothing connected; and the devices that were made the current one."""
+    chosen: list[Any] = []
+    world = mock.Mock()
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=current),
+        mock.patch.object(torch.cuda, "set_device", chosen.append),
+        mock.patch.object(mesh_module, "backend_of", return_value="nccl"),
+        mock.patch.object(mesh_module, "find_hosts", side_effect=RuntimeError("has got so far")),
+        mock.patch.object(mesh_module, "gather_objects", lambda value, group: [value] * config.world_size),
+        mock.patch.object(Mesh, "new_host_group", return_value=world),
+        mock.patch.object(Mesh, "close", return_value=None),
+        mock.patch("torch.distributed.is_initialized", return_value=True),
+        mock.patch("torch.distributed.get_world_size", return_value=config.world_size),
+        mock.patch("torch.distributed.get_rank", return_value=0),
+    ):
+        mesh = Mesh.__new__(Mesh)
+        with pytest.raises(RuntimeError, match="has got so far"):
+            mesh.__init__(config, device)
+    return mesh, chosen
+
+
+def test_the_ranks_device_is_the_current_one():
+    config = ParallelConfig(ring=2)
+    mesh, chosen = mesh_on("cuda:1", 0, config)
+    assert chosen == [torch.device("cuda:1")]
+    mesh, chosen = mesh_on("cuda", 3, config)
+    assert (mesh.device, chosen) == (torch.device("cuda:3"), [])
+    assert mesh_on("cuda:3", 3, config)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"pipe": 2}, "pipe needs exchanges to run beside computation, and CUDA_DEVICE_MAX_CONNECTIONS=1 "),
+        ({"ring": 2, "exchange": "displaced"}, "exchange='displaced' needs exchanges to run beside computation"),
+        ({"ring": 2}, ""),
+        ({"ulysses": 2}, ""),
+    ],
+    ids=str,
+)
+def test_one_queue_for_all_kernels_is_refused_where_exchanges_run_beside(monkeypatch, config, refused):
+    config = ParallelConfig(**config)
+    mesh_on("cuda:0", 0, config)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    mesh_on("cuda:0", 0, config)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if not refused:
+        mesh_on("cuda:0", 0, config)
+        return
+    with pytest.raises(ConfigError) as raised:
+        mesh_on("cuda:0", 0, config)
+    assert str(raised.value).startswith(refused)
+    assert str(raised.value).endswith("; unset it")
+
+
+def test_nccl_starts_kernels_in_the_order_of_the_host():
+    assert nccl_settings(600)["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+
+
+@pytest.mark.parametrize(("way", "bound"), [("eager", True), ("own", False), ("lazy", False), (None, True)])
+def test_a_rank_joins_bound_to_its_gpu_in_one_way_alone(monkeypatch, way, bound):
+    from ditmesh.launch.devices import join
+
+    for name in nccl_settings(30):
+        # Set first, so that it is put back.
+        monkeypatch.setenv(name, "")
+    monkeypatch.delenv(backends.NCCL_INIT, raising=False)
+    if way is not None:
+        monkeypatch.setenv(backends.NCCL_INIT, way)
+    with (
+        mock.patch("torch.cuda.set_device"),
+        mock.patch("torch.distributed.is_initialized", return_value=False),
+        mock.patch("torch.distributed.init_process_group") as init,
+    ):
+        assert join("cuda", 1, 2, 1, 30.0, "env://") == torch.device("cuda:1")
+    assert init.call_args.kwargs["backend"] == "cpu:gloo,cuda:nccl"
+    assert init.call_args.kwargs["device_id"] == (torch.device("cuda:1") if bound else None)
+
+
+def moved_model() -> str:
+    """A pipeline whose transformer is on another device than the mesh that it is given."""
+    from support.pipelines import sd3
+
+    pipe = sd3()
+    mesh = Mesh(ParallelConfig(ring=2))
+    # As of a model whose weights lie elsewhere between its calls.
+    pipe.transformer._hf_hook = SimpleNamespace(execution_device="cuda:0")
+    try:
+        return refusal_of(lambda: ditmesh.parallelize(pipe, mesh.config, mesh=mesh))
+    finally:
+        mesh.close()
+
+
+def test_a_mesh_of_another_device_is_refused(ranks):
+    found = ranks(2).run(moved_model)
+    assert found[0] == found[1]
+    assert found[0].startswith("the model is on cuda:0, and its mesh on cpu; ")
