@@ -41,6 +41,8 @@ CHECKPOINTS = {
 COLLECTIVES = {
     "comm/hosts.py",
     "comm/link.py",
+    "comm/mesh.py",
+    "comm/objects.py",
     "comm/shared.py",
     "comm/uneven.py",
     "engine/engine.py",
@@ -64,7 +66,7 @@ COLLECTIVES = {
 
 MODULES = ("pickle", "cloudpickle", "dill", "marshal", "joblib", "shelve", "cPickle", "_pickle")
 READS = {"load", "loads", "Unpickler", "open"}
-OBJECTS = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?$")
+OBJECTS = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?$|^gather_objects$")
 
 
 class Reader(ast.NodeVisitor):
@@ -123,6 +125,10 @@ class Reader(ast.NodeVisitor):
             self.found.append((".".join(self.place), "object collective"))
         self.generic_visit(node)
 
+    def visit_Name(self, node: ast.Name) -> None:
+        if OBJECTS.search(node.id):
+            self.found.append((".".join(self.place), "object collective"))
+
     def _name(self, node: ast.expr) -> str:
         if isinstance(node, ast.Attribute):
             return f"{self._name(node.value)}.{node.attr}"
@@ -172,6 +178,7 @@ def test_nothing_of_others_is_unpickled():
         "import marshal\nmarshal.loads(b)",
         "Pipeline.from_pretrained(p, trust_remote_code=True)",
         "import torch.distributed as dist\ndist.all_gather_object(a, b)",
+        "from ditmesh.comm.objects import gather_objects\ngather_objects(a)",
     ],
 )
 def test_the_reader_finds_what_unpickles(code: str):
