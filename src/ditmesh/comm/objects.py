@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from .backends import backend_of
@@ -54,7 +55,9 @@ def _on_host(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     # Other groups are made with one.
     assert found is world, "objects of a group that carries no tensors of the host"
     if world not in _beside:
-        made = dist.new_group(backend="gloo")
+        # gloo's own deadline is half an hour.
+        options = getattr(world._get_backend(torch.device("cuda")), "options", None)
+        made = dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
         assert isinstance(made, dist.ProcessGroup)
         _beside[world] = made
     return _beside[world]
