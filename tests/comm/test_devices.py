@@ -164,3 +164,21 @@ def test_a_mesh_of_another_device_is_refused(ranks):
     found = ranks(2).run(moved_model)
     assert found[0] == found[1]
     assert found[0].startswith("the model is on cuda:0, and its mesh on cpu; ")
+
+
+def moved_since() -> tuple[str, bool]:
+    """A pipeline whose mesh is on another device than its models, as after ``pipe.to``; and then as it was."""
+    from support.pipelines import arguments, draw, sd3
+
+    pipe = sd3()
+    with ditmesh.parallelized(pipe, {"ring": 2}):
+        mesh = ditmesh.engine_of(pipe).mesh
+        with mock.patch.object(mesh, "device", torch.device("cuda", 0)):
+            said = refusal_of(lambda: draw(pipe, arguments("sd3", [1], steps=1)))
+        return said, len(draw(pipe, arguments("sd3", [1], steps=1))) > 0
+
+
+def test_a_model_that_was_moved_since_is_refused_in_its_next_request(ranks):
+    for said, works in ranks(2).run(moved_since):
+        assert said.startswith("the model is on cpu, and its mesh on cuda:0; ")
+        assert works

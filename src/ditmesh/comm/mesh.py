@@ -312,13 +312,18 @@ class Mesh:
         Raises:
             ConfigError: on all ranks alike.
         """
-        indices = {self.device.index, None if device is None else device.index} - {None}
-        same = device is None or device.type == "meta" or (device.type == self.device.type and len(indices) < 2)
-        self.agree(
-            ""
-            if same
-            else f"the model is on {device}, and its mesh on {self.device}; move the model to its rank's device before "
-            "the mesh is made, or restore it, move it and parallelize it again"
+        self.agree(self.misfit(device))
+
+    def misfit(self, device: torch.device | None) -> str:
+        """Why a model that computes on a device cannot run on this rank of the mesh; empty: it can."""
+        if self.world_size == 1 or device is None or device.type == "meta":
+            return ""
+        indices = {device.index, self.device.index} - {None}
+        if device.type == self.device.type and len(indices) < 2:
+            return ""
+        return (
+            f"the model is on {device}, and its mesh on {self.device}; move the model to its rank's device before the "
+            "mesh is made, or restore it, move it and parallelize it again"
         )
 
     def _misplaced(self) -> str:

@@ -238,6 +238,7 @@ class Engine:
         """One call of a pipeline."""
         result: Any = None
         with self.request(f"a call of {type(pipe).__name__}"):
+            self._check_devices()
             for strategy in reversed(self.strategies):
                 args, kwargs = strategy.arguments(pipe, args, kwargs)
             self._begin(Request(pipe))
@@ -250,6 +251,19 @@ class Engine:
         if isinstance(result, RequestLeft):
             raise result
         return result
+
+    def _check_devices(self) -> None:
+        """Refuse models that have been moved since.
+
+        Raises:
+            ConfigError: one of them is on another kind of device than the mesh.
+        """
+        for model in self.models:
+            weight = next(model.model.parameters(), None)
+            # What is offloaded lies elsewhere between calls: it is asked where it computes.
+            elsewhere = weight is not None and weight.device.type != self.mesh.device.type
+            if elsewhere and (said := self.mesh.misfit(_device_of(model.model))):
+                raise ConfigError(said)
 
     @contextmanager
     def request(self, purpose: str) -> Iterator[Callable[[Any], None]]:
