@@ -150,7 +150,7 @@ class Mesh:
         if links is None:
             config.check_world_size(world_size)
         self.config = config
-        self.device = torch.device(device or "cpu") if links is not None else _current(device)
+        self.device = _current(device) if initialised else torch.device(device or "cpu")
         self.rank, self.world_size = dist.get_rank() if initialised else 0, world_size
         self.traffic = Traffic() if links is None else next(iter(links.values())).traffic
         self.hosts = Hosts.one(world_size)
