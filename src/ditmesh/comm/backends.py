@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from inspect import signature
 from typing import Any, Literal, get_args
 
 import torch
@@ -56,7 +57,14 @@ def group_options(device: torch.device) -> dict[str, Any]:
     """
     if device.type != "cuda" or backend_of(None, device) != "nccl":
         return {}
-    return {"backend": ON_GPUS, "device_id": device} if nccl_init() == "own" else {"backend": ON_GPUS}
+    if nccl_init() != "own":
+        return {"backend": ON_GPUS}
+    if "device_id" not in signature(dist.distributed_c10d.new_group).parameters:
+        raise ConfigError(
+            f"{NCCL_INIT}=own needs a torch whose new_group takes a device_id, which {torch.__version__} does not; use "
+            "lazy, or a later torch"
+        )
+    return {"backend": ON_GPUS, "device_id": device}
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> str:
