@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from ditmesh.launch import RankPool
+from ditmesh.launch.pool import PRELOAD, QUIET
+from ditmesh.launch.processes import start_fork_server
 
 # Nothing a test does may reach for a model hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -27,6 +29,9 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
     A pool that a failing test has closed is replaced at the next call.
     """
+    if os.environ.get("DITMESH_TEST_BACKEND") == "rules":
+        # The first server of this process serves all pools: links of their ranks use the group of nccl_rules/rules.py.
+        start_fork_server([QUIET, *PRELOAD, "nccl_rules.in_ranks"])
     pools: dict[int, RankPool] = {}
 
     def get(world_size: int) -> RankPool:
