@@ -31,6 +31,8 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     """
     if os.environ.get("DITMESH_TEST_BACKEND") == "rules":
         # The first server of this process serves all pools: links of their ranks use the group of nccl_rules/rules.py.
+        # Python's fork server before 3.13 looks for what it imports where PYTHONPATH says, and says nothing otherwise.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.getenv("PYTHONPATH")]))
         start_fork_server([QUIET, *PRELOAD, "nccl_rules.in_ranks"])
     pools: dict[int, RankPool] = {}
 
