@@ -88,7 +88,7 @@ class Transfer:
                     with self._state.waiting():
                         self._works.pop(0).wait(*limit)
                 except RuntimeError as error:
-                    raise_for_peer(self._link, error)
+                    raise_for_peer(self._link, error, self._state)
             self._sent.clear()
             while self._messages:
                 self._received += self._messages.pop(0)(timeout)
@@ -239,7 +239,7 @@ class Link:
             with self._state.waiting():
                 return collective(*tensors, group=self.group)
         except RuntimeError as error:
-            raise_for_peer(self.name, error)
+            raise_for_peer(self.name, error, self._state)
 
     @property
     def _matches(self) -> bool:
@@ -287,7 +287,7 @@ class Link:
         try:
             work = collective(receive, given, *more, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise_for_peer(self.name, error)
+            raise_for_peer(self.name, error, self._state)
         return self._under_way([receive], [given], [work], watched)
 
     def all_to_all(self, outgoing: TensorsByRank, shapes: ShapesByRank) -> list[list[Tensor]]:
@@ -688,7 +688,7 @@ class Link:
                 # No batch: one may need all ranks of the group, and here two of them have to do with one another.
                 works = [one.op(one.tensor, one.peer, one.group, one.tag) for one in operations]
         except RuntimeError as error:
-            raise_for_peer(self.name, error)
+            raise_for_peer(self.name, error, self._state)
         received = [t for tensors, _ in incoming for t in tensors]
         return self._under_way(received, [t for tensors, _ in sent for t in tensors], works, watched)
 

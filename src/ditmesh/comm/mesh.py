@@ -14,6 +14,7 @@ import copy
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -29,9 +30,12 @@ from ..errors import ConfigError
 from . import Hosts, Link, PeerError, RequestState, SharedChannel, SharedMemory, Traffic, find_hosts, possible
 from .backends import backend_of, carries_none, device_of_rank, group_options
 from .objects import gather_objects
+from .watcher import FailureWatcher, Notice
 
 # Seconds a collective may wait for a missing rank.
 DEFAULT_DEADLINE = 600.0
+# What waits for failures waits for ever.
+_ENDLESS = timedelta(days=10_000)
 # Links of a mesh, and the axes on which their ranks differ.
 LINKS: dict[str, tuple[str, ...]] = {
     "world": AXES,
@@ -156,6 +160,11 @@ class Mesh:
         self.hosts = Hosts.one(world_size)
         self._deadline = timedelta(seconds=timeout)
         self._groups: list[dist.ProcessGroup] = []
+        # Over these the others see at once that a rank has given its groups up; where they do not, a thread watches.
+        self._over_gloo = True
+        self._watcher: FailureWatcher | None = None
+        # Held by what uses or changes the groups in one of two threads.
+        self._lock = threading.Lock()
         # The group of `gradient_group`, once made.
         self._averaging: list[dist.ProcessGroup] = []
         self._memory: SharedMemory | None = None
@@ -168,6 +177,7 @@ class Mesh:
         self._renewed: list[Callable[[], None]] = []
         # The ranks that meet at a boundary.
         self._peers: Sequence[int] = range(world_size)
+        self._state.peers = self._peers
         if links is not None:
             self._links = {name: links.get(name) or Link(name, [0], 0, self.traffic) for name in LINKS}
         else:
@@ -211,14 +221,17 @@ class Mesh:
             self._averaging.append(self._new_subgroup(self.config.groups(AVERAGED)))
         return self._averaging[0] if self._averaging else None
 
-    def new_host_group(self) -> dist.ProcessGroup | None:
+    def new_host_group(self, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
         """A gloo group of all ranks of the job for the caller alone, who destroys it. A collective call.
 
         For what exchanges at a pace of its own, such as a thread. None for a process that is no rank of a job.
+
+        Args:
+            timeout: deadline of its collectives; default: the mesh's.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        group = dist.new_group(backend="gloo", timeout=self._deadline)
+        group = dist.new_group(backend="gloo", timeout=timeout or self._deadline)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -273,13 +286,19 @@ class Mesh:
                 key = name if self._keeps_order(name) else "", str(sets)
                 if key not in made:
                     made[key] = self._new_subgroup(sets)
-                    self._groups.append(made[key])
+                    with self._lock:
+                        self._groups.append(made[key])
                     firsts.append(link)
                 hosts = self.hosts.numbers
                 here = [rank for rank in link.ranks if hosts[rank] == hosts[self.rank]]
                 joined = len(here) > 1 and self.hosts.joins(here)
                 shared = SharedChannel(memory, number, link.ranks) if memory and joined else None
                 link.connect(made[key], shared, [hosts[rank] for rank in link.ranks], self.device)
+        self._over_gloo = all(backend_of(group, self.device) == "gloo" for group in made.values())
+        if not self._over_gloo and self._watcher is None:
+            ring = self.new_host_group(_ENDLESS)
+            assert ring is not None
+            self._watcher = FailureWatcher(ring, self._hear)
         # A group is there for one rank while another still connects, and would be lost if the first one failed now.
         dist.barrier(group=self._control)
         # After a failure these are new links.
@@ -355,7 +374,7 @@ class Mesh:
     @property
     def failed(self) -> bool:
         """Whether the request in progress has failed on this rank; the next boundary mends it."""
-        return self.world_size > 1 and self._outcome != _FINE
+        return self.world_size > 1 and (self._outcome != _FINE or self._state.lost)
 
     @contextmanager
     def request(self, purpose: str = "a request") -> Iterator[None]:
@@ -364,6 +383,11 @@ class Mesh:
         self._depth += 1
         try:
             yield
+            if self._depth == 1 and self._watcher is not None:
+                # What the device still computes may rest on what groups carried that were aborted.
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()
+                self._state.report()
         except BaseException:
             self.fail_request()
             raise
@@ -386,11 +410,12 @@ class Mesh:
             return
         if self._broken is not None:
             raise PeerError(self._broken)
-        mine = _Arrival(self._state.number, self._outcome, self._state.messages, purpose)
-        every = self._meet(mine)
-        self._state.number = max(arrival.number for arrival in every) + 1
-        self._state.messages = 0
+        with self._lock:
+            self._state.meeting = True
+        outcome = _GIVEN_UP if self._state.lost else self._outcome
+        every = self._meet(_Arrival(self._state.number, outcome, self._state.messages, purpose))
         other = next((rank for rank, arrival in enumerate(every) if arrival.purpose != every[0].purpose), None)
+        self._state.begin(max(arrival.number for arrival in every) + 1, self._peers)
         if other is not None:
             sentence = (
                 f"the ranks have come for different things: rank {self._peers[0]} for {every[0].purpose}, rank "
@@ -401,15 +426,60 @@ class Mesh:
         # A rank that failed before it sent anything needs no renewal, unless another rank has sent.
         if _GIVEN_UP in outcomes or (_FAILED in outcomes and any(arrival.messages for arrival in every)):
             self._renew()
-        self._outcome, self._state.refusal = _FINE, None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Let links be used; what another rank has already said of this request counts."""
+        self._outcome = _FINE
+        with self._lock:
+            self._state.refusal, self._state.lost, self._state.meeting = None, False, False
+            early, self._state.early = self._state.early, []
+        for notice in early:
+            self._hear(notice)
 
     def fail_request(self) -> None:
         """Fail the request in progress on this rank: let the others know, use no link before the next boundary.
 
-        Others that wait for this rank learn of it at once through shared memory and over gloo, else at the deadline.
+        Others that wait for this rank learn of it at once, with the error that is being handled.
         """
         if self.world_size > 1 and not self.failed:
             self._fail("this request has failed on this rank; call the pipeline again, on every rank")
+
+    def _hear(self, notice: Notice) -> None:
+        """Another rank has failed a request: end this rank's waiting. In the watcher's thread."""
+        state = self._state
+        with self._lock:
+            if notice.rank not in state.peers or (notice.request is not None and notice.request < state.number):
+                return
+            if state.meeting or (notice.request is not None and notice.request > state.number):
+                # That rank has left the boundary first.
+                state.early.append(notice)
+                return
+            if state.refusal is not None:
+                return
+            state.refusal = (
+                f"rank {notice.rank} has failed this request ({notice.reason}); call the pipeline again, on every rank"
+            )
+            # Without messages there is nothing to wait for: the ranks may have refused the request alike.
+            if state.messages or notice.request is None:
+                state.lost = True
+                self._abort([*self._groups, *self._averaging])
+
+    def _abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """End whatever is under way in groups, on this rank; gloo's end when they are destroyed."""
+        if self._over_gloo or not groups:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        backend: Any = groups[0]._get_backend(self.device)
+        # NCCL's aborts can wait for one another unless they are one call.
+        together = hasattr(backend, "_group_start")
+        if together:
+            backend._group_start()
+        for group in groups:
+            group.abort()
+        if together:
+            backend._group_end()
 
     def when_renewed(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Register a function to be called on all ranks after links were renewed; returns what undoes this.
@@ -436,6 +506,8 @@ class Mesh:
             if running == self._state.number:
                 left()
             if self._depth == 0 and self.failed:
+                # What the call before returned may be worth nothing.
+                self._state.report()
                 self.begin_request(f"a call of {type(model).__name__}")
             running = self._state.number
 
@@ -485,14 +557,21 @@ class Mesh:
         self._outcome, self._state.refusal = max(self._outcome, _FAILED), sentence
         if self._memory is not None:
             self._memory.fail()
-        # Over gloo a closed connection is seen by the others at once. NCCL's are not, and are dear to make again.
-        if self.device.type == "cpu":
+        if self._watcher is not None:
+            error = sys.exc_info()[1]
+            reason = sentence if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+            self._watcher.tell(self._state.number, reason)
+        # Over gloo a closed connection is seen by the others at once. NCCL's groups are dear to make again, and where
+        # nothing was sent the ranks may all have failed alike.
+        if self._over_gloo or self._state.messages:
             self._drop()
         return PeerError(sentence)
 
     def _break(self, sentence: str) -> PeerError:
         """Fail all requests from now on; returns the error to raise."""
         self._broken, error = sentence, self._fail(sentence)
+        if self._watcher is not None:
+            self._watcher.close()
         if self._control is not None:
             dist.destroy_process_group(self._control)
             self._control = None
@@ -501,18 +580,18 @@ class Mesh:
     def _drop(self) -> None:
         """Abandon process groups with pending messages."""
         self._outcome = _GIVEN_UP
-        for link in self._links.values():
-            link.drop()
         self._destroy(self._groups)
 
     def _destroy(self, groups: list[dist.ProcessGroup]) -> None:
         """Give groups up on this rank alone."""
-        while groups:
-            group = groups.pop()
-            if self.device.type != "cpu":
-                # To wait for a collective that another rank never joined would take until the deadline.
-                group.abort()
-            dist.destroy_process_group(group)
+        with self._lock:
+            # First: it ends a collective that another rank never joined, and buffers are written to until then.
+            self._abort(groups)
+            if groups is self._groups:
+                for link in self._links.values():
+                    link.drop()
+            while groups:
+                dist.destroy_process_group(groups.pop())
 
     def _renew(self) -> None:
         if len(self._peers) < self.world_size:
@@ -524,7 +603,7 @@ class Mesh:
             self._connect()
         except RuntimeError as error:
             raise self._break(f"the links could not be renewed after a request had failed; {_WAY_OUT}") from error
-        self._outcome, self._state.refusal = _FINE, None
+        self._go_on()
         try:
             for callback in list(self._renewed):
                 callback()
@@ -547,6 +626,8 @@ class Mesh:
         """Free process groups and shared memory. A collective call; the default process group stays."""
         self._broken = self._broken or _CLOSED
         self._state.refusal = self._broken
+        if self._watcher is not None:
+            self._watcher.close()
         # gloo's threads end with the last reference to a group, which a link would hold until it is collected.
         for link in self._links.values():
             link.drop()

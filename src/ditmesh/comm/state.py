@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..errors import DitmeshError
+
+if TYPE_CHECKING:
+    from .watcher import Notice
 
 # Shape and dtype of a tensor.
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -46,8 +49,19 @@ class RequestState:
         self.messages = 0
         # Why no link may be used, one sentence; None: they may.
         self.refusal: str | None = None
+        # Global ranks that are in the request, and may fail it.
+        self.peers: Sequence[int] = ()
+        # Another rank has failed it, and what groups carry is worth nothing; whether that was said here.
+        self.lost = self.reported = False
+        # This rank is at a boundary; what others have said meanwhile of the request that it begins.
+        self.meeting = False
+        self.early: list[Notice] = []
         # Seconds for which this rank's thread has waited for other ranks.
         self.waited = 0.0
+
+    def begin(self, number: int, peers: Sequence[int]) -> None:
+        """A request begins."""
+        self.number, self.peers, self.messages, self.reported = number, peers, 0, False
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -63,8 +77,11 @@ class RequestState:
 
     def enter(self) -> None:
         """Count an operation on a link, if it is allowed; see `check`."""
-        self.check()
+        # First: a failure that is heard of meanwhile finds the message, or is found here.
         self.messages += 1
+        if self.refusal is not None:
+            self.messages -= 1
+            self.check()
 
     def check(self) -> None:
         """Refuse while links may not be used.
@@ -73,7 +90,17 @@ class RequestState:
             PeerError: the request has failed here, or the mesh is broken.
         """
         if self.refusal is not None:
+            self.reported = True
             raise PeerError(self.refusal)
+
+    def report(self) -> None:
+        """Say that another rank has failed the request, unless that was said.
+
+        Raises:
+            PeerError: it has.
+        """
+        if self.lost and not self.reported:
+            self.check()
 
 
 class MessageWatcher(Protocol):
@@ -151,14 +178,27 @@ def _words(kind: str, specs: tuple[Spec, ...]) -> tuple[int, int, int]:
     return KINDS.index(kind), sum(prod(shape) * dtype.itemsize for shape, dtype in specs), digest
 
 
-def raise_for_peer(link: str, error: RuntimeError) -> NoReturn:
-    """Raise an error of a process group: as a `PeerError` where it only says that a rank did not take part."""
-    text = str(error)
-    if isinstance(error, PeerError) or not ("gloo" in text.lower() or "closed by peer" in text.lower()):
+def raise_for_peer(link: str, error: RuntimeError, state: RequestState | None = None) -> NoReturn:
+    """Raise an error of a process group: as a `PeerError` where it only says that a rank did not take part.
+
+    Args:
+        link: name of the link that the group is of.
+        error: what the group has raised.
+        state: knows which rank has failed, where that was heard.
+    """
+    text, backend = str(error), isinstance(error, dist.DistBackendError)
+    known = backend or any(words in text.lower() for words in ("gloo", "nccl", "closed by peer"))
+    if isinstance(error, PeerError) or not known:
         # Not from itself: causes would be a circle.
         raise error
-    if "timed out" in text.lower():
+    if state is not None and state.lost and state.refusal is not None:
+        state.reported = True
+        raise PeerError(state.refusal) from error
+    if "timed out" in text.lower() or "timeout" in text.lower():
         what = f"timed out: a rank of the {link} link did not do its part before the deadline"
     else:
         what = f"a rank of the {link} link has failed this request, or has ended"
-    raise PeerError(f"{what} ({text.splitlines()[0].partition('] ')[2].partition('. ')[0]})") from error
+    first = text.splitlines()[0]
+    # gloo's begin with the place in its sources.
+    said = first.partition("] ")[2].partition(". ")[0] if first.startswith("[") else first
+    raise PeerError(f"{what} ({said})") from error

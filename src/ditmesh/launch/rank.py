@@ -60,6 +60,10 @@ def main(settings: RankSettings, connection: socket.socket) -> None:
         follower.join()
     import torch.distributed as dist
 
+    from ..comm.watcher import stop_watching
+
+    # This process runs no exit handlers.
+    stop_watching()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,110 @@
+"""A rank that fails alone, on links that tell nobody: every rank answers at once, and the next request has its bits."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ditmesh
+from ditmesh.comm.state import RequestState, raise_for_peer
+from support.faults import PROMPT, processes, world_of
+from support.processes import alive
+from support.rule_drills import DEADLINE, NAP, drilled, killed
+
+# Seconds that a busy machine may take; without the watcher it would be the deadline.
+SOON = DEADLINE / 4
+ALL = int(os.environ.get("DITMESH_TEST_DRILLS", "300"))
+
+
+def check(kind: str, victim: int, rank: int, how: str, then: str) -> None:
+    """How a request with a fault ended on a rank, and the next one."""
+    if kind == "stopped":
+        assert how == "right", how
+    elif rank == victim:
+        assert how == "right" or how.startswith(("Injected", "OutOfMemoryError")), how
+    else:
+        cause = {"exception": "Injected: on purpose", "out of memory": "OutOfMemoryError: CUDA out of memory"}[kind]
+        assert how == "right" or how.startswith(f"PeerError: rank {victim} has failed this request ({cause}"), how
+    assert then == "right", then
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "pipe", "tensor", "ulysses + ring"])
+def test_one_rank_fails_and_all_answer(ranks, strategy):
+    kinds = ["exception", "out of memory", "stopped", "out of memory", "exception"]
+    found = ranks(world_of(strategy)).run(drilled, strategy, kinds, strategy)
+    for rank, faults in enumerate(found):
+        for kind, victim, how, seconds, then in faults:
+            check(kind, victim, rank, how, then)
+            assert seconds < SOON + NAP, (kind, seconds)
+    assert any(how.startswith("PeerError") for faults in found for _, _, how, _, _ in faults)
+
+
+@pytest.mark.matrix
+def test_many_faults(ranks):
+    """As many as DITMESH_TEST_DRILLS says, and how long they took."""
+    strategies = ("ulysses", "ring", "pipe", "tensor", "displaced", "cfg")
+    kinds = ["exception", "out of memory", "exception", "out of memory", "stopped"] * (ALL // 30)
+    took = []
+    for number, strategy in enumerate(strategies):
+        found = ranks(2).run(drilled, strategy, kinds, f"many {number}")
+        for rank, faults in enumerate(found):
+            for kind, victim, how, seconds, then in faults:
+                check(kind, victim, rank, how, then)
+                took.append(seconds - NAP * (kind == "stopped"))
+    print(f"{len(took) // 2} faults; the last rank answered after {max(took):.2f} s at most")
+    assert max(took) < 2.0
+
+
+def test_a_rank_is_killed_and_the_others_notice():
+    with processes(3, killed, {"ring": 3}, 1, 9) as members:
+        answers, at = {}, 0.0
+        for rank, (_, connection) in enumerate(members):
+            assert connection.poll(PROMPT)
+            kind, content = connection.recv()
+            if rank == 1:
+                assert kind == "killed"
+                at = content
+            else:
+                answers[rank] = content
+        pids = [pid for pid, _ in members]
+    assert not any(map(alive, pids))
+    for found in answers.values():
+        assert found["how"].startswith("PeerError: rank 1 has failed this request (it has ended); call the pipeline")
+        assert found["answered"] - at < SOON
+        refused, seconds = found["next"]
+        assert refused.startswith("PeerError: rank"), refused
+        assert seconds < SOON
+
+
+def test_errors_of_nccl_are_of_a_peer():
+    error = dist.DistBackendError("NCCL communicator was aborted on rank 1.")
+    with pytest.raises(ditmesh.PeerError, match=r"the ring link has failed this request, or has ended \(NCCL"):
+        raise_for_peer("ring", error)
+    state = RequestState()
+    state.lost, state.refusal = True, "rank 1 has failed this request (OutOfMemoryError: all of it)"
+    with pytest.raises(ditmesh.PeerError, match="rank 1 has failed this request") as raised:
+        raise_for_peer("ring", error, state)
+    assert raised.value.__cause__ is error
+    own = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(RuntimeError, match="mat1") as raised:
+        raise_for_peer("ring", own, state)
+    assert raised.value is own
+
+
+def watchers(shared: bool) -> list[str]:
+    import threading
+
+    mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=2, shared_memory=shared), timeout=10)
+    mesh.ring.all_reduce(torch.ones(2))
+    names = [thread.name for thread in threading.enumerate()]
+    mesh.close()
+    return names
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_no_thread_watches_where_a_closed_connection_tells(ranks, shared):
+    for names in ranks(2).run(watchers, shared):
+        assert "ditmesh-failure-watcher" not in names
