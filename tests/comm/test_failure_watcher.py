@@ -94,6 +94,26 @@ def test_errors_of_nccl_are_of_a_peer():
     assert raised.value is own
 
 
+def deadlines(backend: str) -> tuple[float, float]:
+    from unittest import mock
+
+    from ditmesh.comm import mesh as mesh_module
+
+    asked = mock.patch.object(mesh_module, "backend_of", side_effect=lambda group, _: "gloo" if group else backend)
+    with (
+        asked,
+        mock.patch.object(dist, "new_subgroups_by_enumeration", wraps=dist.new_subgroups_by_enumeration) as made,
+    ):
+        mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=2), timeout=10)
+        mesh.close()
+    return mesh.deadline, made.call_args.kwargs["timeout"].total_seconds()
+
+
+def test_a_short_deadline_is_not_one_of_nccls_collectives(ranks):
+    assert ranks(2).run(deadlines, "nccl") == [(10.0, 300.0)] * 2
+    assert ranks(2).run(deadlines, "gloo") == [(10.0, 10.0)] * 2
+
+
 def watchers(shared: bool) -> list[str]:
     import threading
 

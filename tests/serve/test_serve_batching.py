@@ -409,7 +409,7 @@ def serve_broken(specs: Any, *, report: Any, rows: int, rank: int) -> None:
 
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if hidden_states.shape[0] >= rows and rank in (-1, dist.get_rank()):
-            raise MemoryError(f"no room for {hidden_states.shape[0]} rows")
+            raise torch.OutOfMemoryError(f"CUDA out of memory: no room for {hidden_states.shape[0]} rows")
         return whole(self, hidden_states, *args, **kwargs)
 
     forward.__signature__ = __import__("inspect").signature(whole)
@@ -422,15 +422,58 @@ def serve_broken(specs: Any, *, report: Any, rows: int, rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [pytest.param(-1, marks=pytest.mark.matrix), 1])
 def test_a_batch_for_which_there_is_no_memory_is_made_smaller(ranks, rank):
-    """Looking at the model takes 4 rows; 3 requests have 6."""
+    """Looking at the model takes 4 rows; 4 requests have 8."""
     from functools import partial
 
-    starts = [task(str(n), PROMPTS[n], seed=n) for n in range(3)]
-    said = Owner(at_once(*starts), 3).serve(ranks(2), [spec(ulysses=2)], partial(serve_broken, rows=6, rank=rank))
+    starts = [task(str(n), PROMPTS[n % 3], seed=n) for n in range(4)]
+    said = Owner(at_once(*starts), 4).serve(ranks(2), [spec(ulysses=2)], partial(serve_broken, rows=6, rank=rank))
     assert not of(said, TaskFailed)
-    for n in range(3):
-        assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1
+    # Two requests at a time, as soon as four have failed.
+    assert {one.batch for one in of(said, TaskStepped)} == {4}
+    for n in range(4):
+        assert abs(picture(said, str(n)) - alone(PROMPTS[n % 3], n)).max() <= 1
         assert [one.step for one in of(said, TaskStepped, str(n))] == [1, 2, 3, 4, 5]
+
+
+def serve_full_autoencoder(specs: Any, *, report: Any) -> None:
+    """As `serve_rank`, with no memory for the first picture's decoding on one rank."""
+    import torch.distributed as dist
+    from diffusers import AutoencoderKL
+
+    from ditmesh.serve.worker.loaded import LoadedModel
+    from ditmesh.serve.worker.worker import serve_rank
+
+    decode, prepare, left = AutoencoderKL.decode, LoadedModel.prepare, []
+
+    def prepared(self: Any, task: Any) -> Any:
+        # Looking at the model is over.
+        left.extend([task] if task.id == "0" and dist.get_rank() == 1 else [])
+        return prepare(self, task)
+
+    def full(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if left:
+            left.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return decode(self, *args, **kwargs)
+
+    AutoencoderKL.decode, LoadedModel.prepare = full, prepared
+    try:
+        serve_rank(specs, report=report)
+    finally:
+        AutoencoderKL.decode, LoadedModel.prepare = decode, prepare
+
+
+def test_a_decoding_without_memory_on_one_rank_fails_its_request_alone(ranks):
+    tasks = [task(str(n), PROMPTS[n], seed=n) for n in range(2)]
+
+    def script(message: Any, send: Any) -> None:
+        # One after the other.
+        if isinstance(message, (ModelReady, Finished, TaskFailed)) and tasks:
+            send(tasks.pop(0))
+
+    said = Owner(script, 2).serve(ranks(2), [spec(ulysses=2)], serve_full_autoencoder)
+    assert [(one.id, one.code) for one in of(said, TaskFailed)] == [("0", "out_of_memory")]
+    assert abs(picture(said, "1") - alone(PROMPTS[1], 1)).max() <= 1
 
 
 def test_stale_strategies_run_one_after_the_other_and_say_why(ranks):

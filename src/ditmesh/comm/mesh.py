@@ -34,6 +34,9 @@ from .watcher import FailureWatcher, Notice
 
 # Seconds a collective may wait for a missing rank.
 DEFAULT_DEADLINE = 600.0
+# NCCL counts from the moment at which an operation is queued, behind all that its device has to do before: with less,
+# steps of a minute and a half would be taken for a hang. Failures are heard of without it.
+LEAST_ON_NCCL = 300.0
 # What waits for failures waits for ever.
 _ENDLESS = timedelta(days=10_000)
 # Links of a mesh, and the axes on which their ranks differ.
@@ -135,7 +138,8 @@ class Mesh:
             config: degrees of the axes; they must multiply to the world size.
             device: where this rank's tensors live; default: the current CUDA device when the process group
                 runs on NCCL, else the CPU.
-            timeout: deadline of every collective, in seconds.
+            timeout: deadline of every collective, in seconds; on NCCL for ranks to meet, and for collectives at least
+                `LEAST_ON_NCCL`.
             links: by attribute name, of a mesh of this process alone; its other links have one rank. No group is built.
 
         Raises:
@@ -240,9 +244,11 @@ class Mesh:
 
         A collective call: all ranks make all of them, in one order.
         """
-        options, mine = group_options(self.device), None
+        options, mine, timeout = group_options(self.device), None, self._deadline
+        if backend_of(None, self.device) == "nccl":
+            timeout = max(timeout, timedelta(seconds=LEAST_ON_NCCL))
         for ranks in sets:
-            group = dist.new_group(ranks, timeout=self._deadline, **options)
+            group = dist.new_group(ranks, timeout=timeout, **options)
             if self.rank in ranks:
                 mine = group
         assert isinstance(mine, dist.ProcessGroup)

@@ -25,7 +25,7 @@ from ...generate.receipt import Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
 from ..offers import ModelSpec
 from ..types import RankState
-from .batching import PipelineTask
+from .batching import PendingCall, PipelineTask
 from .loaded import LoadedModel
 from .model_cache import ModelCache
 from .protocol import (
@@ -267,8 +267,14 @@ class TaskScheduler:
                 self._finish(work)
 
     def _retry_failed_calls(self, messages: Sequence[RoundMessage]) -> None:
-        """Repeat calls that failed on all ranks, each alone; fail the tasks of the other failed calls."""
+        """Repeat calls that failed on all ranks; fail the tasks of the other failed calls.
+
+        Each call is repeated alone, because one of them may have failed the others; after an out-of-memory error calls
+        are repeated in batches of at most half the size.
+        """
         names = dict.fromkeys(name for message in messages for name in message.stuck)
+        again: list[PendingCall] = []
+        full = False
         for name in names:
             work = self.tasks.get(name)
             reasons = [message.stuck[name] for message in messages if name in message.stuck]
@@ -276,10 +282,13 @@ class TaskScheduler:
             if len(reasons) < len(messages) or pending is None or pending.alone:
                 self._fail(name, reasons)
             else:
-                pending.alone = True
-                if any(reason.code == "out_of_memory" for reason in reasons) and self._models.current is not None:
-                    batcher = self._models.current.batcher
-                    batcher.most = max(1, min(batcher.most, len(names)) // 2)
+                again.append(pending)
+                full = full or any(reason.code == "out_of_memory" for reason in reasons)
+        batcher = None if self._models.current is None else self._models.current.batcher
+        if full and batcher is not None:
+            batcher.most = max(1, min(batcher.most, len(names)) // 2)
+        for pending in again:
+            pending.alone = not full or batcher is None or batcher.most == 1
 
     def _report_failure(self, id: str, reason: FailureReason) -> None:
         self._ranks.send(TaskFailed(id, reason.code, reason.message))
