@@ -1,4 +1,4 @@
-"""A rank that fails alone, on links that tell nobody: every rank answers at once, and the next request has its bits."""
+"""A rank that fails alone, without closed connections: all ranks answer at once, and the next request has its bits."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def test_a_rank_is_killed_and_the_others_notice():
         pids = [pid for pid, _ in members]
     assert not any(map(alive, pids))
     for found in answers.values():
-        assert found["how"].startswith("PeerError: rank 1 has failed this request (it has ended); call the pipeline")
+        assert found["how"].startswith(
+            "PeerError: rank 1 has failed this request (its process has ended); call the pipeline"
+        )
         assert found["answered"] - at < SOON
         refused, seconds = found["next"]
         assert refused.startswith("PeerError: rank"), refused

@@ -208,7 +208,7 @@ class _Wire:
                 del read[: 12 + head + size]
 
     def _lose(self, peer: int) -> None:
-        # Its process has ended or it has given the group up. NCCL does not see that: whoever waits goes on waiting.
+        # Its process has ended or it has given the group up. NCCL does not see that: its peers go on waiting.
         if (one := self._sockets.pop(peer, None)) is not None:
             one.close()
 
@@ -263,7 +263,7 @@ def _connections(
 
 @dataclass(eq=False)
 class _Operation(Work):
-    """An operation in a queue; its handle for whoever issued it."""
+    """An operation in a queue, and the handle that its caller gets."""
 
     group: RulesGroup
     number: int
@@ -489,7 +489,7 @@ class RulesGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Operation:
         parts = output.view(-1).chunk(self.size()) if output.numel() else [output] * self.size()
-        # The caller holds the whole, whose parts are made here.
+        # Views: the caller holds the whole.
         return self._gather(parts, given)
 
     _allgather_base = all_gather_single
@@ -647,9 +647,9 @@ class RulesGroup(dist.ProcessGroup):
         for tensor in (*outputs, *inputs):
             self._refuse(tensor, kind)
         number = self._next()
-        whose = f"{kind} (#{number} of {self.described_name})"
-        buffers = [_Buffer(tensor, True, f"an output of {whose}") for tensor in outputs]
-        buffers += [_Buffer(tensor, False, f"the source of {whose}") for tensor in inputs]
+        described = f"{kind} (#{number} of {self.described_name})"
+        buffers = [_Buffer(tensor, True, f"an output of {described}") for tensor in outputs]
+        buffers += [_Buffer(tensor, False, f"the source of {described}") for tensor in inputs]
         others = [peer for peer in range(self.size()) if peer != self.rank()]
         shared = _Exchange(f"{self.described_name}, #{number} {kind}", self.rank(), self.size(), others, buffers)
         # As they come back from the other side.
@@ -738,7 +738,7 @@ class RulesGroup(dist.ProcessGroup):
         )
 
     def abort(self) -> None:
-        """Whoever waits raises; the others are told nothing."""
+        """Waiting callers of this rank raise; other ranks are told nothing."""
         self._end("was aborted", f"{self.described_name} was aborted")
 
     def shutdown(self) -> None:
@@ -820,7 +820,7 @@ def _reduced(like: _Buffer, parts: Sequence[bytes], how: str) -> bytes:
 
 
 class _Objects(threading.local):
-    # The group whose objects this thread moves.
+    # This thread moves pickled objects of this group.
     group: RulesGroup | None = None
 
 

@@ -43,5 +43,5 @@ def test_a_planted_fault_is_found_by_name(ranks, fault: Callable[[], object], wo
         assert word in said, said
 
 
-def test_who_waits_raises_when_the_group_is_aborted(ranks):
+def test_a_waiting_caller_raises_when_the_group_is_aborted(ranks):
     assert max(ranks(2).run(rule_faults.aborted)) < 1.0

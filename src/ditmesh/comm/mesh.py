@@ -34,10 +34,10 @@ from .watcher import FailureWatcher, Notice
 
 # Seconds a collective may wait for a missing rank.
 DEFAULT_DEADLINE = 600.0
-# NCCL counts from the moment at which an operation is queued, behind all that its device has to do before: with less,
-# steps of a minute and a half would be taken for a hang. Failures are heard of without it.
+# Seconds. NCCL counts from the moment an operation is queued, behind all earlier work of its device, so that a shorter
+# deadline would end jobs with long steps. The failure watcher reports failed ranks without it.
 LEAST_ON_NCCL = 300.0
-# What waits for failures waits for ever.
+# Deadline of the failure watcher's receives, which may never be answered.
 _ENDLESS = timedelta(days=10_000)
 # Links of a mesh, and the axes on which their ranks differ.
 LINKS: dict[str, tuple[str, ...]] = {
@@ -164,10 +164,10 @@ class Mesh:
         self.hosts = Hosts.one(world_size)
         self._deadline = timedelta(seconds=timeout)
         self._groups: list[dist.ProcessGroup] = []
-        # Over these the others see at once that a rank has given its groups up; where they do not, a thread watches.
+        # Peers see the closed connections of a rank that gives its gloo groups up; other backends need the watcher.
         self._over_gloo = True
         self._watcher: FailureWatcher | None = None
-        # Held by what uses or changes the groups in one of two threads.
+        # The watcher's thread aborts groups that this thread makes and destroys.
         self._lock = threading.Lock()
         # The group of `gradient_group`, once made.
         self._averaging: list[dist.ProcessGroup] = []
@@ -304,7 +304,7 @@ class Mesh:
         if not self._over_gloo and self._watcher is None:
             ring = self.new_host_group(_ENDLESS)
             assert ring is not None
-            self._watcher = FailureWatcher(ring, self._hear)
+            self._watcher = FailureWatcher(ring, self._receive_notice)
         # A group is there for one rank while another still connects, and would be lost if the first one failed now.
         dist.barrier(group=self._control)
         # After a failure these are new links.
@@ -390,7 +390,7 @@ class Mesh:
         try:
             yield
             if self._depth == 1 and self._watcher is not None:
-                # What the device still computes may rest on what groups carried that were aborted.
+                # The device may still compute with what a group received before it was aborted.
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()
                 self._state.report()
@@ -435,13 +435,13 @@ class Mesh:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Let links be used; what another rank has already said of this request counts."""
+        """Allow the use of links; a notice that came during the boundary counts."""
         self._outcome = _FINE
         with self._lock:
             self._state.refusal, self._state.lost, self._state.meeting = None, False, False
             early, self._state.early = self._state.early, []
         for notice in early:
-            self._hear(notice)
+            self._receive_notice(notice)
 
     def fail_request(self) -> None:
         """Fail the request in progress on this rank: let the others know, use no link before the next boundary.
@@ -451,14 +451,14 @@ class Mesh:
         if self.world_size > 1 and not self.failed:
             self._fail("this request has failed on this rank; call the pipeline again, on every rank")
 
-    def _hear(self, notice: Notice) -> None:
-        """Another rank has failed a request: end this rank's waiting. In the watcher's thread."""
+    def _receive_notice(self, notice: Notice) -> None:
+        """Another rank has failed a request: abort the groups that this rank may wait for. In the watcher's thread."""
         state = self._state
         with self._lock:
             if notice.rank not in state.peers or (notice.request is not None and notice.request < state.number):
                 return
             if state.meeting or (notice.request is not None and notice.request > state.number):
-                # That rank has left the boundary first.
+                # The other rank has left the boundary earlier.
                 state.early.append(notice)
                 return
             if state.refusal is not None:
@@ -466,19 +466,19 @@ class Mesh:
             state.refusal = (
                 f"rank {notice.rank} has failed this request ({notice.reason}); call the pipeline again, on every rank"
             )
-            # Without messages there is nothing to wait for: the ranks may have refused the request alike.
+            # Without messages this rank waits for none; all ranks may have refused the request alike.
             if state.messages or notice.request is None:
                 state.lost = True
                 self._abort([*self._groups, *self._averaging])
 
     def _abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """End whatever is under way in groups, on this rank; gloo's end when they are destroyed."""
+        """Abort the operations of groups on this rank; those of gloo end when the group is destroyed."""
         if self._over_gloo or not groups:
             return
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         backend: Any = groups[0]._get_backend(self.device)
-        # NCCL's aborts can wait for one another unless they are one call.
+        # Separate aborts of NCCL communicators can wait for one another.
         together = hasattr(backend, "_group_start")
         if together:
             backend._group_start()
@@ -512,7 +512,7 @@ class Mesh:
             if running == self._state.number:
                 left()
             if self._depth == 0 and self.failed:
-                # What the call before returned may be worth nothing.
+                # The previous call may have returned values from an aborted group.
                 self._state.report()
                 self.begin_request(f"a call of {type(model).__name__}")
             running = self._state.number
@@ -567,8 +567,8 @@ class Mesh:
             error = sys.exc_info()[1]
             reason = sentence if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
             self._watcher.tell(self._state.number, reason)
-        # Over gloo a closed connection is seen by the others at once. NCCL's groups are dear to make again, and where
-        # nothing was sent the ranks may all have failed alike.
+        # Over gloo the peers see the closed connection. NCCL communicators are slow to make, and a request without
+        # messages may have failed on all ranks alike.
         if self._over_gloo or self._state.messages:
             self._drop()
         return PeerError(sentence)
@@ -591,7 +591,7 @@ class Mesh:
     def _destroy(self, groups: list[dist.ProcessGroup]) -> None:
         """Give groups up on this rank alone."""
         with self._lock:
-            # First: it ends a collective that another rank never joined, and buffers are written to until then.
+            # Before buffers are dropped: until the abort, a collective that a peer never joined may write to them.
             self._abort(groups)
             if groups is self._groups:
                 for link in self._links.values():

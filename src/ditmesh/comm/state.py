@@ -51,16 +51,16 @@ class RequestState:
         self.refusal: str | None = None
         # Global ranks that are in the request, and may fail it.
         self.peers: Sequence[int] = ()
-        # Another rank has failed it, and what groups carry is worth nothing; whether that was said here.
+        # Another rank has failed it and groups were aborted; whether this rank has raised that error.
         self.lost = self.reported = False
-        # This rank is at a boundary; what others have said meanwhile of the request that it begins.
+        # This rank is at a boundary; failures of the next request that were reported meanwhile.
         self.meeting = False
         self.early: list[Notice] = []
         # Seconds for which this rank's thread has waited for other ranks.
         self.waited = 0.0
 
     def begin(self, number: int, peers: Sequence[int]) -> None:
-        """A request begins."""
+        """Begin a request."""
         self.number, self.peers, self.messages, self.reported = number, peers, 0, False
 
     @contextmanager
@@ -77,7 +77,7 @@ class RequestState:
 
     def enter(self) -> None:
         """Count an operation on a link, if it is allowed; see `check`."""
-        # First: a failure that is heard of meanwhile finds the message, or is found here.
+        # Counted first: the watcher's thread then sees the message, or this thread sees the refusal.
         self.messages += 1
         if self.refusal is not None:
             self.messages -= 1
@@ -94,10 +94,10 @@ class RequestState:
             raise PeerError(self.refusal)
 
     def report(self) -> None:
-        """Say that another rank has failed the request, unless that was said.
+        """Raise another rank's failure, unless this rank has raised it.
 
         Raises:
-            PeerError: it has.
+            PeerError: another rank has failed the request.
         """
         if self.lost and not self.reported:
             self.check()
@@ -184,7 +184,7 @@ def raise_for_peer(link: str, error: RuntimeError, state: RequestState | None = 
     Args:
         link: name of the link that the group is of.
         error: what the group has raised.
-        state: knows which rank has failed, where that was heard.
+        state: of the request, with the error of the rank that failed first, if that was reported.
     """
     text, backend = str(error), isinstance(error, dist.DistBackendError)
     known = backend or any(words in text.lower() for words in ("gloo", "nccl", "closed by peer"))
@@ -199,6 +199,6 @@ def raise_for_peer(link: str, error: RuntimeError, state: RequestState | None = 
     else:
         what = f"a rank of the {link} link has failed this request, or has ended"
     first = text.splitlines()[0]
-    # gloo's begin with the place in its sources.
+    # gloo's messages begin with a place in its sources.
     said = first.partition("] ")[2].partition(". ")[0] if first.startswith("[") else first
     raise PeerError(f"{what} ({said})") from error

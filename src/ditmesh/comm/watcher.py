@@ -1,11 +1,11 @@
-"""A thread of every rank that hears at once when another rank fails a request, or ends.
+"""A thread on every rank that receives the failures of other ranks immediately.
 
-Over gloo a rank that fails closes its connections, which ends its peers' waiting. NCCL tells them nothing: their hosts
-run ahead until they need a value, and then wait behind a kernel that waits for its peer. Only a thread that waits
-elsewhere can end that, by aborting the groups.
+A rank that fails over gloo closes its connections, and its peers stop waiting. NCCL reports nothing: the peers' hosts
+run ahead until they need a value, and then wait for a kernel that waits for its peer. Only another thread can end that
+wait, by aborting the groups.
 
-The ranks form a ring over a gloo group of their own. Every thread waits for a notice of the rank before, and passes it
-on. It costs nothing meanwhile, and sees when that rank's connection closes.
+The ranks form a ring over a gloo group of their own. The thread waits for a notice from the previous rank and passes it
+on. It uses no time meanwhile, and receives an error when the previous rank's connection closes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# The rank has failed a request; the rank leaves the ring.
+# Kinds of notices: a rank has failed a request; the previous rank leaves the ring.
 _FAILED, _LEFT = range(2)
 _NOTICE = struct.Struct("<3q488s")
-# Longest wait for a thread at the end of a process, in seconds: the rank before leaves the ring as well.
+# Seconds to wait for a thread at the end of a process, while the previous rank leaves the ring as well.
 _END = 1.0
 
 _WATCHING: weakref.WeakSet[FailureWatcher] = weakref.WeakSet()
 
 
 class Notice(NamedTuple):
-    """What a rank has failed of.
+    """A failure of a rank.
 
     Attributes:
         rank: the failed one.
         request: number of the request; None: the rank has ended, and fails every request.
-        reason: its error, one line.
+        reason: the error, one line.
     """
 
     rank: int
@@ -45,18 +45,18 @@ class Notice(NamedTuple):
 
 
 class FailureWatcher:
-    """Tells the other ranks of a failure, and hears of theirs."""
+    """Sends this rank's failures to the other ranks, and receives theirs."""
 
-    def __init__(self, group: dist.ProcessGroup, hear: Callable[[Notice], None]) -> None:
-        """Begin to listen.
+    def __init__(self, group: dist.ProcessGroup, receive: Callable[[Notice], None]) -> None:
+        """Start the thread.
 
         Args:
             group: a gloo group of all ranks, used by nothing else, without a deadline. It is given back in `close`.
-            hear: called with every notice of another rank, in the watcher's thread.
+            receive: called with every notice of another rank, in the watcher's thread; a bound method.
         """
         self._group, self._rank, self._size = group, dist.get_rank(), dist.get_world_size()
         self._open = True
-        thread = threading.Thread(target=_listen, args=(group, weakref.WeakMethod(hear), self._rank, self._size))
+        thread = threading.Thread(target=_listen, args=(group, weakref.WeakMethod(receive), self._rank, self._size))
         thread.name, thread.daemon = "ditmesh-failure-watcher", True
         self._thread = thread
         thread.start()
@@ -68,7 +68,7 @@ class FailureWatcher:
             _send(self._group, (self._rank + 1) % self._size, _FAILED, Notice(self._rank, request, reason))
 
     def close(self) -> None:
-        """Leave the ring; the thread ends when the rank before has left it, too."""
+        """Leave the ring; the thread ends when the previous rank has left it, too."""
         if self._open:
             self._open = False
             _send(self._group, (self._rank + 1) % self._size, _LEFT, Notice(self._rank, None, ""))
@@ -76,29 +76,31 @@ class FailureWatcher:
                 dist.destroy_process_group(self._group)
 
 
-def _listen(group: dist.ProcessGroup, hear: weakref.WeakMethod[Callable[[Notice], None]], rank: int, size: int) -> None:
-    before, after = (rank - 1) % size, (rank + 1) % size
+def _listen(
+    group: dist.ProcessGroup, receive: weakref.WeakMethod[Callable[[Notice], None]], rank: int, size: int
+) -> None:
+    previous, following = (rank - 1) % size, (rank + 1) % size
     kind = _FAILED
     while kind == _FAILED:
         box = torch.empty(_NOTICE.size, dtype=torch.uint8)
         try:
-            group.recv([box], before, 0).wait()
+            group.recv([box], previous, 0).wait()
             kind, failed, request, text = _NOTICE.unpack(bytes(box.tolist()))
             notice = Notice(failed, None if request < 0 else request, text.rstrip(b"\0").decode(errors="replace"))
         except RuntimeError:
-            kind, notice = _LEFT, Notice(before, None, "it has ended")
+            kind, notice = _LEFT, Notice(previous, None, "its process has ended")
         else:
             if kind == _LEFT:
                 return
-        # First: what is done about it may take a moment.
-        if after != notice.rank:
-            _send(group, after, _FAILED, notice)
-        if (call := hear()) is not None:
+        # Before the abort, which may take a moment.
+        if following != notice.rank:
+            _send(group, following, _FAILED, notice)
+        if (call := receive()) is not None:
             call(notice)
 
 
 def _send(group: dist.ProcessGroup, to: int, kind: int, notice: Notice) -> None:
-    """Send a notice; a rank that has ended needs none, and the one behind it has seen its end."""
+    """Send a notice; if the receiver has ended, its successor has seen the closed connection."""
     request = -1 if notice.request is None else notice.request
     words = _NOTICE.pack(kind, notice.rank, request, notice.reason.encode()[: _NOTICE.size - 24])
     with suppress(RuntimeError):
@@ -107,9 +109,9 @@ def _send(group: dist.ProcessGroup, to: int, kind: int, notice: Notice) -> None:
 
 @atexit.register
 def stop_watching() -> None:
-    """Leave all rings: this process ends, and has not failed. A thread must not be met by the end of the interpreter.
+    """Leave all rings and end their threads, at the end of a process that has not failed.
 
-    `atexit` calls it; processes that end without that call it themselves.
+    Registered with `atexit`; processes without exit handlers call it themselves.
     """
     watchers = list(_WATCHING)
     for watcher in watchers:
