@@ -690,6 +690,9 @@ class RulesGroup(dist.ProcessGroup):
             buffer.seal()
         self.history.append(operation)
         self._queue(pair, operation).add(operation)
+        if self._gone:
+            # Aborted by another thread after it was allowed: the end of the queue may have missed it.
+            operation.finish(dist.DistBackendError(f"{self.described_name} {self._gone}"))
         return operation
 
     def _queue(self, pair: int | None, first: _Operation | None = None) -> _Queue:
