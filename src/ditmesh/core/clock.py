@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .arguments import Arguments, covers, parameter_names
-from .values import Seen, Values, seen
+from .values import Seen, Values, plain, seen
 
 # Argument names of the timestep.
 TIMESTEPS = ("timestep", "t")
@@ -221,7 +221,7 @@ class CallClock:
     def _place(self, time: Seen) -> Any:
         """Which of the scheduler's timesteps a tensor is a view of, repeated; None: it is not."""
         tensor, all_ = time.value, getattr(self._at[0], "timesteps", None)
-        if type(tensor) is not Tensor or type(all_) is not Tensor or all_.dim() != 1 or not tensor.numel():
+        if not plain(tensor) or not plain(all_) or all_.dim() != 1 or not tensor.numel():
             return None
         if (tensor.dtype, tensor.device) != (all_.dtype, all_.device) or not all_.is_contiguous():
             return None

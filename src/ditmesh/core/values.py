@@ -7,10 +7,19 @@ memory that was not written to in between, or the same two were compared before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+
+# Types of tensors that are their memory, and nothing more.
+PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
+
+
+def plain(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor that is nothing but its memory, unlike patches that are still on their way."""
+    return type(value) in PLAIN
 
 
 class Seen(NamedTuple):
@@ -35,7 +44,7 @@ def seen(value: Any, copied: bool = False) -> Seen:
     if not isinstance(value, Tensor):
         return Seen(value, None)
     version = version_of(value)
-    if _opaque(value):
+    if not plain(value):
         return Seen(value, (id(value), version))
     if copied and version is None:
         value = value.clone()
@@ -80,7 +89,7 @@ class Values:
             return type(a) is type(b) and a == b
         if one.key == other.key:
             return True
-        if _opaque(a) or _opaque(b) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        if not (plain(a) and plain(b)) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
             return False
         pair = ("same", frozenset((one.key, other.key)))
         return self.found(pair, lambda: _unwritten(one) and _unwritten(other) and torch.equal(a, b), (a, b))
@@ -101,11 +110,6 @@ class Values:
             lambda: tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes(),
             (tensor,),
         )
-
-
-def _opaque(tensor: Tensor) -> bool:
-    """Whether there is more to a tensor than its memory, such as patches that are still on their way."""
-    return type(tensor) not in (Tensor, nn.Parameter)
 
 
 def _unwritten(one: Seen) -> bool:

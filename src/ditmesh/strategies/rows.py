@@ -28,7 +28,7 @@ from ..core.arguments import MISSING, Arguments, covers, parameter_names
 from ..core.clock import CallClock, TransformerCall, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
-from ..core.values import Seen, seen, tracked
+from ..core.values import Seen, plain, seen, tracked
 from ..errors import ConfigError, InputError, LayoutError
 from ..forecast.costs.step import Share, StepForecast, Term
 from ..forecast.costs.work import Work, Workload
@@ -431,7 +431,7 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
 def _alike(one: Seen, other: Seen) -> bool:
     """Whether both are plain tensors of one shape."""
     a, b = one.value, other.value
-    return type(a) is type(b) is Tensor and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return plain(a) and plain(b) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 class BatchRows(Strategy):

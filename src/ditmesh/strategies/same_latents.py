@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..config import ParallelConfig
 from ..core.arguments import MISSING, Arguments, parameter_names
 from ..core.patching import Proceed
+from ..core.values import plain
 from ..errors import InputError
 from .base import CallArguments, Context, ParallelModel, Strategy
 
@@ -97,7 +98,7 @@ class SameLatents(Strategy):
             latents = Arguments(names, args, kwargs).get(names[0])
             for number, value in enumerate(tree_leaves(latents) if latents is not MISSING else ()):
                 # Patches that are on their way have a type of their own: no rank has all of them.
-                if type(value) is Tensor and value.is_floating_point() and value.numel() and not value.is_meta:
+                if plain(value) and value.is_floating_point() and value.numel() and not value.is_meta:
                     self._noted[call.step, number] = sums_of(value), TOLERANCE.get(value.dtype, ROUGH)
         return proceed(*args, **kwargs)
 
@@ -159,7 +160,7 @@ def _images_in(value: Any) -> Iterator[Tensor]:
             leaf = np.asarray(leaf)
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fui":
             leaf = torch.from_numpy(np.ascontiguousarray(leaf).astype(np.float32, copy=False))
-        if type(leaf) is Tensor and leaf.numel() and not leaf.is_complex() and not leaf.is_meta:
+        if plain(leaf) and leaf.numel() and not leaf.is_complex() and not leaf.is_meta:
             flat = leaf.detach().reshape(-1)
             step = max(1, flat.numel() // LOOKED_AT)
             yield flat[:: step + (step + 1) % 2].float()
