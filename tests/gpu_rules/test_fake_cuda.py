@@ -9,7 +9,7 @@ import torch
 
 from ditmesh import ParallelConfig
 from nccl_rules.fake_cuda import cuda, unavailable
-from support.on_fake_cuda import request
+from support.on_fake_cuda import planted, request
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -25,8 +25,6 @@ MODES: dict[str, dict[str, Any]] = {
     "pipe": {"pipe": 2, **STALE},
     "shard": {"ulysses": 2, "shard": 2},
 }
-# Stale strategies run for a family with one call a step: FLUX with guidance makes two, and is off by 3e-2 under them.
-# `core.values` takes a fake tensor for equal to itself alone, so the second call of a step may count as another step.
 CASES = [
     ("flux", "ulysses", True),
     ("sd3", "ring", True),
@@ -34,6 +32,9 @@ CASES = [
     ("sd3", "tensor", False),
     ("wan", "ulysses", False),
     ("pixart", "ring", False),
+    # Two calls a step, so that a call's step is found by comparing timesteps.
+    ("flux", "displaced", False),
+    ("flux", "pipe", True),
     *(("sd3", mode, False) for mode in ("one rank", "ulysses", "cfg", "data", "displaced", "pipe")),
 ]
 TOLERANCE = 1e-5
@@ -53,6 +54,24 @@ def test_a_request(ranks, family, mode):
     for one in found:
         assert one.error <= TOLERANCE
         assert {place for place in one.steady if place.startswith("ditmesh ")} == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("wait", {"ditmesh made_up.py:1 _local_scalar_dense"}),
+        ("index", {"ditmesh made_up.py:1 index by a CPU tensor"}),
+        ("tensor", "made_up.py:1: "),
+    ],
+)
+def test_planted_faults_are_found(ranks, kind, found):
+    """Negative controls: a host wait and tensors on the host, in every attention."""
+    for one in ranks(2).run(planted, kind):
+        if isinstance(found, str):
+            assert one.startswith(found)
+            assert "to be on the same device" in one
+        else:
+            assert set(one) == found
 
 
 def test_the_device_refuses_what_a_gpu_would():

@@ -32,7 +32,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from support.syncs import COPIES, asked_by, waits
+from support.syncs import COPIES, INDEXING, asked_by, waits
 
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -152,6 +152,8 @@ class FakeDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if any(kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # A subclass takes the operation apart; its parts come here.
         name = func._schema.name.rpartition("::")[2]
@@ -162,8 +164,11 @@ class FakeDevice(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         found = self._with_values(func, args, kwargs)
-        if waits(name, args, kwargs):
-            self.looks.append(Look(name, *asked_by()[:2]))
+        if name in INDEXING and any(isinstance(one, Tensor) and not one.is_cuda for one in args[1]):
+            # torch takes indices on the host, and copies them.
+            self.looks.append(Look(f"{name} by a CPU tensor", *asked_by(__file__)[:2]))
+        elif waits(name, args, kwargs):
+            self.looks.append(Look(name, *asked_by(__file__)[:2]))
             to_host = (target is not None and not makes) or (name == "copy_" and not args[0].is_cuda)
             if to_host or not isinstance(found, Tensor):
                 return args[0] if name == "copy_" else found
@@ -307,9 +312,10 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 def cuda() -> Iterator[FakeDevice]:
     """A fake ``cuda`` device of this process, or of this rank: links take the path of NCCL."""
     from ditmesh.comm import link as link_module
-    from ditmesh.core import digests
+    from ditmesh.core import digests, values
 
     device, feed, samples = FakeDevice(), _on_host(digests._feed_bytes), _on_host(digests._samples)
+    address = Tensor.data_ptr
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (link_module.Link, "_matches", property(lambda _: False)),
@@ -317,6 +323,9 @@ def cuda() -> Iterator[FakeDevice]:
             # Every bit of the weights is read once: by many operations, which are of no interest here.
             (digests, "_feed_bytes", lambda update, tensor: feed(update, device.values(tensor))),
             (digests, "_samples", lambda tensors: samples([device.values(one) for one in tensors])),
+            # A tensor of a GPU is a plain one, at an address of its own.
+            (values, "PLAIN", (*values.PLAIN, FakeTensor)),
+            (Tensor, "data_ptr", lambda tensor: address(device.values(tensor))),
             (dist, "all_gather_object", _on_host(dist.all_gather_object)),
             (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),
             (torch.cuda, "_lazy_init", lambda: None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import ditmesh
+from ditmesh.strategies.sequence import SequenceParallel
 from nccl_rules.fake_cuda import cuda, move_, unavailable
 from support import more_pipelines, pipelines
+from support.syncs import OURS
 
-STEPS = 3
+STEPS = 5
 
 
 @dataclass
@@ -58,6 +61,32 @@ def pipeline(family: str) -> tuple[Any, Any, str]:
     pipe.register_modules(**models)
     pipe.set_progress_bar_config(disable=True)
     return pipe, call, result
+
+
+PLANTED = {
+    "wait": "lambda x: x.sum().item()",
+    "index": "lambda x: x[torch.tensor([0])]",
+    "tensor": "lambda x: x + torch.ones(x.shape[-1])",
+}
+
+
+def planted(kind: str) -> dict[str, int] | str:
+    """What a request on one rank sees of a fault of ditmesh in every attention; or where it is refused, and why."""
+    # As if it stood in ditmesh.
+    fault = eval(compile(PLANTED[kind], str(OURS / "made_up.py"), "eval"), {"torch": torch})
+    attend = SequenceParallel.attend
+
+    def faulty(self: SequenceParallel, q: Tensor, *others: Any) -> Tensor:
+        if q.is_cuda:
+            fault(q)
+        return attend(self, q, *others)
+
+    with mock.patch.object(SequenceParallel, "attend", faulty):
+        try:
+            return request("sd3", {"ring": 2}).steady
+        except RuntimeError as error:
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if OURS.as_posix() in frame.filename]
+            return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}: {error}"
 
 
 @torch.no_grad()

@@ -98,13 +98,17 @@ class Syncs:
         self.found.append(Sync(operation, owner, place, stack, self.marks))
 
 
-def asked_by() -> tuple[str, str, tuple[str, ...]]:
-    """Owner, place and stack, as of a `Sync`, of the operation that torch dispatches at the moment."""
+def asked_by(through: str = __file__) -> tuple[str, str, tuple[str, ...]]:
+    """Owner, place and stack, as of a `Sync`, of the operation that torch dispatches at the moment.
+
+    Args:
+        through: the file of the mode that it is dispatched to.
+    """
     frame = sys._getframe(1)
     owner, place, stack = "other", "", []
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(SKIPPED):
+        if not name.startswith(SKIPPED) and name != through:
             path = Path(name)
             inside = next((folder for folder in OWNERS if path.is_relative_to(folder)), None)
             if not place:
