@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .arguments import Arguments, covers, parameter_names
 from .values import Seen, Values, plain, seen

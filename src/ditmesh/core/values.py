@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-
 # Types of tensors that are their memory, and nothing more.
 PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
 
