@@ -1,7 +1,10 @@
 """A CUDA device that is not there: fake tensors on ``cuda``, whose values are kept on the CPU.
 
-torch's fake tensors refuse a CPU tensor among CUDA tensors. torch puts a device guard for CUDA in place in its CUDA
-wheels alone; here it is a library of eleven lines, made by g++ once for every version of torch.
+torch's fake tensors refuse a CPU tensor among CUDA tensors. What torch has for CUDA in its CUDA wheels alone, a device
+guard and what autograd asks of a device, is a small library here, made by g++ once for every version of torch.
+
+Gradients are computed as on a GPU, in autograd's thread of the device. torch starts these threads at the first backward
+of a process: one that has had a backward before the library was loaded has none.
 
 The rules of dtypes and architectures are not those of fake tensors, which take float64 through kernels that have none:
 `has_kernels` stands in for the questions that ditmesh asks torch about them.
@@ -14,6 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,14 +39,46 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from support.syncs import COPIES, INDEXING, asked_by, waits
 
 GUARD = """
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace {
+using namespace c10;
+struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  static Device here() { return Device(DeviceType::CUDA, 0); }
+  static Stream stream() { return Stream(Stream::DEFAULT, here()); }
+  Device exchangeDevice(Device) const override { return here(); }
+  Device getDevice() const override { return here(); }
+  Stream getStream(Device) const noexcept override { return stream(); }
+  Stream exchangeStream(Stream) const noexcept override { return stream(); }
+  void record(void** event, const Stream&, const DeviceIndex, const EventFlag) const override {
+    *event = const_cast<Guard*>(this);
+  }
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+};
+struct Hooks : at::CUDAHooksInterface {
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+};
 struct Register {
   Register() {
-    static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
-    c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
+    static Guard guard;
+    impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&guard);
   }
 } now;
+}
+// torch made the object that answers for CUDA when it was imported: its methods are exchanged.
+extern "C" void is_there(int there) {
+  static Hooks mine;
+  void** object = reinterpret_cast<void**>(const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks()));
+  static void* own = *object;
+  *object = there ? *reinterpret_cast<void**>(&mine) : own;
 }
 """
 
@@ -50,28 +86,35 @@ struct Register {
 @cache
 def unavailable() -> str | None:
     """Why there are no fake CUDA tensors here; None: there are, from now on."""
+    reason, _ = _library()
+    return reason
+
+
+@cache
+def _library() -> tuple[str | None, ctypes.CDLL | None]:
+    """Why there is no library, or the library."""
     if torch.version.cuda is not None:
-        return "this torch is made for CUDA, and has a guard of its own"
+        return "this torch is made for CUDA, and has a guard of its own", None
     compiler = shutil.which("g++")
     if compiler is None:
-        return "no g++ is installed"
-    library = Path(tempfile.gettempdir(), f"ditmesh-guard-{os.getuid()}-{torch.__version__}.so")
+        return "no g++ is installed", None
+    version = f"{torch.__version__}-{zlib.crc32(GUARD.encode()):08x}"
+    library = Path(tempfile.gettempdir(), f"ditmesh-guard-{os.getuid()}-{version}.so")
     if not library.exists():
         root = Path(torch.__file__).parent
         with tempfile.TemporaryDirectory() as folder:
             source, made = Path(folder, "guard.cpp"), Path(folder, "guard.so")
             source.write_text(GUARD)
             command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", f"-L{root / 'lib'}"]
-            command += [f"-Wl,-rpath,{root / 'lib'}", str(source), "-lc10", "-o", str(made)]
+            command += [f"-Wl,-rpath,{root / 'lib'}", str(source), "-lc10", "-ltorch_cpu", "-o", str(made)]
             ended = subprocess.run(command, capture_output=True, text=True, check=False)
             if ended.returncode:
-                return f"g++ does not compile torch's headers: {ended.stderr.strip().splitlines()[-1][:200]}"
+                return f"g++ does not compile torch's headers: {ended.stderr.strip().splitlines()[-1][:200]}", None
             # In one step: other processes may look for it.
             beside = library.with_suffix(f".{os.getpid()}")
             shutil.copy(made, beside)
             beside.replace(library)
-    ctypes.CDLL(str(library))
-    return None
+    return None, ctypes.CDLL(str(library))
 
 
 # --- attention kernels -----------------------------------------------------------------------------------------------
@@ -235,7 +278,29 @@ def _efficient(
     return *_attended(q, k, v, bias, scale, q.shape[2] + -q.shape[2] % 32), state, state
 
 
+def _flash_backward(grad: Tensor, *given: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+    return _gradients(grad, *given[:5], None, scale)
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *given: Any, scale: float | None = None
+) -> tuple[Tensor | None, ...]:
+    assert not given[5][3], "no mask here has a gradient"
+    return *_gradients(grad, q, k, v, *given[:2], bias, scale), None
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, scale: float | None
+) -> tuple[Tensor, ...]:
+    lse = lse[..., : q.shape[2]].contiguous()
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, False, attn_mask=bias, scale=scale
+    )
+
+
 STAND_INS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     torch.ops.aten._scaled_dot_product_flash_attention: _flash,
     torch.ops.aten._scaled_dot_product_efficient_attention: _efficient,
 }
@@ -313,6 +378,7 @@ def cuda() -> Iterator[FakeDevice]:
     """A fake ``cuda`` device of this process, or of this rank: links take the path of NCCL."""
     from ditmesh.comm import link as link_module
     from ditmesh.core import digests, values
+    from ditmesh.train import gradients
 
     device, feed, samples = FakeDevice(), _on_host(digests._feed_bytes), _on_host(digests._samples)
     address = Tensor.data_ptr
@@ -320,6 +386,7 @@ def cuda() -> Iterator[FakeDevice]:
         for owner, name, stand_in in (
             (link_module.Link, "_matches", property(lambda _: False)),
             (link_module, "dist", Messages(device)),
+            (gradients, "dist", Messages(device)),
             # Every bit of the weights is read once: by many operations, which are of no interest here.
             (digests, "_feed_bytes", lambda update, tensor: feed(update, device.values(tensor))),
             (digests, "_samples", lambda tensors: samples([device.values(one) for one in tensors])),
@@ -337,6 +404,10 @@ def cuda() -> Iterator[FakeDevice]:
             (torch.cuda, "mem_get_info", lambda *_: (80 << 30, 80 << 30)),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
+        _, library = _library()
+        assert library is not None
+        library.is_there(1)
+        stack.callback(library.is_there, 0)
         stack.enter_context(has_kernels())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(device)

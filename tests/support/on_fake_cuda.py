@@ -1,10 +1,11 @@
-"""A request of a pipeline on fake CUDA devices, beside the same request on CPUs."""
+"""Requests, calls and training steps on fake CUDA devices, beside the same on CPUs."""
 
 from __future__ import annotations
 
 import copy
 import traceback
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -14,9 +15,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import ditmesh
+from ditmesh.config import ParallelConfig
+from ditmesh.layout.conventions import Size
 from ditmesh.strategies.sequence import SequenceParallel
-from nccl_rules.fake_cuda import cuda, move_, unavailable
-from support import more_pipelines, pipelines
+from ditmesh.train import reduce_gradients
+from nccl_rules.fake_cuda import Look, cuda, move_, unavailable
+from nccl_rules.fake_world import one_of
+from support import gradients, more_pipelines, pipelines
+from support.models import RAGGED, inputs, sizes, tiny
+from support.stale import moving
 from support.syncs import OURS
 
 STEPS = 5
@@ -137,3 +144,91 @@ def request(family: str, config: dict[str, Any]) -> OnCuda:
         launches=end[1] - last[1],
         messages=end[2] - last[2],
     )
+
+
+def _moved(value: Any, known: dict[int, Tensor]) -> Any:
+    """Arguments on ``cuda``: what was one tensor stays one."""
+    return tree_map_only(Tensor, lambda one: known.setdefault(id(one), one.detach().to("cuda")), value)
+
+
+@dataclass
+class Steady:
+    """What one rank of a world does in a steady step.
+
+    Attributes:
+        looks: what the host would have waited for, by place and operation.
+        launches: kernels, attention by torch's function counted as one.
+        kernels: the same by operation.
+        refused: why ditmesh does not run this; then nothing else is said.
+    """
+
+    looks: dict[str, int] = field(default_factory=dict)
+    launches: int = 0
+    kernels: dict[str, int] = field(default_factory=dict)
+    refused: str = ""
+
+
+def ours(looks: list[Look]) -> dict[str, int]:
+    """What ditmesh waits for, by place and operation."""
+    return dict(Counter(f"{one.place} {one.operation}" for one in looks if one.owner == "ditmesh"))
+
+
+def alone(name: str, config: dict[str, Any], rank: int, size: Size = RAGGED, steps: int = 3) -> Steady:
+    """A rank of a configuration in this process, for which no other rank has to be there: its last of some steps."""
+    model, calls = copy.deepcopy(tiny(name)), list(moving(name, size, steps))
+    with one_of(ParallelConfig(**config).world_size, rank), cuda() as device, torch.no_grad():
+        move_(model)
+        calls = _moved(calls, {})
+        try:
+            with ditmesh.parallelized(model, {**config, "shared_memory": False}):
+                engine = ditmesh.engine_of(model)
+                engine.begin_request(steps)
+                for call in calls:
+                    device.looks.clear()
+                    device.launches.clear()
+                    engine.clock.advance()
+                    model(**call)
+                looks, kernels = ours(device.looks), device.launches.copy()
+                engine.end_request()
+        except (ditmesh.InputError, ditmesh.ConfigError) as error:
+            return Steady(refused=f"{type(error).__name__}: {error}")
+    return Steady(looks, kernels.total() - OF_ATTENTION * kernels["_safe_softmax"], dict(kernels))
+
+
+# torch's own choice of a fused kernel needs a GPU: here its attention is two scalings, two products and a softmax.
+OF_ATTENTION = 4
+
+
+def trained(name: str, config: dict[str, Any], again: bool) -> tuple[float, str, dict[str, int]]:
+    """A training step on CPUs and on fake CUDA devices, whose backward runs in autograd's thread of the device.
+
+    The worst relative error of a gradient, whose it is, and what the host waits for in a second step.
+
+    Args:
+        again: with activation checkpointing.
+    """
+    assert unavailable() is None
+    config, size, found = {**config, "shared_memory": False}, sizes(name)["B=2 ragged"], []
+    looks: dict[str, int] = {}
+    for on_cuda in (False, True):
+        model = copy.deepcopy(tiny(name))
+        if again:
+            model.enable_gradient_checkpointing()
+        arguments = {key: gradients.cast(value, torch.float32) for key, value in inputs(name, size).items()}
+        with cuda() if on_cuda else nullcontext() as device:
+            if device is not None:
+                move_(model)
+                arguments = _moved(arguments, {})
+            with ditmesh.parallelized(model, config):
+                for _ in range(2):
+                    if device is not None:
+                        device.looks.clear()
+                    model.zero_grad(set_to_none=True)
+                    output = model(**arguments)[0]
+                    (output.square().mean() + output.mean()).backward()
+                    reduce_gradients(model, ditmesh.engine_of(model).mesh)
+                if device is not None:
+                    looks = ours(device.looks)
+                values = device.values if device is not None else torch.clone
+                found.append({key: values(p.grad) for key, p in model.named_parameters() if p.grad is not None})
+    return (*gradients.error(found[1], found[0]), looks)

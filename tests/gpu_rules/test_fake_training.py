@@ -1,0 +1,46 @@
+"""Training steps on fake CUDA devices: backward in autograd's thread of the device, gradients those of CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ditmesh.config import ParallelConfig
+from ditmesh.launch import RankPool
+from nccl_rules.fake_cuda import unavailable
+from support.on_fake_cuda import trained
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+
+@pytest.fixture(scope="module")
+def fresh_ranks() -> Iterator[RankPool]:
+    """Ranks whose autograd has run for no tensor yet: it starts a thread for each device it knows then."""
+    with RankPool(2, threads=1, timeout=120.0) as pool:
+        yield pool
+
+
+CASES = [
+    ("SD3", {"ulysses": 2}, False, True),
+    ("SD3", {"ring": 2}, True, True),
+    ("Flux", {"tensor": 2}, True, False),
+    ("Flux", {"ulysses": 2}, True, False),
+    ("Wan", {"ring": 2}, False, False),
+    ("PixArt", {"data": 2}, False, False),
+    ("DiT", {"ulysses": 2, "reproducible": True}, False, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "again"),
+    [
+        pytest.param(name, config, again, marks=() if always else pytest.mark.matrix)
+        for name, config, again, always in CASES
+    ],
+)
+def test_a_training_step(fresh_ranks, name, config, again):
+    assert ParallelConfig(**config).world_size == 2
+    for error, parameter, looks in fresh_ranks.run(trained, name, config, again):
+        assert error <= 1e-4, parameter
+        assert looks == {}

@@ -1,0 +1,103 @@
+"""Every class under every strategy as ranks of up to eight GPUs: no host waits, no tensor is on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import ditmesh
+from ditmesh.comm.mesh import LINKS
+from ditmesh.config import ParallelConfig
+from nccl_rules.fake_cuda import unavailable
+from nccl_rules.fake_world import one_of
+from support.models import MAKERS
+from support.on_fake_cuda import alone
+
+STALE = {"warmup": "fixed(1)"}
+DISPLACED = {"exchange": "displaced", **STALE}
+# Stages are no part of it: they find out by real values how a picture falls into patches.
+CONFIGS: list[dict[str, Any]] = [
+    *({axis: degree} for axis in ("ulysses", "ring", "tensor") for degree in (2, 4, 8)),
+    {"data": 2},
+    {"cfg": 2},
+    *({"ring": degree, **DISPLACED} for degree in (2, 4, 8)),
+    {"ring": 2, "exchange": "naive", **STALE},
+    {"ulysses": 2, "shard": 2},
+    {"ulysses": 4, "shard": 4},
+    {"ulysses": 2, "ring": 2},
+    {"ulysses": 4, "ring": 2},
+    {"tensor": 2, "ulysses": 2},
+    {"tensor": 2, "ring": 4},
+    {"data": 2, "ulysses": 2},
+    {"cfg": 2, "ulysses": 4},
+    {"cfg": 2, "ring": 2},
+    {"cfg": 2, "tensor": 2},
+    {"cfg": 2, "ring": 2, "ulysses": 2},
+    {"cfg": 2, "tensor": 2, "ulysses": 2},
+    {"cfg": 2, "ring": 4, **DISPLACED},
+    {"data": 2, "ring": 2, **DISPLACED},
+    {"tensor": 2, "ring": 2, **DISPLACED},
+]
+REPRODUCIBLE = [{"ulysses": 2, "reproducible": True}, {"ring": 2, "reproducible": True}]
+CASES = [(name, config) for name in MAKERS for config in CONFIGS]
+CASES += [(name, config) for name in ("DiT", "Wan") for config in REPRODUCIBLE]
+# Every kind of strategy and ten classes.
+QUICK = {
+    *(("DiT", 0), ("Flux", 4), ("Wan", 7), ("PixArt", 9), ("LTX2", 10), ("SD3", 12), ("Mochi", 14), ("Sana", 15)),
+    *(("QwenImage", 24), ("Chroma", 26)),
+}
+
+
+def described(config: dict[str, Any]) -> str:
+    return ParallelConfig(**config).describe()
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        pytest.param(
+            name,
+            config,
+            id=f"{name}-{described(config)}",
+            marks=() if config in CONFIGS and (name, CONFIGS.index(config)) in QUICK else pytest.mark.matrix,
+        )
+        for name, config in CASES
+    ],
+)
+def test_no_host_waits_in_a_steady_step(name, config):
+    world = ParallelConfig(**config).world_size
+    found = alone(name, config, rank=(len(name) + world) % world)
+    if found.refused:
+        pytest.skip(found.refused)
+    assert found.looks == {}
+    assert found.launches > 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*CONFIGS, {"pipe": 8}, {"cfg": 2, "pipe": 4}, {"pipe": 2, "ulysses": 2}, {"pipe": 4, "ring": 2}],
+    ids=described,
+)
+def test_a_communicator_for_each_set_of_ranks(config):
+    """And one more where an order is kept: both ways between stages, parts of weights, keys that are long under way."""
+    made = ParallelConfig(**config)
+    own = {"pipe", "pipe_back", "shard"} | ({"ring"} if made.exchange == "displaced" else set())
+    sets = {
+        name: made.shard_groups() if name == "shard" else made.groups(axes)
+        for name, axes in LINKS.items()
+        if (name != "group" or made.data > 1) and (name != "shard" or made.shard > 1)
+    }
+    several = {name: str(found) for name, found in sets.items() if len(found[0]) > 1}
+    wanted = len({found for name, found in several.items() if name not in own}) + len(own & several.keys())
+    for rank in (0, made.world_size - 1):
+        with one_of(made.world_size, rank):
+            with mock.patch.object(
+                dist, "new_subgroups_by_enumeration", wraps=dist.new_subgroups_by_enumeration
+            ) as new:
+                mesh = ditmesh.Mesh(made, device="cuda")
+            assert new.call_count == wanted
+            mesh.close()
