@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,14 @@ from ..core.partition import Partition
 from ..errors import LayoutError
 
 
-def everywhere(mask: Tensor, queries: Partition, keys: Partition, link: Group, ranks: range) -> Tensor:
+def everywhere(
+    mask: Tensor,
+    queries: Partition,
+    keys: Partition,
+    link: Group,
+    ranks: range,
+    steady: Callable[[], bool] = lambda: False,
+) -> Tensor:
     """The mask of the queries of consecutive sequence ``ranks`` over all keys.
 
     Args:
@@ -19,6 +28,7 @@ def everywhere(mask: Tensor, queries: Partition, keys: Partition, link: Group, r
         queries, keys: the streams of either, by sequence rank.
         link: the sequence ranks.
         ranks: whose queries.
+        steady: whether the mask is made of what it was made of in the step before, as in `per_token`.
 
     Returns:
         4-D; dimensions of 1 stay 1.
@@ -29,13 +39,13 @@ def everywhere(mask: Tensor, queries: Partition, keys: Partition, link: Group, r
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     here = queries.lengths[link.rank]
     if tuple(mask.shape[-2:]) == (here, here) and here != keys.total and queries == keys:
-        return _outer(mask, keys, link, ranks)
+        return _outer(mask, keys, link, ranks, steady())
     return of_queries(whole_keys(mask, keys, link), queries, ranks)
 
 
-def _outer(mask: Tensor, tokens: Partition, link: Group, ranks: range) -> Tensor:
+def _outer(mask: Tensor, tokens: Partition, link: Group, ranks: range, steady: bool) -> Tensor:
     """A mask that a block built as the outer product of this rank's entries of a per-token mask, built again whole."""
-    whole = whole_keys(per_token(mask), tokens, link)
+    whole = whole_keys(per_token(mask, steady), tokens, link)
     return product(tokens.take(whole, 3, ranks), whole)
 
 
@@ -127,10 +137,14 @@ def of_own_keys(mask: Tensor, queries: Partition, keys: Partition, rank: int) ->
     )
 
 
-def per_token(mask: Tensor) -> Tensor:
+def per_token(mask: Tensor, steady: bool = False) -> Tensor:
     """The per-token mask m of which (B, 1 or H, S, S) is the outer product m mᵀ, as (B, 1 or H, 1, S).
 
     For m of zeros and ones (or booleans) the diagonal of m mᵀ is m itself.
+
+    Args:
+        steady: the block makes the mask of what it made it of in the step before, in which it was looked at: the host
+            does not wait for the device to look again.
 
     Raises:
         LayoutError: it is no such product.
@@ -138,7 +152,7 @@ def per_token(mask: Tensor) -> Tensor:
     if mask.stride(1) == 0:
         mask = mask[:, :1]
     entries = mask.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
-    if not torch.equal(product(entries, entries), mask):
+    if not steady and not torch.equal(product(entries, entries), mask):
         raise LayoutError(
             f"an attention mask of shape {tuple(mask.shape)} was cut along queries and keys, and is no outer product "
             "of a mask per token, so other ranks' keys are missing; list its source as `whole` in the layout"

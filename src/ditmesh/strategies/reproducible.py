@@ -527,7 +527,7 @@ class TiledSequence(SequenceParallel):
                 whole = masks.whole_keys(here.join(tiles, 3), by_rank, self.link)
                 return lambda tile: whole
             if rows == tile_rows and queries.names == keys.names:
-                entries = here.join([masks.per_token(mask) for mask in tiles], 3)
+                entries = here.join([masks.per_token(mask, self.steady()) for mask in tiles], 3)
                 everyone = masks.whole_keys(entries, by_rank, self.link)
                 return lambda tile: masks.product(queries.take(everyone, 3, tile), everyone)
         raise LayoutError(

@@ -95,6 +95,8 @@ class SequenceParallel:
         # All tokens are here and the model's own attention is wanted: nothing is to be done at a block.
         self.passive = self.link.size == 1 and not self.keeps_keys and config.attention in (None, "native")
         self.balance = Balance(config.speeds, mesh.sequence, mesh.device)
+        # Whether the call in progress has the arguments, timestep and latents apart, of the step before.
+        self.steady: Callable[[], bool] = lambda: False
         self._call = _CutTensors()
         self._nan: dict[torch.dtype, Tensor] = {}
         # While a block is timed it computes on this rank's tokens alone.
@@ -478,7 +480,8 @@ class SequenceParallel:
         a, groups = attention, self.mixer.groups()
         mask = a.mask
         if mask is not None:
-            mask = masks.everywhere(mask, a.queries, a.keys, self.link, groups[self.mesh.ring.rank])
+            here = groups[self.mesh.ring.rank]
+            mask = masks.everywhere(mask, a.queries, a.keys, self.link, here, self.steady)
         (out,) = self.mixer.attend_distributed(
             [a.q_bhsd], a.k_bhsd, a.v_bhsd, [mask], a.queries, a.keys, groups, self.balance.speeds, a.scale
         )
@@ -603,7 +606,9 @@ class ExactSequence(TokenStrategy):
         check_heads(config, heads_of(model, layout), type(model).__name__)
 
     def handler(self, model: ParallelModel) -> Handler:
-        return self.kind(self.context.config, self.context.mesh)
+        handler = self.kind(self.context.config, self.context.mesh)
+        handler.steady = lambda: self.context.clock.call.steady
+        return handler
 
     @classmethod
     def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
