@@ -175,7 +175,8 @@ def ours(looks: list[Look]) -> dict[str, int]:
 
 def alone(name: str, config: dict[str, Any], rank: int, size: Size = RAGGED, steps: int = 3) -> Steady:
     """A rank of a configuration in this process, for which no other rank has to be there: its last of some steps."""
-    model, calls = copy.deepcopy(tiny(name)), list(moving(name, size, steps))
+    model, given = copy.deepcopy(tiny(name)), inputs(name, size)
+    calls = list(moving(name, size, steps)) if "hidden_states" in given else [given] * steps
     with one_of(ParallelConfig(**config).world_size, rank), cuda() as device, torch.no_grad():
         move_(model)
         calls = _moved(calls, {})
