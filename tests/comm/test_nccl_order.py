@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from nccl_rules.program import Collective, Compute, Half, HostWait, PointToPoint, Program, Wait
-from nccl_rules.record import run_recorded
+from nccl_rules.record import run_alone, run_recorded
 from nccl_rules.replay import RULES, replay
 from support.pipelines import arguments, draw, flux, sd3
 
@@ -138,6 +139,74 @@ def test_every_operation_has_its_match_and_no_order_waits_for_ever(ranks, name, 
     for rule in RULES:
         outcome = replay(programs, rule)
         assert (outcome.findings, outcome.deadlock) == ([], [])
+
+
+STALE = {"exchange": "displaced", "warmup": "fixed(1)"}
+# Of whole worlds, one rank after the other.
+WORLDS: list[dict[str, Any]] = [
+    {"ulysses": 8},
+    {"ring": 8},
+    {"tensor": 8},
+    {"ulysses": 4, "ring": 2},
+    {"ulysses": 2, "ring": 4},
+    {"cfg": 2, "ulysses": 4},
+    {"cfg": 2, "ring": 4},
+    {"cfg": 2, "tensor": 4},
+    {"cfg": 2, "ulysses": 2, "ring": 2},
+    {"cfg": 2, "tensor": 2, "ulysses": 2},
+    {"data": 2, "ulysses": 4},
+    {"data": 2, "tensor": 2, "ring": 2},
+    {"tensor": 2, "ulysses": 4},
+    {"tensor": 4, "ring": 2},
+    {"ring": 8, **STALE},
+    {"cfg": 2, "ring": 4, **STALE},
+    {"data": 2, "ring": 4, **STALE},
+    {"tensor": 2, "ring": 4, **STALE},
+    {"ulysses": 2, "ring": 4, **STALE},
+    {"ulysses": 8, "shard": 8},
+    {"ulysses": 4, "ring": 2, "shard": 4},
+    {"cfg": 2, "ulysses": 4, "shard": 4},
+]
+CLASSES = ("SD3", "Flux", "Wan", "Mochi", "PixArt")
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        pytest.param(name, config, marks=() if (row + 2 * column) % 10 == 0 else pytest.mark.matrix)
+        for row, config in enumerate(WORLDS)
+        for column, name in enumerate(CLASSES)
+    ],
+    ids=identity,
+)
+def test_whole_worlds_of_eight(name, config):
+    from ditmesh import ParallelConfig
+
+    programs = [run_alone(name, config, rank) for rank in range(ParallelConfig(**config).world_size)]
+    assert all(any(isinstance(entry, (PointToPoint, Collective)) for entry in program) for program in programs)
+    outcomes = {rule: replay(programs, rule) for rule in RULES}
+    for outcome in outcomes.values():
+        assert (outcome.findings, outcome.deadlock) == ([], [])
+        assert outcome.seconds <= LOST * outcomes["ideal"].seconds
+
+
+def test_faults_planted_in_a_real_program_are_found():
+    config = {"tensor": 2, "ring": 2}
+    programs = [run_alone("SD3", config, rank) for rank in range(4)]
+    assert replay(programs, "eager").findings == []
+    sums = [place for place, entry in enumerate(programs[3]) if isinstance(entry, Collective)]
+    number = programs[3][sums[1]].number
+    without = [*programs[:3], [entry for entry in programs[3] if getattr(entry, "number", None) != number]]
+    assert any("collectives by rank" in one for one in replay(without, "eager").findings)
+    # Wait for what was never posted.
+    del without[3][:]
+    without[3] += [entry for place, entry in enumerate(programs[3]) if place != sums[1]]
+    assert replay(without, "eager").deadlock
+    moves = [place for place, entry in enumerate(programs[2]) if isinstance(entry, PointToPoint)]
+    swapped = list(programs[2])
+    halves = swapped[moves[0]].halves
+    swapped[moves[0]] = replace(swapped[moves[0]], halves=(replace(halves[0], count=halves[0].count + 1), *halves[1:]))
+    assert any("are received" in one for one in replay([*programs[:2], swapped, programs[3]], "eager").findings)
 
 
 @pytest.mark.parametrize(

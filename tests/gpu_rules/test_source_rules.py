@@ -55,9 +55,9 @@ def offences(tree: ast.AST) -> Iterator[tuple[str, int]]:
             named = {word.arg: word.value for word in node.keywords}
             if "non_blocking" in named:
                 yield "a copy that is not waited for", node.lineno
-            if isinstance(node.func, ast.Attribute) and node.func.attr == "numpy" and not node.args:
-                if not _on_host(node.func.value):
-                    yield "numpy of what may be on a device", node.lineno
+            reads = isinstance(node.func, ast.Attribute) and node.func.attr == "numpy" and not node.args
+            if reads and not _on_host(node.func):
+                yield "numpy of what may be on a device", node.lineno
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             named = {word.arg: word.value for word in node.value.keywords}
             if isinstance(named.get("async_op"), ast.Constant) and named["async_op"].value is True:  # type: ignore

@@ -7,6 +7,7 @@ to agree on something, all others agree with this one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -79,6 +80,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
     from ditmesh.comm import link, mesh
     from ditmesh.comm.hosts import Hosts
 
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         with ExitStack() as stack:
@@ -102,3 +104,5 @@ def one_of(world: int, rank: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        # torch's says the rank before every line, once for every group there was.
+        sys.excepthook = hook

@@ -6,6 +6,7 @@ and stands between `ditmesh.comm.link` and ``torch.distributed``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ditmesh.comm import link as link_module
 from ditmesh.comm import objects
 from ditmesh.comm.link import Link
 
+from .fake_world import one_of
 from .program import Collective, Compute, Half, PointToPoint, Program, Wait
 
 
@@ -192,6 +194,39 @@ def computing(recorder: Recorder, model: nn.Module, tokens: int) -> Iterator[Non
         for layer in layers:
             hooks.callback(layer.register_forward_hook(note).remove)
         yield
+
+
+def run_alone(name: str, config: dict[str, Any], rank: int, steps: int = 3) -> Program:
+    """The program of one rank of a configuration, in this process, without the other ranks.
+
+    Args:
+        name: of a tiny model, whose calls after the first are written down.
+        config: not of stages, which find out by real values how a picture falls into patches.
+        rank: which.
+        steps: so many calls, as one request.
+    """
+    import ditmesh
+    from ditmesh.config import ParallelConfig
+    from support.models import RAGGED, tiny
+    from support.stale import moving
+
+    model, calls = copy.deepcopy(tiny(name)), list(moving(name, RAGGED, steps))
+    with (
+        one_of(ParallelConfig(**config).world_size, rank),
+        recorded() as recorder,
+        torch.no_grad(),
+        ditmesh.parallelized(model, {**config, "shared_memory": False}),
+    ):
+        engine = ditmesh.engine_of(model)
+        model(**calls[0])
+        recorder.program.clear()
+        with computing(recorder, model, RAGGED.rows * RAGGED.cols):
+            engine.begin_request(steps)
+            for call in calls:
+                engine.clock.advance()
+                model(**call)
+            engine.end_request()
+        return list(recorder.program)
 
 
 def run_recorded(make: Callable[[], Any], config: dict[str, Any], call: Callable[[Any], Any], tokens: int) -> Program:
