@@ -162,7 +162,6 @@ WORLDS: list[dict[str, Any]] = [
     {"cfg": 2, "ring": 4, **STALE},
     {"data": 2, "ring": 4, **STALE},
     {"tensor": 2, "ring": 4, **STALE},
-    {"ulysses": 2, "ring": 4, **STALE},
     {"ulysses": 8, "shard": 8},
     {"ulysses": 4, "ring": 2, "shard": 4},
     {"cfg": 2, "ulysses": 4, "shard": 4},
@@ -202,11 +201,18 @@ def test_faults_planted_in_a_real_program_are_found():
     del without[3][:]
     without[3] += [entry for place, entry in enumerate(programs[3]) if place != sums[1]]
     assert replay(without, "eager").deadlock
+    # A message that is longer than the other rank expects.
     moves = [place for place, entry in enumerate(programs[2]) if isinstance(entry, PointToPoint)]
-    swapped = list(programs[2])
-    halves = swapped[moves[0]].halves
-    swapped[moves[0]] = replace(swapped[moves[0]], halves=(replace(halves[0], count=halves[0].count + 1), *halves[1:]))
-    assert any("are received" in one for one in replay([*programs[:2], swapped, programs[3]], "eager").findings)
+    longer = list(programs[2])
+    halves = longer[moves[0]].halves
+    longer[moves[0]] = replace(longer[moves[0]], halves=(replace(halves[0], count=halves[0].count + 1), *halves[1:]))
+    assert any("are received" in one for one in replay([*programs[:2], longer, programs[3]], "eager").findings)
+    # Two sums of unlike size, the other way round on one rank.
+    unlike = [place for place in sums if programs[3][place].kind == "all_reduce"]
+    one = next(place for place in unlike if programs[3][place].agreed != programs[3][unlike[-1]].agreed)
+    swapped = list(programs[3])
+    swapped[one], swapped[unlike[-1]] = swapped[unlike[-1]], swapped[one]
+    assert any("is all_reduce" in one for one in replay([*programs[:3], swapped], "eager").findings)
 
 
 @pytest.mark.parametrize(

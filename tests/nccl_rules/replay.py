@@ -234,17 +234,16 @@ def _longest(edges: dict[Node, list[Node]], costs: dict[Node, float], outcome: O
 
 
 def _cycle(edges: dict[Node, list[Node]], left: set[Node]) -> list[str]:
-    """One cycle among nodes that have something left before them; or what leads to one that is waited for and never posted."""
+    """One cycle among nodes that have something left before them, or what waits for a message that is never posted."""
     backwards: dict[Node, Node] = {}
     for node in left:
         for after in edges[node]:
             if after in left:
                 backwards.setdefault(after, node)
-    node, seen = next(iter(backwards)), []
+    seen: list[Node] = []
+    node = next(iter(backwards), next(iter(left)))
     while node in backwards and node not in seen:
         seen.append(node)
         node = backwards[node]
-    return [
-        " ".join(map(str, one)) if isinstance(one, tuple) else str(one)
-        for one in (seen[seen.index(node) :] if node in seen else seen)
-    ]
+    cycle = seen[seen.index(node) :] if node in seen else [*seen, node]
+    return [" ".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in cycle]
