@@ -159,12 +159,14 @@ class Steady:
         looks: what the host would have waited for, by place and operation.
         launches: kernels, attention by torch's function counted as one.
         kernels: the same by operation.
+        sent: bytes.
         refused: why ditmesh does not run this; then nothing else is said.
     """
 
     looks: dict[str, int] = field(default_factory=dict)
     launches: int = 0
     kernels: dict[str, int] = field(default_factory=dict)
+    sent: int = 0
     refused: str = ""
 
 
@@ -173,10 +175,12 @@ def ours(looks: list[Look]) -> dict[str, int]:
     return dict(Counter(f"{one.place} {one.operation}" for one in looks if one.owner == "ditmesh"))
 
 
-def alone(name: str, config: dict[str, Any], rank: int, size: Size = RAGGED, steps: int = 3) -> Steady:
+def alone(
+    name: str, config: dict[str, Any], rank: int, size: Size = RAGGED, masks: bool = True, steps: int = 3
+) -> Steady:
     """A rank of a configuration in this process, for which no other rank has to be there: its last of some steps."""
-    model, given = copy.deepcopy(tiny(name)), inputs(name, size)
-    calls = list(moving(name, size, steps)) if "hidden_states" in given else [given] * steps
+    model, given = copy.deepcopy(tiny(name)), inputs(name, size, masks)
+    calls = list(moving(name, size, steps, masks)) if "hidden_states" in given else [given] * steps
     with one_of(ParallelConfig(**config).world_size, rank), cuda() as device, torch.no_grad():
         move_(model)
         calls = _moved(calls, {})
@@ -187,13 +191,15 @@ def alone(name: str, config: dict[str, Any], rank: int, size: Size = RAGGED, ste
                 for call in calls:
                     device.looks.clear()
                     device.launches.clear()
+                    engine.mesh.traffic.reset()
                     engine.clock.advance()
                     model(**call)
                 looks, kernels = ours(device.looks), device.launches.copy()
+                sent = sum(engine.mesh.traffic.bytes_sent.values())
                 engine.end_request()
         except (ditmesh.InputError, ditmesh.ConfigError) as error:
             return Steady(refused=f"{type(error).__name__}: {error}")
-    return Steady(looks, kernels.total() - OF_ATTENTION * kernels["_safe_softmax"], dict(kernels))
+    return Steady(looks, kernels.total() - OF_ATTENTION * kernels["_safe_softmax"], dict(kernels), sent)
 
 
 # torch's own choice of a fused kernel needs a GPU: here its attention is two scalings, two products and a softmax.
