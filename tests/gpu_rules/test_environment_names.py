@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ def test_no_other_variable_of_nccl_is_named():
     found = set()
     for path in Path(ditmesh.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isupper():
-                if node.value.startswith(("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "CUBLAS")):
-                    found.add(node.value)
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and re.fullmatch(r"(NCCL|TORCH_NCCL|TORCH_FR|CUBLAS|CUBLASLT)_[A-Z_]*[A-Z]", text):
+                found.add(text)
     assert found <= KNOWN | set(nccl_settings(600.0)), found

@@ -26,8 +26,8 @@ JOB = Workload.of_tokens(64, 32, steps=10, element=4)
 # Attention calls over all ranks' tokens, and blocks.
 CALLS = {"SD3": (4, 3), "Flux": (4, 4), "Wan": (2, 2)}
 # Kernels that the cost model does not foresee, at most: of every attention call, by degree. A hop of the ring merges
-# two results by five kernels, after padding heads of a width that kernels do not take; what is traded with Ulysses ranks
-# is put together and taken apart.
+# two results by five kernels, after padding heads of a width that kernels do not take; what is traded with Ulysses
+# ranks is put together and taken apart.
 UNFORESEEN = {"ulysses": {2: 16, 4: 32, 8: 64}, "ring": {2: 10, 4: 28, 8: 64}}
 CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("SD3", {}, True),
