@@ -320,7 +320,7 @@ class PatchParallel(SequenceParallel):
             link.begin_attention(kept, keys)
             if link.size == 1:
                 _keep_mask(kept, mask, keys)
-            mask = masks.everywhere(mask, queries, keys, self.link, groups[self.mesh.ring.rank])
+            mask = masks.everywhere(mask, queries, keys, self.link, groups[self.mesh.ring.rank], self.steady)
 
         def compute(q: list[Tensor], k: Tensor, v: Tensor, given: list[Tensor | None]) -> list[Tensor]:
             (mask,) = given
@@ -451,7 +451,9 @@ class PatchTokens(PipeStrategy, TokenStrategy):
 
     def handler(self, model: ParallelModel) -> Handler:
         monitor = self.context.get(WarmupControl).monitor
-        return PatchParallel(self.context.config, self.context.mesh, monitor, numbered(model, monitor))
+        handler = PatchParallel(self.context.config, self.context.mesh, monitor, numbered(model, monitor))
+        handler.steady = lambda: self.context.clock.call.steady
+        return handler
 
     @classmethod
     def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:

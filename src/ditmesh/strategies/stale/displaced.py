@@ -158,7 +158,8 @@ class DisplacedParallel(StaleSequence):
         if buffer.mask is not None and self.control.clock.call.steady:
             return buffer.mask
         here = range(self.link.rank, self.link.rank + 1)
-        whole = masks.everywhere(attention.mask, attention.queries, attention.keys, self.link, here)
+        a, clock = attention, self.control.clock
+        whole = masks.everywhere(attention.mask, a.queries, a.keys, self.link, here, lambda: clock.call.steady)
         # One with a row for every query is large, and not kept.
         buffer.mask = whole if whole.shape[-2] == 1 else None
         return whole
