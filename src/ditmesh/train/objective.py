@@ -284,9 +284,9 @@ class NoiseTables:
         if self._kind == "flow":
             times, levels = self._scheduler.timesteps.double(), self._scheduler.sigmas.double()
             order = times.argsort()
-            level = float(np.interp(timestep, times[order].numpy(), levels[order].numpy()))
+            level = float(np.interp(timestep, times[order].cpu().numpy(), levels[order].cpu().numpy()))
             return (level, 1 - level) if self._inverted else (1 - level, level)
-        alphas = self._scheduler.alphas_cumprod.double().numpy()
+        alphas = self._scheduler.alphas_cumprod.double().cpu().numpy()
         alpha = float(np.interp(timestep, np.arange(len(alphas)), alphas))
         return alpha**0.5, (1 - alpha) ** 0.5
 
