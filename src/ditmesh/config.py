@@ -293,6 +293,10 @@ class ParallelConfig(BaseModel):
         self._check_speeds()
         self._check_stages()
         self._check_stale()
+        if self.compile == "cudagraphs":
+            raise ConfigError(
+                "compile='cudagraphs' would record what ranks send once and never send it again; use compile='inductor'"
+            )
         if self.reproducible:
             self._check_reproducible()
 

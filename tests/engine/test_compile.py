@@ -57,3 +57,21 @@ def test_inductor(ranks):
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ditmesh.InputError, match=r"compile='fast' is not a backend.*inductor"):
         ditmesh.parallelize(tiny("DiT"), {"compile": "fast"})
+
+
+def test_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded once, the messages of a block would never be sent again."""
+    from torch._inductor import config as inductor
+
+    with pytest.raises(ditmesh.ConfigError, match="never send it again; use compile='inductor'"):
+        ditmesh.ParallelConfig(compile="cudagraphs")
+    monkeypatch.setattr(inductor.triton, "cudagraphs", True)
+    with pytest.raises(ditmesh.InputError, match=r"cannot be recorded in a CUDA graph; switch it off"):
+        ditmesh.parallelize(tiny("DiT"), {"compile": "inductor"})
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this torch has no such tag")
+def test_the_compiler_knows_that_attention_is_no_part_of_a_cuda_graph() -> None:
+    import ditmesh.core.intercept  # noqa: F401
+
+    assert torch.Tag.cudagraph_unsafe in torch.ops.ditmesh.attend.default.tags

@@ -308,9 +308,17 @@ def _handled(
     return handler.attend(query, key, value, attn_mask, scale, backend)
 
 
+# The operator's Python has to run at every call: who handles it, and what ranks send. A CUDA graph that recorded it
+# would replay its kernels alone. torch has the tag from 2.8 on, and cuts its graphs there.
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_TAGGED = _UNSAFE is not None and "tags" in inspect.signature(torch.library.custom_op).parameters
+_TAGS: dict[str, Any] = {"tags": (_UNSAFE,)} if _TAGGED else {}
+
+
 @torch.library.custom_op(
     "ditmesh::attend",
     mutates_args=(),
+    **_TAGS,
     schema="(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, bool enable_gqa, str? backend) -> Tensor",
 )

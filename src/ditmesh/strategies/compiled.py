@@ -27,8 +27,16 @@ def compile_blocks(model: nn.Module, layout: TokenLayout, backend: str) -> Calla
         What puts the blocks' own forwards back.
 
     Raises:
-        InputError: torch has no such backend.
+        InputError: torch has no such backend, or inductor is to record CUDA graphs.
     """
+    if backend == "inductor":
+        from torch._inductor import config
+
+        if config.triton.cudagraphs:
+            raise InputError(
+                "torch._inductor.config.triton.cudagraphs is on, and what ranks send inside a block cannot be recorded "
+                "in a CUDA graph; switch it off (TORCHINDUCTOR_CUDAGRAPHS=0)"
+            )
     known = torch.compiler.list_backends(None)
     if backend not in known:
         raise InputError(f"compile={backend!r} is not a backend of torch.compile here; use one of {', '.join(known)}")
