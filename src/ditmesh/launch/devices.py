@@ -129,9 +129,11 @@ def join(
     import torch.distributed as dist
 
     from ..comm.backends import ON_GPUS, bound_device
+    from ..core.gpus import settle_before_cuda
 
     device = torch.device("cpu")
     if kind == "cuda":
+        settle_before_cuda()
         device = torch.device("cuda", gpu)
         torch.cuda.set_device(device)
     if not dist.is_initialized():

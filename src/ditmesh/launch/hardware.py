@@ -91,6 +91,8 @@ def environment(device: torch.device) -> dict[str, str]:
     """
     import torch
 
+    from ..core.gpus import CUBLAS, gpu_facts
+
     facts = {
         **library_versions(),
         "CPU": _cpu_model(),
@@ -105,11 +107,10 @@ def environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         cudnn = torch.backends.cudnn
         facts |= {
-            "device": torch.cuda.get_device_name(device),
-            "CUDA": str(torch.version.cuda),
-            "cuDNN": str(cudnn.version()),
+            **gpu_facts(device),
             "cuDNN settings": f"benchmark={cudnn.benchmark} deterministic={cudnn.deterministic}",
-            "cuBLAS workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "default"),
+            "cuBLAS workspace": os.environ.get(CUBLAS, "default"),
+            "cuBLASLt workspace": os.environ.get("CUBLASLT_WORKSPACE_SIZE", "default"),
         }
     return facts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -12,11 +12,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import ParallelConfig
+from ..core.gpus import CUBLAS, gpu_facts, settle_before_cuda
 from ..core.patching import Proceed
+from ..errors import ConfigError
 from .base import Context, Request, Strategy
-
-# What cuBLAS needs to have in its environment before it is first used, to add in one order.
-CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 # torch gives parts of this module other classes at import, which type checkers do not see.
 _BACKENDS: Any = torch.backends
@@ -31,8 +30,17 @@ def deterministic(device: torch.device | str) -> Iterator[None]:
 
     Args:
         device: where the work is done.
+
+    Raises:
+        ConfigError: CUDA has started without the workspace that cuBLAS needs.
     """
-    os.environ.setdefault(CUBLAS, ":4096:8")
+    if torch.device(device).type != "cpu":
+        settle_before_cuda()
+        if CUBLAS not in os.environ:
+            raise ConfigError(
+                f"CUDA has started without {CUBLAS}, so cuBLAS may add in another order from rank to rank; set "
+                f"{CUBLAS}=:4096:8 before the first use of a GPU, or call ditmesh.launch.init_from_environment() first"
+            )
     cudnn, matmul = _BACKENDS.cudnn, _BACKENDS.cuda.matmul
     with ExitStack() as undo:
         for owner, name, value in (
@@ -117,6 +125,18 @@ def settings() -> dict[str, bool | int | str]:
     }
 
 
+def refuse_unlike(gpus: Sequence[Mapping[str, str]]) -> None:
+    """Refuse ranks whose GPUs may give different bits, by their `gpu_facts` in rank order: `ConfigError`."""
+    for rank, facts in enumerate(gpus):
+        unlike = [name for name, value in facts.items() if value != gpus[0].get(name)]
+        if unlike:
+            here, there = (", ".join(f"{name} {one.get(name)}" for name in unlike) for one in (gpus[0], facts))
+            raise ConfigError(
+                f"reproducible mode needs GPUs and libraries of one kind: rank 0 has {here}, and rank {rank} {there}; "
+                "use ranks that are alike, or leave reproducible out"
+            )
+
+
 class FixedArithmetic(Strategy):
     """The settings of `deterministic` for the length of a request and of a transformer's call."""
 
@@ -132,6 +152,9 @@ class FixedArithmetic(Strategy):
         return config.reproducible
 
     def apply(self, undo: ExitStack) -> None:
+        mesh = self.context.mesh
+        if mesh.device.type == "cuda" and mesh.world_size > 1:
+            refuse_unlike(mesh.world.all_gather_object(gpu_facts(mesh.device)))
         for model in self.context.models:
             undo.callback(model.chain.add(self._around_call))
 

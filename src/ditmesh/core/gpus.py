@@ -1,0 +1,64 @@
+"""What decides the bits of a GPU beside the program: settings that are read once, and the GPU and its libraries."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+# What cuBLAS needs to have in its environment before it is first used, to add in one order.
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+# Read once in a process: by cuBLAS with its first product, by torch's allocator with its first tensor on a GPU.
+SETTINGS = {
+    # Of 32 MiB, which is what each has by itself on Hopper. A product's algorithm depends on the room it has, so that
+    # ranks have to have the same.
+    CUBLAS: ":4096:8",
+    "CUBLASLT_WORKSPACE_SIZE": "32768",
+}
+# Requests of changing sizes leave no holes in memory that grows in place.
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def settle_before_cuda() -> None:
+    """Set for this process what CUDA's libraries read once, where the user has not and CUDA has not started yet.
+
+    Once CUDA has started nothing is set: a variable would say what the libraries do not do.
+    """
+    if torch.cuda.is_initialized():
+        return
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    # The name it has from torch 2.9 on.
+    if "PYTORCH_ALLOC_CONF" not in os.environ and sys.platform == "linux":
+        os.environ.setdefault(ALLOCATOR, "expandable_segments:True")
+
+
+def gpu_facts(device: torch.device) -> dict[str, str]:
+    """The GPU and the libraries that choose its algorithms, by name. GPUs alike in these give the same bits.
+
+    Flash attention cuts the keys by the number of multiprocessors, of which one name may have several (H100 SXM has
+    132, H100 PCIe 114).
+    """
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "device": found.name,
+        "multiprocessors": str(found.multi_processor_count),
+        "compute capability": f"{found.major}.{found.minor}",
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "cuBLAS": _cublas(),
+    }
+
+
+def _cublas() -> str:
+    """Version of the package that torch loads cuBLAS from; torch itself does not tell it."""
+    major = str(torch.version.cuda).partition(".")[0]
+    for name in ("nvidia-cublas", f"nvidia-cublas-cu{major}"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "of the system"
