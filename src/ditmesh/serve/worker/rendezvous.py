@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class HostAllGather:
     def __init__(self) -> None:
         grouped = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        self._group: Any = dist.new_group(backend="gloo") if self.size > 1 else None
+        self._group: Any = dist.new_group(backend="gloo", timeout=_deadline()) if self.size > 1 else None
         # After a timeout, destroying the group would wait for the missing rank.
         self._lost = False
 
@@ -77,6 +78,14 @@ class HostAllGather:
         """Free the process group."""
         if self._group is not None and not self._lost:
             dist.destroy_process_group(self._group)
+
+
+def _deadline() -> timedelta | None:
+    """Deadline of the default group, which new groups do not take over; None: torch's own, of 30 minutes."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = getattr(world._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _bytes(data: bytes) -> Tensor:
