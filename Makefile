@@ -45,10 +45,12 @@ bench-overhead: $(BIN)/ditmesh  ## what the engine costs the host
 bench-training: $(BIN)/ditmesh  ## curves, memory and speed of training; wants the machine quiet
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py --picture docs/images/training-curves.png
 
-# With another Python that has torch and diffusers: make gpu-check GPU_PYTHON=python3
+# With another Python that has torch and diffusers: make gpu-check GPU_PYTHON=python3. In two commands that end within ten
+# minutes each: make gpu-check GPU_CHECK="--half first --budget 570", then "--half second --budget 570". Without a GPU:
+# make gpu-check GPU_CHECK="--device cpu --quick".
 GPU_PYTHON ?= $(BIN)/python
-gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(BIN)/ditmesh)  ## all that one GPU can prove, in ten minutes
-	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py --json gpu-check.json --markdown gpu-check.md
+gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(BIN)/ditmesh)  ## all that one GPU can prove, in less than twenty minutes
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check $(GPU_CHECK) --json gpu-check.json --markdown gpu-check.md
 
 docs: $(BIN)/ditmesh  ## the documentation site, into site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

@@ -30,52 +30,113 @@ def script(name: str, *arguments: Any, **environment: str) -> subprocess.Complet
     )
 
 
-PARTS = ("kernels", "backends", "parity", "collectives", "strategies", "reproducible", "host", "flux")
+def rehearsed(tmp_path: Path, *wanted: str) -> tuple[dict[str, Any], str, str]:
+    """What the GPU check finds on the CPU: its figures, its tables, and what it prints."""
+    figures, tables = tmp_path / "out.json", tmp_path / "out.md"
+    ended = script("gpu_check", "--device", "cpu", "--quick", *wanted, "--json", figures, "--markdown", tables)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return json.loads(figures.read_text()), tables.read_text(), ended.stdout
+
+
+def check_rehearsal(result: dict[str, Any], parts: tuple[str, ...]) -> None:
+    """Every part that can run without a GPU has run, and every row is right or says why it is not here."""
+    wanted = {name: "skipped" if name == "nccl" else "ok" for name in parts}
+    assert {name: part["status"] for name, part in result["parts"].items()} == wanted
+    assert all("skipped" in row or row["ok"] for part in result["parts"].values() for row in part["rows"])
+    assert not result["cuda"]
+    assert result["machine"]["torch"]
+
+
+def test_gpu_check_on_the_cpu(tmp_path: Path) -> None:
+    """Parts run to their end without a GPU; those of NCCL say that they are not here."""
+    result, tables, said = rehearsed(tmp_path, "--part", "kernels", "nccl", "collectives")
+    check_rehearsal(result, ("kernels", "nccl", "collectives"))
+    assert all(row["skipped"] == "not here: there is no GPU" for row in result["parts"]["nccl"]["rows"])
+    assert "on the CPU" in said
+    assert "Nothing here says anything about a GPU" in tables
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("parts", [("kernels", "flux"), PARTS], ids=["some", "all"])
-def test_gpu_check_on_the_cpu(tmp_path: Path, parts: tuple[str, ...]) -> None:
-    """Parts run to their end without a GPU; the messages go through the copies that CUDA tensors need."""
-    figures, tables = tmp_path / "out.json", tmp_path / "out.md"
-    wanted = ["--quick", "--part", *parts, "--json", figures, "--markdown", tables]
-    ended = script("gpu_check.py", *wanted, GPU_CHECK_STAGED="1")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    result = json.loads(figures.read_text())
-    assert {name: part["status"] for name, part in result["parts"].items()} == dict.fromkeys(parts, "ok")
-    assert "on the CPU" in ended.stdout
-    rows = [(name, row) for name, part in result["parts"].items() for row in part["rows"] if "skipped" not in row]
-    assert all(row["ok"] for _, row in rows)
-    assert all(row["messages"] == "through the host" for name, row in rows if name == "strategies")
-    assert not result["cuda"]
-    assert "No CUDA device" in tables.read_text()
+def test_the_whole_gpu_check_on_the_cpu(tmp_path: Path) -> None:
+    """Two commands write one file, and both halves together are everything."""
+    check = load_gpu_check()
+    try:
+        first, second = check.HALVES["first"], check.HALVES["second"]
+        assert set(check.parts()) == {*first, *second}
+    finally:
+        forget_gpu_check()
+    rehearsed(tmp_path, "--half", "first")
+    result, _, _ = rehearsed(tmp_path, "--half", "second")
+    check_rehearsal(result, (*first, *second))
+
+
+GPU_CHECK = ("basics", "messages", "several", "single", "workers", "gpu_check")
+
+
+def load_gpu_check() -> Any:
+    """The GPU check's program as a module; its files import one another by their bare names."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("gpu_check", BENCHMARKS / "gpu_check" / "__main__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def forget_gpu_check() -> None:
+    sys.path[:] = [path for path in sys.path if not path.endswith("gpu_check")]
+    for name in GPU_CHECK:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.matrix
+def test_ranks_of_the_gpu_check_live_until_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that fails on a rank is told with the rank, and the next call has other ranks."""
+    # These are put back.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("GPU_CHECK_DEVICE", "cpu")
+    load_gpu_check()
+    try:
+        import workers  # pyright: ignore[reportMissingImports]
+
+        ranks = workers.Workers({})
+        try:
+            for _ in range(2):
+                assert ranks.run("objects_of_ranks", False, world=2) == [[{"ok": True}]] * 2
+            assert ranks.starts == 1
+            with pytest.raises(workers.Failed, match=r"rank [01]: .*NoSuchGroup"):
+                ranks.run("objects_of_ranks", False, world=2, transport="NoSuchGroup")
+            assert ranks.run("objects_of_ranks", False, world=2) == [[{"ok": True}]] * 2
+            assert ranks.starts == 2
+        finally:
+            ranks.end()
+    finally:
+        forget_gpu_check()
 
 
 def test_gpu_check_fails_loudly(tmp_path: Path) -> None:
-    """A part whose time is over fails, and so does the whole; the other parts run all the same."""
+    """A part that comes when the command's time is over fails, and so does the whole."""
     figures = tmp_path / "out.json"
-    ended = script("gpu_check.py", "--quick", "--part", "parity", "--budget", 0.001, "--json", figures)
+    ended = script("gpu_check", "--quick", "--part", "parity", "--budget", 0.001, "--json", figures)
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "seconds were over" in ended.stdout
+    assert "seconds of the command were over before it" in ended.stdout
     assert json.loads(figures.read_text())["parts"]["parity"]["status"] == "failed"
 
 
 @pytest.mark.matrix
 def test_gpu_check_says_what_is_missing(tmp_path: Path) -> None:
-    """Without a package that the engine needs, the kernels are checked and the rest is skipped, naming it."""
+    """Without a package that the engine needs, parts are skipped, naming it."""
     (tmp_path / "pydantic.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'pydantic'\", name='pydantic')\n"
     )
-    rows = tmp_path / "rows"
-    for part in ("parity", "kernels"):
-        ended = script(
-            "gpu_check.py", "--quick", "--child", part, rows, PYTHONPATH=f"{tmp_path}:{BENCHMARKS.parent / 'src'}"
-        )
-        assert ended.returncode == 0, ended.stderr
-    first, *others = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert first == {"skipped": "the engine needs pydantic, which is not installed"}
-    assert others
-    assert all(row["ok"] for row in others)
+    figures, path = tmp_path / "out.json", f"{tmp_path}:{BENCHMARKS.parent / 'src'}"
+    wanted = ["--device", "cpu", "--quick", "--part", "parity", "--json", figures]
+    ended = script("gpu_check", *wanted, PYTHONPATH=path)
+    assert ended.returncode == 2, ended.stderr
+    (row,) = json.loads(figures.read_text())["parts"]["parity"]["rows"]
+    assert row == {"skipped": "the engine needs pydantic, which is not installed"}
 
 
 @pytest.mark.matrix
