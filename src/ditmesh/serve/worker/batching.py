@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.clock import timestep_of
+from ...core.device_clock import DeviceClock
 from ...core.generators import OwnGenerators
 from ...core.patching import Patch
 from ...core.request import RequestLeft
@@ -386,17 +386,16 @@ class CallCounts:
     Attributes:
         calls, rows: of transformers.
         batch: rows of the latest call.
-        seconds, waited: of the latest step: in all, and waiting for other ranks.
-        seen: seconds of the latest call of every other component.
+        waited: seconds of the latest step in which the host waited for other ranks.
+        seconds: of the latest call of every component that has finished; ``""``: of the latest step.
         tiles: first of the image's tokens that this rank has had, and the one after its last; None: not looked at.
     """
 
     calls: int = 0
     rows: int = 0
     batch: int = 0
-    seconds: float = 0.0
     waited: float = 0.0
-    seen: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
     tiles: tuple[int, int] | None = None
 
 
@@ -426,7 +425,8 @@ class Batcher:
     ) -> None:
         self.engine: Engine = engine_of(pipe)
         self.most = most
-        self.counts = CallCounts()
+        self._clock = DeviceClock(self.engine.mesh.device)
+        self.counts = CallCounts(seconds=self._clock.seconds)
         self.why = _why_alone(pipe, self.engine)
         self._template, self._exchange, self._rank, self._size = template, exchange, rank, size
         self._interceptor = CallInterceptor(pipe, self._on_call)
@@ -562,14 +562,13 @@ class Batcher:
                 continue
             pending = run.pending
             assert pending is not None
-            started, answer, error = time.perf_counter(), None, None
+            answer, error = None, None
             self.adapt(run.adapters)
-            with run.generators.active():
+            with self._clock.span(pending.name), run.generators.active():
                 try:
                     answer = pending.call(*pending.args, **pending.kwargs)
                 except Exception as raised:
                     error = bare(raised)
-            self.counts.seen[pending.name] = time.perf_counter() - started
             answers[place] = (answer, error, run.generators.states)
         if shared:
             for others in self._exchange(answers):
@@ -581,22 +580,22 @@ class Batcher:
 
     def _run_steps(self, runs: list[PipelineTask]) -> FailedCalls | None:
         """Run calls of transformers; compatible calls run as one."""
-        started, waited = time.perf_counter(), self.engine.mesh.waited
+        waited = self.engine.mesh.waited
         alone = len(runs) == 1 and self.engine.config.cfg > 1
         answers: dict[PipelineTask, Any] = {}
         failed: Exception | None = None
-        for group in self._groups(runs):
-            try:
-                # With cfg ranks, the branches of a pipeline are identified by its scheduler.
-                self._switch_to(runs[0].pipe if alone else self._template)
-                self._guided_task = runs[0] if alone else None
-                outputs = self._call([rows for _, rows in group], group[0][0], alone)
-            except Exception as error:
-                failed = error
-                break
-            for (run, _), output in zip(group, outputs, strict=True):
-                answers[run], run.batch = output, self.counts.batch
-        self.counts.seconds = time.perf_counter() - started
+        with self._clock.span(""):
+            for group in self._groups(runs):
+                try:
+                    # With cfg ranks, the branches of a pipeline are identified by its scheduler.
+                    self._switch_to(runs[0].pipe if alone else self._template)
+                    self._guided_task = runs[0] if alone else None
+                    outputs = self._call([rows for _, rows in group], group[0][0], alone)
+                except Exception as error:
+                    failed = error
+                    break
+                for (run, _), output in zip(group, outputs, strict=True):
+                    answers[run], run.batch = output, self.counts.batch
         self.counts.waited = self.engine.mesh.waited - waited
         for run in runs:
             if run in answers:

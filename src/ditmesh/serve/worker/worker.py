@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...core.device_clock import DeviceClock
 from ...core.steps import SchedulerStep, StepEvents, loop_steps
 from ...generate.arguments import CALLBACK, call_parameters
 from ...generate.made import Picture, made_of
@@ -213,6 +214,7 @@ class TaskScheduler:
         self.tasks: dict[str, RunningTask] = {}
         self.step_seconds = self.waited = 0.0
         self._ranks, self._models = ranks, models
+        self._clock = DeviceClock(models.device)
         # Images are encoded in a thread while steps run.
         self._writer = ThreadPoolExecutor(1, "ditmesh-pictures")
 
@@ -392,13 +394,12 @@ class TaskScheduler:
                 self._begin(work, model)
         active = [work for work in active if work.run is not None]
         runs = {work.run: work for work in active if work.run is not None}
-        calls, seen = batcher.counts.calls, dict(batcher.counts.seen)
+        calls, known = batcher.counts.calls, dict(batcher.counts.seconds)
         failed = batcher.round([*runs], self._ranks.seconds)
         if batcher.counts.calls > calls:
-            self.step_seconds, self.waited = batcher.counts.seconds, batcher.counts.waited
-            self._ranks.measure("", batcher.counts.seconds)
-        for name, seconds in batcher.counts.seen.items():
-            if seen.get(name) != seconds:
+            self.step_seconds, self.waited = batcher.counts.seconds.get("", 0.0), batcher.counts.waited
+        for name, seconds in batcher.counts.seconds.items():
+            if known.get(name) != seconds:
                 self._ranks.measure(name, seconds)
         # The other ranks receive the failure in the next round.
         for run, work in runs.items():
@@ -420,11 +421,12 @@ class TaskScheduler:
         run = work.run
         if run is None:
             return
-        started, waited, mesh = time.perf_counter(), model.engine.mesh.waited, model.engine.mesh
+        waited, mesh = model.engine.mesh.waited, model.engine.mesh
         if not run.begun:
             model.batcher.adapt(run.adapters)
-        run.resume()
-        self.step_seconds, self.waited = time.perf_counter() - started, mesh.waited - waited
+        with self._clock.span(""):
+            run.resume()
+        self.step_seconds, self.waited = self._clock.seconds.get("", 0.0), mesh.waited - waited
         if run.failure is not None:
             self._ranks.message.failed[work.task.id] = failure_of(run.failure)
 

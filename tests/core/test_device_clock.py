@@ -1,0 +1,128 @@
+"""How far a host may be ahead of a device, with events of a GPU that does one span when it is asked to."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ditmesh.core.device_clock import AHEAD, DeviceClock
+
+
+class LazyGpu:
+    """What `torch.cuda.Event` is made of: a stream that takes 0.25 s a span and advances only where it is waited for.
+
+    Attributes:
+        launched, finished: events of ends; the most of the first over the second.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.ends, self.finished, self.most, self.waits = 0.0, 0, 0, 0, 0
+        self.recorded: list[Any] = []
+
+    def event(self, **options: Any) -> Any:
+        gpu = self
+        assert options == {"enable_timing": True, "blocking": True}
+
+        class Event:
+            at: float | None = None
+
+            def record(self) -> None:
+                gpu.recorded.append(self)
+                # Start, end, start, end …
+                if len(gpu.recorded) % 2 == 0:
+                    gpu.ends += 1
+                gpu.most = max(gpu.most, gpu.ends - gpu.finished)
+
+            def query(self) -> bool:
+                return self.at is not None
+
+            def synchronize(self) -> None:
+                gpu.waits += 1
+                for place, event in enumerate(gpu.recorded):
+                    if event.at is None:
+                        gpu.now += 0.25 * (place % 2)
+                        event.at = gpu.now
+                        gpu.finished += place % 2
+                    if event is self:
+                        return
+
+            def elapsed_time(self, end: Any) -> float:
+                return (end.at - self.at) * 1e3
+
+        return Event()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> LazyGpu:
+    gpu = LazyGpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    return gpu
+
+
+def test_at_most_two_spans_are_launched_and_not_finished(gpu: LazyGpu) -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    for number in range(30):
+        with clock.span("step"):
+            assert number - gpu.finished < AHEAD == 2
+    assert gpu.most == 2
+    # The host has waited for no span but the one two places earlier.
+    assert gpu.finished == 28 == gpu.waits
+
+
+def test_seconds_are_the_devices_and_not_those_of_launches(gpu: LazyGpu) -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    for name in ("vae", "step", "step"):
+        with clock.span(name):
+            pass
+    assert clock.seconds == {"vae": 0.25}
+    with clock.span("step"):
+        pass
+    assert clock.seconds == {"vae": 0.25, "step": 0.25}
+
+
+def test_a_span_that_raises_is_one_as_well(gpu: LazyGpu) -> None:
+    clock = DeviceClock(torch.device("cuda"))
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="on purpose"), clock.span("step"):
+            raise RuntimeError("on purpose")
+    assert gpu.most == 2
+
+
+def test_a_cpu_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", None)
+    clock = DeviceClock(torch.device("cpu"))
+    with clock.span("step"):
+        time.sleep(0.01)
+    assert 0.01 <= clock.seconds["step"] < 5
+
+
+def test_the_server_is_held_to_it(gpu: LazyGpu) -> None:
+    """Rounds of the server's loop for a plain pipeline; a cancel is seen two steps later at most."""
+    from types import SimpleNamespace
+
+    from ditmesh.serve.worker.worker import RunningTask, TaskScheduler
+
+    class Run:
+        begun, failure, steps = True, None, 0
+
+        def resume(self) -> None:
+            self.steps += 1
+
+    run = Run()
+    ranks: Any = SimpleNamespace(message=SimpleNamespace(failed={}), rank=0)
+    models: Any = SimpleNamespace(device=torch.device("cuda"))
+    scheduler = TaskScheduler(ranks, models)
+    request = SimpleNamespace(priority=0)
+    task: Any = SimpleNamespace(id="a", model="m", owner="o", request=request)
+    scheduler.tasks["a"] = RunningTask(task, 0, run=run)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(
+        spec=SimpleNamespace(name="m"), engine=SimpleNamespace(mesh=SimpleNamespace(waited=0.0)), batcher=None
+    )
+    for number in range(10):
+        scheduler._plain_round(model)
+        assert run.steps - gpu.finished <= 2
+        assert scheduler.step_seconds == (0.25 if number >= 2 else 0.0)
+    scheduler._writer.shutdown()
