@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.core.gpus import ALLOCATOR, CUBLAS, SETTINGS, gpu_facts, settle_before_cuda
+from ditmesh.core.gpus import ALLOCATOR, CUBLAS, SETTINGS, better_order, gpu_facts, settle_before_cuda, stay_near
 from ditmesh.launch import devices, ray
-from ditmesh.launch.hardware import environment
+from ditmesh.launch.hardware import environment, missing
 from ditmesh.strategies.determinism import deterministic, refuse_unlike
 
 SXM = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132, major=9, minor=0, total_memory=80 << 30)
@@ -89,3 +91,57 @@ def test_reproducible_mode_refuses_unlike_gpus(monkeypatch: pytest.MonkeyPatch) 
     refuse_unlike(found[:2])
     with pytest.raises(ditmesh.ConfigError, match="rank 0 has multiprocessors 132, and rank 2 multiprocessors 114"):
         refuse_unlike(found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bind threads")
+@pytest.mark.parametrize(
+    ("near", "allowed", "bound"),
+    [
+        ("0-1,4-5", {0, 1, 2, 3}, {0, 1}),
+        # Nothing to choose from: a container on the other socket, and a host with one.
+        ("8-15", {0, 1}, None),
+        ("0-3", {0, 1}, None),
+        (None, {0, 1}, None),
+    ],
+)
+def test_a_rank_stays_on_processors_beside_its_gpu(
+    near: str | None, allowed: set[int], bound: set[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    if near is not None:
+        (tmp_path / "0000:3b:00.0").mkdir()
+        (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(near + "\n")
+    found: list[set[int]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(cpus))
+    stay_near(torch.device("cuda", 0), tmp_path)
+    assert found == ([] if bound is None else [bound])
+
+
+BRIDGED = """
+\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tPHB\tNV4\tSYS\t0-15\t0
+GPU1\tPHB\t X \tSYS\tNV4\t0-15\t0
+GPU2\tNV4\tSYS\t X \tPHB\t16-31\t1
+GPU3\tSYS\tNV4\tPHB\t X \t16-31\t1
+
+Legend: …
+"""
+
+
+def test_doctor_proposes_an_order_of_gpus_by_their_links() -> None:
+    assert better_order(BRIDGED) == [0, 2, 3, 1]
+    assert better_order(BRIDGED.replace("PHB", "NV4")) is None
+    assert better_order("") is None
+    machine: dict[str, Any] = {
+        "gpus": [{}] * 4,
+        "versions": {"peft": "1"},
+        "backends": {"gloo": True, "nccl": True},
+        "torch_cuda": "13.0",
+        "variables": {},
+        "topology": BRIDGED,
+    }
+    assert any("CUDA_VISIBLE_DEVICES=0,2,3,1, so" in sentence for sentence in missing(machine))
+    chosen = {**machine, "variables": {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}}
+    assert not any("CUDA_VISIBLE_DEVICES" in sentence for sentence in missing(chosen))

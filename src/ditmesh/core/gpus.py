@@ -1,10 +1,13 @@
-"""What decides the bits of a GPU beside the program: settings that are read once, and the GPU and its libraries."""
+"""GPUs: what their libraries read once, what decides their bits, and which processors and GPUs are near them."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -62,3 +65,63 @@ def _cublas() -> str:
         except PackageNotFoundError:
             continue
     return "of the system"
+
+
+def stay_near(device: torch.device, folder: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Let this thread, and threads it starts, run only on the processors beside a GPU, where the system knows them.
+
+    What the other socket of a host launches, and memory that lies there, reach the GPU over the link between sockets.
+    Within the processors this process may use; none are taken away where there is nothing to choose from.
+    """
+    found = torch.cuda.get_device_properties(device)
+    places = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if sys.platform != "linux" or None in places:
+        return
+    try:
+        text = (folder / "{:04x}:{:02x}:{:02x}.0".format(*places) / "local_cpulist").read_text()
+    except OSError:
+        return
+    mine = os.sched_getaffinity(0)
+    near = mine & set(_numbers(text))
+    if near and near != mine:
+        os.sched_setaffinity(0, near)
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """Of a list as the kernel writes it, such as ``0-3,8``."""
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            yield from range(int(first), int(last or first) + 1)
+
+
+# How fast two GPUs reach one another, as nvidia-smi topo -m writes it; NV with a number is that many NVLinks.
+LINKS = ("SYS", "NODE", "PHB", "PXB", "PIX")
+
+
+def better_order(topology: str) -> list[int] | None:
+    """The order of GPUs in which neighbouring ranks are joined by the fastest links; None: the order that there is.
+
+    Args:
+        topology: what ``nvidia-smi topo -m`` says.
+    """
+    rows = {int(line.split()[0][3:]): line.split()[1:] for line in topology.splitlines() if re.match(r"GPU\d+\s", line)}
+    count = len(rows)
+    if count < 4 or sorted(rows) != list(range(count)):
+        return None
+
+    def speed(one: int, other: int) -> int:
+        kind = rows[one][other]
+        return 100 + int(kind[2:]) if re.fullmatch(r"NV\d+", kind) else LINKS.index(kind) if kind in LINKS else 0
+
+    def pairs(order: Sequence[int]) -> int:
+        return sum(speed(*order[place : place + 2]) for place in range(0, count - 1, 2))
+
+    order, left = [0], list(range(1, count))
+    while left:
+        last, whole = order[-1], order[len(order) // 4 * 4 :]
+        # Groups of four next: of equals the one that is nearest to those beside it, and then the first.
+        best = max(left, key=lambda gpu: (speed(last, gpu), sum(speed(one, gpu) for one in whole), -gpu))
+        order.append(best)
+        left.remove(best)
+    return order if pairs(order) > pairs(range(count)) else None

@@ -130,7 +130,12 @@ def _blas() -> str:
 
 def missing(machine: dict[str, Any]) -> list[str]:
     """The components that `describe_machine` did not find, with their purpose and installation."""
+    from ..core.gpus import better_order
+
     gpus, versions, backends = machine["gpus"], machine["versions"], machine["backends"]
+    # With the variable set, the tool numbers GPUs otherwise than torch does.
+    chosen = "CUDA_VISIBLE_DEVICES" in machine.get("variables", ())
+    order = None if chosen else better_order(machine.get("topology") or "")
     shm = machine.get("shared_memory")
     driver = "torch was built without CUDA" if machine["torch_cuda"] is None else "the driver shows none"
     wanted = {
@@ -149,7 +154,13 @@ def missing(machine: dict[str, Any]) -> list[str]:
             shm is None or shm["free_gb"] >= SMALL_SHARED_MEMORY
         ),
     }
-    return [sentence for sentence, there in wanted.items() if not there]
+    found = [sentence for sentence, there in wanted.items() if not there]
+    if order is not None:
+        found.append(
+            "the fastest links are not between neighbouring ranks: set CUDA_VISIBLE_DEVICES="
+            f"{','.join(map(str, order))}, so that tensor=2 and ulysses=2 use them"
+        )
+    return found
 
 
 def measure_links(pool: Launcher) -> list[dict[str, Any]]:

@@ -130,4 +130,8 @@ def join_group(settings: RankSettings, meeting: str) -> None:
         dist.destroy_process_group()
     # A file, not a port: nothing to collide with, and no other user of the machine can connect to it.
     rendezvous = (Path(settings.folder) / meeting).as_uri()
-    join(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)
+    device = join(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)
+    if device.type == "cuda":
+        from ..core.gpus import stay_near
+
+        stay_near(device)
