@@ -6,7 +6,8 @@ the modules it always has, calls them as always, and gets what they return on on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -150,7 +151,7 @@ class FreedAfterUse:
         self._name, self._module = name, module
         self._files = _files_of(name, module)
         # Of the weights as they were read: what is changed later cannot be read again.
-        self._sums = {parameter: _sum(parameter) for parameter in self._files}
+        self._sums = _sums(self._files)
         self._freed = False
         self._offsets: dict[Tensor, int] = {}
         self._undo = ExitStack()
@@ -166,8 +167,9 @@ class FreedAfterUse:
             InputError: they have been changed since they were read.
         """
         if not self._freed:
+            now = _sums(self._files)
             for parameter, (file, key) in self._files.items():
-                if _sum(parameter) != self._sums[parameter] and not _same(_stored(file, key), parameter):
+                if now[parameter] != self._sums[parameter] and not _same(_stored(file, key), parameter):
                     raise InputError(
                         f"the weights of {self._name} ({key}) have been changed and are not those of its files any "
                         f"more, so they could not be read again once they are freed; {_WAY_OUT}"
@@ -181,14 +183,19 @@ class FreedAfterUse:
     def _read(self) -> None:
         if not self._freed:
             return
+        read = []
         with torch.inference_mode(False), torch.no_grad():
+            staging = PinnedStaging(max((shape_of(p).numel() * p.element_size() for p in self._files), default=0))
             for parameter, file, key in self._sources():
                 value = _stored(file, key)
                 if value.shape != shape_of(parameter):
                     raise InputError(f"{key} in {str(file)!r} has another shape than it had; restore the file")
-                parameter.data = _like(parameter, self._offsets[parameter]).copy_(value)
+                place = _like(parameter, self._offsets[parameter])
+                staging.copy(place, value.to(place.dtype))
+                parameter.data = place
                 delattr(parameter, ABSENT)
-                self._sums[parameter] = _sum(parameter)
+                read.append(parameter)
+            self._sums.update(_sums(read))
         self._freed = False
 
     def _sources(self) -> Iterator[tuple[Tensor, Path, str]]:
@@ -240,11 +247,47 @@ def _same(stored: Tensor, parameter: Tensor) -> bool:
     return torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
 
 
-def _sum(parameter: Tensor) -> tuple[torch.dtype, int]:
-    """The dtype and a sum of the bits, which is another one when a weight is."""
-    flat = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 4 * 4
-    return parameter.dtype, int(flat[:whole].view(torch.int32).sum() + flat[whole:].sum())
+def _sums(parameters: Iterable[Tensor]) -> dict[Tensor, tuple[torch.dtype, int]]:
+    """By parameter, its dtype and a sum of its bits, which is another one when a weight is. The host waits once."""
+    found = {}
+    for parameter in parameters:
+        flat = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+        whole = flat.numel() // 4 * 4
+        found[parameter] = flat[:whole].view(torch.int32).sum() + flat[whole:].sum()
+    values = torch.stack([*found.values()]).tolist() if found else []
+    return {parameter: (parameter.dtype, value) for parameter, value in zip(found, values, strict=True)}
+
+
+class PinnedStaging:
+    """Copies tensors from the host to a GPU while the host reads the next one.
+
+    From memory that the system may move, the driver copies piece by piece and the host waits for it. To a CPU tensors
+    are copied as they are.
+
+    Args:
+        size: bytes of the largest tensor.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        # Two: one is read into while the other is on its way.
+        self._free: deque[tuple[Tensor, Any]] = deque()
+
+    def copy(self, target: Tensor, value: Tensor) -> None:
+        """Copy a tensor of the host into one of the same shape and dtype."""
+        if target.device.type != "cuda":
+            target.copy_(value)
+            return
+        if not self._free:
+            memory = [torch.empty(self._size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._free.extend((one, torch.cuda.Event()) for one in memory)
+        memory, sent = self._free.popleft()
+        # What it held before has arrived; at the first use this returns at once.
+        sent.synchronize()
+        pinned = memory[: value.nbytes].view(value.dtype).view(value.shape)
+        target.copy_(pinned.copy_(value), non_blocking=True)
+        sent.record()
+        self._free.append((memory, sent))
 
 
 def _keys(file: Path) -> list[str]:
