@@ -124,8 +124,8 @@ def earlier(path: Path | None, result: dict[str, Any]) -> dict[str, Any]:
     return {**before, "missing": result["missing"]} if alike else result
 
 
-def main() -> int:
-    """Run the parts, write what was found, return the exit code."""
+def options_of(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="*", choices=FIRST + SECOND, help="only these")
     parser.add_argument("--half", choices=list(HALVES), help="only the parts of one of the two commands")
@@ -135,7 +135,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     parser.add_argument("--worker", nargs=2, type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Run the parts, write what was found, return the exit code."""
+    options = options_of(sys.argv[1:])
     if options.device == "cpu":
         os.environ["GPU_CHECK_DEVICE"] = "cpu"
     if options.worker:

@@ -1,0 +1,74 @@
+"""docs/gpus.md: its tests and parts exist, and its commands run."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("gpus.md", "gpus.zh.md")}
+COMMANDS = sorted({line for text in PAGES.values() for line in re.findall(r"^make .*", text, re.MULTILINE)})
+
+
+@pytest.fixture(scope="module")
+def program() -> dict[str, Any]:
+    """The check's program; it imports torch only when it runs."""
+    before = [*sys.path]
+    try:
+        return runpy.run_path(str(ROOT / "benchmarks" / "gpu_check" / "__main__.py"), run_name="check")
+    finally:
+        sys.path[:] = before
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The tables of a page: rows of cells, without the heading."""
+    found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    return [[[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]] for table in found]
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_test_and_part_that_is_named_exists(page: str, program: dict[str, Any]) -> None:
+    methods, listed, topics = tables(PAGES[page])
+    parts = [*program["FIRST"], *program["SECOND"]]
+    assert [names(row[0])[0] for row in listed] == parts
+    cells = [row[2] for row in methods] + [row[1] for row in topics]
+    for path in (name for cell in cells for name in names(cell)):
+        assert (ROOT / path).is_file(), path
+    for row in topics:
+        assert set(names(row[2])) <= set(parts), row
+        # What no CPU shows is shown by a part of the check, or the row says why not.
+        assert row[1] or row[2], row
+
+
+def test_both_languages_name_the_same_tests_in_the_same_order() -> None:
+    english, chinese = (
+        [[names(cell) for row in table for cell in row] for table in tables(text)] for text in PAGES.values()
+    )
+    assert english == chinese
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_program_takes_the_commands_as_they_stand(command: str, program: dict[str, Any]) -> None:
+    """What make runs. tests/project/test_benchmarks.py runs what they ask for, on the CPU."""
+    made = subprocess.run(
+        ["make", "-n", f"GPU_PYTHON={sys.executable}", *shlex.split(command)[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = [line for line in made.stdout.splitlines() if "gpu_check" in line]
+    options = program["options_of"](shlex.split(line.split("benchmarks/gpu_check", 1)[1]))
+    assert (options.json, options.markdown) == (Path("gpu-check.json"), Path("gpu-check.md"))
+    assert options.half or options.part or options.device == "cpu"
