@@ -202,6 +202,11 @@ def work(rank: int, descriptor: int, functions: dict[str, Callable[..., Iterator
     exact_float32()
     torch.set_num_threads(1)
     if ON_GPU:
+        with suppress(ModuleNotFoundError):
+            from ditmesh.core.gpus import settle_before_cuda
+
+            # As ditmesh's own ranks do; reproducible mode refuses a GPU that has started without it.
+            settle_before_cuda()
         torch.cuda.set_device(DEVICE)
     connection, group = Connection(descriptor), ("", 1, "")
     while True:

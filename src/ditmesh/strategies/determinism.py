@@ -153,7 +153,8 @@ class FixedArithmetic(Strategy):
 
     def apply(self, undo: ExitStack) -> None:
         mesh = self.context.mesh
-        if mesh.device.type == "cuda" and mesh.world_size > 1:
+        # Fake devices, on which memory is counted and rules are tested, have no properties.
+        if mesh.device.type == "cuda" and mesh.world_size > 1 and torch.cuda.is_available():
             refuse_unlike(mesh.world.all_gather_object(gpu_facts(mesh.device)))
         for model in self.context.models:
             undo.callback(model.chain.add(self._around_call))
