@@ -347,7 +347,6 @@ def flux(quick: bool) -> Iterator[Row]:
         ("ring=2, simulated", {"ring": 2}, True),
         ("ring=4, simulated", {"ring": 4}, True),
         ("ring=8, simulated", {"ring": 8}, True),
-        ("ulysses=4, simulated", {"ulysses": 4}, True),
         ("patches=4, 1 rank", {"patches": 4}, False),
         ("reproducible, 1 rank", {"reproducible": True}, False),
         ("compiled, 1 rank", {"compile": "inductor" if ON_GPU else "eager"}, False),
@@ -425,8 +424,6 @@ def waits(quick: bool) -> Iterator[Row]:
         "patches=2, 1 rank": ({"patches": 2, "warmup": "fixed(1)"}, False),
         "reproducible, 1 rank": ({"reproducible": True}, False),
         "ring=2, simulated": ({"ring": 2}, True),
-        "ulysses=2, simulated": ({"ulysses": 2}, True),
-        "tensor=2, simulated": ({"tensor": 2}, True),
         "displaced, simulated": ({"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}, True),
     }
     for name, (config, simulated) in list(contenders.items())[: 3 if quick else None]:
@@ -474,7 +471,7 @@ def memory(quick: bool) -> Iterator[Row]:
         close = config or abs(taken / row["foreseen, MiB"] - 1) < 0.25
         return {**row, "taken, MiB": taken, "ok": bool(close)}
 
-    for name, config in {"1 rank": {}, "ulysses=2": {"ulysses": 2}}.items():
+    for name, config in {"1 rank": {}, "ring=2, simulated": {"ring": 2}}.items():
         yield guarded({"contender": name}, partial(check, config))
 
 
