@@ -13,6 +13,7 @@ from ditmesh.attention.kernels import attend_with_lse, attend_with_lse_reference
 from ditmesh.config import ParallelConfig
 from ditmesh.core import intercept
 from ditmesh.core.partition import even_cut, offsets
+from ditmesh.strategies.heads import check_heads
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny
 from support.patched import everything, same, sdpa
 
@@ -170,7 +171,7 @@ def test_more_ulysses_ranks_than_heads():
     with pytest.raises(
         ditmesh.ConfigError, match=r"ulysses=16 is more than the 8 attention heads.*ulysses=8 with ring=2"
     ):
-        ditmesh.engine.check_heads(ParallelConfig(ulysses=16), 8, "Model")
+        check_heads(ParallelConfig(ulysses=16), 8, "Model")
 
 
 def test_fewer_tokens_than_ranks(ranks):

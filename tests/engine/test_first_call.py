@@ -176,7 +176,7 @@ def by_turns(config):
     """Latte without its reviewed layout: the model folds tokens into the batch between its blocks."""
     net, given = tiny("Latte"), inputs("Latte", sizes("Latte")["B=1"])
     truth = run(net, given)
-    with mock.patch("ditmesh.engine.engine.layout_of", return_value=None), ditmesh.parallelized(net, config):
+    with mock.patch("ditmesh.engine.targets.layout_of", return_value=None), ditmesh.parallelized(net, config):
         found = [run(net, given), run(net, given)]
         regions = ditmesh.engine_of(net).hooks[0].layout.regions
     return max(relative_error(one, truth) for one in found), [region.alone for region in regions]

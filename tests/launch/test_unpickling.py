@@ -45,7 +45,7 @@ COLLECTIVES = {
     "comm/objects.py",
     "comm/shared.py",
     "comm/uneven.py",
-    "engine/engine.py",
+    "engine/api.py",
     "engine/first_call.py",
     "generate/loading.py",
     "forecast/memory/check.py",

@@ -250,7 +250,7 @@ def without_count():
         dataclasses.replace(region, counts=(), whole=(*region.whole, "num_tokens")) for region in layout.regions
     )
     patch = pytest.MonkeyPatch()
-    patch.setattr("ditmesh.engine.engine.find_layout", lambda _: dataclasses.replace(layout, regions=bare))
+    patch.setattr("ditmesh.engine.api.find_layout", lambda _: dataclasses.replace(layout, regions=bare))
     error = parity("HunyuanVideo I2V", {"ulysses": 3}, sizes("HunyuanVideo I2V")["B=1"])["error"]
     patch.undo()
     return error

@@ -14,6 +14,7 @@ from ditmesh.comm import Link
 from ditmesh.errors import ConfigError
 from ditmesh.staleness.policy import Adaptive, Outlook, Past, parse
 from ditmesh.staleness.schedule import even_levels
+from ditmesh.strategies.pipefusion.pipeline import PipeFusion
 from support.models import RAGGED, inputs, tiny
 from support.pipelines import MAKERS, arguments, draw
 
@@ -88,7 +89,7 @@ def pipelined(config: dict[str, Any], steps: int = 8, name: str = "flux") -> dic
         log = engine.staleness.steps
         return {
             "latents": latents,
-            "flushes": engine.pipes[0].flushes,
+            "flushes": engine.parts(PipeFusion)[0].flushes,
             "decisions": [(record.synchronous, record.reason, record.predicted, record.filled) for record in log],
             "drift": [record.drift for record in log],
             "known": known,

@@ -20,6 +20,7 @@ import ditmesh
 from ditmesh.parts.lazy import LazyPatches
 from ditmesh.parts.part import whole_of
 from ditmesh.strategies.pipefusion import patches
+from ditmesh.strategies.pipefusion.pipeline import PipeFusion
 from ditmesh.strategies.pipefusion.stages import balanced
 from support import more_pipelines
 from support.models import MAKERS, RAGGED, inputs, relative_error, sizes, tiny
@@ -178,7 +179,7 @@ def drawn(names: list[str], config: dict[str, Any], steps: int = 5) -> dict[str,
         with ditmesh.parallelized(pipe, {"warmup": "fixed(1)", **config}, timeout=60):
             engine = ditmesh.engine_of(pipe)
             latents = once()
-            flushes, log = engine.pipes[0].flushes, engine.staleness.steps
+            flushes, log = engine.parts(PipeFusion)[0].flushes, engine.staleness.steps
             synchronous = [record.synchronous or record.filled > 0 for record in log]
             again = once()
         found[name] = (latents, flushes, synchronous, torch.equal(latents, again), type(latents) is torch.Tensor)
@@ -260,7 +261,7 @@ def with_callback(config: dict[str, Any]) -> tuple[torch.Tensor, int, list[float
     pipe, callback = PIPELINES["sd3"](), Rescaling()
     with ditmesh.parallelized(pipe, {"warmup": "fixed(1)", **config}, timeout=60):
         latents = draw(pipe, arguments("sd3", [1, 2], steps=5, callback_on_step_end=callback))
-        return latents, ditmesh.engine_of(pipe).pipes[0].flushes, callback.seen
+        return latents, ditmesh.engine_of(pipe).parts(PipeFusion)[0].flushes, callback.seen
 
 
 def test_what_needs_the_whole_picture_waits_for_it(ranks):
@@ -279,7 +280,7 @@ def rescaled(config: dict[str, Any]) -> tuple[torch.Tensor, int]:
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad(), ditmesh.parallelized(pipe, {"warmup": "fixed(1)", **config}, timeout=60):
         frames = pipe(**made).frames
-        return frames, ditmesh.engine_of(pipe).pipes[0].flushes
+        return frames, ditmesh.engine_of(pipe).parts(PipeFusion)[0].flushes
 
 
 def test_guidance_rescale_waits_in_every_stale_step(ranks):
@@ -346,7 +347,7 @@ def z_image(config: dict[str, Any]) -> tuple[torch.Tensor, int, list[int], list[
         step = pipe.scheduler.step
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            kept.extend(len(pipe_._buffers) for pipe_ in ditmesh.engine_of(pipe).pipes)
+            kept.extend(len(pipe_._buffers) for pipe_ in ditmesh.engine_of(pipe).parts(PipeFusion))
             return step(*args, **kwargs)
 
         with mock.patch.object(pipe.scheduler, "step", counted):
@@ -377,7 +378,7 @@ def plans(shapes: int) -> list[int]:
             mask[:, 0] = number < mask.shape[1]
             next_step(model)
             model(**{**made, "encoder_hidden_states_mask": mask})
-            found.append(len(ditmesh.engine_of(model).pipes[0]._plans))
+            found.append(len(ditmesh.engine_of(model).parts(PipeFusion)[0]._plans))
     return found
 
 

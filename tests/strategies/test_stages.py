@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
+from ditmesh.strategies.pipefusion.pipeline import PipeFusion
 from ditmesh.strategies.pipefusion.stages import balanced, kinds_of
 from support.models import relative_error, tiny
 from support.pipelines import MAKERS, arguments, draw
@@ -66,7 +67,7 @@ def cut(config: dict[str, Any], slow: str = "", slow_rank: int | None = None, ag
     nap = 0.1 if slow_rank in (None, dist.get_rank()) else 0.0
     handles = [block.norm.register_forward_pre_hook(lambda *_: time.sleep(nap)) for block in blocks]
     with ditmesh.parallelized(pipe, {**PATCHES, **config}, timeout=300):
-        stages = ditmesh.engine_of(pipe).pipes[0].stages
+        stages = ditmesh.engine_of(pipe).parts(PipeFusion)[0].stages
         found["before"], found["held before"] = stages.lengths, held(pipe)
         found["first"] = drawn(pipe)
         found["after"], found["held"], found["speeds"] = stages.lengths, held(pipe), stages.balance.speeds
@@ -155,7 +156,7 @@ def loaded(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     absent = {key: None for key, part in MAKERS["flux"]().components.items() if part is None}
     whole = diffusers.DiffusionPipeline.from_pretrained(folder, **absent)
     pipe = ditmesh.load(folder, {**PATCHES, **config}, **absent)
-    stages = ditmesh.engine_of(pipe).pipes[0].stages
+    stages = ditmesh.engine_of(pipe).parts(PipeFusion)[0].stages
     for block in pipe.transformer.single_transformer_blocks:
         block.norm.register_forward_pre_hook(lambda *_: time.sleep(0.03))
     before, first = stages.lengths, held(pipe)

@@ -10,7 +10,7 @@ from test_parity import MODELS, SIZES, TOLERANCE, name_of
 import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.core.partition import Partition
-from ditmesh.engine import check_heads
+from ditmesh.strategies.heads import check_heads
 from ditmesh.strategies.tensor.slices import plan
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, sizes, tiny
 from support.parity import parity

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -20,10 +20,19 @@ class Arguments:
     they are changed, so the caller's own objects stay as they are.
     """
 
-    def __init__(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, names: tuple[str, ...], args: Iterable[Any], kwargs: dict[str, Any]) -> None:
         self.names = names
         self.args = list(args)
         self.kwargs = dict(kwargs)
+
+    @property
+    def passed(self) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and named ones, as they are passed on."""
+        return self.args, self.kwargs
+
+    def copy(self) -> Arguments:
+        """The same arguments, to be changed without these."""
+        return Arguments(self.names, self.args, self.kwargs)
 
     def get(self, path: str) -> Any:
         """The value at ``path``, or `MISSING`."""

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from .arguments import Arguments
+
 from ..errors import InputError
 
 _MISSING = object()
 
-# Calls what a layer stands around.
+# Calls what a layer, or something around a pipeline's call, stands around.
 Proceed = Callable[..., Any]
 Layer = Callable[..., Any]
 
@@ -140,15 +142,19 @@ def _refuse(error: Exception, *_: Any, **__: Any) -> Any:
 class CallChain:
     """Everything that stands around one module's forward, as one patch: layers, the first added innermost.
 
-    A layer is called as ``layer(proceed, *args, **kwargs)``; ``proceed(*args, **kwargs)`` is the next one inside, in
-    the end the module's own forward. The patch is there only while there are layers.
+    A layer is called as ``layer(proceed, arguments)``, with the call's `Arguments`; ``proceed(arguments)`` is the next
+    one inside, in the end the module's own forward. A layer changes copies, as those outside of it read theirs after
+    the call, too. The patch is there only while there are layers.
 
     Args:
         module: whose forward it is.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        from .arguments import Arguments, parameter_names  # torch, which patches do without
+
         self._module = module
+        self._bind = partial(Arguments, parameter_names(type(module).forward))
         self._layers: list[Layer] = []
         self._patch: Patch | None = None
 
@@ -174,10 +180,13 @@ class CallChain:
     def _compose(self) -> None:
         if self._patch is None:
             return
-        call = self._patch.original
-        for layer in self._layers:
-            call = partial(layer, call)
-        self._patch.replace(call)
+        bind, original = self._bind, self._patch.original
+
+        def call(arguments: Arguments) -> Any:
+            return original(*arguments.args, **arguments.kwargs)
+
+        outermost: Proceed = functools.reduce(lambda proceed, layer: partial(layer, proceed), self._layers, call)
+        self._patch.replace(lambda *args, **kwargs: outermost(bind(args, kwargs)))
         if not self._layers:
             self._patch.undo()
             self._patch = None

@@ -1,23 +1,9 @@
 """`parallelize`, and the engine of transformers and their pipelines."""
 
-from ..strategies.heads import check_heads, heads_of
-from .engine import (
-    DENOISERS,
-    ENGINE,
-    ConfigLike,
-    Engine,
-    agreed,
-    configuration_for,
-    controls,
-    denoisers,
-    engine_of,
-    find_layout,
-    parallelize,
-    parallelized,
-    restore,
-    simulate,
-    simulated,
-)
+from .api import agreed, configuration_for, parallelize, parallelized
+from .engine import Engine
+from .simulation import simulate, simulated
+from .targets import DENOISERS, ENGINE, ConfigLike, denoisers, engine_of, find_layout, restore
 
 __all__ = [
     "DENOISERS",
@@ -25,13 +11,10 @@ __all__ = [
     "ConfigLike",
     "Engine",
     "agreed",
-    "check_heads",
     "configuration_for",
-    "controls",
     "denoisers",
     "engine_of",
     "find_layout",
-    "heads_of",
     "parallelize",
     "parallelized",
     "restore",

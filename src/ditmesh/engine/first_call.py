@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,22 +12,22 @@ from torch import nn
 
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
-from ..core.arguments import Arguments, parameter_names
+from ..core.arguments import Arguments
 from ..core.patching import CallChain, Proceed
 from ..core.request import PipelineCall
-from ..errors import ConfigError, InputError, LayoutError
+from ..errors import InputError, LayoutError
 from ..layout import TokenLayout
 from ..layout.between import fresh
 from ..layout.derive import bare, derive, derive_rows
 from ..layout.forms import form_of
 from ..layout.types import CallForm
-from ..strategies.checked import check_same, difference
+from ..recipe import Recipe, check
+from ..strategies.checked import LayoutCheck, check_same, difference
 from ..strategies.inputs import default_states, set_default_states
 from ..strategies.tokens import KnownForms
-
-# The output of one device, by transformer (its `id`) and form of call.
-Alone = dict[int, dict[CallForm, Any]]
-
+from .engine import Engine
+from .simulation import in_parts
+from .targets import mark
 
 # Callback arguments of diffusers' pipelines.
 CALLBACKS = ("callback_on_step_end", "callback")
@@ -50,11 +50,7 @@ class FirstCall:
     Args:
         models: the transformers.
         layouts: of those whose layout is known, and is to be compared with one device before weights are cut.
-        config, mesh, owns_mesh: as for the engine.
-        open_engine: opens the engine: takes a layout for every transformer, what to attach to it, whether it owns
-            the mesh, and what one device returned.
-        in_parts: calls a transformer in this process, its tokens cut by a layout as for two ranks.
-        mark: puts this object where `engine_of` looks, and returns what takes it away.
+        config, mesh, owns_mesh, recipe: as for the engine.
     """
 
     def __init__(
@@ -64,16 +60,14 @@ class FirstCall:
         config: ParallelConfig,
         mesh: Mesh,
         owns_mesh: bool,
-        open_engine: Callable[[list[TokenLayout], list[Any], bool, Alone], None],
-        in_parts: Callable[[nn.Module, TokenLayout, dict[str, Any]], Any] | None,
-        mark: Callable[[Any, Any], Callable[[], None]],
+        recipe: Recipe,
     ) -> None:
         self.models, self.config, self.mesh = list(models), config, mesh
-        self._open, self._in_parts, self._mark = open_engine, in_parts, mark
-        self._owns_mesh = owns_mesh
+        self._owns_mesh, self._recipe = owns_mesh, recipe
         known = [layout for layout in layouts if layout is not None]
-        self._layouts = known if in_parts is not None and len(known) == len(self.models) else []
-        self._alone: Alone = {}
+        self._layouts = known if len(known) == len(self.models) else []
+        # The output of one device, by transformer (its `id`) and form of call.
+        self._alone: dict[int, dict[CallForm, Any]] = {}
         self._tokens_whole = not (KnownForms.cuts_tokens(config) or config.tensor > 1)
         self._undo = ExitStack()
         self._pipes: list[Any] = []
@@ -102,7 +96,7 @@ class FirstCall:
     def attach(self, pipe: Any) -> None:
         """Attach the pipeline that makes the first call."""
         self._pipes.append(pipe)
-        self._undo.callback(self._mark(pipe, self))
+        self._undo.callback(mark(pipe, self))
         self._undo.callback(PipelineCall(pipe, partial(self._around_pipeline, pipe)).undo)
 
     def detach(self, target: Any) -> None:
@@ -113,7 +107,21 @@ class FirstCall:
 
     def _begin(self, layouts: list[TokenLayout]) -> None:
         self._undo.close()
-        self._open(layouts, self._pipes or [self.models[0]], self._owns_mesh, self._alone)
+        self._opened(layouts)
+
+    def _opened(self, layouts: list[TokenLayout]) -> Engine:
+        """The engine for these layouts, in place; it compares later calls with what one device returned."""
+        pairs = list(zip(self.models, layouts, strict=True))
+        check(self._recipe, self.config, pairs)
+        engine = Engine(pairs, self.config, self.mesh, self._owns_mesh, self._recipe)
+        target, *others = self._pipes or self.models[:1]
+        engine.open(target)
+        for model in engine.models:
+            if (layout_check := model.find(LayoutCheck)) is not None:
+                layout_check.alone.update(self._alone.get(id(model.model), {}))
+        for pipe in others:
+            engine.attach(pipe)
+        return engine
 
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         states = [(generator, generator.get_state()) for generator in _generators([*args, *kwargs.values()])]
@@ -132,42 +140,44 @@ class FirstCall:
         set_default_states(self.mesh.device, default)
         return pipe(*args, **kwargs)
 
-    def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
-        layouts, output = self._told(model, proceed, args, kwargs)
+    def _around_call(self, model: nn.Module, proceed: Proceed, arguments: Arguments) -> Any:
+        layouts, output = self._told(model, proceed, arguments)
         if layouts is None:
             return output
         if self._inside:
             raise _Derived(layouts)
         self._begin(layouts)
-        return model(*args, **kwargs)
+        return model(*arguments.args, **arguments.kwargs)
 
-    def _told(
-        self, model: nn.Module, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[TokenLayout] | None, Any]:
+    def _told(self, model: nn.Module, proceed: Proceed, arguments: Arguments) -> tuple[list[TokenLayout] | None, Any]:
         """The layout of every transformer, derived from a call or checked by it. Collective.
 
         None while other transformers are to be called yet; then what the call returned.
         """
-        names = parameter_names(type(model).forward)
-        call = dict(zip(names, args, strict=False)) | kwargs
+        names, args = arguments.names, arguments.args
+        call = dict(zip(names, args, strict=False)) | arguments.kwargs
+        given = {name: value for name, value in call.items() if value is not None}
+
+        def forward(**named: Any) -> Any:
+            return proceed(Arguments(names, (), named))
+
         answer: TokenLayout | str
         output: Any = None
         failed: Exception | None = None
         try:
             if len(args) > len(names):
                 raise LayoutError(f"{type(model).__name__} was given arguments without names; pass them by name")
-            given = {name: value for name, value in call.items() if value is not None}
-            if self._layouts and self._in_parts is not None:
+            if self._layouts:
                 answer = self._layouts[self.models.index(model)]
                 with torch.no_grad():
-                    output = proceed(**fresh(given))
+                    output = forward(**fresh(given))
                 with torch.no_grad(), bare(model):
-                    parts = self._in_parts(model, answer, fresh(given))
+                    parts = in_parts(model, answer, fresh(given), self.mesh.device)
                 check_same(type(model).__name__, [difference(parts, output)])
             elif self._tokens_whole:
-                answer = derive_rows(model, None, given, proceed)
+                answer = derive_rows(model, None, given, forward)
             else:
-                _, answer = derive(model, given, proceed)
+                _, answer = derive(model, given, forward)
         except LayoutError as error:
             answer = str(error)
         except Exception as error:
@@ -181,7 +191,7 @@ class FirstCall:
             raise
         if not self._layouts:
             return layouts, None
-        form = form_of(Arguments(names, args, kwargs))
+        form = form_of(arguments)
         self._alone.setdefault(id(model), {})[form] = output
         others = self._inside and len(self._alone) < len(self.models)
         return (None if others else self._layouts), output
@@ -210,18 +220,6 @@ class FirstCall:
                 "layout= for both"
             )
         return [every[0]] * len(self.models)
-
-
-class FirstControl(FirstCall):
-    """As `FirstCall`, for a ControlNet: if it cannot be split, it runs whole on every rank."""
-
-    def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
-        try:
-            self._begin(self._told(model, proceed, args, kwargs)[0] or [])
-        except (ConfigError, LayoutError):
-            self._undo.close()
-            return proceed(*args, **kwargs)
-        return model(*args, **kwargs)
 
 
 def _generators(values: Sequence[Any]) -> Iterator[torch.Generator]:

@@ -52,7 +52,7 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
     kept, rank = kept or Kept(""), rank_of_process()
     say: MessageSink = report if report is not None and rank == 0 else lambda message: None
     runner = PipelineRunner.open(job, say)
-    pipe, engine = runner.pipe, engine_of(runner.pipe)
+    pipe = runner.pipe
     journal = _journal(pipe, kept.folder, rank) if kept.folder else None
     say(Loaded(runner.load_seconds, denoising_steps(job, runner.parameters), runner.sampled))
     pictures = pictures_of(job.files, None if "num_frames" in runner.parameters else job.frames)
@@ -76,8 +76,8 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
             dist.barrier()
         made = runner.run(prepared, stepped)
         total += runner.facts["seconds"]
-        for model in () if noted else engine.rows:
-            _note(say, model.idle())
+        for note in () if noted else engine_of(pipe).notes():
+            say(Noted(note))
         noted = True
         if rank == 0:
             _save(runner, number, prepared, made, kept, say)

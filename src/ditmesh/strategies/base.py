@@ -15,12 +15,14 @@ from torch import nn
 
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
+from ..core.arguments import Arguments
 from ..core.clock import CallClock
 from ..core.patching import CallChain
 from ..errors import ConfigError
 from ..forecast.costs.step import Share, StepForecast, Term
 from ..forecast.costs.work import Work, Workload
 from ..layout import TokenLayout
+from .balance import Balance
 
 T = TypeVar("T")
 # Arguments of a pipeline's call.
@@ -226,14 +228,14 @@ class Strategy:
         On all ranks alike, after `begin_request`.
         """
 
-    def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def outside_request(self, arguments: Arguments) -> None:
         """A transformer of a pipeline is called outside of any request: by another pipeline, or by hand.
 
         Raises:
             InputError: its result would not be right then.
         """
 
-    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_training(self, model: nn.Module, arguments: Arguments) -> None:
         """A transformer is called, on all ranks alike, and gradients are to pass through it.
 
         Raises:
@@ -245,6 +247,14 @@ class Strategy:
                 f"{self.context.config.describe()} cannot be trained: {self.no_gradient}; call the model under "
                 "torch.no_grad(), or train with ulysses, ring, tensor and data"
             )
+
+    def balances(self) -> list[Balance]:
+        """Speeds of the ranks or stages that it shares work among, one per transformer, once applied."""
+        return []
+
+    def notes(self) -> list[str]:
+        """What the user should know of the latest request, in sentences."""
+        return []
 
     def result(self, value: Any) -> Any:
         """The result that a pipeline's call returns."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ParallelConfig
+from ..core.arguments import Arguments
 from ..core.patching import Patch, Proceed
 from ..errors import ConfigError, InputError
 from .base import Context, ParallelModel, Strategy
@@ -65,14 +66,14 @@ class Caches(Strategy):
         while self._agreeing:
             self._agreeing.pop()[1].undo()
 
-    def _around_call(self, model: ParallelModel, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def _around_call(self, model: ParallelModel, proceed: Proceed, arguments: Arguments) -> Any:
         """Let ranks agree about what a cache of diffusers skips in a call."""
         # A cache may be enabled before or after `parallelize`, and changed between requests.
         if self._agreeing or getattr(model.model, "is_cache_enabled", True):
             self._check(model)
             hooks = _hooks_of(model.model) if self.context.mesh.world.size > 1 else []
             self._agree_on([hook for hook in hooks if hasattr(hook, DECIDE)], model.model)
-        return proceed(*args, **kwargs)
+        return proceed(arguments)
 
     def _check(self, model: ParallelModel) -> None:
         """Refuse a cache that would keep one part of the image for another.
@@ -127,7 +128,7 @@ class Caches(Strategy):
 
         return Patch(hook, DECIDE, decide)
 
-    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_training(self, model: nn.Module, arguments: Arguments) -> None:
         if any(stateful_hooks(model)):
             raise InputError(
                 f"{type(model).__name__} cannot be trained with a cache: what it keeps of an earlier step has no "

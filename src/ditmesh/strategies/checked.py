@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
-from ..core.arguments import Arguments, parameter_names
+from ..core.arguments import Arguments
 from ..core.patching import Proceed
 from ..errors import LayoutError
 from ..layout.between import fresh
@@ -55,20 +55,18 @@ class LayoutCheck:
     def __init__(self, model: ParallelModel, context: Context) -> None:
         self.alone: dict[CallForm, Any] = {}
         self._model, self._context = model, context
-        self._names = parameter_names(type(model.model).forward)
         self._seen: set[CallForm] = set()
 
-    def around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """A layer around a whole call.
 
         Raises:
             LayoutError: on all ranks alike: what they computed together is not what one device does, or no rank can
                 know any more because weights are cut.
         """
-        arguments = Arguments(self._names, args, kwargs)
         form = form_of(arguments)
         if form in self._seen or not self._exact():
-            return proceed(*args, **kwargs)
+            return proceed(arguments)
         model, config = self._model.model, self._context.config
         name = type(model).__name__
         if form in self.alone:
@@ -81,8 +79,8 @@ class LayoutCheck:
             )
         else:
             with torch.no_grad(), bare(model):
-                truth = model(*fresh(list(args)), **fresh(kwargs))
-        output = proceed(*args, **kwargs)
+                truth = model(*fresh(arguments.args), **fresh(arguments.kwargs))
+        output = proceed(arguments)
         check_same(name, self._context.mesh.world.all_gather_object(difference(output, truth)))
         self._seen.add(form)
         return output

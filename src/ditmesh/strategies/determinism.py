@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import ParallelConfig
+from ..core.arguments import Arguments
 from ..core.gpus import CUBLAS, gpu_facts, settle_before_cuda
 from ..core.patching import Proceed
 from ..errors import ConfigError
@@ -159,9 +160,9 @@ class FixedArithmetic(Strategy):
         for model in self.context.models:
             undo.callback(model.chain.add(self._around_call))
 
-    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         with deterministic(self.context.mesh.device):
-            return proceed(*args, **kwargs)
+            return proceed(arguments)
 
     def begin_request(self, request: Request) -> None:
         self._request.close()

@@ -186,7 +186,6 @@ class ModelHooks:
         self.handler = handler
         self.tap: Tap | None = None
         self.tokens_whole = False
-        self._names = parameter_names(type(model).forward)
         self._recomputation = Recomputation()
         # How many calls of the model's own forward run: a ControlNet that has some of its blocks calls them outside.
         self._running = 0
@@ -268,19 +267,18 @@ class ModelHooks:
         self._undo.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._undo.callback(block.register_forward_hook(after, always_call=True).remove)
 
-    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """One call of the transformer: the handler begins and ends it, and its tokens are whole afterwards."""
         self.handler.begin_call()
         if self.layout.residuals:
-            arguments = Arguments(self._names, args, kwargs)
+            arguments = arguments.copy()
             self.handler.before_call(self.layout, arguments)
-            args, kwargs = tuple(arguments.args), arguments.kwargs
-        self._recorded = requires_grad(self.model, args, kwargs)
+        self._recorded = requires_grad(self.model, arguments)
         if self._recorded:
             self._recomputation.begin_call()
         self._running += 1
         try:
-            output = whole_of(proceed(*args, **kwargs), OwnTokens)
+            output = whole_of(proceed(arguments), OwnTokens)
         finally:
             self._running -= 1
             self._recorded = False
@@ -289,15 +287,14 @@ class ModelHooks:
         self.handler.end_call()
         return output
 
-    def around_whole_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def around_whole_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """A layer around a whole call, before rows and tokens are shared out.
 
         The layout of a call that the one at hand does not cover is derived from the call, or the call is refused.
         """
-        arguments = Arguments(self._names, args, kwargs)
         self.layout = self._forms.layout_of(arguments)
         self._sites = self._sites_of(self.layout)
-        return proceed(*args, **kwargs)
+        return proceed(arguments)
 
     def _derived(self, call: dict[str, Any]) -> TokenLayout:
         try:
@@ -336,11 +333,11 @@ class ModelHooks:
         return sites
 
 
-def requires_grad(model: nn.Module, args: Any, kwargs: Any) -> bool:
+def requires_grad(model: nn.Module, arguments: Arguments) -> bool:
     """Whether a gradient is to pass through a model's call."""
     return torch.is_grad_enabled() and (
         any(parameter.requires_grad for parameter in model.parameters())
-        or any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
+        or any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(arguments.passed))
     )
 
 

@@ -27,7 +27,7 @@ from ..attention.kernels import backends_of
 from ..comm import Link
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
-from ..core.arguments import parameter_names
+from ..core.arguments import Arguments, parameter_names
 from ..core.digests import WeightDigests, compared, digest, name_of
 from ..core.generators import default_states, set_default_states
 from ..errors import InputDifferenceWarning, InputError
@@ -522,13 +522,12 @@ class SameInputs(Strategy):
     def end_request(self, failed: bool) -> None:
         self._call.close()
 
-    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_training(self, model: nn.Module, arguments: Arguments) -> None:
         link, config = self.context.mesh.world, self.context.config
-        given = {**{f"number {n}": value for n, value in enumerate(args, 1)}, **kwargs}
         # Exchanges in backward are made where something requires a gradient.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        tracked = [leaf.requires_grad for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        own = {**_digests(given), "requires_grad": digest((trained, tracked, torch.is_grad_enabled()))}
+        tracked = [leaf.requires_grad for leaf in tree_leaves(arguments.passed) if isinstance(leaf, Tensor)]
+        own = {**_digests(_by_name(arguments)), "requires_grad": digest((trained, tracked, torch.is_grad_enabled()))}
         differing = differences(link.all_gather_object(own), link.ranks)
         if differing:
             raise InputError(
@@ -541,10 +540,10 @@ class SameInputs(Strategy):
                 )
             )
 
-    def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def outside_request(self, arguments: Arguments) -> None:
         # These inputs were not broadcast: on all ranks alike they are compared, and refused if they differ.
         world = self.context.mesh.world
-        own = _digests({**{f"number {n}": value for n, value in enumerate(args, 1)}, **kwargs})
+        own = _digests(_by_name(arguments))
         differing = differences(world.all_gather_object(own), world.ranks)
         if differing:
             raise InputError(
@@ -552,6 +551,11 @@ class SameInputs(Strategy):
                 f"{_arguments_in_words(differing)}; "
                 "call ditmesh.parallelize() on the pipeline that calls it, too: its inputs are made the same then"
             )
+
+
+def _by_name(arguments: Arguments) -> dict[str, Any]:
+    """Arguments as a message names them, positional ones by their number."""
+    return {**{f"number {n}": value for n, value in enumerate(arguments.args, 1)}, **arguments.kwargs}
 
 
 class QuietRanks(Strategy):

@@ -220,7 +220,7 @@ class TiledSequence(SequenceParallel):
 
     def _run_block(self, site: BlockSite, block: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         here, region = self._tiles.here, site.region
-        recorded = requires_grad(block, arguments.args, arguments.kwargs)
+        recorded = requires_grad(block, arguments)
         parts = [Arguments(arguments.names, tuple(arguments.args), arguments.kwargs) for _ in range(here.parts)]
         if recorded:
             self._check_recorded(site, block)
@@ -603,8 +603,8 @@ class ReproducibleSequence(ExactSequence):
         share = super().share(config, work, workload, share, stale)
         return replace(share, pieces=-(-config.tiles // config.sequence))
 
-    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().before_training(model, args, kwargs)
+    def before_training(self, model: nn.Module, arguments: Arguments) -> None:
+        super().before_training(model, arguments)
         config = self.context.config
         if config.data > 1 and config.inputs != "per-data-rank":
             raise ConfigError(

@@ -24,7 +24,7 @@ from ..comm.autograd import all_gather
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT
-from ..core.arguments import MISSING, Arguments, covers, parameter_names
+from ..core.arguments import MISSING, Arguments, covers
 from ..core.clock import CallClock, TransformerCall, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
@@ -82,8 +82,6 @@ class BatchParallel:
         self._in_step = mesh.config.shard > 1
         self._clock = clock
         self._timestep = timestep_of(model.model, model.layout)
-        self._names = parameter_names(type(model.model).forward)
-        self._forward: Callable[..., Any] = model.model.forward
         # Ranks of the data and guidance axes that have had something to do, at most.
         self._busy = 0
         self.begin_request()
@@ -124,12 +122,10 @@ class BatchParallel:
 
     # --- one call ------------------------------------------------------------------------------------------
 
-    def around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """One call of the transformer, of whole rows and of one branch."""
-        self._forward = proceed
-        arguments = Arguments(self._names, args, kwargs)
         if self.branches.size == 1:
-            return self._shared(arguments, self.rows)
+            return self._shared(proceed, arguments, self.rows)
         call = self._clock.call
         state, stateful = self._state(arguments)
         given = self._seen(arguments, state)
@@ -138,9 +134,9 @@ class BatchParallel:
             self._before, self._now = self._now, _StepCalls(call.branch)
             # A cache (a hook's, or an object that a pipeline passes) remembers every branch by itself: each rank runs
             # all of them, as one device does.
-            branches = [] if stateful else self._branches_of(self._before, given)
+            branches = [] if stateful else self._branches_of(self._before, given, arguments.names[0])
             if branches:
-                self._run_ahead(arguments, branches, state)
+                self._run_ahead(proceed, arguments, branches, state)
         number = len(self._now.calls)
         self._now.calls.append(given)
         if number in self._now.ahead:
@@ -150,7 +146,7 @@ class BatchParallel:
         sequential = bool(self._now.ahead) or number > 0
         # What cannot be cut is not cut before it is known whether the pipeline has its branches in calls of their own.
         new = not (self._before.calls or self._hooks.layout.rows) and self.data.size == 1
-        return self._shared(arguments, self.data if sequential or new else self.rows)
+        return self._shared(proceed, arguments, self.data if sequential or new else self.rows)
 
     def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, Seen]:
         plain = {path: Seen(value, None) for path, value in arguments.others() if isinstance(value, _PLAIN)}
@@ -177,7 +173,7 @@ class BatchParallel:
 
     # --- guidance branches ------------------------------------------------------------------------------------
 
-    def _branches_of(self, step: _StepCalls, given: dict[str, Seen]) -> list[dict[str, Any]]:
+    def _branches_of(self, step: _StepCalls, given: dict[str, Seen], latents: str) -> list[dict[str, Any]]:
         """For every call of a step, the arguments in which it differed from the first; empty if it was not guidance.
 
         Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one
@@ -187,11 +183,12 @@ class BatchParallel:
         Args:
             step: the calls.
             given: the first call's arguments of the step behind it.
+            latents: name of the transformer's first argument.
         """
         if len(step.calls) < 2:
             return []
         first, *others = step.calls
-        main = [path for path in first if covers(self._names[0], path)]
+        main = [path for path in first if covers(latents, path)]
         differences: list[dict[str, Any]] = [{}]
         for call in others:
             if call.keys() != first.keys():
@@ -207,7 +204,9 @@ class BatchParallel:
             differences.append({path: one.value for path, one in differing.items()})
         return differences
 
-    def _run_ahead(self, arguments: Arguments, branches: list[dict[str, Any]], state: tuple[Any, ...]) -> None:
+    def _run_ahead(
+        self, proceed: Proceed, arguments: Arguments, branches: list[dict[str, Any]], state: tuple[Any, ...]
+    ) -> None:
         """Run this rank's branches of the step, and exchange results."""
         mine: list[Any] = []
         predictions: list[dict[str, Seen]] = []
@@ -216,7 +215,7 @@ class BatchParallel:
         last = len(branches) - 1
         along = self._in_step and last >= self.branches.size and self.branches.rank > last % self.branches.size
         for number, differing in enumerate(branches):
-            branch = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
+            branch = arguments.copy()
             for path, value in differing.items():
                 branch.set(path, value)
             predictions.append(self._seen(branch, state))
@@ -224,7 +223,7 @@ class BatchParallel:
             # only where others need their calls.
             if number % self.branches.size == min(self.branches.rank, last) or (along and number == last):
                 with self._clock.narrowed(branch=self._now.first + number, ahead=True):
-                    mine.append(self._shared(branch, self.data))
+                    mine.append(self._shared(proceed, branch, self.data))
         for round_ in range(-(-len(branches) // self.branches.size)):
             # A rank without a branch in the last round sends its latest result again: shapes must be known.
             for owner, result in enumerate(_exchanged(mine[min(round_, len(mine) - 1)], self.branches)):
@@ -258,19 +257,19 @@ class BatchParallel:
     # --- rows --------------------------------------------------------------------------------------------------
 
     def _rows(self, arguments: Arguments) -> int:
-        main = arguments.get(self._names[0])
+        main = arguments.get(arguments.names[0])
         # A list has an entry per row.
         return main.shape[0] if isinstance(main, Tensor) else len(main)
 
-    def _shared(self, arguments: Arguments, link: Link) -> Any:
+    def _shared(self, proceed: Proceed, arguments: Arguments, link: Link) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
         batch = self._rows(arguments)
         self._busy = max(self._busy, min(batch, link.size))
         # Rows of a batch that is trained stay together: it is the same one on any number of ranks.
-        one_by_one = self.one_by_one and not requires_grad(self.model, arguments.args, arguments.kwargs)
+        one_by_one = self.one_by_one and not requires_grad(self.model, arguments)
         if batch < 2 or (link.size == 1 and not one_by_one) or self._takes_parts():
             with self._clock.narrowed(rows=(0, batch)):
-                return self._forward(*arguments.args, **arguments.kwargs)
+                return proceed(arguments)
         if not self._hooks.layout.rows:
             raise LayoutError(
                 f"samples of this call of {type(self.model).__name__} cannot be run apart: cut out of its arguments, "
@@ -284,13 +283,13 @@ class BatchParallel:
         batched = batched_in(arguments, batch, self._hooks.layout)
 
         def run(take: slice) -> Any:
-            part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
+            part = arguments.copy()
             for path, dim in batched.items():
                 part.set(path, self._cut(arguments.get(path), take, dim, batch))
             with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
-                return self._forward(*part.args, **part.kwargs)
+                return proceed(part)
 
-        listed = isinstance(arguments.get(self._names[0]), list)
+        listed = isinstance(arguments.get(arguments.names[0]), list)
         return _share_rows(batch, link, one_by_one, run, listed=listed, in_step=self._in_step)
 
     def _takes_parts(self) -> bool:
@@ -472,12 +471,15 @@ class BatchRows(Strategy):
             self.rows.append(rows)
             undo.callback(model.chain.add(rows.around_call))
 
-    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_training(self, model: nn.Module, arguments: Arguments) -> None:
         if (cfg := self.context.config.cfg) > 1:
             raise ConfigError(
                 f"cfg={cfg} cannot be trained: ranks foresee branches of guidance, which training has none of; use "
                 f"data={cfg} for the rows of a batch"
             )
+
+    def notes(self) -> list[str]:
+        return [idle for rows in self.rows if (idle := rows.idle())]
 
     def begin_request(self, request: Request) -> None:
         for rows in self.rows:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..config import ParallelConfig
-from ..core.arguments import MISSING, Arguments, parameter_names
+from ..core.arguments import MISSING, Arguments
 from ..core.patching import Proceed
 from ..core.values import plain
 from ..errors import InputError
-from .base import CallArguments, Context, ParallelModel, Strategy
+from .base import CallArguments, Context, Strategy
 
 # Sums of a tensor: of every so manyth element, so that shifted, mirrored and permuted values have other sums.
 SUMS = 13
@@ -81,26 +80,23 @@ class SameLatents(Strategy):
 
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
-            names = parameter_names(type(model.model).forward)
-            undo.callback(model.chain.add(partial(self._around_call, model, names)))
+            undo.callback(model.chain.add(self._around_call))
 
     def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         # Only in a pipeline's call all ranks are known to come to an end of the request together.
         self._noted, self._result = {}, []
         return args, kwargs
 
-    def _around_call(
-        self, model: ParallelModel, names: tuple[str, ...], proceed: Proceed, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """Note the sums of the latents that a call is given."""
         call = self.context.clock.call
-        if self._noted is not None and call.branch == 0 and names:
-            latents = Arguments(names, args, kwargs).get(names[0])
+        if self._noted is not None and call.branch == 0 and arguments.names:
+            latents = arguments.get(arguments.names[0])
             for number, value in enumerate(tree_leaves(latents) if latents is not MISSING else ()):
                 # Patches that are on their way have a type of their own: no rank has all of them.
                 if plain(value) and value.is_floating_point() and value.numel() and not value.is_meta:
                     self._noted[call.step, number] = sums_of(value), TOLERANCE.get(value.dtype, ROUGH)
-        return proceed(*args, **kwargs)
+        return proceed(arguments)
 
     def result(self, value: Any) -> Any:
         if self._noted is not None:

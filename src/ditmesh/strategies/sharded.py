@@ -26,6 +26,7 @@ from ..comm.state import Spec
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, memory, offset_of
 from ..core.alive import PLAIN
+from ..core.arguments import Arguments
 from ..core.patching import CallChain, Patch, Proceed, refuse_loading, refuse_saving
 from ..errors import ConfigError, InputError
 from ..forecast.costs.step import SHARD, StepForecast, Term
@@ -388,7 +389,7 @@ class ShardedWeights:
 
     # --- a call --------------------------------------------------------------------------------------------------
 
-    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         self._abandoned.clear()
         self._finish()
         if (first := self._following.get(None)) is not None:
@@ -396,7 +397,7 @@ class ShardedWeights:
         try:
             for unit in self._always:
                 self._enter(unit)
-            output = proceed(*args, **kwargs)
+            output = proceed(arguments)
         except StageDone:
             # A stage of PipeFusion has done its blocks; the other ranks here do as it does.
             self._finish()

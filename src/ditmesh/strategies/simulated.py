@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..comm import Link, Traffic, Transfer
 from ..comm.mesh import Mesh
 from ..config import AXES, ParallelConfig
+from ..core.arguments import Arguments
 from ..core.patching import Proceed
 from ..errors import ConfigError, LayoutError
 from ..parts.own_tokens import OwnTokens
@@ -137,12 +138,12 @@ class SimulatedSequence:
             handler.coverage.watch(site, block)
         return lambda: None
 
-    def around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """The transformer's forward, once for every virtual rank. All have the same result; it is the first one's."""
 
         def forward() -> Any:
             # Ranks meet to gather tokens, which they do inside of their runs only.
-            return whole_of(proceed(*args, **kwargs), OwnTokens)
+            return whole_of(proceed(arguments), OwnTokens)
 
         return run_together([partial(_as_rank, rank, forward) for rank in range(len(self.handlers))], _meet)[0]
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..comm import Link
 from ..config import ParallelConfig
 from ..core.alignment import memory, offset_of
+from ..core.arguments import Arguments
 from ..core.patching import CallChain, Proceed, refuse_saving
 from ..errors import InputError
 from .base import Context, Strategy
@@ -90,10 +91,10 @@ class OnOneRank:
             "use text_encoder='sharded'"
         )
 
-    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         link = self._link
         if link.rank == 0:
-            leaves, form = tree_flatten(proceed(*args, **kwargs))
+            leaves, form = tree_flatten(proceed(arguments))
             link.broadcast_object((form, [_Sent.of(leaf) for leaf in leaves]))
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
@@ -324,11 +325,11 @@ class TextEncoders(Strategy):
             for model in self.context.models:
                 undo.callback(model.chain.add(self._around_call))
 
-    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         for _, placed, _ in self._placed.values():
             if isinstance(placed, FreedAfterUse):
                 placed.free()
-        return proceed(*args, **kwargs)
+        return proceed(arguments)
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
         for name, module in encoders_of(pipe).items():

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..attention.kernels import LocalAttention, backends_of
 from ..config import ParallelConfig
+from .balance import Balance
 from .base import ParallelModel, Strategy
 from .hooks import Handler, ModelHooks
 
@@ -34,8 +35,11 @@ class TokenStrategy(Strategy):
             undo.callback(model.add(hooks).close)
 
     def forget(self) -> None:
-        for handler in self.handlers():
-            handler.balance.forget()
+        for balance in self.balances():
+            balance.forget()
+
+    def balances(self) -> list[Balance]:
+        return [handler.balance for handler in self.handlers()]
 
     def handlers(self) -> list[Any]:
         """Of every transformer, once applied."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ...comm.objects import gather_objects
 from ...config import ParallelConfig
+from ...core.arguments import Arguments
 from ...core.patching import Patch, Proceed
 from ...core.unexpected import MISTAKES, unexpected
 from ...engine import DENOISERS, Engine, engine_of
@@ -238,10 +239,10 @@ class Peaks:
         seen = isinstance(engine, Engine)
         self.over("encode" if seen else "denoise")
 
-        def step(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        def step(proceed: Proceed, arguments: Arguments) -> Any:
             if self._phase == "encode":
                 self.over("denoise")
-            return proceed(*args, **kwargs)
+            return proceed(arguments)
 
         with ExitStack() as undo:
             for model in engine.models if seen else ():

@@ -13,7 +13,7 @@ The pipeline runs as it is, on every rank. What the transformer returns is a ten
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -89,7 +89,6 @@ class PipeFusion:
         self._sent: deque[Transfer] = deque()
         self._expected: list[Transfer] = []
         self.begin_request()
-        self._forward: Callable[..., Any] = model.model.forward
         self._remove = model.chain.add(self._around_call)
 
     # --- a request -----------------------------------------------------------------------------------------
@@ -133,8 +132,9 @@ class PipeFusion:
 
     # --- one call ------------------------------------------------------------------------------------------
 
-    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
-        self._forward = proceed
+    def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
+        self._proceed = proceed
+        args, kwargs = arguments.passed
         call = self.clock.call
         # A branch that is run by others than in the step before is another one: its keys are with those.
         buffers = self._buffers.setdefault((call.branch, call.link, call.ahead, call.rows), Buffers())
@@ -143,7 +143,7 @@ class PipeFusion:
         buffers.begin_step(call.step)
         args, kwargs = whole_of((args, kwargs)) if synchronous else tree_map(settled_of, (args, kwargs))
         # Only before anything is kept: a block that moves leaves its keys behind.
-        if self.stages.wanted and not any(kept.keys for kept in self._buffers.values()):
+        if self.stages.balance.wanted and not any(kept.keys for kept in self._buffers.values()):
             timed = TimedRun(self.stages)
             self._run(timed, *tree_map(_blank, (args, kwargs)))
             self.stages.measured(timed.seconds)
@@ -224,7 +224,7 @@ class PipeFusion:
         """What the model's forward returns in a run, and whether it came to its end."""
         self.handler.start(run)
         try:
-            return self._forward(*args, **kwargs), True
+            return self._proceed(Arguments(self._names, args, kwargs)), True
         except StageDone:
             return None, False
         finally:

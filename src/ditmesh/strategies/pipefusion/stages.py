@@ -154,9 +154,8 @@ class Stages:
         regions: the block list of every block, by its number.
         lengths: blocks of every stage.
         costs: cost of every block, in any unit: estimated, or measured relative to the cheapest.
-        balance: speeds of the stages.
+        balance: speeds of the stages, and whether the next call of the transformer is to measure these or the costs.
         kinds: the kind of every block.
-        wanted: whether the next call of the transformer is to measure; set it to measure again.
     """
 
     def __init__(self, model: nn.Module, layout: TokenLayout, config: ParallelConfig, mesh: Mesh) -> None:
@@ -171,7 +170,7 @@ class Stages:
             config.speeds if several else None, mesh.world, mesh.device, mesh.pipe.size, mesh.pipe.rank
         )
         self._measured: list[float] | None = None
-        self.wanted = self._measuring = several and (config.stages == "measured" or config.speeds == "auto")
+        self.balance.wanted = self._measuring = several and (config.stages == "measured" or config.speeds == "auto")
         self._weights = StageWeights(model, layout, self.lengths, mesh.pipe, mesh.device) if several else None
 
     @property
@@ -195,7 +194,7 @@ class Stages:
 
         Nothing of a request may be kept or under way.
         """
-        self.wanted = False
+        self.balance.wanted = False
         if self._config.speeds == "auto":
             self.balance.agree(sum(seconds[kind] for kind in self.kinds))
         if self._config.stages == "measured":
@@ -209,9 +208,10 @@ class Stages:
         """Forget what was measured, on all ranks alike, as one may have measured what another has not."""
         if self._weights is None:
             return
-        self._measured, self.wanted = None, self._measuring
+        self._measured = None
         self.lengths, self.costs = self._estimated
         self.balance.forget()
+        self.balance.wanted = self._measuring
         # Blocks may have been on their way.
         self._weights.move(self.lengths)
 
@@ -520,6 +520,9 @@ class PipelineStages(PipeStrategy):
         for model in self.context.models:
             stages = Stages(model.model, model.layout, self.context.config, self.context.mesh)
             undo.callback(model.add(stages).close)
+
+    def balances(self) -> list[Balance]:
+        return [model.get(Stages).balance for model in self.context.models]
 
     def forget(self) -> None:
         for model in self.context.models:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 from torch import nn
 
 from ...config import ParallelConfig
+from ...core.arguments import Arguments
 from ...core.clock import TIMESTEPS, timestep_of
 from ...errors import ConfigError, InputError
 from ...layout import TokenLayout
@@ -72,7 +72,7 @@ class StaleSteps(Strategy):
     def end_request(self, failed: bool) -> None:
         self._control.end_request(failed)
 
-    def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def outside_request(self, arguments: Arguments) -> None:
         raise InputError(
             "a transformer with stale keys and values was called outside of a request, and cannot know where one "
             "begins; call ditmesh.parallelize() on the pipeline that calls it, too (they share the ranks), or "

@@ -483,7 +483,7 @@ class TensorSlices(Strategy):
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
         check_heads(config, heads_of(model, layout), type(model).__name__)
 
-    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_training(self, model: nn.Module, arguments: Arguments) -> None:
         for each in self.context.models:
             if each.model is model and (names := each.get(TensorParallel).plan.unknown):
                 raise ConfigError(

@@ -98,7 +98,7 @@ class Recorder:
                 undo.callback(model.register_forward_pre_hook(lambda *_: sink.end_call(), prepend=True).remove)
                 tap = functools.partial(self._observe, names[id(model)] if len(models) > 1 else "")
                 # Stages run patches; the forward that could be watched only plans that, with no values.
-                if engine is None or not engine.pipes:
+                if engine is None or not engine.config.stages_or_patches:
                     self._watch_blocks(undo, engine, model, tap)
                 if self._own_clock is not None:
                     undo.callback(self._own_clock.watch(model, timestep_of(model)))

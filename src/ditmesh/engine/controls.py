@@ -1,0 +1,56 @@
+"""ControlNets beside a transformer: their tokens are cut, and gathered wherever it reads them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from ..config import ParallelConfig
+from ..core.arguments import Arguments
+from ..core.patching import Proceed
+from ..errors import ConfigError, LayoutError
+from ..layout import TokenLayout
+from ..recipe import Recipe
+from ..strategies.base import Strategy
+from ..strategies.sequence import ExactSequence
+from ..strategies.tokens import KnownForms
+from .engine import Engine
+from .first_call import FirstCall
+from .targets import ENGINE, controls
+
+# The strategies of a ControlNet: its tokens are split, and gathered wherever the transformer reads them.
+CONTROLS: Recipe = (ExactSequence, KnownForms)
+
+
+class ControlNets(Strategy):
+    """The ControlNets of every pipeline, each from its first call on: by engines of their own, on the same links."""
+
+    name = "controls"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        # Where every step is exact, and bits are not promised.
+        return ExactSequence.wanted(config) and config.sequence > 1 and config.tensor == 1
+
+    def attach(self, pipe: Any, undo: ExitStack) -> None:
+        for network in controls(pipe):
+            if ENGINE not in vars(network):
+                first = FirstControl([network], [], self.context.config, self.context.job, False, CONTROLS)
+                undo.callback(first.detach, network)
+
+
+class FirstControl(FirstCall):
+    """As `FirstCall`, for a ControlNet: if it cannot be split, it runs whole on every rank."""
+
+    def _opened(self, layouts: list[TokenLayout]) -> Engine:
+        engine = super()._opened(layouts)
+        self._undo.callback(engine.close)
+        return engine
+
+    def _around_call(self, model: Any, proceed: Proceed, arguments: Arguments) -> Any:
+        try:
+            self._begin(self._told(model, proceed, arguments)[0] or [])
+        except (ConfigError, LayoutError):
+            self._undo.close()
+            return proceed(arguments)
+        return model(*arguments.args, **arguments.kwargs)

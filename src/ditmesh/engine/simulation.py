@@ -1,0 +1,78 @@
+"""N devices simulated in this process: the same strategies on virtual ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..config import ParallelConfig
+from ..errors import ConfigError
+from ..layout import TokenLayout
+from ..recipe import Recipe
+from ..strategies.checked import CheckedLayout
+from ..strategies.simulated import SimulatedExact, SimulatedStale, virtual_mesh
+from ..strategies.stale.warmup import StaleSteps
+from ..strategies.tokens import KnownForms
+from .engine import Engine
+from .targets import ENGINE, ConfigLike, denoisers, device_of, find_layout, given_layout, refuse_twice, restore
+
+T = TypeVar("T")
+
+# The simulated strategies: token strategies of virtual ranks.
+SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale, KnownForms, CheckedLayout)
+
+
+def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
+    """Make a pipeline (or a bare transformer) compute the result of ``config`` on virtual ranks in this process.
+
+    Use it to study stale strategies: simulating 8 ranks on one device takes 8 times
+    as long. `restore` undoes it; `engine_of` has drift and decisions as for real ranks. diffusers' caches, which
+    keep state in the model, are not supported.
+
+    Args:
+        target: as for `parallelize`.
+        config: the ``ring`` degree and its exchange; no other axis.
+        layout: as for `parallelize`.
+
+    Raises:
+        ConfigError: another axis than ring has a degree, or a setting that the simulation does not support.
+        InputError: ``target`` has no transformer, or is parallelised already.
+    """
+    refuse_twice(target)
+    config = ParallelConfig.read(config)
+    for setting, given in (("speeds", config.speeds), ("reproducible", config.reproducible)):
+        if given:
+            raise ConfigError(f"{setting}={given!r} is not simulated; leave it out")
+    models = denoisers(target)
+    mesh = virtual_mesh(config, device_of(models[0]) or "cpu")
+    pairs = [(model, given_layout(layout, model) or find_layout(model)) for model in models]
+    Engine(pairs, config, mesh, False, SIMULATION).open(target)
+    return target
+
+
+@contextmanager
+def simulated(target: T, config: ConfigLike, **options: Any) -> Iterator[T]:
+    """`simulate` within a ``with`` block, with the same options."""
+    simulate(target, config, **options)
+    try:
+        yield target
+    finally:
+        restore(target)
+
+
+def in_parts(model: nn.Module, layout: TokenLayout, call: dict[str, Any], device: Any) -> Any:
+    """What a transformer returns whose tokens are cut by a layout as for two ranks, in this process."""
+    two = ParallelConfig(ring=2)
+    pairs = [(model, replace(layout, source="reviewed"))]
+    engine = Engine(pairs, two, virtual_mesh(two, device), False, SIMULATION)
+    waiting = vars(model).pop(ENGINE)
+    engine.open(model)
+    try:
+        return model(**call)
+    finally:
+        engine.detach(model)
+        vars(model)[ENGINE] = waiting
