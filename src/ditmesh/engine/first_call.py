@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
@@ -124,7 +125,8 @@ class FirstCall:
         return engine
 
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
-        states = [(generator, generator.get_state()) for generator in _generators([*args, *kwargs.values()])]
+        leaves = tree_leaves((args, kwargs))
+        states = [(leaf, leaf.get_state()) for leaf in leaves if isinstance(leaf, torch.Generator)]
         default = default_states(self.mesh.device)
         self._inside = True
         try:
@@ -220,11 +222,3 @@ class FirstCall:
                 "layout= for both"
             )
         return [every[0]] * len(self.models)
-
-
-def _generators(values: Sequence[Any]) -> Iterator[torch.Generator]:
-    for value in values:
-        if isinstance(value, torch.Generator):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _generators(value)

@@ -226,6 +226,21 @@ class Adaptive:
         total = _total(outlook, f"adaptive({self.budget:g}{'' if self.most is None else f', {self.most}'})")
         if step == 0:
             return Decision(True, "the first step")
+        made, here, coming = self._errors(step, total, outlook, past)
+        error = sqrt(made + here**2 + sum(other**2 for other in coming if other <= here))
+        what = f"predicted error {error:.3g} with this and all cheaper steps stale"
+        left = None if self.most is None else self.most - sum(before.synchronous for before in past)
+        if left is not None and sum(other > here for other in coming) >= left:
+            what = f"predicted error {here:.3g} of this step"
+            return Decision(False, f"{what}; the {self.most} synchronous steps are for worse ones", here)
+        if error > max(self.budget, sqrt(made) * NEXT_TO_NOTHING):
+            return Decision(True, f"{what}, above the budget {self.budget:g}", here)
+        within = "within the budget" if error <= self.budget else "hardly more than is made already, above the budget"
+        return Decision(False, f"{what}, {within} {self.budget:g}", here)
+
+    @staticmethod
+    def _errors(step: int, total: int, outlook: Outlook, past: Sequence[Past]) -> tuple[float, float, list[float]]:
+        """The sum of the squares of the errors made so far, and those of this step and of the coming ones if stale."""
         noise = outlook.noise or ()
         # A sampler that takes more steps than it has announced takes them at its last.
         place = [min(at, total - 1) for at in range(max(step + 1, total))]
@@ -239,16 +254,7 @@ class Adaptive:
             if not before.synchronous
         )
         here, *coming = (factor * new * weight for new, weight in zip(news[step:], weights[step:], strict=True))
-        error = sqrt(made + here**2 + sum(other**2 for other in coming if other <= here))
-        what = f"predicted error {error:.3g} with this and all cheaper steps stale"
-        left = None if self.most is None else self.most - sum(before.synchronous for before in past)
-        if left is not None and sum(other > here for other in coming) >= left:
-            what = f"predicted error {here:.3g} of this step"
-            return Decision(False, f"{what}; the {self.most} synchronous steps are for worse ones", here)
-        if error > max(self.budget, sqrt(made) * NEXT_TO_NOTHING):
-            return Decision(True, f"{what}, above the budget {self.budget:g}", here)
-        within = "within the budget" if error <= self.budget else "hardly more than is made already, above the budget"
-        return Decision(False, f"{what}, {within} {self.budget:g}", here)
+        return made, here, coming
 
 
 @policy("steps", "0 1 5")

@@ -140,21 +140,7 @@ class AgreedInputs:
         Raises:
             InputError: on all ranks alike; the pipelines differ, or, under ``"strict"``, the inputs.
         """
-        sections: Sections = {}
-        parts: Sections = {}
-        own = _Digests(place=(self.mesh.pipe.rank, self.mesh.tensor.rank))
-        doing = "its pipeline"
-        try:
-            sections, parts = self._sections()
-            own.pipeline = {name: _digest_of(section) for name, section in sections.items()}
-            own.parts = {name: _digest_of(section) for name, section in parts.items()}
-            for name, value in (given or {}).items():
-                doing = f"argument {name}"
-                # Under "strict" functions are compared by name.
-                own.inputs[name] = compared(value) if self.policy == "strict" or not callable(value) else None
-            own.generators = digest(default_states(self.mesh.device)) if given is not None else ""
-        except Exception as error:
-            own = _Digests(f"{doing} cannot be compared ({_words(error)})")
+        sections, parts, own = self._own(given)
         every: list[_Digests] = link.all_gather_object(own)
         _refuse_failed([other.failed for other in every], link)
         wrong: list[str] = []
@@ -177,6 +163,25 @@ class AgreedInputs:
                 "rank" + (", or use inputs='broadcast' to run rank 0's" if self.policy == "strict" else "")
             )
         return every
+
+    def _own(self, given: Mapping[str, Any] | None) -> tuple[Sections, Sections, _Digests]:
+        """This rank's `_sections`, and digests of them and of the arguments, or why there are none."""
+        sections: Sections = {}
+        parts: Sections = {}
+        own = _Digests(place=(self.mesh.pipe.rank, self.mesh.tensor.rank))
+        doing = "its pipeline"
+        try:
+            sections, parts = self._sections()
+            own.pipeline = {name: _digest_of(section) for name, section in sections.items()}
+            own.parts = {name: _digest_of(section) for name, section in parts.items()}
+            for name, value in (given or {}).items():
+                doing = f"argument {name}"
+                # Under "strict" functions are compared by name.
+                own.inputs[name] = compared(value) if self.policy == "strict" or not callable(value) else None
+            own.generators = digest(default_states(self.mesh.device)) if given is not None else ""
+        except Exception as error:
+            own = _Digests(f"{doing} cannot be compared ({_words(error)})")
+        return sections, parts, own
 
     def _sections(self) -> tuple[Sections, Sections]:
         """What no broadcast can mend, the pipeline itself: what is whole on every rank, and what is cut."""

@@ -219,11 +219,31 @@ class TiledSequence(SequenceParallel):
         return restore
 
     def _run_block(self, site: BlockSite, block: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
-        here, region = self._tiles.here, site.region
         recorded = requires_grad(block, arguments)
-        parts = [Arguments(arguments.names, tuple(arguments.args), arguments.kwargs) for _ in range(here.parts)]
         if recorded:
             self._check_recorded(site, block)
+
+        def run(part: Arguments) -> Any:
+            _calls.set(0)
+            output = forward(*part.args, **part.kwargs)
+            self._call.attention_calls = _calls.get()
+            return output
+
+        runs = [partial(run, part) for part in self._of_tiles(site, arguments, recorded)]
+        if not recorded:
+            return self._results(site.region, run_together(runs, self._meet))
+        own, numbers = self._tiles.runs[self.link.rank], tuple(self._tiles.runs)
+        weights = self._tiles.weights = TileWeights(block, own, numbers, self.weight_gradients)
+        try:
+            return self._results(site.region, run_together(runs, self._meet, weights.use))
+        finally:
+            weights.close()
+            self._tiles.weights = None
+
+    def _of_tiles(self, site: BlockSite, arguments: Arguments, recorded: bool) -> list[Arguments]:
+        """A block's arguments for each of this rank's tiles."""
+        here, region = self._tiles.here, site.region
+        parts = [arguments.copy() for _ in range(here.parts)]
 
         def spread(path: str, pieces: Sequence[Any]) -> None:
             for part, piece in zip(parts, pieces, strict=True):
@@ -260,23 +280,7 @@ class TiledSequence(SequenceParallel):
         if region.grid is not None:
             cols = arguments.get(region.grid.cols)
             spread(region.grid.rows, [length // cols for length in here.select((region.main.name,)).lengths])
-
-        def run(part: Arguments) -> Any:
-            _calls.set(0)
-            output = forward(*part.args, **part.kwargs)
-            self._call.attention_calls = _calls.get()
-            return output
-
-        runs = [partial(run, part) for part in parts]
-        if not recorded:
-            return self._results(region, run_together(runs, self._meet))
-        own, numbers = self._tiles.runs[self.link.rank], tuple(self._tiles.runs)
-        weights = self._tiles.weights = TileWeights(block, own, numbers, self.weight_gradients)
-        try:
-            return self._results(region, run_together(runs, self._meet, weights.use))
-        finally:
-            weights.close()
-            self._tiles.weights = None
+        return parts
 
     def _results(self, region: Region, outputs: list[Any]) -> Any:
         """What a block returns, from what it has returned for every tile."""
