@@ -240,6 +240,7 @@ class TiledSequence(SequenceParallel):
             weights.close()
             self._tiles.weights = None
 
+    # complex: one case for each kind of argument that a layout names
     def _of_tiles(self, site: BlockSite, arguments: Arguments, recorded: bool) -> list[Arguments]:
         """A block's arguments for each of this rank's tiles."""
         here, region = self._tiles.here, site.region
