@@ -131,7 +131,7 @@ def _cut_only(self: TensorParallel) -> None:
     """Adapters are cut, but the sums stay behind the base layers."""
     for site, outer in self._linears():
         if site.kind == "gathered":
-            self._hang("epilogue", site, outer)
+            self._hang("epilogue", site.path, outer, outer.register_forward_hook, self._epilogue(site))
         self._cut(site, _adapter_parameters(site, outer))
 
 

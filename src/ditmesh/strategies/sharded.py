@@ -159,7 +159,7 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
         holders.setdefault(id(parameter), []).append(name)
     modules, total = dict(model.named_modules(remove_duplicate=False)), sum(map(_bytes_of, model.parameters()))
     found: list[GatherGroup] = []
-    taken: set[int] = set()
+    taken = set(kept)
     for path, module in modules.items():
         block = next((one for one in blocks if f"{path}.".startswith(f"{one}.")), None)
         if block not in (None, path):
@@ -167,7 +167,8 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
         own = {
             f"{path}.{name}": parameter
             for name, parameter in module.named_parameters(recurse=block is not None)
-            if id(parameter) not in kept and id(parameter) not in taken and not _adapts(name)
+            # Not an adapter's.
+            if id(parameter) not in taken and not any(part.startswith("lora_") for part in name.split("."))
         }
         if block is not None:
             own = {n: p for n, p in own.items() if all(other.startswith(f"{path}.") for other in holders[id(p)])}
@@ -210,10 +211,6 @@ _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 def _bytes_of(parameter: Tensor) -> int:
     return sum(prod(shape_of(part)) * part.element_size() for part in parts_of(parameter))
-
-
-def _adapts(name: str) -> bool:
-    return any(part.startswith("lora_") for part in name.split("."))
 
 
 @dataclass(eq=False)
@@ -358,9 +355,9 @@ class ShardedWeights:
         self._always = [unit for unit in self.units if unit.modules == [model]]
         for unit in self.units:
             for module in unit.modules if unit not in self._always else ():
-                before, after = _Before(self._enter, unit), _After(self._leave, unit)
-                self._undo.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-                self._undo.callback(module.register_forward_hook(after, always_call=True).remove)
+                enter, leave = WeightHook(self._enter, unit), WeightHook(self._leave, unit)
+                self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
         self._guard()
 
     def _guard(self) -> None:
@@ -423,7 +420,8 @@ class ShardedWeights:
             if unit not in self._pending:
                 self._start(unit)
             transfer, unit.lent = self._pending.pop(unit)
-            unit.fill(self._pieces(unit, transfer.wait()))
+            received, rank = transfer.wait(), self.link.rank
+            unit.fill([*received[:rank], unit.piece, *received[rank:]])
             self._following[self._latest], self._latest = unit, unit
             following = self._following.get(unit)
             if following is not None and following not in self._pending and not following.running:
@@ -463,11 +461,6 @@ class ShardedWeights:
     def _give_back(self, unit: Unit, lent: list[list[Tensor]]) -> None:
         if unit.packed.sizes in self._spare:
             self._spare[unit.packed.sizes].append(lent)
-
-    def _pieces(self, unit: Unit, received: Sequence[Tensor]) -> list[Tensor]:
-        """All ranks' pieces, in rank order."""
-        rank = self.link.rank
-        return [*received[:rank], unit.piece, *received[rank:]]
 
     def _finish(self) -> None:
         """Take what was foreseen and not wanted, which other ranks have sent."""
@@ -517,8 +510,11 @@ def gathered(unit: Unit, link: Link) -> list[Tensor]:
     return [part for (part,) in link.all_gather_list([unit.piece], [[(size,)] for size in unit.packed.sizes])]
 
 
-class _Before:
-    """A hook before a module's call. It gathers weights, and stays where other hooks are taken off."""
+class WeightHook:
+    """A hook that gathers weights before a module's call, or lets go of them behind it, also when it has raised.
+
+    It stays where other hooks are taken off.
+    """
 
     brings_weights = True
 
@@ -527,10 +523,6 @@ class _Before:
 
     def __call__(self, *_: Any) -> None:
         self._call(self._unit)
-
-
-class _After(_Before):
-    """A hook behind a module's call, or when it has raised."""
 
 
 def _refuse_offloading(model: nn.Module) -> None:

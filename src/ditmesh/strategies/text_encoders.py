@@ -7,7 +7,7 @@ the modules it always has, calls them as always, and gets what they return on on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..core.arguments import Arguments
 from ..core.patching import CallChain, Proceed, refuse_saving
 from ..errors import InputError
 from .base import Context, Strategy
-from .pipefusion.stages import ABSENT, is_away, parts_of, shape_of, whole_or_refused
+from .pipefusion.stages import give_up, is_away, parts_of, shape_of, take_back, whole_or_refused
 from .sharded import GatherGroup, ShardedWeights, grouped
 
 _WAY_OUT = "use text_encoder='rank0' or 'sharded'"
@@ -79,8 +79,7 @@ class OnOneRank:
         if link.rank == 0:
             return
         for part in self._parts:
-            setattr(part, ABSENT, part.shape)
-            part.data = part.data.new_empty(0)
+            give_up(part)
         for path, child in module.named_modules():
             if child is not module:
                 self._undo.callback(child.register_forward_pre_hook(partial(self._refuse, path)).remove)
@@ -116,8 +115,7 @@ class OnOneRank:
                 away = is_away(part)
                 value = self._link.broadcast(_like(part, offset) if away else part.data.contiguous(), 0)
                 if away:
-                    part.data = value
-                    delattr(part, ABSENT)
+                    take_back(part, value)
 
 
 def _like(parameter: Tensor, offset: int) -> Tensor:
@@ -178,8 +176,7 @@ class FreedAfterUse:
             self._freed = True
             for parameter in self._files:
                 self._offsets[parameter] = offset_of(parameter)
-                setattr(parameter, ABSENT, parameter.shape)
-                parameter.data = parameter.data.new_empty(0)
+                give_up(parameter)
 
     def _read(self) -> None:
         if not self._freed:
@@ -187,21 +184,19 @@ class FreedAfterUse:
         read = []
         with torch.inference_mode(False), torch.no_grad():
             staging = PinnedStaging(max((shape_of(p).numel() * p.element_size() for p in self._files), default=0))
-            for parameter, file, key in self._sources():
+            for parameter, (file, key) in self._files.items():
+                if not is_away(parameter):
+                    # An interrupted reading has read it.
+                    continue
                 value = _stored(file, key)
                 if value.shape != shape_of(parameter):
                     raise InputError(f"{key} in {str(file)!r} has another shape than it had; restore the file")
                 place = _like(parameter, self._offsets[parameter])
                 staging.copy(place, value.to(place.dtype))
-                parameter.data = place
-                delattr(parameter, ABSENT)
+                take_back(parameter, place)
                 read.append(parameter)
             self._sums.update(_sums(read))
         self._freed = False
-
-    def _sources(self) -> Iterator[tuple[Tensor, Path, str]]:
-        # What an interrupted reading has read stays.
-        yield from ((p, file, key) for p, (file, key) in self._files.items() if hasattr(p, ABSENT))
 
     def close(self) -> None:
         """Read the weights again."""
@@ -214,13 +209,16 @@ def _files_of(name: str, module: nn.Module) -> dict[Tensor, tuple[Path, str]]:
     folder = Path(getattr(module, "name_or_path", "") or getattr(getattr(module, "config", None), "_name_or_path", ""))
     where: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")) if str(folder) != "." else ():
-        where |= dict.fromkeys(_keys(file), file)
+        with _opened(file) as opened:
+            where |= dict.fromkeys(opened.keys(), file)
     names: dict[Tensor, list[str]] = {}
     for own, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(own)
     found: dict[Tensor, tuple[Path, str]] = {}
     for parameter, known in names.items():
-        for key in _matching(known, where):
+        # A prefix more or less is usual.
+        alike = [k for k in where for name in known if k.endswith(f".{name}") or name.endswith(f".{k}")]
+        for key in (*(name for name in known if name in where), *alike):
             value = _stored(where[key], key)
             if value.shape == parameter.shape and _same(value, parameter):
                 found[parameter] = where[key], key
@@ -232,13 +230,6 @@ def _files_of(name: str, module: nn.Module) -> dict[Tensor, tuple[Path, str]]:
                 f"{_WAY_OUT}"
             )
     return found
-
-
-def _matching(names: Collection[str], keys: Collection[str]) -> list[str]:
-    """Keys of a file under which a parameter of these names may be: a prefix more or less is usual."""
-    exact = [name for name in names if name in keys]
-    alike = [k for k in keys for name in names if k.endswith(f".{name}") or name.endswith(f".{k}")]
-    return [*exact, *alike]
 
 
 def _same(stored: Tensor, parameter: Tensor) -> bool:
@@ -291,17 +282,14 @@ class PinnedStaging:
         self._free.append((memory, sent))
 
 
-def _keys(file: Path) -> list[str]:
+def _opened(file: Path) -> Any:
     from safetensors import safe_open
 
-    with safe_open(file, framework="pt", device="cpu") as opened:
-        return list(opened.keys())
+    return safe_open(file, framework="pt", device="cpu")
 
 
 def _stored(file: Path, key: str) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt", device="cpu") as opened:
+    with _opened(file) as opened:
         return opened.get_tensor(key)
 
 

@@ -268,7 +268,7 @@ class StageWeights:
                     "this model was loaded for other stages; load it with the configuration it is to run with"
                 )
             if stages[number] != link.rank and parameter.numel() and id(parameter) in self._movable:
-                _give_up(parameter)
+                give_up(parameter)
         self._allow_saving = refuse_saving(
             model, InputError("saving would write this stage's blocks only; call ditmesh.restore(...) first")
         )
@@ -294,11 +294,11 @@ class StageWeights:
                     like = parameter.data.new_empty(shape_of(parameter))
                     (received,) = self.link.receive([like], holders[0]).wait()
                     # What arrives may lie in memory that is only lent.
-                    _take_back(parameter, received.clone())
+                    take_back(parameter, received.clone())
             self._held([])
             for stage, parameter in weights:
                 if rank != stage and not hasattr(parameter, ABSENT):
-                    _give_up(parameter)
+                    give_up(parameter)
 
     def close(self) -> None:
         """Give every rank all blocks again, bit for bit. Collective over the link; needs room for all of them.
@@ -315,7 +315,7 @@ class StageWeights:
                     self.link.broadcast(parameter.data.contiguous(), holders[0])
                 else:
                     like = parameter.data.new_empty(shape_of(parameter))
-                    _take_back(parameter, self.link.broadcast(like, holders[0]))
+                    take_back(parameter, self.link.broadcast(like, holders[0]))
 
     def _parameters(self) -> list[tuple[int, Tensor]]:
         """Every parameter of the blocks, or the plain tensors that it is made of, with the number of its block."""
@@ -377,12 +377,14 @@ def parts_of(parameter: Tensor) -> Iterator[Tensor]:
         yield from parts_of(getattr(parameter, name))
 
 
-def _give_up(parameter: Tensor) -> None:
+def give_up(parameter: Tensor) -> None:
+    """Let go of a parameter's values; its shape stays known."""
     setattr(parameter, ABSENT, parameter.shape)
     parameter.data = parameter.data.new_empty(0)
 
 
-def _take_back(parameter: Tensor, value: Tensor) -> None:
+def take_back(parameter: Tensor, value: Tensor) -> None:
+    """The inverse of `give_up`."""
     parameter.data = value
     if hasattr(parameter, ABSENT):
         delattr(parameter, ABSENT)

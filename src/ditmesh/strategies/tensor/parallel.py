@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,60 +181,35 @@ class TensorParallel:
                 model, InputError("saving would write this rank's slices only; call ditmesh.restore(...) first")
             )
         )
-        if hasattr(model, "fuse_lora"):
-
-            def fuse_lora(*args: Any, **kwargs: Any) -> Any:
-                # Adapters are added to weights that are cut: they must be cut alike, even before the first call.
-                self._follow_adapters()
-                return fuse.original(*args, **kwargs)
-
-            fuse = Patch(model, "fuse_lora", fuse_lora)
-            self._undo.callback(fuse)
         self._undo.callback(refuse_loading(model, self.spread, "this rank's slices"))
-        for name in ("fuse_qkv_projections", "unfuse_qkv_projections"):
+        for name in ("fuse_lora", "fuse_qkv_projections", "unfuse_qkv_projections", "add_adapter", "load_lora_adapter"):
             if hasattr(model, name):
-                self._undo.callback(self._note_fused(name))
-        if hasattr(model, "add_adapter"):
+                patch = Patch(model, name, getattr(model, name))
+                patch.replace(partial(self._call_guarded, name, patch.original))
+                self._undo.callback(patch)
 
-            def add_adapter(*args: Any, **kwargs: Any) -> Any:
-                self._check_fused()
-                return add.original(*args, **kwargs)
-
-            add = Patch(model, "add_adapter", add_adapter)
-            self._undo.callback(add)
-        if hasattr(model, "load_lora_adapter"):
-
-            def load_lora_adapter(*args: Any, **kwargs: Any) -> Any:
-                self._check_fused()
-                # A hot-swap copies into the tensors that are there: they must have their whole size.
-                if kwargs.get("hotswap"):
-                    self.gather_adapters()
-                return load.original(*args, **kwargs)
-
-            load = Patch(model, "load_lora_adapter", load_lora_adapter)
-            self._undo.callback(load)
-
-    def _note_fused(self, name: str) -> Patch:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            result = patch.original(*args, **kwargs)
-            self._fused = name.startswith("fuse")
-            return result
-
-        patch = Patch(self.model, name, noted)
-        return patch
-
-    def _check_fused(self) -> None:
-        """Refuse adapters of projections that were fused since the weights were cut.
+    def _call_guarded(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model that fuses projections, or adds or fuses adapters.
 
         Raises:
-            InputError: they were.
+            InputError: adapters are added to projections that were fused since the weights were cut.
         """
-        if self._fused:
+        if name == "fuse_lora":
+            # Adapters are added to weights that are cut: they must be cut alike, even before the first call.
+            self._follow_adapters()
+        if self._fused and name in ("add_adapter", "load_lora_adapter"):
             raise InputError(
                 f"fuse_qkv_projections() was called after parallelize with tensor={self.link.size}, so that the fused "
                 "projections have this rank's width, which no adapter has; call unfuse_qkv_projections(), or "
                 "ditmesh.restore(...), fuse, and parallelize again"
             )
+        if name == "load_lora_adapter" and kwargs.get("hotswap"):
+            # It copies into the tensors that are there: they must have their whole size.
+            self.gather_adapters()
+        result = method(*args, **kwargs)
+        if name.endswith("fuse_qkv_projections"):
+            self._fused = name.startswith("fuse")
+        return result
 
     def _check_processors(self) -> None:
         """Refuse attention processors with weights (an IP-Adapter's): they would meet a part of the heads."""
@@ -270,20 +246,18 @@ class TensorParallel:
         """Cut adapters that are still whole, and hang every epilogue behind base and adapters together."""
         for site, outer in self._linears():
             if site.kind != "column":
-                self._hang("epilogue", site, outer)
+                self._hang("epilogue", site.path, outer, outer.register_forward_hook, self._epilogue(site))
             self._cut(site, _adapter_parameters(site, outer))
 
-    def _hang(self, kind: str, site: Site, outer: nn.Module) -> None:
-        hung = self._hung.get((kind, site.path))
-        if hung is not None and hung[0] is outer:
-            return
-        if hung is not None:
-            hung[1].remove()
-        if kind == "epilogue":
-            handle = outer.register_forward_hook(self._epilogue(site))
-        else:
-            handle = outer.register_forward_pre_hook(self._prologue)
-        self._hung[kind, site.path] = (outer, handle)
+    def _hang(
+        self, kind: str, path: str, module: nn.Module, register: Callable[..., RemovableHandle], hook: Any
+    ) -> None:
+        """Register a hook on the module at a path, in the place of that on the module that was there before."""
+        hung = self._hung.get((kind, path))
+        if hung is None or hung[0] is not module:
+            if hung is not None:
+                hung[1].remove()
+            self._hung[kind, path] = module, register(hook)
 
     # --- gradients ---------------------------------------------------------------------------------------
 
@@ -294,7 +268,7 @@ class TensorParallel:
         """
         for site, outer in self._linears():
             if site.kind != "row":
-                self._hang("prologue", site, outer)
+                self._hang("prologue", site.path, outer, outer.register_forward_pre_hook, self._prologue)
             for parameter, whole in _adapter_gradients(site, outer):
                 self._complete(parameter, self._added_once if whole else self.link.all_reduce)
             if site.kind == "row":
@@ -308,18 +282,13 @@ class TensorParallel:
 
         Outside of its block's call FSDP2 has a shard in its place, which autograd knows nothing of.
         """
-        hung = self._hung.get((name, path))
-        if hung is not None and hung[0] is module:
-            return
-        if hung is not None:
-            hung[1].remove()
 
         def found(*_: Any) -> None:
             parameter = module._parameters.get(name)
             if parameter is not None:
                 self._complete(parameter, change)
 
-        self._hung[name, path] = (module, module.register_forward_pre_hook(found))
+        self._hang(name, path, module, module.register_forward_pre_hook, found)
 
     def _prologue(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return enter_slices(self.link, args[0]), *args[1:]
