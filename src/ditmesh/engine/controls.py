@@ -42,8 +42,8 @@ class ControlNets(Strategy):
 class FirstControl(FirstCall):
     """As `FirstCall`, for a ControlNet: if it cannot be split, it runs whole on every rank."""
 
-    def _opened(self, layouts: list[TokenLayout]) -> Engine:
-        engine = super()._opened(layouts)
+    def _begin(self, layouts: list[TokenLayout]) -> Engine:
+        engine = super()._begin(layouts)
         self._undo.callback(engine.close)
         return engine
 

@@ -106,12 +106,9 @@ class FirstCall:
         if self._owns_mesh:
             self.mesh.close()
 
-    def _begin(self, layouts: list[TokenLayout]) -> None:
+    def _begin(self, layouts: list[TokenLayout]) -> Engine:
+        """Open the engine for these layouts; it compares later calls with what one device returned."""
         self._undo.close()
-        self._opened(layouts)
-
-    def _opened(self, layouts: list[TokenLayout]) -> Engine:
-        """The engine for these layouts, in place; it compares later calls with what one device returned."""
         pairs = list(zip(self.models, layouts, strict=True))
         check(self._recipe, self.config, pairs)
         engine = Engine(pairs, self.config, self.mesh, self._owns_mesh, self._recipe)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -286,7 +286,10 @@ class AgreedInputs:
         if link.rank > 0:
             try:
                 for name in names:
-                    received[name] = self._unpacked(pickle.loads(packed[name]), own.get(name))
+                    # On this rank's devices, and its own value part by part where it has the same parts.
+                    places = dict(tree_flatten_with_path(own.get(name))[0])
+                    unpack = partial(_unpacked, places, self.mesh.device)
+                    received[name] = tree_map_with_path(unpack, pickle.loads(packed[name]))
                 if undo is not None:
                     undo.callback(set_default_states, self.mesh.device, default_states(self.mesh.device))
                     set_default_states(self.mesh.device, states)
@@ -294,11 +297,6 @@ class AgreedInputs:
                 failed = f"argument {name} cannot be received ({_words(error)})"
         _refuse_failed(link.all_gather_object(failed), link)
         return received
-
-    def _unpacked(self, value: Any, own: Any) -> Any:
-        """What was sent, on this rank's devices; ``own``: its own value, part by part where it has the same parts."""
-        places = dict(tree_flatten_with_path(own)[0])
-        return tree_map_with_path(lambda path, part: _unpacked(part, places.get(path), self.mesh.device), value)
 
 
 def _refuse_failed(failed: Sequence[str], link: Link) -> None:
@@ -447,8 +445,9 @@ def _packed(value: Any) -> Any:
     return _Packed(Tensor, value.device.type, value.detach().clone().cpu()) if isinstance(value, Tensor) else value
 
 
-def _unpacked(value: Any, own: Any, device: torch.device) -> Any:
-    """What `_packed` made, where this rank's own value lies, else where the sender's did."""
+def _unpacked(places: Mapping[Any, Any], device: torch.device, path: Any, value: Any) -> Any:
+    """What `_packed` made, where this rank's own value of that path lies, else where the sender's did."""
+    own = places.get(path)
     if not isinstance(value, _Packed):
         alike = isinstance(value, torch.device) and isinstance(own, torch.device) and value.type == own.type
         return own if alike else value
@@ -527,40 +526,38 @@ class SameInputs(Strategy):
     def end_request(self, failed: bool) -> None:
         self._call.close()
 
+    def _differing(self, arguments: Arguments, **others: str) -> str:
+        """Which arguments of a transformer's call, and which other digests, differ on the ranks, in words. Collective.
+
+        Positional ones go by their number.
+        """
+        link = self.context.mesh.world
+        given = {**{f"number {n}": value for n, value in enumerate(arguments.args, 1)}, **arguments.kwargs}
+        return _arguments_in_words(differences(link.all_gather_object({**_digests(given), **others}), link.ranks))
+
     def before_training(self, model: nn.Module, arguments: Arguments) -> None:
-        link, config = self.context.mesh.world, self.context.config
         # Exchanges in backward are made where something requires a gradient.
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         tracked = [leaf.requires_grad for leaf in tree_leaves(arguments.passed) if isinstance(leaf, Tensor)]
-        own = {**_digests(_by_name(arguments)), "requires_grad": digest((trained, tracked, torch.is_grad_enabled()))}
-        differing = differences(link.all_gather_object(own), link.ranks)
-        if differing:
+        recorded = digest((trained, tracked, torch.is_grad_enabled()))
+        if differing := self._differing(arguments, requires_grad=recorded):
             raise InputError(
-                f"{type(model).__name__} is trained with inputs that differ: {_arguments_in_words(differing)}; give "
+                f"{type(model).__name__} is trained with inputs that differ: {differing}; give "
                 "the same samples, noise and timesteps to all ranks"
                 + (
                     " of a data rank"
-                    if config.inputs == "per-data-rank"
+                    if self.context.config.inputs == "per-data-rank"
                     else ", or use inputs='per-data-rank' with data=N if every data rank has samples of its own"
                 )
             )
 
     def outside_request(self, arguments: Arguments) -> None:
         # These inputs were not broadcast: on all ranks alike they are compared, and refused if they differ.
-        world = self.context.mesh.world
-        own = _digests(_by_name(arguments))
-        differing = differences(world.all_gather_object(own), world.ranks)
-        if differing:
+        if differing := self._differing(arguments):
             raise InputError(
-                "a parallel transformer was called outside of its pipeline, with inputs that differ: "
-                f"{_arguments_in_words(differing)}; "
+                f"a parallel transformer was called outside of its pipeline, with inputs that differ: {differing}; "
                 "call ditmesh.parallelize() on the pipeline that calls it, too: its inputs are made the same then"
             )
-
-
-def _by_name(arguments: Arguments) -> dict[str, Any]:
-    """Arguments as a message names them, positional ones by their number."""
-    return {**{f"number {n}": value for n, value in enumerate(arguments.args, 1)}, **arguments.kwargs}
 
 
 class QuietRanks(Strategy):
