@@ -130,8 +130,8 @@ def uncut(name: str, config: dict[str, Any]) -> float:
 def _cut_only(self: TensorParallel) -> None:
     """Adapters are cut, but the sums stay behind the base layers."""
     for site, outer in self._linears():
-        if site.kind == "gathered":
-            self._hang("epilogue", site.path, outer, outer.register_forward_hook, self._epilogue(site))
+        if site.kind == "gathered" and self._lacks("epilogue", site.path, outer):
+            self._hung["epilogue", site.path] = outer, outer.register_forward_hook(self._epilogue(site))
         self._cut(site, _adapter_parameters(site, outer))
 
 

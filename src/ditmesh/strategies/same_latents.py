@@ -122,17 +122,13 @@ class SameLatents(Strategy):
                 if (step, number) in other and apart(other[step, number], every[0][step, number]) > limit
             ]
             if odd:
-                raise InputError(_in_words(step, odd, link.ranks[0]))
-
-
-def _in_words(step: int, odd: list[int], first: int) -> str:
-    ranks = f"rank {odd[0]} has" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} have"
-    what = "images at the end" if step < 0 else f"latents in step {step + 1}"
-    return (
-        f"{ranks} other {what} than rank {first}, so the image would be none that one device makes: a callback, or "
-        "code that runs between the steps, gives the ranks different values; let it draw from the generator that the "
-        "pipeline is given, or seed it alike on every rank"
-    )
+                ranks = f"rank {odd[0]} has" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} have"
+                what = "images at the end" if step < 0 else f"latents in step {step + 1}"
+                raise InputError(
+                    f"{ranks} other {what} than rank {link.ranks[0]}, so the image would be none that one device "
+                    "makes: a callback, or code that runs between the steps, gives the ranks different values; let it "
+                    "draw from the generator that the pipeline is given, or seed it alike on every rank"
+                )
 
 
 def _on_the_host(sums: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int], Tensor]:

@@ -28,7 +28,7 @@ from ..core.patching import Patch
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
 from ..forecast.costs.step import Share, StepForecast, Term
-from ..forecast.costs.work import Gather, Work, Workload
+from ..forecast.costs.work import Work, Workload
 from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
 from ..parts.own_tokens import OwnTokens, PerToken
@@ -682,12 +682,12 @@ def gathered(step: StepForecast) -> Iterator[Term]:
     if config.stages_or_patches:
         elements = image * max(block.width for block in work.blocks)
     else:
-        held = [one.tokens if config.reproducible else one.results for one in work.gathers if not _whole(one, share)]
+        # Not what every rank has anyway.
+        held = [
+            one.tokens if config.reproducible else one.results
+            for one in work.gathers
+            if not (one.text and share.text == 1)
+        ]
         elements = sum(one.of(image, text) for one in held)
     own = share.rows * elements / config.sequence * step.workload.element
     yield step.transfer("tokens gathered", ("ring", "ulysses"), "all_gather", own * (config.sequence - 1), share.calls)
-
-
-def _whole(gather: Gather, share: Share) -> bool:
-    """Whether every rank has all tokens anyway."""
-    return gather.text and share.text == 1

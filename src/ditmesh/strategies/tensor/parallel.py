@@ -245,19 +245,16 @@ class TensorParallel:
     def _follow_adapters(self) -> None:
         """Cut adapters that are still whole, and hang every epilogue behind base and adapters together."""
         for site, outer in self._linears():
-            if site.kind != "column":
-                self._hang("epilogue", site.path, outer, outer.register_forward_hook, self._epilogue(site))
+            if site.kind != "column" and self._lacks("epilogue", site.path, outer):
+                self._hung["epilogue", site.path] = outer, outer.register_forward_hook(self._epilogue(site))
             self._cut(site, _adapter_parameters(site, outer))
 
-    def _hang(
-        self, kind: str, path: str, module: nn.Module, register: Callable[..., RemovableHandle], hook: Any
-    ) -> None:
-        """Register a hook on the module at a path, in the place of that on the module that was there before."""
+    def _lacks(self, kind: str, path: str, module: nn.Module) -> bool:
+        """Whether the module at a path has no hook of a kind yet; that of the module that was there is taken off."""
         hung = self._hung.get((kind, path))
-        if hung is None or hung[0] is not module:
-            if hung is not None:
-                hung[1].remove()
-            self._hung[kind, path] = module, register(hook)
+        if hung is not None and hung[0] is not module:
+            hung[1].remove()
+        return hung is None or hung[0] is not module
 
     # --- gradients ---------------------------------------------------------------------------------------
 
@@ -267,8 +264,8 @@ class TensorParallel:
         Every rank has the gradients of its own slices; what is whole there gets a part from every rank.
         """
         for site, outer in self._linears():
-            if site.kind != "row":
-                self._hang("prologue", site.path, outer, outer.register_forward_pre_hook, self._prologue)
+            if site.kind != "row" and self._lacks("prologue", site.path, outer):
+                self._hung["prologue", site.path] = outer, outer.register_forward_pre_hook(self._prologue)
             for parameter, whole in _adapter_gradients(site, outer):
                 self._complete(parameter, self._added_once if whole else self.link.all_reduce)
             if site.kind == "row":
@@ -282,13 +279,15 @@ class TensorParallel:
 
         Outside of its block's call FSDP2 has a shard in its place, which autograd knows nothing of.
         """
+        if not self._lacks(name, path, module):
+            return
 
         def found(*_: Any) -> None:
             parameter = module._parameters.get(name)
             if parameter is not None:
                 self._complete(parameter, change)
 
-        self._hang(name, path, module, module.register_forward_pre_hook, found)
+        self._hung[name, path] = module, module.register_forward_pre_hook(found)
 
     def _prologue(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return enter_slices(self.link, args[0]), *args[1:]
