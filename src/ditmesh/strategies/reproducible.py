@@ -28,9 +28,9 @@ from ..comm.autograd import gather_features
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, aligned
-from ..core.arguments import Arguments, parameter_names
+from ..core.arguments import Arguments
 from ..core.partition import Partition, even_cut, offsets, weighted_cut
-from ..core.patching import Patch
+from ..core.patching import CallChain, Patch, Proceed
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
 from ..forecast.costs.step import Share
@@ -188,17 +188,14 @@ class TiledSequence(SequenceParallel):
     # --- a block, once for every tile ------------------------------------------------------------------------
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
-        names = parameter_names(type(block).forward)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def around(proceed: Proceed, arguments: Arguments) -> Any:
             if self._timing:
-                return restore.original(*args, **kwargs)
+                return proceed(arguments)
             # The layout of this call need not be that of the first.
-            return self._run_block(self._call.site or site, block, restore.original, Arguments(names, args, kwargs))
+            return self._run_block(self._call.site or site, block, proceed, arguments)
 
         undo = ExitStack()
-        restore = Patch(block, "forward", forward)
-        undo.callback(restore)
+        undo.callback(CallChain(block).add(around))
         for module in block.modules():
             if isinstance(module, nn.Linear):
                 undo.callback(self._meet_at(module))
@@ -218,14 +215,14 @@ class TiledSequence(SequenceParallel):
         restore = Patch(linear, "forward", forward)
         return restore
 
-    def _run_block(self, site: BlockSite, block: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    def _run_block(self, site: BlockSite, block: nn.Module, proceed: Proceed, arguments: Arguments) -> Any:
         recorded = requires_grad(block, arguments)
         if recorded:
             self._check_recorded(site, block)
 
         def run(part: Arguments) -> Any:
             _calls.set(0)
-            output = forward(*part.args, **part.kwargs)
+            output = proceed(part)
             self._call.attention_calls = _calls.get()
             return output
 

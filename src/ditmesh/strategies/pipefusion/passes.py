@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_unflatten
 from ...comm.link import Transfer
 from ...core.arguments import Arguments
 from ...core.partition import Partition
+from ...core.patching import Proceed
 from ...errors import InputError, LayoutError
 from ...layout import Region, Stream
 from ...parts.lazy import COMMON, Owners
@@ -102,7 +103,7 @@ class DryRun(ForwardRun):
                     )
                 self.skips[self._stages.numbers[site.path]] = self._made[id(value)][0]
 
-    def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    def block(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> Any:
         main = site.region.main
         # A tensor of its own, so that it can be told from what other blocks return.
         value = arguments.get(main.arg).clone()
@@ -126,16 +127,16 @@ class TextlessRun(ForwardRun):
         self.failed: set[str] = set()
         self._tried: set[str] = set()
 
-    def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    def block(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> Any:
         region, stages = site.region, self._stages
         own = stages.first <= stages.numbers[site.path] <= stages.last
         if own and has_text(region) and region.blocks not in self._tried:
             self._tried.add(region.blocks)
-            if not self._runs(site, forward, Arguments(arguments.names, tuple(arguments.args), arguments.kwargs)):
+            if not self._runs(site, proceed, arguments.copy()):
                 self.failed.add(region.blocks)
         return skipped(site, arguments)
 
-    def _runs(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> bool:
+    def _runs(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> bool:
         region = site.region
         if any(stream.replicate for stream in region.streams):
             return False
@@ -148,7 +149,7 @@ class TextlessRun(ForwardRun):
             if isinstance(value, Tensor) and ndim in (None, value.dim()) and value.shape[dim] == tokens.total >= least:
                 arguments.set(path, tokens.take(value, dim % value.dim(), self.patch).contiguous())
         try:
-            output = forward(*arguments.args, **arguments.kwargs)
+            output = proceed(arguments)
         except (torch.OutOfMemoryError, torch.distributed.DistError):
             # What says nothing of the text: memory that is full, a rank that is lost.
             raise
@@ -181,13 +182,12 @@ class TimedRun(ForwardRun):
         self._stages = stages
         self.seconds: list[float] = []
 
-    def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    def block(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> Any:
         stages = self._stages
         # Kinds are numbered in the order in which blocks run.
         if stages.kinds[stages.numbers[site.path]] == len(self.seconds):
             with filled(stages.model.get_submodule(site.path)):
-                work = partial(forward, *arguments.args, **arguments.kwargs)
-                self.seconds.append(median_seconds(work, stages.mesh.device))
+                self.seconds.append(median_seconds(partial(proceed, arguments), stages.mesh.device))
         return skipped(site, arguments)
 
 
@@ -253,10 +253,10 @@ class PatchRun(ForwardRun):
             for path in site.region.local:
                 arguments.set(path, self._received[source])
 
-    def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    def block(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> Any:
         number, stages = self._stages.numbers[site.path], self._stages
         if stages.first <= number <= stages.last:
-            return forward(*arguments.args, **arguments.kwargs)
+            return proceed(arguments)
         if number != stages.first - 1 or self._arriving is None:
             return skipped(site, arguments)
         self._received = dict(zip(self._arrived, self._arriving.wait(), strict=True))

@@ -21,9 +21,9 @@ from ...comm import Link
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.alignment import aligned
-from ...core.arguments import Arguments, parameter_names
+from ...core.arguments import Arguments
 from ...core.partition import Partition, even_cut
-from ...core.patching import Patch
+from ...core.patching import CallChain, Proceed
 from ...errors import ConfigError, LayoutError
 from ...forecast.costs.step import Share, StepForecast, Term
 from ...forecast.costs.work import Work, Workload
@@ -100,7 +100,7 @@ class ForwardRun:
     def before_block(self, site: BlockSite, arguments: Arguments) -> None:
         """A block is about to run or to be skipped; ``arguments`` are cut and may be changed."""
 
-    def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    def block(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> Any:
         """Run the block, or skip it."""
         return skipped(site, arguments)
 
@@ -208,19 +208,15 @@ class PatchParallel(SequenceParallel):
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """A block runs if it belongs to this stage, and is passed over if not."""
         self.coverage.watch(site, block)
-        names = parameter_names(type(block).forward)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.run is None:
-                return restore.original(*args, **kwargs)
-            return self.run.block(site, run_here, Arguments(names, args, kwargs))
+        def around(proceed: Proceed, arguments: Arguments) -> Any:
+            def run_here(arguments: Arguments) -> Any:
+                self._call.ran = not self.patch_link.alone
+                return proceed(arguments)
 
-        def run_here(*args: Any, **kwargs: Any) -> Any:
-            self._call.ran = not self.patch_link.alone
-            return restore.original(*args, **kwargs)
+            return proceed(arguments) if self.run is None else self.run.block(site, run_here, arguments)
 
-        restore = Patch(block, "forward", forward)
-        return restore
+        return CallChain(block).add(around)
 
     def before_block(self, site: BlockSite, arguments: Arguments) -> None:
         super().before_block(site, arguments)
