@@ -15,10 +15,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import lru_cache, wraps
 from math import prod
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from ...core.clock import TIMESTEPS
 from ...engine import Engine
 from ...errors import DitmeshError, LayoutError
 from ...layout import TokenLayout
-from ...layout.conventions import Conventions, Size, call_variants
+from ...layout.conventions import CallVariant, Conventions, Size, call_variants
 from ...layout.describe import on_meta
 from ...strategies.base import Context, Request, Strategy
 from ...strategies.pipefusion.stages import blocks_of, kinds_of
@@ -50,6 +51,8 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 _SMALL = 20480
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
 STEPS = 3
+# How models whose walk succeeded are called; every other way of calling them fails again.
+_VARIANTS: WeakKeyDictionary[nn.Module, CallVariant] = WeakKeyDictionary()
 
 
 # Bytes that an operation takes besides its results, from the operation, its arguments and its results.
@@ -117,12 +120,12 @@ def denoise(
         # Every rank has a branch of its own.
         workload = replace(workload, branches=-(-workload.branches // config.cfg))
         config = config.model_copy(update={"cfg": 1})
-    model = on_meta(transformer, dict(settings)).eval()
+    model = model_on_meta(transformer, json.dumps(settings, default=str))
     order = kinds_of(model, layout)
     counts = [order.count(kind) for kind in range(max(order) + 1)]
 
     def look(blocks: Sequence[int]) -> Needs:
-        with kept_blocks(model, layout, blocks):
+        with kept_blocks(model, layout, blocks), _collected_by_hand():
             return _step(model, layout, config, workload, dtype, shared_memory, workspace)
 
     once = look([1] * len(counts))
@@ -141,6 +144,32 @@ def denoise(
     return Needs(weights, activations + grown, kept, shared, once.blocks)
 
 
+@lru_cache(maxsize=2)
+def model_on_meta(kind: str, settings: str) -> nn.Module:
+    """A transformer whose blocks walks leave as they were; ``settings`` is its configuration as JSON."""
+    return on_meta(kind, json.loads(settings)).eval()
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    """Garbage is collected where the walk says so, among what the walk has made.
+
+    Else what is alive would depend on when Python collects, and most of a walk's time would go into looking at the
+    objects of all libraries.
+    """
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    if not frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
 def _step(
     model: nn.Module,
     layout: TokenLayout,
@@ -154,7 +183,7 @@ def _step(
     reasons: list[str] = []
     batch, calls = workload.calls(workload.pictures, workload.branches)
     size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
-    for way in sorted(call_variants(model), key=lambda way: way.optional):
+    for way in sorted(call_variants(model), key=lambda way: (way != _VARIANTS.get(model), way.optional)):
         with fake_weights(model, dtype):
             alive = LiveBytes((*model.parameters(), *model.buffers()), workspace)
             pools = SharedPools(alive) if shared_memory else None
@@ -172,6 +201,7 @@ def _step(
                 # The first parameter may be one that stays in float32.
                 make.dtype = dtype
                 kept = _some_steps(engine, model, alive, make, size, calls)
+                _VARIANTS[model] = way
                 return Needs(weights, alive.peak, kept, pools.bytes if pools else 0.0, blocks)
             except (DitmeshError, *FAILURES) as error:
                 reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
@@ -193,6 +223,7 @@ def _some_steps(engine: Engine, model: nn.Module, alive: LiveBytes, make: Conven
         before = alive.now
         outputs = run_steps(engine, model, inputs, calls)
         del outputs
+        gc.collect()
         kept = max(0.0, alive.now - before)
         engine.end_request()
     return kept
