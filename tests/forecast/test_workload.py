@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from ditmesh import ParallelConfig
+from ditmesh.cli.values import settings_of
 from ditmesh.core.unexpected import RAISE
 from ditmesh.errors import InputError, LayoutError
 from ditmesh.forecast import auto
@@ -25,6 +26,7 @@ from ditmesh.forecast.memory.available import free_memory
 from ditmesh.forecast.memory.check import check_memory, components_of, components_of_shape
 from ditmesh.forecast.memory.phases import fullest
 from ditmesh.forecast.plan.subject import subject
+from ditmesh.forecast.prediction import predict
 from ditmesh.forecast.search import search
 from ditmesh.forecast.workload import usual_frames, usual_size, workload_of
 from ditmesh.generate import runner
@@ -210,6 +212,57 @@ def test_plan_and_memory_check_agree_on_what_fits(share: float, monkeypatch: pyt
         assert not fits
     else:
         assert fits
+
+
+# Words of a configuration, the model, and frames of a video.
+SAME = [
+    ("", "emoji-sd3", None),
+    ("cfg=2", "emoji-sd3", None),
+    ("tensor=2", "emoji-sd3", None),
+    ("ulysses=2 shard=2", "emoji-sd3", None),
+    ("pipe=2 patches=2", "emoji-sd3", None),
+    ("ring=2 exchange=displaced", "emoji-sd3", None),
+    ("ulysses=2 reproducible text_encoder=sharded", "emoji-sd3", None),
+    ("offload", "emoji-sd3", None),
+    ("ulysses=2 vae=bands", "wan", 9),
+    ("ring=2 exchange=displaced", "wan", 13),
+]
+
+
+@pytest.mark.parametrize(("words", "name", "frames"), SAME)
+def test_all_say_the_same_memory(
+    words: str,
+    name: str,
+    frames: int | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The plan, ``inspect --memory``, and the checks before a request and before loading alone."""
+    monkeypatch.setattr(memory._MemoryFit, "_smallest", lambda *_: None)
+    offloaded, size = words == "offload", (64, 64)
+    config = ParallelConfig(**settings_of("" if offloaded else words))
+    if name == "wan":
+        saved(tmp_path, name)
+        name = str(tmp_path)
+    info, hardware = find_model(name), machine("cpu", config.world_size)
+    runtime = hardware.device.runtime
+    about = subject(name, dtype="float32", size=size, frames=frames, offloaded=offloaded)
+    limits = about.limits(hardware, "stale", None, None)
+    planned = predict(config, about.model.work, about.workload, hardware, memory_of=limits.memory_of)
+    assert planned.weights < planned.memory
+    if not offloaded:
+        given = [name, "--memory", "--config", words, "--size", "64x64", "--dtype", "float32"]
+        given = [*given[:2], *given[4:]] if not words else given
+        found = inspected(capsys, given if frames is None else [*given, "--frames", str(frames)])
+        assert max(one["peak_bytes"] for one in found["ranks"]) == pytest.approx(planned.memory)
+    asked = workload_of(info, size, frames=frames)
+    parts = torch.float32, torch.device("cpu"), asked
+    # What a process takes by itself is no longer free.
+    needed = planned.memory - runtime
+    check_memory(info, config, *parts, limit=1.001 * needed, offloaded=offloaded)
+    with pytest.raises(InputError, match="are free"):
+        check_memory(info, config, *parts, limit=0.999 * needed, offloaded=offloaded)
 
 
 def test_encoding_before_takes_encoders_out_of_what_follows():

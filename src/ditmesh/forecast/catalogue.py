@@ -35,8 +35,6 @@ class Shape:
         scale: pixels of a latent.
         vae: class of the autoencoder and its configuration; None: not known.
         encoders: the same of text encoders, by the component's name.
-        beside: numbers in the weights of both.
-        decode: numbers that are alive at the peak of a whole decode, for each pixel of a picture; 0: not known.
     """
 
     name: str
@@ -55,8 +53,6 @@ class Shape:
     scale: int = 8
     vae: tuple[str, dict[str, Any]] | None = None
     encoders: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
-    beside: int = 0
-    decode: int = 0
 
     def check_frames(self, frames: int) -> None:
         """Reject frames for an image model, and a number that the VAE would round.

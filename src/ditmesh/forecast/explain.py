@@ -28,18 +28,15 @@ class Line:
 def table(found: Found, hardware: Hardware, objective: Objective) -> list[Line]:
     """The best configurations, then common alternatives with their disadvantages."""
     best = found.best[0]
-    lines = [
-        Line(one, why(one, hardware) if one is best else against(one, best, hardware, objective))
-        for one in found.best[:SHOWN]
-    ]
-    shown = {line.prediction.config.describe() for line in lines}
-    for one in found.best[SHOWN:]:
-        if _obvious(one, hardware) and one.config.describe() not in shown:
-            lines.append(Line(one, against(one, best, hardware, objective)))
-    for one in found.too_large:
-        if _obvious(one, hardware):
-            lines.append(Line(one, too_large(one, hardware), fits=False))
-    return lines
+    shown = [one for at, one in enumerate(found.best) if at < SHOWN or _obvious(one, hardware)]
+    lines: dict[str, Line] = {}
+    for one in (*shown, *(one for one in found.too_large if _obvious(one, hardware))):
+        if one.memory > found.room:
+            line = Line(one, too_large(one, hardware), fits=False)
+        else:
+            line = Line(one, why(one, hardware) if one is best else against(one, best, hardware, objective))
+        lines.setdefault(one.config.describe(), line)
+    return sorted(lines.values(), key=lambda line: not line.fits)
 
 
 def _obvious(one: Prediction, hardware: Hardware) -> bool:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..core.alive import LiveBytes
+from ..core.alive import PLAIN
 from ..core.partition import Partition, even_cut
 from ..errors import DitmeshError, LayoutError
 from ..layout import Region, Stream, TokenLayout
@@ -80,15 +81,14 @@ class _AttentionTo(WithoutValues):
         return self._recorder.attend(given["query"], given["key"], given["value"])
 
 
-class _Recorder(LiveBytes):
-    """Notes every operation, in which block, and how many elements are alive."""
+class _Recorder(TorchDispatchMode):
+    """Notes every operation, and in which block."""
 
     def __init__(self, model: nn.Module, blocks: dict[nn.Module, int]) -> None:
         super().__init__()
         self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
         self._inside: list[nn.Module] = []
         self.records: list[_OperationRecord] = []
-        self.peaks: dict[int | None, float] = {}
 
     @property
     def block(self) -> int | None:
@@ -97,10 +97,6 @@ class _Recorder(LiveBytes):
 
     def enter(self, module: nn.Module, _: Any) -> None:
         """A module begins."""
-        # Memory of weights is no activation's.
-        for held in (*module._parameters.values(), *module._buffers.values()):
-            if held is not None:
-                self.hold(held)
         self._inside.append(module)
 
     def leave(self, *_: Any) -> None:
@@ -118,9 +114,10 @@ class _Recorder(LiveBytes):
         self.records.append(_OperationRecord(kind, self.block, path, amounts, widths))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.reset()
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.peaks[self.block] = max(self.peaks.get(self.block, 0.0), self.peak)
+        if any(kind not in PLAIN for kind in types):
+            # A tensor that consists of others: what it does with those is seen.
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if views or not made:
@@ -137,10 +134,6 @@ class _Recorder(LiveBytes):
         self._note("pointwise", (float(elements), float(flops)))
         return out
 
-    def size_of(self, tensor: Tensor) -> float:
-        """Elements, on the meta device, too."""
-        return tensor.untyped_storage().nbytes() / tensor.element_size()
-
 
 def work_of(model: nn.Module, layout: TokenLayout) -> Work:
     """The work of a transformer.
@@ -156,7 +149,6 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
     with one_of_a_kind(model, layout) as (lists, numbers):
         runs = _runs(model, layout, numbers)
         cuts, sliced = _cuts(model, numbers)
-    tokens = [run.tokens for run in runs]
     solved = _solved(runs)
     kinds: list[BlockWork] = []
     for block, kind in numbers.items():
@@ -167,25 +159,35 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
                 name=lists[kind],
                 count=order.count(kind),
                 operations=_operations(solved, kind, cuts, names=sliced[kind][1]),
-                parameters=sum(parameter.numel() for parameter in block.parameters()),
+                parameters=_elements(block.parameters()),
                 sliced=sliced[kind][0],
                 width=runs[0].widths[kind],
                 text=any(not stream.replicate for stream in texts),
                 whole_text=any(stream.replicate for stream in texts),
-                peak=_solve([run.peaks.get(kind, 0.0) for run in runs], tokens),
             )
         )
-    total = sum(parameter.numel() for parameter in model.parameters())
-    rest = BlockWork(
-        name="",
-        count=1,
-        operations=_operations(solved, None, {}, names=set()),
-        parameters=total - sum(block.parameters * block.count for block in kinds),
-        width=0,
-        peak=_solve([run.peaks.get(None, 0.0) for run in runs], tokens),
+    outside_blocks = _elements(model.parameters()) - sum(block.parameters * block.count for block in kinds)
+    return Work(
+        model=type(model).__name__,
+        blocks=tuple(kinds),
+        order=tuple(order),
+        rest=BlockWork("", 1, _operations(solved, None, {}, names=set()), outside_blocks),
+        heads=heads_of(model, layout) or 1,
+        output=_solve([run.output for run in runs], [run.tokens for run in runs]),
+        gathers=_gathers(runs),
+        buffers=_elements(model.buffers()),
+        outside=parameters_outside(model, layout),
     )
-    output = _solve([run.output for run in runs], tokens)
-    gathers = tuple(
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _gathers(runs: list[_Run]) -> tuple[Gather, ...]:
+    """What sequence ranks gather behind lists of blocks, with how it grows."""
+    tokens = [run.tokens for run in runs]
+    return tuple(
         Gather(
             text=same[0].stream == "text",
             tokens=_solve([one.tokens for one in same], tokens),
@@ -193,10 +195,6 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
         )
         for same in zip(*(run.gathers for run in runs), strict=True)
     )
-    buffers = sum(buffer.numel() for buffer in model.buffers())
-    outside = parameters_outside(model, layout)
-    heads = heads_of(model, layout) or 1
-    return Work(type(model).__name__, tuple(kinds), tuple(order), rest, heads, output, gathers, buffers, outside)
 
 
 @contextmanager
@@ -246,7 +244,6 @@ class _Run:
 
     tokens: tuple[float, float]
     records: list[_OperationRecord]
-    peaks: dict[int | None, float]
     widths: dict[int, int]
     output: float
     gathers: list[_Gather]
@@ -318,10 +315,6 @@ def _run(
                 held = (*model.named_parameters(), *model.named_buffers())
                 weights = {name: torch.empty(one.shape, dtype=one.dtype, device="cpu") for name, one in held}
             inputs = conventions.inputs(size)
-            for leaf in tree_leaves(inputs):
-                if isinstance(leaf, Tensor):
-                    # The caller has them all the time.
-                    recorder.watch(leaf)
             with recorder, _AttentionTo(recorder):
                 output = functional_call(model, weights, (), inputs)
             for hook in hooks:
@@ -337,7 +330,7 @@ def _run(
     elements = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     image = seen.get("image", next(iter(seen.values()), size.image))
     tokens = (image, seen.get("text", size.text))
-    return _Run(tokens, recorder.records, recorder.peaks, widths, elements, gathers)
+    return _Run(tokens, recorder.records, widths, elements, gathers)
 
 
 def _ends(layout: TokenLayout) -> list[Region]:

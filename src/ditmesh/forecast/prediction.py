@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..config import ParallelConfig
@@ -13,6 +13,9 @@ from ..strategies.stale.warmup import StaleSteps
 from .costs.hardware import Hardware
 from .costs.step import Share, StepForecast, Term, launched_ahead
 from .costs.work import Work, Workload
+
+# What the rank that needs most holds under a configuration, by a walk; None: the model cannot run without values.
+MemoryOf = Callable[[ParallelConfig], Sequence[Term] | None]
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class Prediction:
         synchronous: terms of an exact step.
         stale: terms of one that reuses keys; as ``synchronous`` where none does.
         exact_steps: how many steps are synchronous.
-        kept: terms of memory.
+        weights: bytes of the transformer's weights on the rank with most of them.
+        keys: bytes of keys that patches of pipeline stages keep from step to step.
+        memory_of: what says the memory, when it is asked for; None: the weights are all that is known.
     """
 
     config: ParallelConfig
@@ -33,7 +38,9 @@ class Prediction:
     synchronous: tuple[Term, ...]
     stale: tuple[Term, ...]
     exact_steps: int
-    kept: tuple[Term, ...]
+    weights: float
+    keys: float
+    memory_of: MemoryOf | None = field(default=None, repr=False, compare=False)
 
     @property
     def step(self) -> float:
@@ -51,6 +58,20 @@ class Prediction:
         late = self.workload.steps - self.exact_steps
         once = sum(term.seconds for term in self.stale if term.kind == "request") if late else 0.0
         return self.exact_steps * self.first_step + late * self.step + once
+
+    @cached_property
+    def kept(self) -> Sequence[Term]:
+        """What the rank that needs most holds: a walk, which takes a second where no one has made it before.
+
+        Where a walk is impossible, the transformer's weights, by a name that says so.
+        """
+        found = self.memory_of and self.memory_of(self.config)
+        return found or [Term("weights of the transformer alone", "memory", memory=self.weights)]
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether `kept` is known already."""
+        return "kept" in vars(self)
 
     @property
     def memory(self) -> float:
@@ -77,7 +98,12 @@ def _seconds(terms: Sequence[Term]) -> float:
 
 
 def predict(
-    config: ParallelConfig, work: Work, workload: Workload, hardware: Hardware, recipe: Recipe = RECIPE
+    config: ParallelConfig,
+    work: Work,
+    workload: Workload,
+    hardware: Hardware,
+    recipe: Recipe = RECIPE,
+    memory_of: MemoryOf | None = None,
 ) -> Prediction:
     """Predict the cost of a configuration.
 
@@ -87,6 +113,7 @@ def predict(
         workload: what is asked for.
         hardware: devices and links.
         recipe: its strategies say what they share out and exchange.
+        memory_of: as of `Prediction`.
     """
     strategies = wanted(recipe, config)
     late = StaleSteps in strategies
@@ -102,37 +129,13 @@ def predict(
         steps.append(step)
         terms.append([*step.compute(), *(term for strategy in strategies for term in strategy.terms(step))])
     # A stage holds its own blocks only, in every step.
-    memory = [*_memory_estimate(steps[-1]), *(term for term in terms[-1] if term.kind == "memory")]
+    weights, keys = steps[-1].weights, sum(term.memory for term in terms[-1] if term.kind == "memory")
     timed = [_merged([term for term in some if term.kind != "memory"]) for some in terms]
     if hardware.device.ahead:
         # The queue is long enough for what ranks wait for, too.
         timed = [_merged(launched_ahead(some)) for some in timed]
-    return Prediction(config, workload, timed[0], timed[-1], min(exact, workload.steps), _merged(memory))
-
-
-def _memory_estimate(step: StepForecast) -> list[Term]:
-    """Of what a rank holds beside what strategies keep, linear in the tokens: it takes no class of a model.
-
-    `ditmesh.forecast.memory` says what a rank really needs, and takes seconds a configuration; a search asks it of the
-    best configurations of which this estimate is near the limit.
-    """
-    workload, share, work = step.workload, step.share, step.work
-    weights = float(work.rest.parameters + work.buffers)
-    for block, count in step.kinds():
-        weights += count * (block.parameters - block.sliced + block.sliced / share.tensor)
-    image, text = workload.image / share.image / share.pieces, workload.text / share.text
-    peak = share.rows * max((block.peak.of(image, text) for block in work.blocks), default=0.0)
-    # What surrounds the blocks sees all tokens.
-    around = share.rows * work.rest.peak.of(workload.image, workload.text)
-    activations = max(peak, around) * workload.element
-    # In bands every rank has its rows alone (those of neighbours left out, which are few).
-    bands = 1 if step.config.vae == "whole" or step.config.reproducible else step.config.world_size
-    return [
-        Term("weights", "memory", memory=weights * workload.element, holds="weights"),
-        Term("text encoders and VAE", "memory", memory=workload.beside),
-        Term("activations", "memory", memory=max(activations, workload.decode / bands)),
-        Term("process", "memory", memory=step.hardware.device.runtime),
-    ]
+    exact = min(exact, workload.steps)
+    return Prediction(config, workload, timed[0], timed[-1], exact, weights, keys, memory_of)
 
 
 def synchronous_steps(config: ParallelConfig, steps: int) -> int:

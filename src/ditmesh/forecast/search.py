@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -18,13 +18,12 @@ from ..strategies.base import Exactness, VariantLimits, variant
 from ..strategies.tensor.slices import plan as tensor_plan
 from .candidates import grids
 from .costs.hardware import Hardware
-from .costs.step import Term
 from .costs.work import Work, Workload
 from .model_work import one_of_a_kind
-from .prediction import Prediction, predict
+from .prediction import MemoryOf, Prediction, predict
 
 Objective = Literal["latency", "throughput", "cost"]
-# Configurations that fit, behind which memory is looked at no more closely; and how many are looked at at most.
+# Configurations that fit, behind which a search asks for the memory of no more; and how many walks it makes at most.
 ENOUGH, MOST_LOOKS = 5, 12
 
 
@@ -68,9 +67,8 @@ class SearchLimits:
         tested: leave out what the parity matrix has not run.
         shared_memory: whether ranks of one host share memory.
         text_encoder: where text encoders are, as of `ParallelConfig`.
-        needed: what the rank that needs most holds, by the program itself; asked of the best configurations near the
-            limit. None: only the sum of the terms is known; the same of a result of None.
-        near: of the device's memory, how far a prediction may be away from it and count as near.
+        memory_of: what says how much the rank that needs most holds; None: the transformer's weights are all that
+            counts.
         recipe: strategies; every variant of each is tried.
     """
 
@@ -81,8 +79,7 @@ class SearchLimits:
     tested: bool = True
     shared_memory: bool = True
     text_encoder: TextEncoderPolicy = "whole"
-    needed: Callable[[ParallelConfig], Sequence[Term] | None] | None = None
-    near: float = 0.15
+    memory_of: MemoryOf | None = None
     recipe: Recipe = RECIPE
 
 
@@ -91,16 +88,19 @@ class Found:
     """The result of a search.
 
     Attributes:
-        best: predictions that keep to all limits, best first.
-        too_large: those that need more memory than a device has, the smallest first.
+        best: predictions that keep to all limits, best first; of those behind the first that fit only the weights
+            are known to.
+        too_large: those that need more memory than a device has, those with the smallest weights first.
         too_slow: those that miss the deadline.
         refused: sentences of the checks, and how many configurations each has refused.
+        room: bytes of a device.
     """
 
     best: list[Prediction] = field(default_factory=list)
     too_large: list[Prediction] = field(default_factory=list)
     too_slow: list[Prediction] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
+    room: float = float("inf")
 
 
 def search(
@@ -111,14 +111,14 @@ def search(
     Raises:
         InputError: none is valid, or none fits; says what is missing and what would fit.
     """
-    found, predictions = Found(), list[Prediction]()
     room = hardware.device.memory if limits.memory is None else limits.memory
+    found, predictions = Found(room=room), list[Prediction]()
     for config in candidates(model, workload, hardware.world_size, limits):
         reason = refusal(config, model, limits)
         if reason is not None:
             found.refused[reason] += 1
             continue
-        prediction = predict(config, model.work, workload, hardware, recipe=limits.recipe)
+        prediction = predict(config, model.work, workload, hardware, limits.recipe, limits.memory_of)
         if limits.deadline is not None and prediction.latency > limits.deadline:
             found.too_slow.append(prediction)
         else:
@@ -126,27 +126,32 @@ def search(
     # Of two that are as good the one with fewer devices.
     value = score(objective, hardware.world_size)
     predictions.sort(key=lambda one: (value(one), one.config.world_size))
-    for prediction in _looked_at(predictions, room, limits):
-        (found.too_large if prediction.memory > room else found.best).append(prediction)
-    found.too_large.sort(key=lambda one: one.memory)
+    found.best, found.too_large = _by_memory(predictions, room)
+    found.too_large.sort(key=lambda one: one.weights)
     found.too_slow.sort(key=lambda one: one.latency)
     if not found.best:
-        raise InputError(_nothing(found, hardware, room, limits))
+        raise InputError(_nothing(found, hardware, limits))
     return found
 
 
-def _looked_at(predictions: list[Prediction], room: float, limits: SearchLimits) -> Iterator[Prediction]:
-    """The predictions, with what ``limits.needed`` says of the memory of the first that may fit or may not."""
-    fitting = looks = 0
-    for prediction in predictions:
-        near = abs(prediction.memory - room) <= limits.near * room
-        if limits.needed is not None and near and fitting < ENOUGH and looks < MOST_LOOKS:
-            looks += 1
-            terms = limits.needed(prediction.config)
-            if terms is not None:
-                prediction = replace(prediction, kept=tuple(terms))
-        fitting += prediction.memory <= room
-        yield prediction
+def _by_memory(predictions: list[Prediction], room: float) -> tuple[list[Prediction], list[Prediction]]:
+    """Those that fit and those that do not, both in the given order.
+
+    Hundreds of walks would take minutes. The first are made in order, until enough fit; of what is behind those only
+    the weights have to. Where none of the first fits, the configurations with the smallest weights are looked at.
+    """
+    light = [one for one in predictions if one.weights <= room]
+    fitting = 0
+    for one in light[:MOST_LOOKS]:
+        fitting += one.memory <= room
+        if fitting == ENOUGH:
+            break
+    some = light if fitting else sorted(light, key=lambda one: one.weights)[:MOST_LOOKS]
+    fits = {id(one) for one in some if (fitting and not one.looked_at) or one.memory <= room}
+    best, others = list[Prediction](), list[Prediction]()
+    for one in predictions:
+        (best if id(one) in fits else others).append(one)
+    return best, others
 
 
 def score(objective: Objective, devices: int) -> Callable[[Prediction], float]:
@@ -203,18 +208,19 @@ def refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -> str |
     return model.why_not_cut(config.tensor) if config.tensor > 1 else None
 
 
-def _nothing(found: Found, hardware: Hardware, room: float, limits: SearchLimits) -> str:
-    """Why no configuration is left, and one that would fit."""
+def _nothing(found: Found, hardware: Hardware, limits: SearchLimits) -> str:
+    """Why nothing is left, and what would fit."""
     if found.too_slow:
         return (
             f"no configuration for {hardware.describe()} is done in {limits.deadline:g} s; the fastest, "
             f"{found.too_slow[0].config.describe()}, is predicted to take {found.too_slow[0].latency:.3g} s"
         )
     if found.too_large:
-        least = found.too_large[0]
+        looked_at = [one for one in found.too_large if one.looked_at] or found.too_large[:1]
+        least = min(looked_at, key=lambda one: one.memory)
         needs = ", ".join(f"{term.memory / 1e9:.3g} GB of {term.name}" for term in least.kept if term.memory > 1e7)
         return (
-            f"the model fits on no device of {room / 1e9:g} GB: the smallest, {least.config.describe()}, needs "
+            f"the model fits on no device of {found.room / 1e9:g} GB: the smallest, {least.config.describe()}, needs "
             f"{least.memory / 1e9:.3g} GB on a rank ({needs}); use devices with that much memory, more of them with "
             "tensor or (with --stale) pipe, or a smaller --dtype"
         )

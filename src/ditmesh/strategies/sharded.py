@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -29,7 +29,8 @@ from ..core.alive import PLAIN
 from ..core.arguments import Arguments
 from ..core.patching import CallChain, Patch, Proceed, refuse_loading, refuse_saving
 from ..errors import ConfigError, InputError
-from ..forecast.costs.step import SHARD, StepForecast, Term
+from ..forecast.costs.step import SHARD, Share, StepForecast, Term
+from ..forecast.costs.work import Work, Workload
 from ..layout import TokenLayout
 from .base import Strategy
 from .caches import diffusers_hooks
@@ -559,20 +560,19 @@ class ShardedModels(Strategy):
             undo.callback(model.add(sharded).close)
 
     @classmethod
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
+        return replace(share, shard=config.shard)
+
+    @classmethod
     def terms(cls, step: StepForecast) -> Iterator[Term]:
         """A rank sends its part of every block's weights for each run of it, beside the block before."""
         share, size, name = step.share, step.config.shard, "weights (shard)"
         runs, element = share.calls * share.pieces, step.workload.element
         beside = sum(term.seconds for term in step.compute()) / max(1, sum(share.blocks) * runs)
-        kept, largest = 0.0, 0.0
         for block, count in step.kinds():
             weights = (block.parameters - block.sliced + block.sliced / share.tensor) * element
             lacking = weights * (size - 1) / size
             yield step.transfer(name, (SHARD,), "all_gather", lacking, count * runs, behind=beside)
-            kept, largest = kept - count * lacking, max(largest, lacking)
         if outside := step.work.outside * element * (size - 1) / size:
             # Nothing runs beside them: they are asked for when their layer is called.
             yield step.transfer(name, (SHARD,), "all_gather", outside, share.rest * share.calls)
-            kept -= outside
-        # What it lacks of a block that runs and of the next one is there for a while.
-        yield Term(name, "memory", memory=kept + min(2, sum(share.blocks)) * largest)

@@ -51,11 +51,10 @@ class Term:
         hidden: seconds that run beside computation.
         meetings: how often ranks wait for the last of them in a step.
         sent: bytes that a rank sends in a step.
-        memory: bytes that a rank keeps.
+        memory: bytes that a rank holds.
         through: name of the link.
         axes: whose ranks exchange it, or `SHARD`.
         route: from whom to whom; see `Route`.
-        holds: what the memory holds, where others ask for it by this key; ``name`` is for people.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Term:
     through: str = ""
     axes: tuple[str, ...] = ()
     route: Route | Literal[""] = ""
-    holds: Literal["", "weights", "keys"] = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,7 @@ class Share:
         heads: ranks that share the heads, besides those that share weights.
         chunks: kernels that one attention is computed with.
         tensor: ranks that share weights.
+        shard: ranks of which each keeps a part of the large weights while their layers do not run.
         pieces: times that a block runs, each on a part of the image's tokens.
         blocks: of every kind, how many run.
         rest: times that what surrounds the blocks runs.
@@ -98,6 +97,7 @@ class Share:
     heads: int = 1
     chunks: int = 1
     tensor: int = 1
+    shard: int = 1
     pieces: int = 1
     rest: int = 1
 
@@ -137,6 +137,16 @@ class StepForecast:
     ) -> None:
         self.config, self.work, self.workload, self.hardware = config, work, workload, hardware
         self.share, self.stale = share, stale
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the transformer's weights that a rank keeps, which a search knows without a walk."""
+        work, share = self.work, self.share
+        shared = work.outside + sum(
+            count * (block.parameters - block.sliced + block.sliced / share.tensor) for block, count in self.kinds()
+        )
+        whole = work.rest.parameters - work.outside + work.buffers
+        return (whole + shared / share.shard) * self.workload.element
 
     def kinds(self) -> Iterator[tuple[BlockWork, int]]:
         """Kinds of blocks that run here, with how often one forward runs each."""

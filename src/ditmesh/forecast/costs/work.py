@@ -79,7 +79,6 @@ class BlockWork:
         width: features of a token between blocks.
         text: whether its text is a stream that ranks share out, and not a constant.
         whole_text: whether it is a stream that every rank has whole, whatever the text policy.
-        peak: elements alive at once beside weights, and the streams.
     """
 
     name: str
@@ -90,7 +89,6 @@ class BlockWork:
     width: int = 0
     text: bool = False
     whole_text: bool = False
-    peak: TokenCount = NONE
 
 
 @dataclass(frozen=True)
@@ -175,8 +173,6 @@ class Workload:
         element: bytes of an element of the weights.
         width, height: in pixels; 0 where only tokens are known, which do not say what decoding takes.
         latent_frames: that the autoencoder decodes; 0: as many as there are tokens along time.
-        beside: bytes of what every rank holds beside the transformer: text encoders, VAE.
-        decode: bytes that decoding whole pictures takes at most, beside those.
     """
 
     rows: int
@@ -191,8 +187,6 @@ class Workload:
     width: int = 0
     height: int = 0
     latent_frames: int = 0
-    beside: float = 0.0
-    decode: float = 0.0
 
     @classmethod
     def of_tokens(cls, image: int, text: int, **sizes: Any) -> Workload:

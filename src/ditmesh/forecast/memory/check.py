@@ -195,8 +195,8 @@ class _MemoryFit:
             here = room if whole is None else whole / devices
             full = [one for one in found.best if one.config.world_size == devices]
             # Weights that are too large by themselves need no closer look.
-            full = [one for one in full if sum(t.memory for t in one.kept if t.holds == "weights") <= here]
-            for one in sorted(full, key=lambda one: one.memory)[:_TRIED]:
+            full = [one for one in full if one.weights <= here]
+            for one in sorted(full, key=lambda one: one.weights)[:_TRIED]:
                 needed, _ = self.most(one.config)
                 if needed <= here:
                     return (

@@ -127,6 +127,9 @@ class PhantomLink(Link):
         traffic: what counts the bytes sent.
         pools: shared memory of the ranks; None: tensors travel over a process group.
         listen: told of each exchange: the link's name, its kind and the bytes that this rank sends.
+
+    Attributes:
+        over: what is gathered from now on is not looked at: weights that are put together behind the last step.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class PhantomLink(Link):
     ) -> None:
         super().__init__(name, range(size), rank, traffic)
         self._listen = listen
+        self.over = False
         # It stands for a `SharedChannel`.
         self.connect(None, None if pools is None or size == 1 else _Channel(pools, range(size)))  # type: ignore[arg-type]
 
@@ -151,6 +155,11 @@ class PhantomLink(Link):
     def _matches(self) -> bool:
         # Messages of gloo go pair by pair.
         return True
+
+    def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        if not self.over:
+            return super().all_gather(piece, lengths, dim)
+        return piece.new_empty((*piece.shape[:dim], sum(lengths), *piece.shape[dim + 1 :]))
 
     def _together(self, collective: Callable[..., Any], *tensors: Any) -> None:
         """Ranks that are not there have the same."""

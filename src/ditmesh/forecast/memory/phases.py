@@ -18,6 +18,7 @@ from ..costs.hardware import machine
 from ..costs.work import Workload
 from ..model_work import work_of
 from ..prediction import predict
+from .cache import kept
 from .walk import Needs, Workspace, cpu_workspace, decode, denoise, encode
 
 PhaseName = Literal["load", "encode", "denoise", "decode"]
@@ -205,17 +206,6 @@ def _phases(
     return tuple(phases)
 
 
-def around(components: Components, workload: Workload, dtype: torch.dtype) -> tuple[float, float, float]:
-    """What is beside the transformers on a GPU: bytes of weights, and of tensors of encoding and of a whole decode.
-
-    Raises:
-        LayoutError: as for `needs`.
-    """
-    config, how = ParallelConfig(), _WalkOptions(dtype, False, None)
-    text, vae = _encoding(components, config, workload, how), _decoding(components, config, workload, how)
-    return text.loaded + vae.weights + components.other, text.activations, vae.activations
-
-
 class _WalkOptions(NamedTuple):
     """What all walks are told."""
 
@@ -228,10 +218,11 @@ def _encoding(
     components: Components, config: ParallelConfig, workload: Workload, how: _WalkOptions, offloaded: bool = False
 ) -> _EncoderMemory:
     """Of a rank that encodes."""
-    parts = components.encoders.values()
-    whole = [encode(part.kind, part.settings, ParallelConfig(), workload.text, *how) for part in parts]
+    alone, parts = ParallelConfig(), components.encoders.values()
+    whole = [_encoder(part, alone, workload.text, *how)[0] for part in parts]
     cut = config.text_encoder == "sharded" and config.world_size > 1
-    every = [encode(part.kind, part.settings, config, workload.text, *how) for part in parts] if cut else whole
+    among = _settings(config, "text_encoder", "shared_memory", ring=config.world_size)
+    every = [_encoder(part, among, workload.text, *how)[0] for part in parts] if cut else whole
     most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
     if offloaded:
         return _EncoderMemory(0.0, most.weights, 0.0, most.activations, most.shared)
@@ -241,22 +232,22 @@ def _encoding(
 
 
 def _decoding(components: Components, config: ParallelConfig, workload: Workload, how: _WalkOptions) -> Needs:
-    vae = components.vae
-    if vae is None:
+    if components.vae is None:
         return Needs(0.0, 0.0)
+    # Which axes share the rows of a picture makes no difference; reproducible ones are decoded whole.
+    rest = 1 if config.reproducible else config.world_size // (config.data * config.cfg)
+    among = _settings(config, "data", "cfg", "vae", "reproducible", "shared_memory", ring=rest)
     plane = (workload.height // components.scale, workload.width // components.scale)
-    model: Any = on_meta(vae.kind, dict(vae.settings))
-    # With what the class has by default.
-    channels = model.config.get("latent_channels") or model.config.get("z_dim") or 4
-    decoder = getattr(model, "decoder", model)
-    video = any(parameter.dim() == 5 for parameter in decoder.parameters())
-    frames = (workload.latent_frames or workload.frames,) if video else ()
-    return decode(vae.kind, vae.settings, config, (workload.pictures, channels, *frames, *plane), *how)
+    frames = workload.latent_frames or workload.frames
+    return _decoder(components.vae, among, workload.pictures, frames, plane, *how)[0]
 
 
 def _denoising(components: Components, config: ParallelConfig, workload: Workload, how: _WalkOptions) -> list[Needs]:
-    """The memory of every stage's ranks for all transformers."""
-    stages = [[*_stages(part, config, workload, how)] for part in components.denoisers]
+    """For every stage what its ranks need, of all transformers."""
+    # Neither where the other components are nor how many steps follow changes a step.
+    among = config.model_copy(update={"text_encoder": "whole", "vae": "auto"})
+    workload = replace(workload, steps=1, element=how.dtype.itemsize)
+    stages = [_stages(part, among, workload, *how) for part in components.denoisers]
     return [
         Needs(
             # One of several transformers runs at a time.
@@ -269,28 +260,67 @@ def _denoising(components: Components, config: ParallelConfig, workload: Workloa
     ]
 
 
-def _stages(part: Component, config: ParallelConfig, workload: Workload, how: _WalkOptions) -> list[Needs]:
-    """The memory of every stage's ranks for one transformer."""
+def _settings(config: ParallelConfig, *names: str, **others: Any) -> ParallelConfig:
+    """A configuration of these settings of another one, and of others."""
+    return ParallelConfig(**config.model_dump(include={*names}), **others)
+
+
+@kept
+def _encoder(
+    part: Component,
+    config: ParallelConfig,
+    text: int,
+    dtype: torch.dtype,
+    shared_memory: bool,
+    workspace: Workspace | None,
+) -> list[Needs]:
+    return [encode(part.kind, part.settings, config, text, dtype, shared_memory, workspace)]
+
+
+@kept
+def _decoder(
+    vae: Component,
+    config: ParallelConfig,
+    pictures: int,
+    frames: int,
+    plane: tuple[int, int],
+    dtype: torch.dtype,
+    shared_memory: bool,
+    workspace: Workspace | None,
+) -> list[Needs]:
+    model: Any = on_meta(vae.kind, dict(vae.settings))
+    # With what the class has by default.
+    channels = model.config.get("latent_channels") or model.config.get("z_dim") or 4
+    video = any(parameter.dim() == 5 for parameter in getattr(model, "decoder", model).parameters())
+    latents = (pictures, channels, *((frames,) if video else ()), *plane)
+    return [decode(vae.kind, vae.settings, config, latents, dtype, shared_memory, workspace)]
+
+
+@kept
+def _stages(
+    part: Component,
+    config: ParallelConfig,
+    workload: Workload,
+    dtype: torch.dtype,
+    shared_memory: bool,
+    workspace: Workspace | None,
+) -> list[Needs]:
+    """What the ranks of every stage need of one transformer."""
     layout = known_models().get(part.kind)
     if layout is None:
         raise InputError(
             f"{part.kind} has no reviewed token layout, so what it needs is not known before it has run; known are "
             f"{', '.join(sorted(known_models()))}"
         )
+    how = dtype, shared_memory, workspace
     if not config.stages_or_patches:
         return [denoise(part.kind, part.settings, layout, config, workload, *how)]
     # In synchronous steps every stage has the whole picture, and nothing needs more. Keys of a stage's blocks stay.
-    whole = ParallelConfig(
-        **config.model_dump(
-            include={"data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "shared_memory", "vae"}
-        )
-    )
+    whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "shared_memory", "vae")
     one = denoise(part.kind, part.settings, layout, whole, workload, *how)
     model = on_meta(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
-    sized = replace(workload, element=how.dtype.itemsize)
-    terms = predict(config, work_of(model, layout), sized, machine("cpu", config.world_size)).kept
-    keys = sum(term.memory for term in terms if term.holds == "keys")
+    keys = predict(config, work_of(model, layout), workload, machine("cpu", config.world_size)).keys
     found = []
     for stage in range(config.pipe):
         here = [kind for kind, place in zip(order, stage_of(lengths), strict=True) if place == stage]

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
+from functools import lru_cache
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -76,20 +76,6 @@ class Needs:
     kept: float = 0.0
     shared: float = 0.0
     blocks: tuple[float, ...] = ()
-
-
-def _kept(walk: Callable[..., Needs]) -> Callable[..., Needs]:
-    """Cache a component's walk by its arguments, because a search repeats them."""
-    known: dict[Any, Needs] = {}
-
-    @wraps(walk)
-    def kept(kind: str, settings: Mapping[str, Any], config: ParallelConfig, *rest: Any) -> Needs:
-        key = (kind, json.dumps(settings, sort_keys=True, default=str), config.model_dump_json(), *rest)
-        if key not in known:
-            known[key] = walk(kind, settings, config, *rest)
-        return known[key]
-
-    return kept
 
 
 def denoise(
@@ -187,7 +173,8 @@ def _step(
         with fake_weights(model, dtype):
             alive = LiveBytes((*model.parameters(), *model.buffers()), workspace)
             pools = SharedPools(alive) if shared_memory else None
-            engine = Engine([(model, layout)], config, phantom_mesh(config, pools), owns_mesh=False)
+            mesh: Any = phantom_mesh(config, pools)
+            engine = Engine([(model, layout)], config, mesh, owns_mesh=False)
             engine.open(model)
             units = _units(engine.models[0].find(ShardedWeights), alive)
             for tensor in (*model.parameters(), *model.buffers()):
@@ -207,6 +194,8 @@ def _step(
                 reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
             finally:
                 engine.end_request(failed=True)
+                # Putting slices of weights together would take most of a walk's time.
+                mesh.tensor.over = True
                 engine.close()
     raise LayoutError(
         f"{type(model).__name__} cannot run without values, so what it needs is not known: "
@@ -309,7 +298,6 @@ def _units(sharded: ShardedWeights | None, alive: LiveBytes) -> list[Unit]:
     return units
 
 
-@_kept
 def decode(
     kind: str,
     settings: Mapping[str, Any],
@@ -332,7 +320,7 @@ def decode(
         LayoutError: it cannot run without values.
     """
     vae: Any = on_meta(kind, dict(settings)).eval()
-    with fake_weights(vae, dtype):
+    with fake_weights(vae, dtype), _collected_by_hand():
         alive = LiveBytes((*vae.parameters(), *vae.buffers()), workspace)
         pools = SharedPools(alive) if shared_memory else None
         context = Context(config, phantom_mesh(config, pools), [])
@@ -355,7 +343,6 @@ def decode(
         return Needs(bytes_of(vae), alive.peak, shared=pools.bytes if pools else 0.0)
 
 
-@_kept
 def encode(
     kind: str,
     settings: Mapping[str, Any],
@@ -382,7 +369,7 @@ def encode(
     with torch.device("meta"):
         model: Any = cls(cls.config_class.from_dict(dict(settings))).eval()
     most = getattr(model.config, "max_position_embeddings", None) or tokens
-    with fake_weights(model, dtype):
+    with fake_weights(model, dtype), _collected_by_hand():
         alive = LiveBytes((*model.parameters(), *model.buffers()), workspace)
         pools = SharedPools(alive) if shared_memory else None
         sharded = None

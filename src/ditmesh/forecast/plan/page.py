@@ -60,7 +60,7 @@ def page_of(
             ),
             (
                 figures.scatter_chart(
-                    [_point(one, one.memory / 1e9, one.latency) for one in some],
+                    [_point(one, one.memory / 1e9, one.latency) for one in some if one.looked_at],
                     "Predicted seconds of all denoising steps over the memory of a rank",
                     "GB of a rank",
                     "seconds, predicted",

@@ -26,8 +26,6 @@ Encoders = Literal["whole", "sharded", "rank0", "freed", "before"]
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Denoising steps where only a folder is known.
 STEPS = 28
-# How far from a device's memory a video's prediction counts as near, as of `SearchLimits.near`.
-VIDEOS = 0.4
 
 
 @dataclass(frozen=True)
@@ -62,24 +60,20 @@ class PlanSubject:
         """The limits of configurations on some hardware."""
         part = hardware.device
         where: Literal["cpu", "cuda"] = "cpu" if part.name == "cpu" else "cuda"
+        before = self.encoders == "before"
 
-        def needed(config: ParallelConfig) -> list[Term] | None:
-            before = self.encoders == "before"
+        def memory_of(config: ParallelConfig) -> list[Term] | None:
             try:
                 phase = fullest(
                     self.components, config, self.workload, self.dtype, part.runtime, where, self.offloaded, before
                 )
             except LayoutError:
                 return None
-            held = {name: value for name, value in vars(phase).items() if isinstance(value, float) and value}
-            return [Term(f"{name} ({phase.name})", "memory", memory=value) for name, value in held.items()]
+            held = {what: size for what, size in vars(phase).items() if what != "name" and size}
+            return [Term(f"{what} ({phase.name})", "memory", memory=float(size)) for what, size in held.items()]
 
-        moved = self.offloaded or self.encoders == "before"
         policy: TextEncoderPolicy = "whole" if self.encoders == "before" else self.encoders
-        # Where encoders come and go the sum of what is held does not say what the fullest phase holds.
-        # Of decoding videos the sum knows nothing.
-        near = float("inf") if moved else VIDEOS if self.workload.frames > 1 else SearchLimits.near
-        return SearchLimits(exactness, memory, deadline, text_encoder=policy, needed=needed, near=near)
+        return SearchLimits(exactness, memory, deadline, text_encoder=policy, memory_of=memory_of)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,7 +86,6 @@ def subject(
     *,
     steps: int | None = None,
     dtype: str = "bfloat16",
-    beside: float | None = None,
     encoders: Encoders = "whole",
     offloaded: bool = False,
     pictures: int = 1,
@@ -104,7 +97,6 @@ def subject(
         name: of the catalogue (`ditmesh.forecast.catalogue`), else a folder, a hub id or an embedded model.
         steps: of denoising.
         dtype: of the weights.
-        beside: bytes of what every rank holds beside the transformer.
         encoders, offloaded: as of `PlanSubject`.
         pictures: made at once.
         sizes: what else `workload_of` takes.
@@ -116,21 +108,14 @@ def subject(
     key, known = name.lower(), shapes()
     shipped = key in known and not Path(name).exists()
     source = known[key] if shipped else _found(name, list(known))
-    element = DTYPES[dtype]
-    workload = workload_of(source, pictures=pictures, element=element, **sizes)
+    workload = workload_of(source, pictures=pictures, element=DTYPES[dtype], **sizes)
     if isinstance(source, Shape):
-        transformer, config, said = source.transformer, source.config, source.source
-        usual, held = source.steps, float(source.beside * element)
-        decode = float(source.decode * workload.width * workload.height * element) * pictures
+        transformer, config, usual, said = source.transformer, source.config, source.steps, source.source
         model, components = model_of(source), components_of_shape(source)
     else:
-        transformer, config, said = source.transformer_class, source.transformer, "the pipeline's folder"
-        usual, held, decode = STEPS, _beside(source), 0.0
+        transformer, config, usual, said = source.transformer_class, source.transformer, STEPS, "the pipeline's folder"
         model, components = derived(transformer, config), components_of(source)
-    if offloaded or encoders == "before":
-        # They are nowhere while the transformer runs.
-        held = 0.0
-    workload = replace(workload, steps=steps or usual, beside=held if beside is None else beside, decode=decode)
+    workload = replace(workload, steps=steps or usual)
     return PlanSubject(name, transformer, config, model, workload, said, components, encoders, offloaded)
 
 
@@ -139,9 +124,3 @@ def _found(name: str, known: list[str]) -> ModelInfo:
         return find_model(name)
     except InputError as error:
         raise InputError(f"{error}; sizes that ship: {', '.join(known)}") from None
-
-
-def _beside(info: ModelInfo) -> float:
-    """Bytes of the weights of the other components in the folder."""
-    parts = [path for path in info.files.iterdir() if path.is_dir() and not path.name.startswith("transformer")]
-    return float(sum(path.stat().st_size for part in parts for path in part.glob("*.safetensors")))

@@ -467,5 +467,5 @@ class PatchTokens(PipeStrategy, TokenStrategy):
                 sent = keys * (config.ring - 1) / config.ring / share.pieces
                 yield step.transfer("keys gathered (ring)", ("ring",), "all_gather", sent, times * share.pieces)
             yield step.pointwise("copies of keys", 2 * keys / step.workload.element, times)
-            yield Term("keys kept", "memory", memory=keys * times, holds="keys")
+            yield Term("keys kept", "memory", memory=keys * times)
         yield from gathered(step)

@@ -305,7 +305,7 @@ class Displaced(StaleStrategy):
 
     @classmethod
     def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """Own keys to all others, which a stale step waits for a step later; keys of all ranks are kept.
+        """Own keys to all others, which a stale step waits for a step later.
 
         A step sends 2 (N - 1) / N of its keys' size from every rank, and copies keys into the buffer and out of the
         messages. Compression makes the messages of a stale step smaller; what it computes is not counted.
@@ -322,5 +322,4 @@ class Displaced(StaleStrategy):
             behind = compute / calls if step.stale else 0.0
             yield step.transfer("keys (displaced)", ("ring",), "all_gather", own * (config.ring - 1), times, behind)
             yield step.pointwise("copies of keys", 2 * keys / step.workload.element, times)
-            yield Term("keys kept", "memory", memory=keys * times, holds="keys")
         yield from gathered(step)

@@ -1,0 +1,73 @@
+"""Walks that were made before: of this process, and in a file for every version of all that a walk runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, wraps
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from ..._version import library_versions
+from ..measurements import folder
+from .walk import Needs
+
+# Seconds after which the file of a version that has found nothing new since is deleted.
+_OUTDATED = 30 * 86400
+_known: dict[str, list[Needs]] = {}
+
+
+def kept(walk: Callable[..., list[Needs]]) -> Callable[..., list[Needs]]:
+    """Keep what a walk finds by its arguments, which consist of plain values and functions.
+
+    A process that finds its walks in the file imports no models.
+    """
+
+    @wraps(walk)
+    def found(*args: Any) -> list[Needs]:
+        text = repr([walk.__name__, *(getattr(arg, "__qualname__", arg) for arg in args)])
+        key = sha256(text.encode()).hexdigest()[:32]
+        if not _known:
+            _read()
+        if key not in _known:
+            _known[key] = walk(*args)
+            with suppress(OSError):
+                _write(key, _known[key])
+        return _known[key]
+
+    return found
+
+
+def _read() -> None:
+    with suppress(OSError):
+        for line in _file().read_text(encoding="utf-8").splitlines():
+            # A line that another process is writing.
+            with suppress(ValueError, TypeError):
+                key, every = json.loads(line)
+                _known[key] = [Needs(**one) for one in every]
+
+
+def _write(key: str, every: list[Needs]) -> None:
+    path = _file()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for other in path.parent.glob("*.jsonl"):
+            if other.stat().st_mtime < time.time() - _OUTDATED:
+                other.unlink(missing_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps([key, [vars(one) for one in every]]) + "\n")
+
+
+def _file() -> Path:
+    return folder().with_name("memory") / f"{_fingerprint()}.jsonl"
+
+
+@cache
+def _fingerprint() -> str:
+    """Of the package's files, and of the libraries whose classes run."""
+    package = Path(__file__).parents[2]
+    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(package.rglob("*.py"))]
+    return sha256(repr([library_versions(), files]).encode()).hexdigest()[:16]
