@@ -3,7 +3,6 @@
     python benchmarks/planner.py measure out.json      # two ranks; wants a quiet machine
     python benchmarks/planner.py report out.json       # fits on one half of the cases, reports on the other
     python benchmarks/planner.py published             # tables of others: predictions beside their figures
-    python benchmarks/planner.py memory               # predicted and measured peaks of requests
     python benchmarks/planner.py works                # writes the work of the models whose sizes ship
 
 A case is a model's shape, a number of tokens, and guidance on or off; under each all configurations of two ranks are
@@ -22,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -454,56 +452,6 @@ def write_works() -> None:
         print(name, flush=True)
 
 
-def memory() -> dict[str, Any]:
-    """The peak of a request, from loading to decoding: of a plan's quick figures, of the walk, and measured."""
-    import tempfile
-
-    import memory_model
-    from ditmesh import ParallelConfig
-    from ditmesh.forecast.costs.hardware import machine
-    from ditmesh.forecast.memory.check import components_of
-    from ditmesh.forecast.memory.phases import around, needs
-    from ditmesh.forecast.prediction import predict
-    from ditmesh.forecast.shipped import derived
-    from ditmesh.forecast.workload import workload_of
-    from ditmesh.generate.model_info import find_model
-    from ditmesh.launch import RankPool
-
-    result: dict[str, Any] = {"machine": describe_machine()["text"]}
-    with tempfile.TemporaryDirectory() as temporary:
-        for name, (build, settings, side, frames) in memory_model.CASES.items():
-            folder, config = f"{temporary}/{build.__name__}", ParallelConfig(**settings)
-            if not Path(folder).exists():
-                torch.manual_seed(0)
-                build(folder)
-            with RankPool(config.world_size, threads=1, device="cpu", timeout=1800) as pool:
-                ranks = pool.run(memory_model.measured, folder, settings, side, frames)
-            before = float(max(one["start"] for one in ranks))
-            measured = {phase: max(one["process"][phase] for one in ranks) for phase in ranks[0]["process"]}
-            info = find_model(folder)
-            guided = info.pipeline_class != "FluxPipeline"
-            size = {"text": memory_model.TEXT, "guidance": guided, "frames": frames if frames > 1 else None}
-            asked, components = workload_of(info, (side, side), **size, steps=3, element=4), components_of(info)
-            beside, _, decoding = around(components, asked, torch.float32)
-            asked = replace(asked, beside=beside, decode=decoding)
-            here = machine("cpu", config.world_size)
-            here = here.model_copy(update={"device": here.device.model_copy(update={"runtime": before})})
-            work = derived(info.transformer_class, info.transformer).work
-            found = {
-                "plan": predict(config, work, asked, here).memory,
-                "walk": max(one.peak.total for one in needs(components, config, asked, torch.float32, before)),
-            }
-            most = max(measured.values())
-            result[name] = {
-                "measured MB": {phase: round(value / 1e6) for phase, value in measured.items()},
-                "predicted MB": {which: round(value / 1e6) for which, value in found.items()},
-                "error": {which: round(value / most - 1, 3) for which, value in found.items()},
-            }
-            print(f"{name}: {result[name]}", file=sys.stderr, flush=True)
-    print(json.dumps(result, indent=1))
-    return result
-
-
 def _error(predicted: Sequence[float], times: Sequence[float], which: Any) -> float:
     return round(statistics.mean(abs(predicted[at] / times[at] - 1) for at in which), 3)
 
@@ -519,7 +467,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["measure", "report", "published", "memory", "works"])
+    parser.add_argument("what", choices=["measure", "report", "published", "works"])
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--minutes", type=float, default=10, help="measure at least once, and for so long")
     parser.add_argument("--turns", type=int, default=3, help="turns in a round of the cases with most tokens")
@@ -529,8 +477,6 @@ if __name__ == "__main__":
         measure(options.file, options.minutes, options.turns)
     elif options.what == "report":
         report(options.file, options.clock)
-    elif options.what == "memory":
-        memory()
     elif options.what == "works":
         write_works()
     else:

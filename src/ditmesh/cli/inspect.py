@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..config import ParallelConfig
     from ..forecast.costs.work import Workload
     from ..forecast.memory.phases import Components
+    from ..generate.model_info import ModelInfo
     from ..layout import TokenLayout
 
 
@@ -116,7 +117,7 @@ def inspect(
     Exits with code 1 when --check finds a difference.
     """
     from .. import zoo
-    from ..config import ParallelConfig
+    from ..forecast.workload import workload_of
     from ..generate.model_info import find_model
 
     model = named or model
@@ -127,8 +128,8 @@ def inspect(
     if memory:
         check_planned(model or "emoji-sd3")
         components, workload, heads = _asked(model, wanted, frames, tokens, pictures, guidance)
-        count, chosen = _config_of(config, devices, settings, heads)
-        emit(_needed(components, workload, count, chosen, heads, dtype, hardware), as_json, _show_memory)
+        chosen = _config_of(config, devices, settings, heads)
+        emit(_needed(components, workload, chosen, dtype, hardware), as_json, _show_memory)
         return
     asked = bool(settings) or devices is not None or config is not None
     if asked != (explain or hosts is not None):
@@ -137,25 +138,56 @@ def inspect(
             if not explain
             else "--explain is of a configuration; give --config, or --devices and degrees"
         )
-    info = find_model(model or zoo.path())
-    from ..forecast.workload import workload_of
+    place = model or str(zoo.path())
+    info = find_model(place)
+    workload = workload_of(info, wanted, tokens, pictures, guidance, frames)
+    layout, found = _layout(info, check)
+    facts = _facts(info, layout, workload) | found
+    if asked:
+        chosen = _config_of(config, devices, settings, info.heads)
+        if explain:
+            facts |= _anatomy(info.transformer_class, info.transformer, layout, chosen, workload, dtype)
+        if hosts is not None:
+            step = {"frames": frames, "text": tokens, "pictures": pictures, "guidance": guidance, "dtype": dtype}
+            step["size"] = (workload.width, workload.height)
+            facts["between_hosts"] = _between(place, step, chosen, hosts)
+    if save is not None:
+        _write(layout, save)
+    emit(facts, as_json, partial(_show, layout=layout, check=check))
+    if found.get("differences"):
+        raise typer.Exit(1)
+
+
+def _write(layout: TokenLayout, path: Path) -> None:
+    try:
+        layout.save(path)
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}; give --save another name") from None
+
+
+def _layout(info: ModelInfo, check: bool) -> tuple[TokenLayout, dict[str, Any]]:
+    """The reviewed layout, or what a probe of the class derives; if it is to be checked, what the probe says."""
     from ..layout import known_models
-    from ..layout.describe import as_data, checked, on_meta
+    from ..layout.describe import as_data, checked
+
+    reviewed = known_models().get(info.transformer_class)
+    if reviewed is not None and not check:
+        return reviewed, {}
+    probed, differences = checked(info.transformer_class, info.transformer)
+    return reviewed or probed, {"probed": as_data(probed), "differences": differences} if check else {}
+
+
+def _facts(info: ModelInfo, layout: TokenLayout, workload: Workload) -> dict[str, Any]:
+    """A model's parameters, token counts and layout, as plain data."""
+    from ..layout.describe import as_data, on_meta
     from ..strategies.sharded import parameters_in_pieces
 
-    name, sizes = info.transformer_class, info.transformer
-    reviewed = known_models().get(name)
-    probed, differences = checked(name, sizes) if check or reviewed is None else (None, [])
-    layout = reviewed or probed
-    assert layout is not None
-    module = on_meta(name, sizes)
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    workload = workload_of(info, wanted, tokens, pictures, guidance, frames)
-    facts: dict[str, Any] = {
+    module = on_meta(info.transformer_class, info.transformer)
+    return {
         "model": info.name,
         "pipeline": info.pipeline_class,
-        "transformer": name,
-        "parameters": parameters,
+        "transformer": info.transformer_class,
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "shared_by_shard": parameters_in_pieces(module, layout),
         "heads": info.heads,
         "size": [workload.width, workload.height],
@@ -163,25 +195,6 @@ def inspect(
         "size_multiple": info.size_multiple,
         "layout": as_data(layout),
     }
-    if check:
-        facts["probed"] = as_data(probed) if probed else None
-        facts["differences"] = differences
-    count, chosen = _config_of(config, devices, settings, info.heads) if asked else (1, None)
-    chosen = chosen or ParallelConfig.auto(count, info.heads or 1)
-    if explain:
-        facts |= _anatomy(name, sizes, layout, chosen, workload, dtype)
-    if hosts is not None:
-        step = {"frames": frames, "text": tokens, "pictures": pictures, "guidance": guidance, "dtype": dtype}
-        step["size"] = (workload.width, workload.height)
-        facts["between_hosts"] = _between(str(model or zoo.path()), step, chosen, hosts)
-    if save is not None:
-        try:
-            layout.save(save)
-        except OSError as error:
-            raise InputError(f"cannot write {str(save)!r}: {error.strerror}; give --save another name") from None
-    emit(facts, as_json, partial(_show, layout=layout, check=check))
-    if differences:
-        raise typer.Exit(1)
 
 
 def _anatomy(
@@ -233,14 +246,14 @@ def _show_anatomy(facts: dict[str, Any]) -> None:
     console.print(table)
 
 
-def _config_of(
-    config: str | None, devices: int | None, settings: dict[str, Any], heads: int | None
-) -> tuple[int, ParallelConfig | None]:
-    """The number of ranks, and the configuration from words or settings; None: chosen for the devices."""
-    if config is None:
-        return parallel_config(devices, None, settings, heads)
-    chosen = config_of(config)
-    return chosen.world_size, chosen
+def _config_of(config: str | None, devices: int | None, settings: dict[str, Any], heads: int | None) -> ParallelConfig:
+    """The configuration, in words or by its settings; without either one that suits so many devices."""
+    from ..config import ParallelConfig
+
+    if config is not None:
+        return config_of(config)
+    count, chosen = parallel_config(devices, None, settings, heads)
+    return chosen or ParallelConfig.auto(count, heads or 1)
 
 
 def _between(model: str, wanted: dict[str, Any], config: ParallelConfig, hosts: str) -> dict[str, Any]:
@@ -362,24 +375,16 @@ def _asked(
 
 
 def _needed(
-    components: Components,
-    workload: Workload,
-    count: int,
-    config: Any,
-    heads: int | None,
-    dtype: str,
-    hardware: str,
+    components: Components, workload: Workload, config: ParallelConfig, dtype: str, hardware: str
 ) -> dict[str, Any]:
     """The memory of every rank, as JSON data."""
     import torch
 
-    from ..config import ParallelConfig
     from ..forecast.costs.hardware import Hardware, device
     from ..forecast.memory.phases import needs
 
     profile = Path(hardware).suffix in (".yaml", ".yml") or Path(hardware).is_file()
     part = Hardware.read(hardware).device if profile else device(hardware, dtype)
-    config = config or ParallelConfig.auto(count, heads or 1)
     # A profile that was measured on a CPU has float32 figures.
     where = "cpu" if part.name == "cpu" or (profile and part.dtype == "float32") else "cuda"
     found = needs(components, config, workload, getattr(torch, dtype), part.runtime, where)

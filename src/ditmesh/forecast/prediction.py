@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..config import ParallelConfig
-from ..recipe import RECIPE, Recipe, wanted
+from ..recipe import RECIPE, Recipe, keeps_between_steps, wanted
 from ..staleness.policy import Outlook, parse
-from ..strategies.stale.warmup import StaleSteps
 from .costs.hardware import Hardware
 from .costs.step import Share, StepForecast, Term, launched_ahead
 from .costs.work import Work, Workload
@@ -116,7 +115,7 @@ def predict(
         memory_of: as of `Prediction`.
     """
     strategies = wanted(recipe, config)
-    late = StaleSteps in strategies
+    late = bool(keeps_between_steps(recipe, config))
     exact = synchronous_steps(config, workload.steps) if late else workload.steps
     steps, terms = [], []
     for stale in (False, True) if late else (False,):

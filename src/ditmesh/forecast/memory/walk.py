@@ -33,6 +33,7 @@ from ...errors import DitmeshError, LayoutError
 from ...layout import TokenLayout
 from ...layout.conventions import CallVariant, Conventions, Size, call_variants
 from ...layout.describe import on_meta
+from ...recipe import RECIPE, keeps_between_steps
 from ...strategies.base import Context, Request, Strategy
 from ...strategies.pipefusion.stages import blocks_of, kinds_of
 from ...strategies.rows import DecodedRows
@@ -121,8 +122,8 @@ def denoise(
         if count == 1:
             continue
         twice = look([1 + (other == kind) for other in range(len(counts))])
-        # What a stale strategy keeps of a block is there as often as blocks are; a second one shows what else is.
-        more = twice.kept - once.kept if config.exchange != "exact" else 0.0
+        # What is kept of a block from step to step is there as often as blocks are.
+        more = twice.kept - once.kept if keeps_between_steps(RECIPE, config) else 0.0
         kept, grown = kept + (count - 1) * more, grown + (count - 1) * more
         activations = max(activations, twice.activations - more)
         messages = twice.shared - once.shared
