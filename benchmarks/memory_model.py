@@ -319,7 +319,6 @@ def compared(
     from ditmesh import ParallelConfig
     from ditmesh.forecast.memory.check import components_of
     from ditmesh.forecast.memory.phases import needs
-    from ditmesh.forecast.memory.walk import cpu_workspace
     from ditmesh.forecast.workload import workload_of
     from ditmesh.generate.model_info import find_model
 
@@ -329,8 +328,8 @@ def compared(
     worst = {what: {k: max(one[what][k] for one in ranks) for k in ranks[0][what]} for what in ("process", "tensors")}
     start = max(one["start"] for one in ranks)
     result: dict[str, Any] = {"process": {}, "tensors": {}}
-    for what, workspace, before in (("process", cpu_workspace, float(start)), ("tensors", None, 0.0)):
-        stages = needs(components_of(info), parallel, request, torch.float32, before, workspace=workspace)
+    for what, kernels, before in (("process", True, float(start)), ("tensors", False, 0.0)):
+        stages = needs(components_of(info), parallel, request, torch.float32, before, kernels=kernels)
         for phase in stages[0].phases:
             name = "step" if phase.name == "denoise" else phase.name
             same = [each for stage in stages for each in stage.phases if each.name == phase.name]

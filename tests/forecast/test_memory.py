@@ -82,7 +82,7 @@ def test_activations_of_a_step_are_those_that_are_alive(ranks: Callable[[int], R
         ParallelConfig(**{**config, "shared_memory": False}),
         request,
         torch.float32,
-        workspace=None,
+        kernels=False,
     )
     step = next(phase for phase in guess[0].phases if phase.name == "denoise")
     assert step.activations == pytest.approx(found, rel=0.1)

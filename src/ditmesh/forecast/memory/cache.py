@@ -6,30 +6,51 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, wraps
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..._version import library_versions
 from ..measurements import folder
-from .walk import Needs
 
 # Seconds after which the file of a version that has found nothing new since is deleted.
 _OUTDATED = 30 * 86400
-_known: dict[str, list[Needs]] = {}
 
 
-def kept(walk: Callable[..., list[Needs]]) -> Callable[..., list[Needs]]:
-    """Keep what a walk finds by its arguments, which consist of plain values and functions.
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of a phase.
+
+    Attributes:
+        weights: of the model that runs.
+        activations: of tensors that are alive at the peak, besides weights, and of what kernels take.
+        kept: of these, what stays from step to step.
+        shared: of messages in shared memory, own and other ranks'.
+        blocks: of the weights, those of one block of every kind.
+    """
+
+    weights: float
+    activations: float
+    kept: float = 0.0
+    shared: float = 0.0
+    blocks: tuple[float, ...] = ()
+
+
+Found = TypeVar("Found", Needs, list[Needs])
+_known: dict[str, Any] = {}
+
+
+def kept(walk: Callable[..., Found]) -> Callable[..., Found]:
+    """Keep what a walk finds by its arguments, which consist of plain values.
 
     A process that finds its walks in the file imports no models.
     """
 
     @wraps(walk)
-    def found(*args: Any) -> list[Needs]:
-        text = repr([walk.__name__, *(getattr(arg, "__qualname__", arg) for arg in args)])
-        key = sha256(text.encode()).hexdigest()[:32]
+    def found(*args: Any) -> Found:
+        key = sha256(repr((walk.__name__, args)).encode()).hexdigest()[:32]
         if not _known:
             _read()
         if key not in _known:
@@ -46,11 +67,11 @@ def _read() -> None:
         for line in _file().read_text(encoding="utf-8").splitlines():
             # A line that another process is writing.
             with suppress(ValueError, TypeError):
-                key, every = json.loads(line)
-                _known[key] = [Needs(**one) for one in every]
+                key, found = json.loads(line)
+                _known[key] = [Needs(**one) for one in found] if isinstance(found, list) else Needs(**found)
 
 
-def _write(key: str, every: list[Needs]) -> None:
+def _write(key: str, found: Needs | list[Needs]) -> None:
     path = _file()
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +79,7 @@ def _write(key: str, every: list[Needs]) -> None:
             if other.stat().st_mtime < time.time() - _OUTDATED:
                 other.unlink(missing_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps([key, [vars(one) for one in every]]) + "\n")
+        file.write(json.dumps([key, found], default=vars) + "\n")
 
 
 def _file() -> Path:

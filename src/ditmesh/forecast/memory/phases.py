@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -18,8 +18,8 @@ from ..costs.hardware import machine
 from ..costs.work import Workload
 from ..model_work import work_of
 from ..prediction import predict
-from .cache import kept
-from .walk import Needs, Workspace, cpu_workspace, decode, denoise, encode
+from .cache import Needs, kept
+from .walk import WalkOptions, decode, denoise, encode
 
 PhaseName = Literal["load", "encode", "denoise", "decode"]
 
@@ -109,7 +109,7 @@ def needs(
     process: float = 0.0,
     device: Literal["cpu", "cuda"] = "cpu",
     offloaded: bool = False,
-    workspace: Workspace | None = cpu_workspace,
+    kernels: bool = True,
 ) -> list[RankNeeds]:
     """Predict the memory of every rank from configurations, without computing anything.
 
@@ -125,13 +125,12 @@ def needs(
         device: what ranks compute on. GPUs pass no tensors through shared memory; what their kernels take besides
             results (cuDNN, cuBLAS) is not known and not counted.
         offloaded: text encoders and autoencoder are elsewhere while they do not work.
-        workspace: what a CPU's kernels take.
+        kernels: whether what a CPU's kernels take besides results counts.
 
     Raises:
         LayoutError: a component cannot run without values, or has no reviewed layout.
     """
-    kernels = workspace if device == "cpu" else None
-    how = _WalkOptions(dtype, config.shared_memory and device == "cpu", kernels)
+    how = WalkOptions(dtype, config.shared_memory and device == "cpu", kernels and device == "cpu")
     vae, text = _decoding(components, config, workload, how), _encoding(components, config, workload, how, offloaded)
     found: list[RankNeeds] = []
     for stage, one in enumerate(_denoising(components, config, workload, how)):
@@ -165,8 +164,7 @@ def fullest(
     """
     first = []
     if encoded_before and components.encoders:
-        kernels = cpu_workspace if device == "cpu" else None
-        text = _encoding(components, ParallelConfig(), workload, _WalkOptions(dtype, False, kernels))
+        text = _encoding(components, ParallelConfig(), workload, WalkOptions(dtype, kernels=device == "cpu"))
         first = [Phase("encode", text.encoding, text.activations, process=process)]
         components = replace(components, encoders={})
     found = needs(components, config, workload, dtype, process, device, offloaded)
@@ -206,23 +204,15 @@ def _phases(
     return tuple(phases)
 
 
-class _WalkOptions(NamedTuple):
-    """What all walks are told."""
-
-    dtype: torch.dtype
-    shared_memory: bool
-    workspace: Workspace | None
-
-
 def _encoding(
-    components: Components, config: ParallelConfig, workload: Workload, how: _WalkOptions, offloaded: bool = False
+    components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions, offloaded: bool = False
 ) -> _EncoderMemory:
     """Of a rank that encodes."""
     alone, parts = ParallelConfig(), components.encoders.values()
-    whole = [_encoder(part, alone, workload.text, *how)[0] for part in parts]
+    whole = [encode(part.kind, part.settings, alone, workload.text, how) for part in parts]
     cut = config.text_encoder == "sharded" and config.world_size > 1
     among = _settings(config, "text_encoder", "shared_memory", ring=config.world_size)
-    every = [_encoder(part, among, workload.text, *how)[0] for part in parts] if cut else whole
+    every = [encode(part.kind, part.settings, among, workload.text, how) for part in parts] if cut else whole
     most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
     if offloaded:
         return _EncoderMemory(0.0, most.weights, 0.0, most.activations, most.shared)
@@ -231,23 +221,24 @@ def _encoding(
     return _EncoderMemory(loaded, held, later, most.activations, most.shared)
 
 
-def _decoding(components: Components, config: ParallelConfig, workload: Workload, how: _WalkOptions) -> Needs:
-    if components.vae is None:
+def _decoding(components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions) -> Needs:
+    vae = components.vae
+    if vae is None:
         return Needs(0.0, 0.0)
     # Which axes share the rows of a picture makes no difference; reproducible ones are decoded whole.
     rest = 1 if config.reproducible else config.world_size // (config.data * config.cfg)
     among = _settings(config, "data", "cfg", "vae", "reproducible", "shared_memory", ring=rest)
-    plane = (workload.height // components.scale, workload.width // components.scale)
-    frames = workload.latent_frames or workload.frames
-    return _decoder(components.vae, among, workload.pictures, frames, plane, *how)[0]
+    height, width = workload.height // components.scale, workload.width // components.scale
+    sizes = workload.pictures, workload.latent_frames or workload.frames, height, width
+    return decode(vae.kind, vae.settings, among, sizes, how)
 
 
-def _denoising(components: Components, config: ParallelConfig, workload: Workload, how: _WalkOptions) -> list[Needs]:
+def _denoising(components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions) -> list[Needs]:
     """For every stage what its ranks need, of all transformers."""
     # Neither where the other components are nor how many steps follow changes a step.
     among = config.model_copy(update={"text_encoder": "whole", "vae": "auto"})
     workload = replace(workload, steps=1, element=how.dtype.itemsize)
-    stages = [_stages(part, among, workload, *how) for part in components.denoisers]
+    stages = [_stages(part, among, workload, how) for part in components.denoisers]
     return [
         Needs(
             # One of several transformers runs at a time.
@@ -266,45 +257,7 @@ def _settings(config: ParallelConfig, *names: str, **others: Any) -> ParallelCon
 
 
 @kept
-def _encoder(
-    part: Component,
-    config: ParallelConfig,
-    text: int,
-    dtype: torch.dtype,
-    shared_memory: bool,
-    workspace: Workspace | None,
-) -> list[Needs]:
-    return [encode(part.kind, part.settings, config, text, dtype, shared_memory, workspace)]
-
-
-@kept
-def _decoder(
-    vae: Component,
-    config: ParallelConfig,
-    pictures: int,
-    frames: int,
-    plane: tuple[int, int],
-    dtype: torch.dtype,
-    shared_memory: bool,
-    workspace: Workspace | None,
-) -> list[Needs]:
-    model: Any = on_meta(vae.kind, dict(vae.settings))
-    # With what the class has by default.
-    channels = model.config.get("latent_channels") or model.config.get("z_dim") or 4
-    video = any(parameter.dim() == 5 for parameter in getattr(model, "decoder", model).parameters())
-    latents = (pictures, channels, *((frames,) if video else ()), *plane)
-    return [decode(vae.kind, vae.settings, config, latents, dtype, shared_memory, workspace)]
-
-
-@kept
-def _stages(
-    part: Component,
-    config: ParallelConfig,
-    workload: Workload,
-    dtype: torch.dtype,
-    shared_memory: bool,
-    workspace: Workspace | None,
-) -> list[Needs]:
+def _stages(part: Component, config: ParallelConfig, workload: Workload, how: WalkOptions) -> list[Needs]:
     """What the ranks of every stage need of one transformer."""
     layout = known_models().get(part.kind)
     if layout is None:
@@ -312,12 +265,11 @@ def _stages(
             f"{part.kind} has no reviewed token layout, so what it needs is not known before it has run; known are "
             f"{', '.join(sorted(known_models()))}"
         )
-    how = dtype, shared_memory, workspace
     if not config.stages_or_patches:
-        return [denoise(part.kind, part.settings, layout, config, workload, *how)]
+        return [denoise(part.kind, part.settings, layout, config, workload, how)]
     # In synchronous steps every stage has the whole picture, and nothing needs more. Keys of a stage's blocks stay.
     whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "shared_memory", "vae")
-    one = denoise(part.kind, part.settings, layout, whole, workload, *how)
+    one = denoise(part.kind, part.settings, layout, whole, workload, how)
     model = on_meta(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
     keys = predict(config, work_of(model, layout), workload, machine("cpu", config.world_size)).keys

@@ -42,6 +42,7 @@ from ...strategies.text_encoders import in_pieces
 from ...strategies.vae.parallel import BandedVae
 from ..costs.work import Workload
 from ..model_work import WithoutValues, kept_blocks
+from .cache import Needs, kept
 from .phantom import SharedPools, phantom_mesh
 
 log = logging.getLogger(__name__)
@@ -56,27 +57,24 @@ STEPS = 3
 _VARIANTS: WeakKeyDictionary[nn.Module, CallVariant] = WeakKeyDictionary()
 
 
-# Bytes that an operation takes besides its results, from the operation, its arguments and its results.
-Workspace = Callable[[Any, tuple[Any, ...], Any], float]
-
-
 @dataclass(frozen=True)
-class Needs:
-    """Bytes of a phase.
+class WalkOptions:
+    """What all walks are told.
 
     Attributes:
-        weights: of the model that runs.
-        activations: of tensors that are alive at the peak, besides weights, and of what kernels take.
-        kept: of these, what stays from step to step.
-        shared: of messages in shared memory, own and other ranks'.
-        blocks: of the weights, those of one block of every kind.
+        dtype: of the weights.
+        shared_memory: whether ranks pass tensors through shared memory; else a process group.
+        kernels: whether what a CPU's kernels take besides their results counts.
     """
 
-    weights: float
-    activations: float
-    kept: float = 0.0
-    shared: float = 0.0
-    blocks: tuple[float, ...] = ()
+    dtype: torch.dtype
+    shared_memory: bool = False
+    kernels: bool = False
+
+    def meters(self, model: nn.Module) -> tuple[LiveBytes, SharedPools | None]:
+        """What counts tensors that are alive beside a model's weights, and messages in shared memory."""
+        alive = LiveBytes((*model.parameters(), *model.buffers()), cpu_workspace if self.kernels else None)
+        return alive, SharedPools(alive) if self.shared_memory else None
 
 
 def denoise(
@@ -85,9 +83,7 @@ def denoise(
     layout: TokenLayout,
     config: ParallelConfig,
     workload: Workload,
-    dtype: torch.dtype,
-    shared_memory: bool = True,
-    workspace: Workspace | None = None,
+    how: WalkOptions,
 ) -> Needs:
     """A denoising step of one rank that has all blocks.
 
@@ -96,9 +92,7 @@ def denoise(
         layout: where its tokens are.
         config: without stages and patches.
         workload: what is asked of it.
-        dtype: of the weights.
-        shared_memory: whether ranks pass tensors through shared memory; else a process group.
-        workspace: what kernels take besides their results.
+        how: what else the walk is told.
 
     Raises:
         LayoutError: the transformer cannot run without values.
@@ -113,7 +107,7 @@ def denoise(
 
     def look(blocks: Sequence[int]) -> Needs:
         with kept_blocks(model, layout, blocks), _collected_by_hand():
-            return _step(model, layout, config, workload, dtype, shared_memory, workspace)
+            return _step(model, layout, config, workload, how)
 
     once = look([1] * len(counts))
     weights = once.weights + sum((count - 1) * block for count, block in zip(counts, once.blocks, strict=True))
@@ -157,23 +151,14 @@ def _collected_by_hand() -> Iterator[None]:
             gc.enable()
 
 
-def _step(
-    model: nn.Module,
-    layout: TokenLayout,
-    config: ParallelConfig,
-    workload: Workload,
-    dtype: torch.dtype,
-    shared_memory: bool,
-    workspace: Workspace | None,
-) -> Needs:
+def _step(model: nn.Module, layout: TokenLayout, config: ParallelConfig, workload: Workload, how: WalkOptions) -> Needs:
     """Some steps of a model on the meta device; it is left as it was."""
     reasons: list[str] = []
     batch, calls = workload.calls(workload.pictures, workload.branches)
     size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
     for way in sorted(call_variants(model), key=lambda way: (way != _VARIANTS.get(model), way.optional)):
-        with fake_weights(model, dtype):
-            alive = LiveBytes((*model.parameters(), *model.buffers()), workspace)
-            pools = SharedPools(alive) if shared_memory else None
+        with fake_weights(model, how.dtype):
+            alive, pools = how.meters(model)
             mesh: Any = phantom_mesh(config, pools)
             engine = Engine([(model, layout)], config, mesh, owns_mesh=False)
             engine.open(model)
@@ -187,7 +172,7 @@ def _step(
             try:
                 make = Conventions(model, way)
                 # The first parameter may be one that stays in float32.
-                make.dtype = dtype
+                make.dtype = how.dtype
                 kept = _some_steps(engine, model, alive, make, size, calls)
                 _VARIANTS[model] = way
                 return Needs(weights, alive.peak, kept, pools.bytes if pools else 0.0, blocks)
@@ -299,31 +284,33 @@ def _units(sharded: ShardedWeights | None, alive: LiveBytes) -> list[Unit]:
     return units
 
 
+@kept
 def decode(
     kind: str,
     settings: Mapping[str, Any],
     config: ParallelConfig,
-    latents: tuple[int, ...],
-    dtype: torch.dtype,
-    shared_memory: bool = True,
-    workspace: Workspace | None = None,
+    sizes: tuple[int, int, int, int],
+    how: WalkOptions,
 ) -> Needs:
     """Decoding on one rank, whole or in bands as the configuration says.
 
     Args:
         kind, settings: class and configuration of the autoencoder.
         config: who takes part.
-        latents: shape of all pictures' (batch, channels, height, width), or of videos with frames before the height.
-        dtype: of the weights.
-        shared_memory, workspace: as for `denoise`.
+        sizes: pictures, frames if they are videos, height and width of the latents.
+        how: what else the walk is told.
 
     Raises:
         LayoutError: it cannot run without values.
     """
     vae: Any = on_meta(kind, dict(settings)).eval()
-    with fake_weights(vae, dtype), _collected_by_hand():
-        alive = LiveBytes((*vae.parameters(), *vae.buffers()), workspace)
-        pools = SharedPools(alive) if shared_memory else None
+    # With what the class has by default.
+    channels = vae.config.get("latent_channels") or vae.config.get("z_dim") or 4
+    video = any(parameter.dim() == 5 for parameter in getattr(vae, "decoder", vae).parameters())
+    pictures, frames, *plane = sizes
+    latents = (pictures, channels, *((frames,) if video else ()), *plane)
+    with fake_weights(vae, how.dtype), _collected_by_hand():
+        alive, pools = how.meters(vae)
         context = Context(config, phantom_mesh(config, pools), [])
         wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
         pipe = SimpleNamespace(vae=vae)
@@ -335,8 +322,8 @@ def decode(
                 for strategy in strategies:
                     strategy.begin_request(Request(pipe))
                     undo.callback(strategy.end_request, True)
-                vae.decode(torch.empty(latents, dtype=dtype), return_dict=False)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+                vae.decode(torch.empty(latents, dtype=how.dtype), return_dict=False)
+        except FAILURES as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise LayoutError(
                 f"{kind} cannot run without values, so what decoding needs is not known: {said}"
@@ -344,14 +331,13 @@ def decode(
         return Needs(bytes_of(vae), alive.peak, shared=pools.bytes if pools else 0.0)
 
 
+@kept
 def encode(
     kind: str,
     settings: Mapping[str, Any],
     config: ParallelConfig,
     tokens: int,
-    dtype: torch.dtype,
-    shared_memory: bool = True,
-    workspace: Workspace | None = None,
+    how: WalkOptions,
 ) -> Needs:
     """A text encoder's run over one prompt on a rank that holds it, whole or sharded.
 
@@ -359,8 +345,7 @@ def encode(
         kind, settings: class of transformers, and configuration.
         config: of the ranks.
         tokens: of the prompt, at most as many as the model has positions for.
-        dtype: of the weights.
-        shared_memory, workspace: as for `denoise`.
+        how: what else the walk is told.
     """
     import transformers
 
@@ -370,9 +355,8 @@ def encode(
     with torch.device("meta"):
         model: Any = cls(cls.config_class.from_dict(dict(settings))).eval()
     most = getattr(model.config, "max_position_embeddings", None) or tokens
-    with fake_weights(model, dtype), _collected_by_hand():
-        alive = LiveBytes((*model.parameters(), *model.buffers()), workspace)
-        pools = SharedPools(alive) if shared_memory else None
+    with fake_weights(model, how.dtype), _collected_by_hand():
+        alive, pools = how.meters(model)
         sharded = None
         if config.text_encoder == "sharded" and config.world_size > 1:
             sharded = in_pieces(model, phantom_mesh(config, pools).world)
@@ -385,11 +369,11 @@ def encode(
                     ids = torch.zeros(1, min(tokens, most), dtype=torch.long)
                     model(input_ids=ids, **({"output_hidden_states": True} if several else {}))
                 return Needs(weights, alive.peak, shared=pools.bytes if pools else 0.0)
-            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            except FAILURES as error:
                 log.debug("%s does not run without values: %s", kind, error)
     # Streams of a token through the widest layer, which no encoder exceeds by much.
     widest = max(prod(one.shape[:1]) for one in model.parameters())
-    return Needs(weights, 4.0 * tokens * min(widest, 65536) * dtype.itemsize)
+    return Needs(weights, 4.0 * tokens * min(widest, 65536) * how.dtype.itemsize)
 
 
 def cpu_workspace(func: Any, args: tuple[Any, ...], out: Any) -> float:
