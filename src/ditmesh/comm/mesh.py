@@ -282,6 +282,22 @@ class Mesh:
         if self.config.shared_memory and self.device.type == "cpu" and self.hosts.shares:
             near = self.hosts.near[self.rank]
             self._memory = SharedMemory(len(self._links), self._deadline, self._state, self._control, near)
+        firsts = self._join_links()
+        self._over_gloo = all(backend_of(group, self.device) == "gloo" for group in self._groups)
+        if not self._over_gloo and self._watcher is None:
+            ring = self.new_host_group(_ENDLESS)
+            assert ring is not None
+            self._watcher = FailureWatcher(ring, self._receive_notice)
+        # A group is there for one rank while another still connects, and would be lost if the first one failed now.
+        dist.barrier(group=self._control)
+        # After a failure these are new links.
+        self._state.refusal = None
+        for link in firsts:
+            singly = {"pipe": [*pairwise(range(link.size))], "pipe_back": [(link.size - 1, 0)]}
+            link.connect_peers(self.device, self._deadline, singly.get(link.name, ()))
+
+    def _join_links(self) -> list[Link]:
+        """Give every link a process group, one for each set of ranks; the first link of every group."""
         memory = self._memory
         # Not the default group for the world: after a failure it could be neither given up nor made again.
         made: dict[tuple[str, str], dist.ProcessGroup] = {}
@@ -300,18 +316,7 @@ class Mesh:
                 joined = len(here) > 1 and self.hosts.joins(here)
                 shared = SharedChannel(memory, number, link.ranks) if memory and joined else None
                 link.connect(made[key], shared, [hosts[rank] for rank in link.ranks], self.device)
-        self._over_gloo = all(backend_of(group, self.device) == "gloo" for group in made.values())
-        if not self._over_gloo and self._watcher is None:
-            ring = self.new_host_group(_ENDLESS)
-            assert ring is not None
-            self._watcher = FailureWatcher(ring, self._receive_notice)
-        # A group is there for one rank while another still connects, and would be lost if the first one failed now.
-        dist.barrier(group=self._control)
-        # After a failure these are new links.
-        self._state.refusal = None
-        for link in firsts:
-            singly = {"pipe": [*pairwise(range(link.size))], "pipe_back": [(link.size - 1, 0)]}
-            link.connect_peers(self.device, self._deadline, singly.get(link.name, ()))
+        return firsts
 
     def agree(self, refusal: str) -> None:
         """Refuse something on all ranks if one of them does, before any of them begins. A collective call.
