@@ -1,1 +1,1 @@
-"""Tensors that stand for whole ones of which a rank, or a moment, has a part."""
+"""Tensors with a whole shape and distributed or pending values."""

@@ -1,4 +1,4 @@
-"""Tensors of which every rank holds a band of rows.
+"""Tensors split into bands of rows over ranks.
 
 To the model a `Banded` tensor is whole: it has the shape, strides and dtype of the tensor on one device, so that every
 rank runs the same program and every module as it is. What torch is asked to do with it goes through its dispatcher, and
@@ -24,7 +24,7 @@ from .part import PartOperation, PartTensor, on_meta
 
 
 class Uncut(DitmeshError, RuntimeError):
-    """An operation that cannot be computed on bands, nor on what is gathered from them. On all ranks alike."""
+    """An operation that can be computed neither on bands nor on whole tensors; raised on all ranks alike."""
 
 
 class Held(NamedTuple):
@@ -129,7 +129,7 @@ class Bands:
 
 
 class Banded(PartTensor):
-    """A tensor whose rows are cut; see the module.
+    """A tensor with its rows split into bands; see the module.
 
     Args:
         local: this rank's rows.
@@ -212,7 +212,7 @@ class Operation(PartOperation[Banded]):
         return self.func(*args, **kwargs)
 
     def results(self, outcome: Outcome) -> Any:
-        """What the model gets of what a rule returned."""
+        """The result of a rule as the model's tensors."""
         if self.target is not None:
             return self.target
         if isinstance(outcome, (list, tuple)) and not isinstance(outcome, Held):

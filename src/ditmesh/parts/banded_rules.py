@@ -1,4 +1,4 @@
-"""What a rank does with its rows, operation by operation: data, as far as it can be.
+"""The rules of torch operations on bands of rows, as data where possible.
 
 `RULES` maps operations of aten to rules. Most operations are in one of a few families:
 

@@ -47,7 +47,7 @@ class Balance:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was measured, on all ranks alike: the next call measures again."""
+        """Reset the measurements on all ranks: the next call measures again."""
         equal = (1.0,) * self._shares
         self.speeds: tuple[float, ...] = self._setting if isinstance(self._setting, tuple) else equal
         self._measured, self.wanted = False, self._setting == "auto"

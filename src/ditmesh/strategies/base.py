@@ -213,7 +213,7 @@ class Strategy:
         return args, kwargs
 
     def begin_request(self, request: Request) -> None:
-        """A request begins: nothing of the one before may be seen by it."""
+        """Begin a request, independent of the previous one."""
 
     def end_request(self, failed: bool) -> None:
         """The request is over.

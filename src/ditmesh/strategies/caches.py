@@ -76,7 +76,7 @@ class Caches(Strategy):
         return proceed(arguments)
 
     def _check(self, model: ParallelModel) -> None:
-        """Refuse a cache that would keep one part of the image for another.
+        """Reject a cache that would reuse one part of the image for another.
 
         Raises:
             ConfigError: blocks run once for each tile or patch, and a cache in them keeps one state.
@@ -136,7 +136,7 @@ class Caches(Strategy):
             )
 
     def forget(self) -> None:
-        # What a request that was broken off has left in diffusers' caches.
+        # State that an interrupted request has left in diffusers' caches.
         for model in self.context.models:
             cached: Any = model.model
             if getattr(cached, "is_cache_enabled", False):

@@ -86,7 +86,7 @@ class LayoutCheck:
         return output
 
     def _exact(self) -> bool:
-        """Whether the step in progress is to give what one device does."""
+        """Whether the current step must give the result of one device."""
         control = self._context.find(WarmupControl)
         if control is None or control.decision.synchronous:
             return True
@@ -95,7 +95,7 @@ class LayoutCheck:
 
 
 def check_same(model: str, differences: list[tuple[float, str]]) -> None:
-    """Refuse a layout by the `difference` from one device on every rank.
+    """Reject a layout by the `difference` from one device on every rank.
 
     Raises:
         LayoutError: one of them is larger than its dtype allows.
@@ -110,7 +110,7 @@ def check_same(model: str, differences: list[tuple[float, str]]) -> None:
 
 
 def difference(output: Any, truth: Any) -> tuple[float, str]:
-    """How far a result is off, as a multiple of what its dtype allows, and the worst of it in words."""
+    """The error of a result as a multiple of its dtype's tolerance, and a description of the largest."""
     found, expected = (dict(Arguments((), (value,), {}).leaves()) for value in (output, truth))
     found, expected = ({p: v for p, v in one.items() if isinstance(v, Tensor)} for one in (found, expected))
     if {p: v.shape for p, v in found.items()} != {p: v.shape for p, v in expected.items()}:

@@ -72,7 +72,7 @@ def deterministic(device: torch.device | str) -> Iterator[None]:
 
 
 def _precisions() -> list[tuple[list[Any], str]]:
-    """torch's new switches, with what they are set to: those of all operations, of CUDA's, of one operation."""
+    """torch's new precision switches with their values: for all operations, for CUDA, for one operation."""
     if not hasattr(_BACKENDS, "fp32_precision"):
         return []
     cudnn, mkldnn = _BACKENDS.cudnn, _BACKENDS.mkldnn

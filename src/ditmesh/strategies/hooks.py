@@ -73,12 +73,12 @@ class Piece:
     start: int
 
 
-# An observer of what a block (by its path) returns on this rank; it changes nothing.
+# An observer of a block's output (by its path) on this rank; it changes nothing.
 Tap = Callable[[str, Piece], None]
 
 
 class Handler(intercept.AttentionHandler, Protocol):
-    """What a strategy does at each hook of one transformer.
+    """The handler of one transformer's hooks.
 
     Attributes:
         balance: speeds of the ranks that share the tokens.
@@ -108,10 +108,10 @@ class Handler(intercept.AttentionHandler, Protocol):
         """A block is about to run; ``arguments`` may be changed."""
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
-        """A block has returned ``output``; returns what the model is to see."""
+        """Handle a block's ``output``; returns the output for the model."""
 
     def pieces(self, site: BlockSite, output: Any) -> Iterable[Piece]:
-        """What a block's output, before `after_block`, holds of each stream."""
+        """The part of each stream that a block's output holds before `after_block`."""
         ...
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
@@ -124,7 +124,7 @@ class Handler(intercept.AttentionHandler, Protocol):
 
 
 class Recomputation:
-    """What blocks need to run once more after their call: activation checkpointing does that in the backward pass.
+    """The data for running blocks again after their call, as activation checkpointing does in the backward pass.
 
     A block is known by its path and the memory of its first stream, which is kept for a second run.
     """
@@ -140,7 +140,7 @@ class Recomputation:
             self._notes[site.path, storage.cdata] = storage, site, tokens
 
     def begin_call(self) -> None:
-        """Forget what cannot be run again."""
+        """Drop calls that cannot run again."""
         self._notes = {key: note for key, note in self._notes.items() if not note[0].expired()}
 
     def find(self, path: str, stream: Any) -> tuple[BlockSite, Partition]:
@@ -251,19 +251,19 @@ class ModelHooks:
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            """Give attention back, and return what the model is to see of the block's output."""
+            """Release attention, and return the block's output for the model."""
             if not entered:
                 return None
             intercept.set_handler(None)
             if output is None:
-                # It was left by an exception: checkpointing stops a block that has computed what it needs.
+                # An exception left the block: checkpointing stops a block when it has what it needs.
                 return None
             if self.tap is not None:
                 for piece in handler.pieces(at, output):
                     self.tap(site.path, piece)
             return handler.after_block(at, output)
 
-        # Around what others put on the block's forward: a cache sees tokens that are cut already.
+        # Around other wrappers of the block's forward: a cache must see split tokens.
         self._undo.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._undo.callback(block.register_forward_hook(after, always_call=True).remove)
 

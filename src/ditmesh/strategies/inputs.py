@@ -1,4 +1,4 @@
-"""The same pipeline and the same inputs on every rank.
+"""Checks for the same pipeline and the same inputs on every rank.
 
 Ranks that disagree about a prompt, a seed or a weight make a picture of no request. Before a pipeline starts,
 its ranks compare digests of everything that must agree; by default the first rank's call is then what every rank runs.
@@ -42,13 +42,13 @@ Sections = dict[str, dict[str, str]]
 
 # A message names so many of the things that differ.
 NAMED = 4
-# Settings that say where something lies, or by what it was written, not what it is.
+# Settings about the origin of a component, which do not affect its results.
 _PLACES = ("name_or_path", "transformers_version", "hf_device_map", "deprecation_warnings", "files_loaded")
 
 
 @dataclass
 class _Digests:
-    """One rank's digests of its pipeline and its call; or what kept it from computing them, in words."""
+    """One rank's digests of its pipeline and its call, or the error that prevented them."""
 
     failed: str = ""
     # Its stage and tensor rank: ranks of one place hold the same parts of weights.
@@ -116,7 +116,7 @@ class AgreedInputs:
             return args, kwargs
         self._warn(every, link)
         first, me = every[0], every[link.rank]
-        # A function stays each rank's own, and so does what is the same everywhere.
+        # Functions, and values equal on all ranks, are not sent.
         given = {n: value for n, value in given.items() if me.inputs[n] is None or first.inputs.get(n) is not None}
         travelling = [
             name
@@ -148,7 +148,7 @@ class AgreedInputs:
         for which, mine, among in (("pipeline", sections, None), ("parts", parts, places)):
             differing = differences([getattr(other, which) for other in every], link.ranks, among)
             if differing:
-                # Rare, and worth another message: what in there differs.
+                # Rare, so another message may find the difference.
                 details = link.all_gather_object({name: mine.get(name, {}) for name in differing})
                 for name, phrase in differing.items():
                     inside = list(differences([each[name] for each in details], link.ranks, among))
@@ -184,7 +184,7 @@ class AgreedInputs:
         return sections, parts, own
 
     def _sections(self) -> tuple[Sections, Sections]:
-        """What no broadcast can mend, the pipeline itself: what is whole on every rank, and what is cut."""
+        """Digests of the pipeline itself, which no broadcast can repair: whole weights, and split weights."""
         spread, moved = self._spread(), self._moved()
         weights, slices = {}, {}
         for name, (weight, which) in self._weights.look().items():
@@ -203,7 +203,7 @@ class AgreedInputs:
         }, {"slices of weights": slices}
 
     def _settings(self) -> Sections:
-        """Digests of everything but weights that decides what the components do, in a section per component.
+        """Digests of everything except weights that affects the components, one section per component.
 
         Configurations, the plain values that an object holds beside its configuration, the state of a scheduler that
         outlives a call, the vocabulary of a tokenizer.
@@ -460,7 +460,7 @@ def _unpacked(places: Mapping[Any, Any], device: torch.device, path: Any, value:
 
 
 class SameInputs(Strategy):
-    """The same inputs, weights and settings on every rank, for every pipeline."""
+    """Ensures the same inputs, weights and settings on every rank, for every pipeline."""
 
     name = "inputs"
 
@@ -494,7 +494,7 @@ class SameInputs(Strategy):
         return ids
 
     def _spread(self) -> set[int]:
-        """Ids of weights of which every rank holds another part at the moment."""
+        """Ids of weights that are currently split over ranks."""
         ids: set[int] = set()
         for model in self.context.models:
             if (tensor := model.find(TensorParallel)) is not None:

@@ -71,7 +71,7 @@ class _LinearInput:
 
 @dataclass
 class _Tiles:
-    """The tiles of one span of blocks, and what has been cut into them."""
+    """The tiles of one span of blocks, and the tensors split into them."""
 
     # the streams by tile, first to last over all ranks, and the same by this rank's tiles
     tokens: Partition
@@ -96,7 +96,7 @@ class TiledSequence(SequenceParallel):
 
     keeps_keys = True
     travels = False
-    # What follows the last block is computed as on one device.
+    # Code after the last block runs as on one device.
     gathers_late = False
 
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
@@ -281,7 +281,7 @@ class TiledSequence(SequenceParallel):
         return parts
 
     def _results(self, region: Region, outputs: list[Any]) -> Any:
-        """What a block returns, from what it has returned for every tile."""
+        """The block's output from its outputs for every tile."""
         here, output = self._tiles.here, outputs[0]
         for stream in region.streams:
             values = [result_of(one, stream) for one in outputs]
@@ -299,7 +299,7 @@ class TiledSequence(SequenceParallel):
         return output
 
     def _check_recorded(self, site: BlockSite, block: nn.Module) -> None:
-        """Refuse a block whose gradients would depend on the number of ranks.
+        """Reject a block with gradients that would depend on the number of ranks.
 
         Raises:
             ConfigError: naming what is in the way.
@@ -415,7 +415,7 @@ class TiledSequence(SequenceParallel):
         _calls.set(_calls.get() + 1)
 
     def _meet(self, asked: list[Any]) -> list[Tensor]:
-        """What all tiles of this rank have come to: a linear, or attention."""
+        """The point at which all tiles of this rank wait: a linear layer, or attention."""
         site = self._call.site
         assert site is not None
         what = [one.linear if isinstance(one, _LinearInput) else _AttentionInput for one in asked]
@@ -470,7 +470,7 @@ class TiledSequence(SequenceParallel):
         return call.recorded(q, k, v)
 
     def _agreed(self, tensor: Tensor, tokens: Partition) -> Tensor:
-        """Tokens (dimension 2) of which every tile has a copy: those of the first tile, on every rank.
+        """Replicated tokens (dimension 2): the first tile's copy, on every rank.
 
         Copies on tiles of one shape are equal by themselves; beside tiles of another shape they may differ in
         their last bits.
@@ -616,7 +616,7 @@ class ReproducibleSequence(ExactSequence):
 
 
 def check_tiles(layout: TokenLayout) -> None:
-    """Refuse the reproducible mode for blocks that cannot run tile by tile.
+    """Reject reproducible mode for blocks that cannot run tile by tile.
 
     Raises:
         ConfigError: naming what is in the way.

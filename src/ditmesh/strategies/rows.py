@@ -232,7 +232,7 @@ class BatchParallel:
                     self._now.ahead[number] = (predictions[number], set(branches[number]), result)
 
     def _state(self, arguments: Arguments) -> tuple[tuple[Any, ...], bool]:
-        """What a call depends on besides values: objects among its arguments, hooks and adapters.
+        """The dependencies of a call besides values: objects among its arguments, hooks and adapters.
 
         And whether an object or a hook may keep tensors from call to call.
         """
@@ -347,7 +347,7 @@ def _share_rows(
     listed: bool = False,
     in_step: bool = False,
 ) -> Any:
-    """What ``run`` returns for all rows of a batch: it is called with this rank's, or with each of them by itself.
+    """The result of ``run`` for all rows of a batch; it is called with this rank's rows, or with single rows.
 
     It returns tensors with a row per sample, in tuples, lists or mappings; ``listed``: lists have an item per sample.
     ``in_step``: every rank calls ``run`` equally often.

@@ -1,4 +1,4 @@
-"""The same latents on every rank in every step, and the same result: what callbacks and a user's own code may change.
+"""Checks for the same latents in every step, and the same result, on every rank; callbacks may change them.
 
 The ranks' inputs are compared before a request (`inputs`). Between two steps a callback may give each rank other
 latents, and an image that is made of several is that of no device. In every step a few sums of the latents that the
@@ -64,7 +64,7 @@ def apart(here: Tensor, there: Tensor) -> float:
 
 
 class SameLatents(Strategy):
-    """Refuses a request whose latents, or whose result, are not the same on all ranks that share it."""
+    """Raises an error if the latents or the result of a request differ between its ranks."""
 
     name = "latents"
 
@@ -143,7 +143,7 @@ def _on_the_host(sums: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int]
 
 
 def _images_in(value: Any) -> Iterator[Tensor]:
-    """Arrays and images among what a pipeline returns, as tensors; of large ones a part of the elements."""
+    """Arrays and images in a pipeline's output, as tensors; for large ones a part of the elements."""
     import numpy as np
     from PIL.Image import Image
 

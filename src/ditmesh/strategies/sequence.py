@@ -48,7 +48,7 @@ UNIT = 16
 
 @dataclass
 class _CutTensors:
-    """What one run of the transformer has cut so far. Nothing of it outlives the call."""
+    """The tensors that one run of the transformer has split so far; dropped after the call."""
 
     # the streams, by sequence rank
     tokens: Partition = field(default_factory=lambda: Partition(()))
@@ -111,7 +111,7 @@ class SequenceParallel:
         self._call = _CutTensors()
 
     def before_call(self, layout: TokenLayout, arguments: Arguments) -> None:
-        """Cut what the model adds to its tokens between blocks to this rank's tokens."""
+        """Reduce tensors that the model adds to tokens between blocks to this rank's tokens."""
         for blocks, planned in layout.residuals if self.link.size > 1 else ():
             region = next(region for region in layout.regions if region.blocks == blocks)
             for path, value in Arguments((), (), {planned.arg: arguments.get(planned.arg)}).leaves():
@@ -131,7 +131,7 @@ class SequenceParallel:
         return self._shares(tokens)
 
     def end_call(self) -> None:
-        """The run is over; make sure that what was cut was also gathered.
+        """End the run, and check that all split tensors were gathered.
 
         Raises:
             LayoutError: the last block of a region never ran, so the model went on with a part of the tokens.
@@ -358,7 +358,7 @@ class SequenceParallel:
         return self._call.cuts[key][1]
 
     def _check(self, site: BlockSite, arguments: Arguments) -> None:
-        """Refuse a tensor or an integer that the layout does not know; a probed one knows class and rank, too."""
+        """Reject a tensor or integer that is not in the layout; a probed layout also has class and rank."""
         if self.link.size == 1 and not self.config.reproducible:
             return
         # Without paths: those are made where something is to be said.
@@ -406,7 +406,7 @@ class SequenceParallel:
     # --- modules that mix tokens without attention ---------------------------------------------------------
 
     def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
-        """Apply a rule of `leaves` to a module of a block; returns what takes it off again."""
+        """Apply a rule of `leaves` to a module of a block; returns the undo."""
         if self.link.size == 1:
             return lambda: None
 
@@ -466,7 +466,7 @@ class SequenceParallel:
         self._call.attention_calls += 1
 
     def _planned(self, site: BlockSite, index: int) -> Attention:
-        """What the layout says about the block's attention call number ``index``."""
+        """The layout's entry for the block's attention call number ``index``."""
         listed = self._call.attention
         if index >= len(listed) and not (listed and listed[-1].per_sample):
             raise LayoutError(
@@ -490,7 +490,7 @@ class SequenceParallel:
     def _check_lengths(
         self, site: BlockSite, index: int, queries: Partition, keys: Partition, q: Tensor, k: Tensor, tile: int = -1
     ) -> None:
-        """Refuse tensors that are not of this rank's tokens, or of a tile's, as the layout has them."""
+        """Reject tensors that do not have this rank's (or a tile's) tokens according to the layout."""
         part = self.link.rank if tile < 0 else tile
         for what, tensor, tokens in (("queries", q, queries), ("keys", k, keys)):
             expected = tokens.lengths[part]
@@ -535,7 +535,7 @@ def _form_of(value: Any) -> Any:
 
 
 def _knows(region: Region, path: str, value: Any) -> bool:
-    """Whether the layout says what is to be done with an argument, a tensor or an integer."""
+    """Whether the layout covers an argument (a tensor or an integer)."""
     kind, dims = (dtype_class(value.dtype), value.dim()) if isinstance(value, Tensor) else ("count", 0)
     if region.known:
         return (path, kind, dims) in region.known
@@ -553,7 +553,7 @@ def _true(arguments: Arguments, path: str) -> bool:
 
 
 def shared(stream: Stream, lengths: tuple[int, ...]) -> Partition:
-    """The partition of a stream of which every rank (or tile) has a run of its own."""
+    """The partition of a stream into one run for each rank (or tile)."""
     return Partition((lengths,), names=(stream.name,))
 
 
@@ -574,14 +574,14 @@ def only(tokens: Partition, ragged: str, tensor: Tensor, held: Partition, part: 
 
 
 def result_of(output: Any, stream: Stream) -> Any:
-    """The stream in what a block returned; None if it does not come back."""
+    """The stream in a block's output; None if the block does not return it."""
     if not stream.returned:
         return None
     return output if stream.out is None else output[stream.out]
 
 
 def with_result(output: Any, stream: Stream, value: Tensor) -> Any:
-    """What a block returned, with the stream replaced."""
+    """The block's output with the stream replaced."""
     if stream.out is None:
         return value
     items = list(output)
@@ -590,7 +590,7 @@ def with_result(output: Any, stream: Stream, value: Tensor) -> Any:
 
 
 class ExactSequence(TokenStrategy):
-    """Ulysses, ring or both; on one device, nothing but the hooks."""
+    """Ulysses, ring or both; on one device only the hooks."""
 
     # The handler's class.
     kind: ClassVar[type[SequenceParallel]] = SequenceParallel

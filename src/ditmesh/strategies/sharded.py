@@ -104,7 +104,7 @@ class Packed:
         return found
 
     def runs(self, rank: int) -> Iterator[tuple[int, slice, slice]]:
-        """What a rank holds: number of a tensor, which of its bytes, and where they are in the rank's part."""
+        """A rank's part of a tensor: its number, the bytes, and their place in the rank's memory."""
         for number, places in enumerate(self.places):
             for owner, part in places:
                 if owner == rank:
@@ -216,7 +216,7 @@ def _bytes_of(parameter: Tensor) -> int:
 
 @dataclass(eq=False)
 class Unit:
-    """What is gathered at once.
+    """A unit of weights that are gathered together.
 
     Attributes:
         name: path of the block or layer.
@@ -263,7 +263,7 @@ class Unit:
             part.data = part.data.new_empty((0, *shape[1:]))
 
     def check(self) -> None:
-        """Refuse tensors that were cast or moved, which would not be seen in what is gathered.
+        """Reject tensors that were cast or moved, because gathered weights would not show it.
 
         Raises:
             InputError: naming them.

@@ -1,4 +1,4 @@
-"""Sequence strategies for N devices in one process: what N devices would generate, without having them.
+"""Simulation of sequence strategies for N devices in one process.
 
 Every virtual rank runs the transformer as a coroutine with a handler of its own, the same code that runs on real
 ranks. Only the links differ: a virtual rank yields at each collective until all have reached it, and
@@ -179,7 +179,7 @@ class SimulatedStale(StaleStrategy):
 
 
 def _meet(questions: list[tuple[str, Any]]) -> list[list[Any]]:
-    """Everybody gets what everybody has."""
+    """Exchange the values of all virtual ranks."""
     kinds = {kind for kind, _ in questions}
     if len(kinds) > 1:
         raise LayoutError(f"virtual ranks do different things at one time: {' and '.join(sorted(kinds))}")

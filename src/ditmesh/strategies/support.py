@@ -1,4 +1,4 @@
-"""What has been tested: class x combination of strategies, as the parity matrix left it.
+"""The test results of the parity matrix: class x combination of strategies.
 
 The table (`support.json`) is written by the tests, never by hand: ``pytest tests/strategies/test_matrix.py
 --write-support``. `parallelize` reads it: a combination known to be wrong is refused, one that no test has
@@ -45,7 +45,7 @@ def table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def check(model: str, config: ParallelConfig, recipe: Iterable[type[Strategy]], published: bool = True) -> None:
-    """Refuse what is known to be wrong, warn about what is untested.
+    """Reject combinations that are known to be wrong, and warn about untested ones.
 
     Args:
         model: name of the transformer's class.
@@ -160,7 +160,7 @@ def _by_combination(classes: Mapping[str, Row], keys: list[str], marks: Mapping[
 
 
 def _sentences(reasons: Reasons, keys: list[str]) -> list[str]:
-    """A line for each sentence that refuses something, with what it refuses."""
+    """A line for each error message, with its classes and combinations."""
     lines = []
     for number, (sentence, cells) in enumerate(reasons.items(), 1):
         refused = {key for _, key in cells}

@@ -45,7 +45,7 @@ def encoders_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def in_pieces(module: nn.Module, link: Link) -> ShardedWeights:
-    """A text encoder of which every rank has a part of each layer."""
+    """A sharded text encoder: every rank holds a part of each layer."""
 
     def groups() -> list[GatherGroup]:
         lists = [path for path, one in module.named_modules() if isinstance(one, nn.ModuleList)]
@@ -60,7 +60,7 @@ def in_pieces(module: nn.Module, link: Link) -> ShardedWeights:
 
 
 class OnOneRank:
-    """A text encoder that only the first rank of a link has; what it returns goes to the others.
+    """A text encoder on the first rank of a link, which sends the outputs to the others.
 
     Args:
         module: the encoder, whole on every rank. All ranks call it together, with the same inputs.

@@ -28,7 +28,7 @@ from ..errors import LayoutError
 
 
 class WeightGradients:
-    """What the tiles of this rank add to the gradients of the blocks' weights, until `take`.
+    """Collects the weight gradients of this rank's tiles, until `take`.
 
     One call of the model after the other: its tiles are numbered from 0 in each.
     """

@@ -71,7 +71,7 @@ def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str 
 
 
 def _neighbours_rows(x: Tensor, reach: int, link: ExchangeGroup) -> tuple[Tensor, Tensor]:
-    """The last rows of the rank before and the first of the rank after; empty at the picture's edges."""
+    """The last rows of the previous rank and the first of the next; empty at the image's edges."""
     shape = (*x.shape[:2], reach, x.shape[3])
     nothing = x[:, :, :0]
     outgoing, shapes = [], []

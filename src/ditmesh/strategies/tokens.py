@@ -47,7 +47,7 @@ class TokenStrategy(Strategy):
 
 
 def _prepare_attention(handler: Any, model: nn.Module, config: ParallelConfig, device: torch.device) -> None:
-    """Refuse what the kernels of a transformer's attention cannot do, as far as it is known before a call."""
+    """Reject settings that the transformer's attention kernels do not support, as far as known before a call."""
     backends = backends_of(model.modules())
     if config.attention is not None and backends - {config.attention}:
         # What takes another one's place has to be called.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Question:
-    """What a run handed over when it stopped."""
+    """The request of a paused virtual rank."""
 
     question: Any
 

@@ -1,1 +1,1 @@
-"""PipeFusion: blocks over stages, patches of the picture through them."""
+"""PipeFusion: blocks on stages, and patches of the image that pass through them."""

@@ -60,7 +60,7 @@ class PatchPlan:
     takes: dict[tuple[int, ...], tuple[bool, Any]] = field(default_factory=dict)
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
-        """What the model returns, with these tensors."""
+        """The model's output with these tensors."""
         given = iter(tensors)
         return tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
@@ -225,7 +225,7 @@ class PatchRun(ForwardRun):
         return region.blocks in self._plan.text_along
 
     def _sent_after(self, number: int) -> list[tuple[str | int, Region, Stream]]:
-        """What the stage that ends with block ``number`` sends to the next: streams, then skips by block."""
+        """The tensors that the stage ending with block ``number`` sends to the next: streams, then skips by block."""
         regions = self._stages.regions
         region, known = regions[number], self._plan.streams[regions[number].blocks]
         streams = [(stream.name, region, stream) for stream in self._stages.read_after(number) if stream.name in known]
@@ -233,7 +233,7 @@ class PatchRun(ForwardRun):
         return [*streams, *((source, regions[source], regions[source].main) for source in sorted(crossing))]
 
     def expect(self) -> None:
-        """Post the receipt of what the stage before sends for this patch."""
+        """Post the receive of the previous stage's tensors for this patch."""
         if self._link.rank == 0:
             return
         handler, buffers = self._handler, []

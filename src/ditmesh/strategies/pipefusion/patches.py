@@ -1,4 +1,4 @@
-"""Patches of a picture in the blocks: what is cut, what is kept, and the attention of one patch.
+"""Patches of an image in the blocks: splitting, kept keys and values, and the attention of one patch.
 
 A patch is a run of tokens. To the machinery of sequence parallelism (`sequence.py`) patch m of M looks like ranks of
 its own: with R sequence ranks inside a stage, patch m on rank r is *virtual rank* m·R + r of M·R. Streams, rotary
@@ -59,7 +59,7 @@ class KVBuffer:
 
 @dataclass
 class Buffers:
-    """What one branch of guidance keeps from patch to patch and from step to step. It belongs to one request.
+    """The keys and values that one guidance branch keeps between patches and steps of a request.
 
     Attributes:
         keys: per attention call: path of the block and number of the call.
@@ -73,7 +73,7 @@ class Buffers:
     before: int = -1
 
     def begin_step(self, step: int) -> None:
-        """What is kept from now on is of this step."""
+        """Begin a step: later writes belong to it."""
         self.before, self.step = self.step, step
 
 
@@ -146,7 +146,7 @@ class PatchLink:
         self._masked = [name for block, name in enumerate(keys.names) if block not in keys.replicated]
 
     def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
-        """The whole mask of which this virtual rank has a piece: other patches' pieces are those they left."""
+        """The whole mask from this virtual rank's part, and the parts that other patches have left."""
         kept = self._buffer
         assert kept is not None
         # Masks are gathered stream by stream.
@@ -424,7 +424,7 @@ def _of_patches(whole: Tensor, keys: Partition, link: PatchLink, seen: set[int],
 
 
 def skipped(site: BlockSite, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:
-    """What a block that is not run returns: its streams as they came, or those given."""
+    """The output of a skipped block: its input streams, or the given ones."""
     region = site.region
     values = {stream.name: arguments.get(stream.arg) for stream in region.streams}
     values.update(streams or {})
@@ -458,7 +458,7 @@ class PatchTokens(PipeStrategy, TokenStrategy):
 
     @classmethod
     def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """Heads and keys of a patch's tokens among the sequence ranks; keys of the whole picture are kept."""
+        """Heads and keys of a patch's tokens among the sequence ranks; keys of the whole image are kept."""
         config, share = step.config, step.share
         yield from traded(step, share.pieces)
         for _, times, one in step.attentions():

@@ -1,4 +1,4 @@
-"""PipeFusion: blocks over stages, patches of the picture through them.
+"""PipeFusion: blocks on stages, and patches of the image that pass through them.
 
 Fang et al. 2024, "PipeFusion", arXiv:2405.14430. A stage has a run of consecutive blocks. The picture's tokens are
 cut into M patches that flow through the stages one behind the other; the first patch of step t + 1 follows the last
@@ -56,7 +56,7 @@ from .passes import (
 from .patches import Buffers, ForwardRun, PatchParallel
 from .stages import PipeStrategy, Stages
 
-# Messages that a rank may have under way before it waits for the oldest: steps' worth of patches.
+# Maximum pending messages of a rank before it waits for the oldest, in steps of patches.
 _STEPS_UNDER_WAY = 4
 # Plans that are kept: kinds of calls (shapes, contents of masks) that a pipeline makes by turns.
 _PLANS = 8
@@ -94,13 +94,13 @@ class PipeFusion:
     # --- a request -----------------------------------------------------------------------------------------
 
     def begin_request(self) -> None:
-        """A new request starts: nothing of the one before may be seen by it."""
+        """Begin a new request, independent of the previous one."""
         self._drain(None)
         self._buffers: dict[Any, Buffers] = {}
         self.flushes = 0
 
     def end_request(self, failed: bool = False) -> None:
-        """The request is over: no message stays under way, nothing is kept.
+        """End the request: wait for pending messages, and clear the buffers.
 
         Args:
             failed: it has raised. What other stages have sent is taken, but ranks that are gone are not waited for.
@@ -156,7 +156,7 @@ class PipeFusion:
         return self._patch_by_patch(plan, buffers, args, kwargs)
 
     def _whole_picture(self, plan: PatchPlan, buffers: Buffers, args: Any, kwargs: Any) -> Any:
-        """A synchronous step: the picture as one patch, exact. Every rank gets the result."""
+        """Run a synchronous step: the image as one patch, exact. Every rank gets the result."""
         run = self._patch_run(plan, buffers, 1, 0)
         outputs = self._run_patch(run, args, kwargs)
         if self.link.size == 1:
@@ -171,7 +171,7 @@ class PipeFusion:
         return outputs if run.finishes else plan.rebuilt(tensors)
 
     def _patch_by_patch(self, plan: PatchPlan, buffers: Buffers, args: Any, kwargs: Any) -> Any:
-        """A stale step: returns at once what other stages have yet to compute."""
+        """Run a stale step: returns immediately, with results of other stages pending."""
         first, alone = self.link.rank == 0, self.link.size == 1
         versions: list[list[Deferred]] = [[] for _ in plan.outputs]
         if first and not alone:
@@ -202,7 +202,7 @@ class PipeFusion:
         )
 
     def _patch_run(self, plan: PatchPlan, buffers: Buffers, patches: int, patch: int) -> PatchRun:
-        """A run that waits for what the stage before sends."""
+        """A run that waits for the previous stage's tensors."""
         run = PatchRun(self.stages, self.handler, plan, buffers, patches, patch, self._send_on)
         run.expect()
         return run
@@ -221,7 +221,7 @@ class PipeFusion:
         return output
 
     def _run(self, run: ForwardRun, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """What the model's forward returns in a run, and whether it came to its end."""
+        """The output of the model's forward in a run, and whether it reached its end."""
         self.handler.start(run)
         try:
             return self._proceed(Arguments(self._names, args, kwargs)), True
@@ -348,7 +348,7 @@ class PipeFusion:
     def _marked(
         self, args: Any, kwargs: Any, region: Region, following: Region | None, counts: tuple[int, ...], patch: int
     ) -> list[Tensor]:
-        """What is NaN when a patch is NaN at the end of ``region``: tokens of the next list, or of the outputs."""
+        """The NaN positions for a NaN patch at the end of ``region``: in the next list's tokens, or in the outputs."""
         run = DryRun(self.stages, (region, sum(counts[:patch]), counts[patch]), following)
         outputs, _ = self._run(run, args, kwargs)
         if following is not None:
@@ -398,7 +398,7 @@ class PipeFusion:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The tensors in what the model returns, in order."""
+    """The tensors in the model's output, in order."""
     return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
 
 

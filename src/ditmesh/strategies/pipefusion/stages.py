@@ -205,7 +205,7 @@ class Stages:
             self.lengths = lengths
 
     def forget(self) -> None:
-        """Forget what was measured, on all ranks alike, as one may have measured what another has not."""
+        """Reset the measurements on all ranks, because they may differ."""
         if self._weights is None:
             return
         self._measured = None
@@ -274,7 +274,7 @@ class StageWeights:
         )
 
     def move(self, lengths: Sequence[int]) -> None:
-        """Let stages have other numbers of blocks: what changes hands is sent, weight by weight. A collective call.
+        """Change the stages' numbers of blocks, and send the weights of moved blocks. A collective call.
 
         A stage gives a weight up when all stages have what they were to get, so that one that raises half way loses
         none: it can be called again.
@@ -465,7 +465,7 @@ def _cost(work: Work, blocks: Sequence[int]) -> float:
 
 
 class PipeStrategy(Strategy):
-    """What the strategies share that run patches of the picture through stages."""
+    """The base of strategies that run patches of the image through stages."""
 
     name = "pipe"
     promise = "none"

@@ -39,7 +39,7 @@ Key = tuple[int, str, int]
 
 
 class StaleSequence(SequenceParallel):
-    """What sequence strategies share whose steps are not all synchronous.
+    """The base of stale sequence strategies.
 
     Args:
         config, mesh: as `SequenceParallel` takes them; the ring axis is the one that shares tokens.
@@ -58,7 +58,7 @@ class StaleSequence(SequenceParallel):
         self._blocks = blocks
 
     def end_request(self) -> None:
-        """The request is over: wait for what is on its way, forget everything."""
+        """End the request: wait for pending messages, and clear the buffers."""
 
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """One attention over tokens that lie on all ranks, as `SequenceParallel.attend_distributed`."""
@@ -107,14 +107,14 @@ class DisplacedParallel(StaleSequence):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the keys and values kept between steps, what is on its way not counted.
+        """Bytes of the keys and values kept between steps, without pending messages.
 
         For every branch and attention call 2 · B · S · H · D · bytes of an element: S tokens of all ranks.
         """
         return sum(buffer.whole.numel() * buffer.whole.element_size() for buffer in self._buffers.values())
 
     def end_request(self) -> None:
-        """Wait for what is on its way, forget everything.
+        """Wait for pending messages, and clear the buffers.
 
         Raises:
             RuntimeError: another rank has gone; everything is forgotten all the same.
@@ -230,13 +230,13 @@ class _Buffer:
         self._arriving, self._packer = self._ring.all_gather_async(outgoing, self._incoming[1]), packer
 
     def _empty(self, slots: list[Tensor], packer: Codec | None) -> list[Tensor]:
-        """Memory for what a rank sends of these slots."""
+        """Memory for a rank's messages of these slots."""
         if packer is not None and slots:
             return [packer.empty(_joined(slots), self.whole.device)]
         return [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
 
     def arrive(self) -> None:
-        """Wait for what was posted, if it is still on its way."""
+        """Wait for the posted messages, if pending."""
         arriving, self._arriving = self._arriving, None
         packer, self._packer = self._packer, None
         if arriving is None:
@@ -260,7 +260,7 @@ def _joined(slots: list[Tensor]) -> tuple[int, ...]:
 
 
 class StaleStrategy(TokenStrategy):
-    """What token strategies share whose steps are not all synchronous."""
+    """The base of stale token strategies."""
 
     promise = "none"
     no_gradient = "keys of an earlier step, or none, stand for those of other ranks, and have no gradient path"

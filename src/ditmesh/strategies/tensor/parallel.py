@@ -40,7 +40,7 @@ LEAST_SHARE, USUAL_SHARE = 0.1, 0.4
 
 
 class TensorParallel:
-    """A transformer whose weights are shared out over the ranks of a link. In place; `close` is the exact inverse.
+    """Splits a transformer's weights over the ranks of a link, in place; `close` is the exact inverse.
 
     LoRA adapters (peft) may be loaded before or after: they are cut like the layers they adapt, at the next call
     of the transformer, and nothing else about them changes.
@@ -115,7 +115,7 @@ class TensorParallel:
                 self._gather(site, _base_parameters(site, self._base(site)))
 
     def _check_share(self) -> None:
-        """Refuse a model of which next to nothing is cut, and say how much it is where that is little.
+        """Reject a model with almost no splittable weights, and report a small share.
 
         Raises:
             ConfigError: less than `LEAST_SHARE` of the parameters are cut.
@@ -212,7 +212,7 @@ class TensorParallel:
         return result
 
     def _check_processors(self) -> None:
-        """Refuse attention processors with weights (an IP-Adapter's): they would meet a part of the heads."""
+        """Reject attention processors with weights (an IP-Adapter's), which would get only a part of the heads."""
         for path, attention in self._attentions:
             processor: Any = attention.processor
             if isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None:
@@ -259,7 +259,7 @@ class TensorParallel:
     # --- gradients ---------------------------------------------------------------------------------------
 
     def _follow_gradients(self) -> None:
-        """Hang what completes gradients: of what goes into linears cut by column, and of weights between slices.
+        """Install hooks that complete gradients: of inputs of column-split linears, and of weights between slices.
 
         Every rank has the gradients of its own slices; what is whole there gets a part from every rank.
         """
@@ -298,7 +298,7 @@ class TensorParallel:
             self._completed[parameter] = parameter.register_hook(lambda gradient: change(gradient.clone()))
 
     def _added_once(self, gradient: Tensor) -> Tensor:
-        """The gradient of what the first rank holds whole: the others' zeros stay what they are."""
+        """The gradient of a parameter that only the first rank holds; zeros stay on the others."""
         return gradient if self.link.rank == 0 else torch.zeros_like(gradient)
 
     def spread(self) -> set[int]:

@@ -70,7 +70,7 @@ _PROJECTIONS = {
     "to_kv": ("keys", "keys"),
 }
 
-# In this order: what a rule has taken, later ones leave alone.
+# Ordered: later rules skip the modules of earlier ones.
 RULES: tuple[Rule, ...] = (
     # Attention and feed-forward side by side; one projection reads [attention, hidden].
     Rule(

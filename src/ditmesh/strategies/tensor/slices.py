@@ -1,4 +1,4 @@
-"""Which slice of which weight a tensor-parallel rank holds: arithmetic only, no communication.
+"""The slices of weights for tensor-parallel ranks: only arithmetic, no communication.
 
 Column and row parallel layers after Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): the first linear of a
 pair is cut by output features, the second by input features, and one all-reduce joins them.
@@ -105,7 +105,7 @@ def plan(model: nn.Module, degree: int) -> TensorPlan:
 
 
 def _apply(made: TensorPlan, rule: Rule, path: str, module: nn.Module, degree: int, claimed: set[str]) -> None:
-    """Note what a rule cuts of a module that it fits."""
+    """Record the slices of a module that a rule fits."""
     claimed.add(path)
     for name in rule.gathered:
         linear = _linear_at(module, name)
@@ -148,7 +148,7 @@ def _apply(made: TensorPlan, rule: Rule, path: str, module: nn.Module, degree: i
 def _apply_rows(
     made: TensorPlan, rule: Rule, path: str, module: nn.Module, widths: dict[str, Partition], degree: int
 ) -> None:
-    """Note what is cut by row; widths that only these layers show are added."""
+    """Record row-split weights, and add widths that only these layers show."""
     for name, parts in rule.row.items():
         linear = _linear_at(module, name)
         if linear is None:
@@ -164,7 +164,7 @@ def _apply_rows(
 
 
 def _refuse_unknown(rule: Rule, module: nn.Module, path: str, attention: nn.Module, queries: int) -> None:
-    """Refuse an attention with projections of all heads that the rule does not cut: they would meet a rank's heads.
+    """Reject an attention with projections of all heads that the rule does not split.
 
     Raises:
         ConfigError: naming the projection.

@@ -1,1 +1,1 @@
-"""The autoencoder in bands: every rank computes some rows of the picture, and all of them the same picture."""
+"""Parallel VAE in bands: every rank computes some rows of the image."""

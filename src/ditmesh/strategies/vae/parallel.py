@@ -30,7 +30,7 @@ from ...parts.part import whole_of
 from ..base import Context, Request, Strategy
 from .tested import TESTED
 
-# Rows of latents for each rank, and latents of a picture, from which bands are worth their exchanges.
+# Minimum rows of latents per rank, and minimum latents of an image, for bands with ``"auto"``.
 LEAST_ROWS, LEAST_LATENTS = 16, 64 * 64
 # How many rows every rank has, of latents and of pixels.
 _ROWS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"decode": even_cut, "encode": bands_of}
@@ -39,7 +39,7 @@ _PIXELS_OF_A_LATENT = 8
 
 
 def in_bands(bands: Bands, function: Callable[..., Any], rows: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-    """What a function returns for a picture that is cut into bands, whole on every rank. Collective.
+    """The result of a function for an image in bands, whole on every rank. Collective.
 
     Args:
         bands: the ranks.
@@ -82,7 +82,7 @@ class InBands:
         self.calls: dict[str, Callable[..., Any]] = {name: getattr(vae, name) for name in _ROWS if hasattr(vae, name)}
 
     def call(self, name: str, given: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What ``decode`` or ``encode`` returns, on every rank.
+        """The result of ``decode`` or ``encode``, on every rank.
 
         Args:
             name: of the two.
@@ -97,7 +97,7 @@ class InBands:
 
 
 class BandedVae(Strategy):
-    """The autoencoder of every pipeline, while its requests last: rows of its pictures on all ranks.
+    """Runs the VAE of every pipeline in bands during its requests.
 
     Outside of a request it is as it was: every rank decodes what it is given, which may be its own.
     """
@@ -159,7 +159,7 @@ class BandedVae(Strategy):
         return original(*args, **kwargs)
 
     def _gains(self, name: str, given: Tensor) -> bool:
-        """Whether a picture is large enough for its bands to be worth their exchanges."""
+        """Whether an image is large enough for bands."""
         mesh, (height, width) = self.context.mesh, given.shape[-2:]
         if mesh.batch.size == mesh.world.size and given.shape[0] % mesh.world.size == 0:
             # Whole pictures are shared out evenly, and need none.
