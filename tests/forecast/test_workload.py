@@ -337,7 +337,7 @@ def test_layers_are_no_video():
     ("words", "says"),
     [
         (["study", "fox", "--model", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
-        (["study", "a fox", "--frames", "9"], "makes pictures"),
+        (["study", "a fox", "--frames", "9"], "generates images"),
         (["plan", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
         (["inspect", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
         (["plan", "flux.1-dev", "--frames", "9", "--hardware", "h100"], "makes images"),

@@ -117,7 +117,7 @@ def test_a_field_that_is_declared_outside_is_in_every_front_end():
 
 
 def test_what_is_wrong_with_a_field_is_spelt_by_its_front_end():
-    error = FieldError("frames", "{frames} {:g}: {} makes pictures; leave {frames} out, or {ip-image}", 5, "{n}")
+    error = FieldError("frames", "{frames} {:g}: {} generates images; leave {frames} out, or {ip-image}", 5, "{n}")
     assert str(error) == "--frames 5: {n} generates images; leave --frames out, or --ip-image"
     assert error.spelled(lambda name: name) == "frames 5: {n} generates images; leave frames out, or ip-image"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -250,7 +250,7 @@ def test_what_cannot_be_is_said_in_one_sentence(
 def test_pictures_have_no_frames(tmp_path: Path):
     info = find_model(save_tiny_sd3(tmp_path))
     for given, said in (({"frames": 5}, "--frames 5"), ({"fps": 8}, "--fps 8")):
-        with pytest.raises(InputError, match=f"{said}: StableDiffusion3Pipeline makes pictures"):
+        with pytest.raises(InputError, match=f"{said}: StableDiffusion3Pipeline generates images"):
             check_content(job_for(info, PictureRequest(prompt="a red fox", **given), tmp_path), info, 1)
 
 

@@ -263,7 +263,7 @@ def _check_video(job: PictureJob, model: ModelInfo) -> None:
         _check_cleaning(name)
     for field, value in (("frames", job.frames), ("fps", job.fps)):
         if value is not None and videos is False:
-            why = "{" + field + "} {:g}: {} makes pictures; leave {" + field + "} out"
+            why = "{" + field + "} {:g}: {} generates images; leave {" + field + "} out"
             raise FieldError(field, why, value, model.pipeline_class)
     if job.frames is not None:
         model.check_frames(job.frames)

@@ -99,7 +99,7 @@ def _check_frames(pipe: Any, family: Family, config: TrainConfig) -> None:
     if count is None:
         return
     if not family.videos:
-        raise ConfigError(f"num_frames={count}: {name} makes pictures; leave num_frames out")
+        raise ConfigError(f"num_frames={count}: {name} generates images; leave num_frames out")
     if config.validation_prompts:
         raise ConfigError(f"validation_prompts are drawn as pictures, and {name} makes videos; leave them out")
     step = pipe.vae.config.get("scale_factor_temporal") or 1
