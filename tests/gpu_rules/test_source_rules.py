@@ -17,16 +17,12 @@ ALLOWED: dict[str, dict[str, str]] = {
     # Everything runs on the current stream: what waits for what is then the order of the program.
     "a stream of its own": {},
     # Only what is pinned is copied behind the host's back, and who reads it has to wait.
-    "a copy that is not waited for": {},
+    "a copy that is not waited for": {
+        "strategies/text_encoders.py": "two pinned pieces; the host waits before it writes to one again",
+    },
     # torch pickles objects through the device where the group has NCCL alone, and the host waits.
     "objects over a process group": {
-        "comm/link.py": "the one place for groups of links: carried by gloo where the group has it",
-        "comm/hosts.py": "a gloo group, before there is any link",
-        "comm/shared.py": "the same gloo group",
-        "engine/engine.py": "the configuration, before there is any link",
-        "forecast/memory/check.py": "free memory of all ranks, before any weight is loaded",
-        "launch/torchrun.py": "what a whole call returns",
-        "tools/verify/ranks.py": "tasks, between requests",
+        "comm/objects.py": "the one place: carried by gloo",
     },
     # Its handle keeps the buffers, and somebody has to wait.
     "a collective whose work is dropped": {},
