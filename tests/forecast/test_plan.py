@@ -386,7 +386,7 @@ def test_guidance_goes_to_two_ranks_first():
 
 def test_a_plan_for_a_model_that_ships_imports_models_once(tmp_path):
     """They take more processor time than all else of a plan, which is to answer at once where memory is known."""
-    words = ["plan", "wan-1.3b", "--hardware", "h100", "--devices", "4", "--hosts", "2", "--between", "infiniband-ndr"]
+    words = ["plan", "ltx-video", "--hardware", "h100", "--devices", "2", "--hosts", "2", "--between", "infiniband-ndr"]
     code = f"""
 import sys
 from ditmesh.cli.main import main
@@ -405,7 +405,7 @@ print(sorted({{"diffusers", "transformers", "accelerate", "huggingface_hub"}} & 
             check=True,
             timeout=300,
         )
-        assert "wan-1.3b on 2 hosts" in done.stdout
+        assert "ltx-video on 2 hosts" in done.stdout
         assert (done.stdout.splitlines()[-1] != "[]") == imported
 
 
