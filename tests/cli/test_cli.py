@@ -610,7 +610,7 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Pa
         (("study", "fox", "--steps", "-3"), "--steps -3 is not possible"),
         (("study", "fox", "--jobs", "0"), "--jobs 0 is not possible"),
         (("study", "fox", "--out", ""), "--out names no folder"),
-        (("verify", ""), "the configuration '' says nothing"),
+        (("verify", ""), "the configuration '' is empty"),
         (("verify", "ulysses=1"), "'1 device' compares one device with itself"),
         (("verify", "reproducible"), "compares one device with itself"),
         (("verify", "ulysses=2", "--html", "/proc/x/y.html"), "choose another one with --html"),

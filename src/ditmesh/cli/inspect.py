@@ -117,7 +117,6 @@ def inspect(
     Exits with code 1 when --check finds a difference.
     """
     from .. import zoo
-    from ..forecast.workload import workload_of
     from ..generate.model_info import find_model
 
     model = named or model
@@ -140,6 +139,9 @@ def inspect(
         )
     place = model or str(zoo.path())
     info = find_model(place)
+    # It takes torch along, which a mistake does not wait for.
+    from ..forecast.workload import workload_of
+
     workload = workload_of(info, wanted, tokens, pictures, guidance, frames)
     layout, found = _layout(info, check)
     facts = _facts(info, layout, workload) | found
