@@ -96,8 +96,14 @@ def one_of(world: int, rank: int) -> Iterator[None]:
                 (dist, "broadcast_object_list", lambda *_, **__: None),
                 (dist, "barrier", lambda *_, **__: None),
                 (link, "backend_of", lambda *_: "nccl"),
+                (link.Link, "connect_peers", lambda *_: None),
+                # No thread watches for failures of ranks that are not there.
+                (mesh, "backend_of", lambda *_: "gloo"),
+                (mesh, "gather_objects", lambda value, group: [value] * world),
+                (torch.cuda, "current_device", lambda: 0),
+                (torch.cuda, "set_device", lambda device: None),
                 (mesh, "find_hosts", lambda *_: Hosts.one(world)),
-                (mesh.Mesh, "new_host_group", lambda _: None),
+                (mesh.Mesh, "new_host_group", lambda *_: None),
                 (mesh.Mesh, "_meet", lambda self, mine: [mine] * len(self._peers)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, stand_in))

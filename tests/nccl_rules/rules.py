@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any
 from unittest import mock
@@ -852,7 +851,7 @@ def ruled(mode: str = SETTINGS.mode, delay: str = SETTINGS.delay, objects: bool 
     from ditmesh.comm.link import Link
 
     register()
-    subgroups, batched, connect = dist.new_subgroups_by_enumeration, dist.batch_isend_irecv, Link.connect
+    batched, connect = dist.batch_isend_irecv, Link.connect
 
     def batch_isend_irecv(moves: list[dist.P2POp]) -> list[Any]:
         group = moves[0].group
@@ -867,9 +866,7 @@ def ruled(mode: str = SETTINGS.mode, delay: str = SETTINGS.delay, objects: bool 
         patches.enter_context(mock.patch.multiple(SETTINGS, mode=mode, delay=delay, objects=objects))
         patches.enter_context(mock.patch.object(mesh, "possible", return_value=False))
         patches.enter_context(mock.patch.object(Link, "connect", named))
-        patches.enter_context(
-            mock.patch.object(dist, "new_subgroups_by_enumeration", partial(subgroups, backend="rules"))
-        )
+        patches.enter_context(mock.patch.object(mesh, "group_options", return_value={"backend": "rules"}))
         patches.enter_context(mock.patch.object(dist, "batch_isend_irecv", batch_isend_irecv))
         for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
             patches.enter_context(mock.patch.object(dist, name, _with_objects(getattr(dist, name), name)))
