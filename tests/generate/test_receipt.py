@@ -85,7 +85,7 @@ def test_files_without_a_receipt_are_refused_clearly(tmp_path: Path) -> None:
     picture().save(tmp_path / "odd.png", pnginfo=odd)
     for name, said in {
         "missing.png": "No such file",
-        "text.png": "is not a picture",
+        "text.png": "is not an image",
         "plain.png": "holds no receipt",
         "odd.png": "cannot be read (wrong: seed, index,",
     }.items():

@@ -51,6 +51,7 @@ COLLECTIVES = {
     "forecast/memory/check.py",
     "launch/torchrun.py",
     "strategies/checked.py",
+    "strategies/determinism.py",
     "strategies/inputs.py",
     "strategies/same_latents.py",
     "strategies/text_encoders.py",

@@ -629,7 +629,7 @@ def test_edits_that_cannot_be(http: httpx.Client):
         assert answer.status_code == 400
         assert words in error_of(answer)["message"] or not files, answer.text
     twice = [("image", ("a", image)), ("image[]", ("b", image))]
-    assert "there twice" in error_of(http.post("/v1/images/edits", data={"prompt": "a"}, files=twice))["message"]
+    assert "given twice" in error_of(http.post("/v1/images/edits", data={"prompt": "a"}, files=twice))["message"]
 
 
 # --- keys
