@@ -350,7 +350,7 @@ def test_a_folder_has_one_server(server: Command):
         (lambda port: ["--port", str(port)], "use another with --port"),
         (lambda port: ["--host", "no.such.host.invalid"], "--host 'no.such.host.invalid' is no address"),
         (lambda port: ["--model", "emoji-sd4"], "emoji-sd4"),
-        (lambda port: ["--model", "a=emoji-sd3", "--model", "a=emoji-dit-s"], "'a' is there twice"),
+        (lambda port: ["--model", "a=emoji-sd3", "--model", "a=emoji-dit-s"], "'a' is given twice"),
         (lambda port: ["--model", "="], "write it as my-name=./folder"),
         (lambda port: ["--lora", "x=none.safetensors"], "none.safetensors"),
         (lambda port: ["--devices", "2", "--ulysses", "3"], "3"),
