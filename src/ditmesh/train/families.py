@@ -272,7 +272,7 @@ def family_of(pipe: Any, config: TrainConfig) -> Family:
 
 # --- rows of conditions of unlike shapes ---------------------------------------------------------------------------
 
-# What follows the name of a condition whose rows were filled up with zeros: the shape of each.
+# Suffix of the name of a condition with rows filled up with zeros: under it stands the shape of each row.
 _SHAPES = ".shape"
 
 

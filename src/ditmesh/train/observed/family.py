@@ -1,4 +1,4 @@
-"""Training of a pipeline that nobody has written an adapter for: what is known of it was observed."""
+"""Training of pipelines without an adapter, by what runs of the pipeline have shown."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ObservedFamily(TextFamily):
         self.captions: list[str] = []
         # The size at which captions are encoded.
         self._size: tuple[int, int] = (0, 0)
-        self._on_device: dict[Any, Mapping[str, Any]] = {}
+        self._on_device: dict[tuple[tuple[int, ...], torch.device], Recipe] = {}
         # By shape of latents the arguments of a call for two samples; None: it is called for one at a time.
         self._two: dict[tuple[int, ...], Mapping[str, Any] | None] = {}
 
@@ -223,8 +223,7 @@ class ObservedFamily(TextFamily):
     def scaled(self, pipe: Any, latents: Tensor) -> Tensor:
         """The autoencoder's latents as the loop ends in them, each number at its place in the autoencoder's form."""
         found = self._recipe(latents).latents
-        base, scale = (part.to(latents) for part in (found.base, found.scale))
-        return (latents - base) / scale
+        return (latents - found.base.to(latents)) / found.scale.to(latents)
 
     def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
         """What the captions change in the transformer's arguments."""
@@ -237,11 +236,9 @@ class ObservedFamily(TextFamily):
 
     def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
         """The prediction for latents (B, C, [F,] H, W), in the same shape."""
-        recipe, device = self._recipe(latents), latents.device
-        arguments = self._arguments(recipe, device)
-        template = dict(values_in(arguments))
-        back = recipe.latents.inverse()
-        noisy = recipe.into(back.moved(latents))
+        recipe = self._recipe(latents)
+        template = dict(values_in(recipe.arguments))
+        noisy = recipe.into(recipe.back.moved(latents))
         calls = []
         for number, row in enumerate(rows_of(conditions, len(latents))):
             changes: dict[str, Any] = {path: _like(template[path], row[path]) for path in self.captions}
@@ -249,29 +246,23 @@ class ObservedFamily(TextFamily):
             for time in recipe.times:
                 value = time.of(timesteps[number].double())
                 changes[time.path] = _like(template[time.path], value.expand(_shape(template[time.path])))
-            calls.append(replaced(arguments, changes))
+            calls.append(replaced(recipe.arguments, changes))
         two = self._two[recipe.latents.shape]
         if len(calls) == 1 or (two is not None and len({_form(call) for call in calls}) == 1):
-            results = sample_of(model(**(calls[0] if len(calls) == 1 else merged(calls, arguments, two))))
+            results = sample_of(model(**(calls[0] if len(calls) == 1 else merged(calls, recipe.arguments, two))))
         else:
             # Captions of unlike length: a call for each.
             results = torch.cat([sample_of(model(**call)) for call in calls])
         return recipe.latents.moved(recipe.prediction(results.to(latents.dtype)))
 
-    def _arguments(self, recipe: Recipe, device: torch.device) -> Mapping[str, Any]:
-        """Those of a recipe on a device."""
-        key = recipe.latents.shape, device
-        if key not in self._on_device:
-            values = values_in(recipe.arguments)
-            tensors = {path: one.to(device) for path, one in values if isinstance(one, Tensor)}
-            self._on_device[key] = replaced(recipe.arguments, tensors)
-        return self._on_device[key]
-
     def _recipe(self, latents: Tensor) -> Recipe:
-        recipe = self.recipes.get(tuple(latents.shape[1:]))
-        if recipe is None:
-            raise ConfigError(f"{self.name} was not observed with latents of {tuple(latents.shape[1:])}")
-        return recipe
+        """The recipe of latents (B, ...), on their device."""
+        shape, device = tuple(latents.shape[1:]), latents.device
+        if shape not in self.recipes:
+            raise ConfigError(f"{self.name} was not observed with latents of {shape}")
+        if (shape, device) not in self._on_device:
+            self._on_device[shape, device] = self.recipes[shape].on(device)
+        return self._on_device[shape, device]
 
 
 def merged(calls: Sequence[Any], one: Any, two: Any, path: str = "") -> Any:
@@ -371,7 +362,7 @@ def _form(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _takes_frames(vae: Any) -> bool:
-    """Whether an autoencoder is one of videos, whose images have one frame."""
+    """Whether an autoencoder is one of videos, which takes an image as a video of one frame."""
     from torch import nn
 
     first = next((one for one in vae.modules() if isinstance(one, (nn.Conv2d, nn.Conv3d))), None)

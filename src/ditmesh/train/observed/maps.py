@@ -76,6 +76,11 @@ class NumberMap:
             self.shape, self.source, base.view(self.source), scale.view(self.source), back.view(self.source)
         )
 
+    def on(self, device: torch.device) -> NumberMap:
+        """The map with its tensors on a device."""
+        base, scale, index = (one.to(device) for one in (self.base, self.scale, self.index))
+        return replace(self, base=base, scale=scale, index=index)
+
     def without_base(self) -> NumberMap:
         """The map without its constants."""
         return replace(self, base=torch.zeros_like(self.base))

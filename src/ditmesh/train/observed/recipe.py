@@ -10,7 +10,7 @@ scale, packing or time it does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..objective import NoiseTables
 from .maps import Fills, NumberMap
-from .watch import PipelineWatcher, Watched, WatchedStep, tensors_in, values_in
+from .watch import PipelineWatcher, Watched, WatchedStep, replaced, tensors_in, values_in
 
 # How far from the chosen latents the pipeline's loop may end, relative to the largest: solvers of higher order, and
 # schedulers with whole timesteps, are off by some thousandths. Planted errors are off by a tenth and more.
@@ -58,6 +58,7 @@ class Recipe:
         into: from a sample to that argument, of a call for one.
         prediction: from the transformer's result to what the scheduler is given, both for one sample.
         latents: from a sample to what the autoencoder decodes.
+        back: the inverse of ``latents``.
         arguments: of the first call.
         first: the first step, with what the transformer computed for it.
         error: how far from the chosen latents the loop ended, relative to the largest; NaN: not tried.
@@ -68,9 +69,21 @@ class Recipe:
     into: NumberMap
     prediction: NumberMap
     latents: NumberMap
+    back: NumberMap
     arguments: Mapping[str, Any] = field(repr=False)
     first: WatchedStep = field(repr=False)
     error: float = float("nan")
+
+    def on(self, device: torch.device) -> Recipe:
+        """The recipe with its tensors on a device."""
+        return replace(
+            self,
+            into=self.into.on(device),
+            prediction=self.prediction.on(device),
+            latents=self.latents.on(device),
+            back=self.back.on(device),
+            arguments=replaced(self.arguments, {path: one.to(device) for path, one in tensors_in(self.arguments)}),
+        )
 
     def describe(self) -> dict[str, str]:
         """It in words, by what each is about."""
@@ -113,7 +126,7 @@ def derive(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recipe:
     latents = sample_fills.map_of(decoded, "what the autoencoder decodes")
     if not latents.covers:
         raise ConfigError("the autoencoder decodes not every number of the sampler's last sample exactly once")
-    return Recipe(times, noisy, into, prediction, latents, base.calls[0].arguments, base.steps[0])
+    return Recipe(times, noisy, into, prediction, latents, latents.inverse(), base.calls[0].arguments, base.steps[0])
 
 
 def round_trip(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.arguments import Arguments
 from ...core.digests import tensor_digest
 from ...core.patching import Patch
 from ...errors import ConfigError
@@ -165,7 +166,7 @@ class PipelineWatcher:
             raise _Stop
 
         def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-            key = repr((_keys_of(args), _keys_of(kwargs)))
+            key = repr(_keys_of({"args": args, "kwargs": kwargs}))
             if key not in self._prompts:
                 self._prompts[key] = prompts.original(*args, **kwargs)
             return self._prompts[key]
@@ -200,33 +201,22 @@ class PipelineWatcher:
 
 def tensors_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a call's arguments, with its path."""
-    for path, value in values_in(arguments):
-        if isinstance(value, Tensor):
-            yield path, value
+    return ((path, value) for path, value in values_in(arguments) if isinstance(value, Tensor))
 
 
-def values_in(arguments: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a call's arguments that is no container, with its path."""
-    if isinstance(arguments, Mapping):
-        for key, value in arguments.items():
-            yield from values_in(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(arguments, (list, tuple)):
-        for number, value in enumerate(arguments):
-            yield from values_in(value, f"{path}.{number}")
-    else:
-        yield path, arguments
+def values_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every value of a call's arguments that is no container, with its path as `Arguments` has it."""
+    held = Arguments((), (), dict(arguments))
+    yield from held.leaves()
+    yield from held.others()
 
 
-def replaced(arguments: Any, changes: Mapping[str, Any], path: str = "") -> Any:
+def replaced(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with other values at some paths; containers are copied."""
-    if path in changes:
-        return changes[path]
-    if isinstance(arguments, Mapping):
-        return {key: replaced(v, changes, f"{path}.{key}" if path else str(key)) for key, v in arguments.items()}
-    if isinstance(arguments, (list, tuple)):
-        items = [replaced(value, changes, f"{path}.{number}") for number, value in enumerate(arguments)]
-        return type(arguments)(*items) if hasattr(arguments, "_fields") else type(arguments)(items)
-    return arguments
+    held = Arguments((), (), dict(arguments))
+    for path, value in changes.items():
+        held.set(path, value)
+    return held.kwargs
 
 
 def sample_of(output: Any) -> Tensor:
@@ -269,6 +259,6 @@ def _forms_of(arguments: Mapping[str, Any]) -> Iterator[Any]:
         yield path, (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
 
 
-def _keys_of(value: Any) -> Any:
+def _keys_of(arguments: Mapping[str, Any]) -> Any:
     """What tells arguments apart, as text can show it."""
-    return [(path, tensor_digest(one) if isinstance(one, Tensor) else one) for path, one in values_in(value)]
+    return [(path, tensor_digest(one) if isinstance(one, Tensor) else one) for path, one in values_in(arguments)]
