@@ -61,7 +61,7 @@ def group_options(device: torch.device) -> dict[str, Any]:
         return {"backend": ON_GPUS}
     if "device_id" not in signature(dist.distributed_c10d.new_group).parameters:
         raise ConfigError(
-            f"{NCCL_INIT}=own needs a torch whose new_group takes a device_id, which {torch.__version__} does not; use "
+            f"{NCCL_INIT}=own needs a torch with a device_id in new_group, and {torch.__version__} has none there; use "
             "lazy, or a later torch"
         )
     return {"backend": ON_GPUS, "device_id": device}

@@ -123,7 +123,7 @@ def configuration_for(target: Any, *, guidance: bool | None = None, image: int |
     """The configuration of ``"auto"``: the fastest exact one for all ranks of the default process group.
 
     Predicted from the model's shapes (`ditmesh.forecast`), unless ``ditmesh plan --measure`` has measured it on this
-    machine; on rank 0, whose choice counts for all. A collective call.
+    machine; rank 0 chooses for all ranks. A collective call.
 
     Args:
         target: as for `parallelize`.

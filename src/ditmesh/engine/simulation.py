@@ -65,7 +65,7 @@ def simulated(target: T, config: ConfigLike, **options: Any) -> Iterator[T]:
 
 
 def in_parts(model: nn.Module, layout: TokenLayout, call: dict[str, Any], device: Any) -> Any:
-    """What a transformer returns whose tokens are cut by a layout as for two ranks, in this process."""
+    """The result of a transformer with its tokens cut by a layout as for two ranks, in this process."""
     two = ParallelConfig(ring=2)
     pairs = [(model, replace(layout, source="reviewed"))]
     engine = Engine(pairs, two, virtual_mesh(two, device), False, SIMULATION)

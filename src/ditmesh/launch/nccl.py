@@ -15,7 +15,7 @@ RECORDED = 2000
 
 
 def nccl_settings(timeout: float) -> dict[str, str]:
-    """Variables of torch and NCCL for ranks whose collectives have a deadline of so many seconds, with their values."""
+    """Variables of torch and NCCL, with their values, for ranks with a deadline of ``timeout`` seconds."""
     return {
         # A collective that fails or is late ends the process: NCCL cannot go on, and its launcher names the rank.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",

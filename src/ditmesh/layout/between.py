@@ -178,7 +178,7 @@ class _ListsInOne:
         self.length = self.before[self.first][main.name].shape[main.dim]
 
     def added(self) -> Iterator[Cut]:
-        """Arguments of the call whose entries reach the tokens behind the first block only."""
+        """Arguments of the call with entries that reach the tokens only behind the first block."""
         call, length, main = self.skeleton.call, self.length, self.regions[0].main
         places = torch.arange(length) % 2 == 0
         for name, value in call.items():

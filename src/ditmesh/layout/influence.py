@@ -835,7 +835,7 @@ class _RankCheck:
         block: as it ran with all tokens.
         facts: what is to be checked.
         tokens: of every rank.
-        rank: whose tokens the block gets.
+        rank: the rank that holds the tokens of the block.
     """
 
     block: RecordedBlock

@@ -33,7 +33,7 @@ class ModelSpec:
         loras: files or folders of adapters, by name.
         steps, guidance: of requests that do not say; None: the pipeline's own.
         text_tokens: longest prompt in tokens; None: the pipeline's own.
-        together: pictures whose steps run as one call, at most; beyond them, less urgent ones wait or are paused.
+        together: limit of the images in one call of the transformer; beyond it, less urgent ones wait or are paused.
     """
 
     name: str

@@ -127,7 +127,7 @@ def settings() -> dict[str, bool | int | str]:
 
 
 def refuse_unlike(gpus: Sequence[Mapping[str, str]]) -> None:
-    """Refuse ranks whose GPUs may give different bits, by their `gpu_facts` in rank order: `ConfigError`."""
+    """Refuse GPUs that may give different bits, by the `gpu_facts` of all ranks in order: `ConfigError`."""
     for rank, facts in enumerate(gpus):
         unlike = [name for name, value in facts.items() if value != gpus[0].get(name)]
         if unlike:

@@ -88,7 +88,7 @@ def _file() -> Path:
 
 @cache
 def _fingerprint() -> str:
-    """Of the package's files, and of the libraries whose classes run."""
+    """A digest of the package's files and of the versions of the libraries that a walk runs."""
     package = Path(__file__).parents[2]
     files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(package.rglob("*.py"))]
     return sha256(repr([library_versions(), files]).encode()).hexdigest()[:16]

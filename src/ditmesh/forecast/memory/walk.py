@@ -53,7 +53,7 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 _SMALL = 20480
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
 STEPS = 3
-# How models whose walk succeeded are called; every other way of calling them fails again.
+# The form of call with which the walk of a model has succeeded; every other form fails again.
 _VARIANTS: WeakKeyDictionary[nn.Module, CallVariant] = WeakKeyDictionary()
 
 
@@ -127,7 +127,7 @@ def denoise(
 
 @lru_cache(maxsize=2)
 def model_on_meta(kind: str, settings: str) -> nn.Module:
-    """A transformer whose blocks walks leave as they were; ``settings`` is its configuration as JSON."""
+    """A transformer for walks, which leave its blocks as they were; ``settings`` is its configuration as JSON."""
     return on_meta(kind, json.loads(settings)).eval()
 
 
