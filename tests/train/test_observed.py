@@ -17,6 +17,7 @@ from ditmesh.errors import ConfigError
 from ditmesh.train.config import TrainConfig
 from ditmesh.train.families import family_of, rows_of, stacked
 from ditmesh.train.objective import NoiseTables
+from ditmesh.train.observed.check import checked_recipe
 from ditmesh.train.observed.family import CAPTIONS, ObservedFamily
 from ditmesh.train.observed.maps import Fills
 from ditmesh.train.observed.recipe import MOST_OFF, Recipe, round_trip
@@ -224,6 +225,11 @@ def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_what_cannot_be_derived_is_refused_in_a_sentence(name: str, sentence: str):
     with pytest.raises(ConfigError, match=sentence):
         observed(name)
+
+
+def test_labels_have_an_adapter_and_nothing_to_derive():
+    with pytest.raises(ConfigError, match="is trained by labels, with the adapter ClassConditional"):
+        checked_recipe(settings(pretrained_model_name_or_path="fashion-dit"))
 
 
 def test_an_encoder_that_is_trained_has_no_gradients_here():

@@ -35,6 +35,13 @@ def checked_recipe(config: TrainConfig) -> dict[str, Any]:
     pipe.set_progress_bar_config(disable=True)
     if not hasattr(pipe, "transformer"):
         raise ConfigError(f"{type(pipe).__name__} has no transformer to train")
+    name = type(pipe.transformer).__name__
+    adapter = FAMILIES.get(name)
+    if adapter is not None and adapter.conditioned_by == "label":
+        raise ConfigError(
+            f"{type(pipe).__name__} is trained by labels, with the adapter {type(adapter).__name__}; --check derives "
+            "the training of pipelines with a prompt"
+        )
     family = ObservedFamily(pipe, config)
     sizes = []
     for size in bucket_sizes(config):
@@ -52,12 +59,11 @@ def checked_recipe(config: TrainConfig) -> dict[str, Any]:
                 "round_trip": recipe.error,
             }
         )
-    name = type(pipe.transformer).__name__
     return {
         "model": config.pretrained_model_name_or_path,
         "pipeline": type(pipe).__name__,
         "transformer": name,
-        "adapter": type(FAMILIES[name]).__name__ if name in FAMILIES else None,
+        "adapter": None if adapter is None else type(adapter).__name__,
         "objective": NoiseObjective(pipe.scheduler, config).kind,
         "sizes": sizes,
     }
