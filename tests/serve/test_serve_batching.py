@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,20 @@ from ditmesh.serve.worker.protocol import (
     TaskFailed,
     TaskStepped,
 )
-from support.batching import STEPS, Owner, alone, at_once, of, picture, pipeline, pixels, save_lora, staggered, task
+from support.batching import (
+    STEPS,
+    Owner,
+    alone,
+    at_once,
+    deadlines_of_loaded,
+    of,
+    picture,
+    pipeline,
+    pixels,
+    save_lora,
+    staggered,
+    task,
+)
 
 TOLERANCE = 1e-4  # after some steps; float32
 EMOJI = ModelSpec("emoji", str(zoo.path()))
@@ -505,8 +519,9 @@ def test_classes_and_several_models(ranks):
             send(task("2", names[5], model="fashion", seed=5))
             send(task("3", "no such class", model="fashion"))
             send(Load(ModelSpec("missing", "/nowhere"), most=1))
+            send(Load(replace(spec(ulysses=2), name="large", memory_limit=1e6), most=1))
 
-    said = Owner(script, 5).serve(ranks(2), [spec(ulysses=2)])
+    said = Owner(script, 6).serve(ranks(2), [spec(ulysses=2)])
     assert abs(picture(said, "0") - alone(PROMPTS[0], 0)).max() <= 1
     ready = {one.name: one for one in of(said, ModelReady)}
     assert ready["fashion"].unloaded == ("emoji",)
@@ -518,7 +533,16 @@ def test_classes_and_several_models(ranks):
         truth = pixels(pipeline("fashion-dit")(**call, generator=generator).images[0])
         assert abs(picture(said, id) - truth).max() <= 1
     assert [one.id for one in of(said, TaskFailed)] == ["3"]
-    assert "/nowhere" in of(said, ModelFailed)[0].message
+    failed = {one.name: one.message for one in of(said, ModelFailed)}
+    assert set(failed) == {"missing", "large"}
+    assert "/nowhere" in failed["missing"]
+    # The check of `generate` before it reads anything.
+    assert re.search(r"with ulysses=2 needs 0\.\d+ GB on a rank \(.*\), and 0\.001 GB are free", failed["large"])
+
+
+def test_collectives_of_a_served_model_have_the_deadline_of_its_ranks(ranks):
+    for found in ranks(2).run(deadlines_of_loaded, spec(ulysses=2)):
+        assert found == [120.0, 120.0]
 
 
 def zoo_labels(name: str) -> dict[str, int]:

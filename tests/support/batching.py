@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ditmesh.launch import RankPool
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.types import JobRequest
 from ditmesh.serve.worker.batching import Batcher, PipelineTask, copied
+from ditmesh.serve.worker.loaded import LoadedModel
 from ditmesh.serve.worker.protocol import (
     Cancelled,
     Command,
@@ -30,6 +32,7 @@ from ditmesh.serve.worker.protocol import (
     Stop,
     TaskFailed,
 )
+from ditmesh.serve.worker.rendezvous import HostAllGather
 from ditmesh.serve.worker.worker import serve_rank
 from support.models import relative_error
 from support.more_pipelines import FAMILIES, arguments
@@ -66,6 +69,19 @@ class Owner:
 
         pool.run(function, specs, on_message=hear, deadline=120.0)
         return self.said
+
+
+def deadlines_of_loaded(spec: ModelSpec) -> list[float | None]:
+    """Seconds of the ranks' own collectives, and of a loaded model's. A rank function."""
+    gather = HostAllGather()
+    try:
+        with ExitStack() as undo:
+            model = LoadedModel(spec, torch.device("cpu"), gather, undo)
+            found = [gather.deadline, model.engine.mesh.deadline]
+            model.close()
+            return found
+    finally:
+        gather.close()
 
 
 def task(id: str, prompt: str, model: str = "emoji", seed: int = 0, files: Any = None, **more: Any) -> Start:

@@ -17,7 +17,18 @@ import typer
 
 from ..errors import InputError
 from ..serve.settings import LOOPBACK, ApiSettings, LimitOption, ServiceSettings
-from .options import OFFLOADS, ConfigOptions, Devices, RankOptions, at_least, check_offload, one_of, with_groups
+from .options import (
+    OFFLOADS,
+    ConfigOptions,
+    Devices,
+    MemoryCheck,
+    MemoryLimit,
+    RankOptions,
+    at_least,
+    check_offload,
+    one_of,
+    with_groups,
+)
 from .values import download, embedded_or, parallel_config
 
 if TYPE_CHECKING:
@@ -160,6 +171,8 @@ class ModelOptions:
             callback=one_of(OFFLOADS, {}),
         ),
     ] = "none"
+    memory_limit: MemoryLimit = None
+    memory_check: MemoryCheck = True
     devices: Devices = None
     replicas: Annotated[
         int, typer.Option(help="Start this many groups of --devices ranks, each with all models.", callback=at_least(1))
@@ -205,7 +218,13 @@ class ServerPlan:
         models, settings = self.models, self.service
         kind = device_of_launcher(launcher, settings.device, settings.devices * settings.replicas)
         check_offload(models.offload, kind)
-        options: Any = {"dtype": self.ranks.dtype_on(kind), "variant": models.variant, "offload": models.offload}
+        options: Any = {
+            "dtype": self.ranks.dtype_on(kind),
+            "variant": models.variant,
+            "offload": models.offload,
+            "check_memory": models.memory_check,
+            "memory_limit": None if models.memory_limit is None else models.memory_limit * 1e9,
+        }
         # A hub model is fetched once, before the ranks load it.
         specs = [
             replace(

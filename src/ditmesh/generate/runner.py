@@ -110,7 +110,7 @@ class PipelineRunner:
 
         device, started = device_of_rank(), time.perf_counter()
         if job.check_memory:
-            _check_memory(job, device)
+            check_job_memory(job, device)
         peaks = Peaks(device)
         mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
         share, why = share_of(job, mesh)
@@ -401,8 +401,12 @@ def rank_of_process() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _check_memory(job: PictureJob, device: torch.device) -> None:
-    """Reject a job that does not fit into memory, before anything is read."""
+def check_job_memory(job: PictureJob, device: torch.device) -> None:
+    """Reject a job that does not fit into memory, before anything is read. Every rank calls this alike.
+
+    Raises:
+        InputError: it does not fit.
+    """
     import torch
 
     from ..forecast.memory.check import check_memory

@@ -33,6 +33,8 @@ class ModelSpec:
         loras: files or folders of adapters, by name.
         steps, guidance: of requests that do not say; None: the pipeline's own.
         text_tokens: longest prompt in tokens; None: the pipeline's own.
+        check_memory: refuse to load the model if one image of its usual size does not fit.
+        memory_limit: bytes that a rank may take; None: what its device has left.
         together: limit of the images in one call of the transformer; beyond it, less urgent ones wait or are paused.
     """
 
@@ -47,6 +49,8 @@ class ModelSpec:
     steps: int | None = None
     guidance: float | None = None
     text_tokens: int | None = None
+    check_memory: bool = True
+    memory_limit: float | None = None
 
 
 @dataclass

@@ -110,7 +110,7 @@ class ServiceSettings(BaseModel):
     max_queue: Annotated[int, LimitOption("Limit the images that wait.")] = 1000
     max_per_owner: int = 250
     weights: Mapping[str, float] | None = None
-    max_batch: Annotated[int, LimitOption("Limit the images whose steps run as one call.")] = Field(default=8, ge=1)
+    max_batch: Annotated[int, LimitOption("Limit the images in one call of the model.")] = Field(default=8, ge=1)
     max_loaded: Annotated[int, LimitOption("Limit the models that a replica holds at a time.")] = 1
     keep: Annotated[float, LimitOption("Keep results for so long.", "HOURS", 0.001, 3600)] = 86400.0
     max_disk: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from ...generate.made import Made
 from ...generate.model_info import ModelInfo, find_model
 from ...generate.preview import latent_colours
 from ...generate.receipt import Receipt
-from ...generate.runner import PipelineRunner, Prepared, facts_of, rank_of_process, share_of
+from ...generate.runner import PipelineRunner, Prepared, check_job_memory, facts_of, rank_of_process, share_of
 from ...generate.shape import input_size
 from ...generate.video import FPS
 from ...media.videos import check_video_library
@@ -36,6 +36,7 @@ from ..offers import ModelSpec, check_frames
 from ..types import ModelCard
 from .batching import Batcher, PipelineTask, copied
 from .protocol import PictureTask
+from .rendezvous import HostAllGather
 
 # Each rank decodes whole images: bands of one image would need all ranks at the same time.
 RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BandedVae)
@@ -54,8 +55,7 @@ class LoadedModel:
     Args:
         spec: what to load.
         device: where this rank computes.
-        timeout: deadline of collectives, in seconds.
-        exchange, rank, size: as for `Batcher`.
+        exchange: all-gather of the ranks, with the deadline of their collectives.
         undo: what is to be given back, by all ranks at the same time, when it cannot be loaded.
 
     Attributes:
@@ -64,23 +64,30 @@ class LoadedModel:
         card: the fields of its `ModelCard` that loading shows.
 
     Raises:
-        InputError: it cannot be loaded. LayoutError: its tokens cannot be placed.
+        InputError: it cannot be loaded, or does not fit into memory. LayoutError: its tokens cannot be placed.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
         device: torch.device,
-        exchange: Callable[[Any], list[Any]],
-        rank: int,
-        size: int,
+        exchange: HostAllGather,
         undo: ExitStack,
     ) -> None:
         self.spec, self.device = spec, device
+        rank, size = exchange.rank, exchange.size
         self.info: ModelInfo = find_model(spec.model)
         self._files = tuple(replace(adapter("lora", path), scale=1.0) for path in spec.loras.values())
         self._exchange, self._undo = exchange, undo
-        self._options = {"dtype": spec.dtype, "variant": spec.variant, "offload": spec.offload}
+        self._options = {
+            "dtype": spec.dtype,
+            "variant": spec.variant,
+            "offload": spec.offload,
+            "check_memory": spec.check_memory,
+            "memory_limit": spec.memory_limit,
+        }
+        if exchange.deadline is not None:
+            self._options["timeout"] = exchange.deadline
         if size > 1:
             check_layout(self.info)
         if not isinstance(spec.config, str):
@@ -135,8 +142,10 @@ class LoadedModel:
     def _load(self) -> PipelineRunner:
         """The pipeline, not parallelised yet."""
         job, self._mesh = self._job, None
+        if job.check_memory:
+            check_job_memory(job, self.device)
         if not isinstance(job.config, str):
-            self._mesh = Mesh(job.config, device=self.device)
+            self._mesh = Mesh(job.config, device=self.device, timeout=job.timeout)
             self._undo.callback(self._mesh.close)
         # Digests with some of the adapters are made of whole weights.
         share = None if self._files else share_of(job, self._mesh)[0]

@@ -104,7 +104,7 @@ class ModelCache:
         undo = ExitStack()
         ranks = self._ranks
         try:
-            model = LoadedModel(spec, self.device, ranks.gather, ranks.rank, ranks.size, undo)
+            model = LoadedModel(spec, self.device, ranks.gather, undo)
             every = ranks.vote("")
         except (DitmeshError, MemoryError, torch.OutOfMemoryError) as error:
             if isinstance(error, PeerError):

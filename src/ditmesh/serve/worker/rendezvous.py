@@ -29,12 +29,18 @@ MAX_MESSAGE = 500
 
 
 class HostAllGather:
-    """All-gather of any Python objects over a process group of the host (gloo)."""
+    """All-gather of any Python objects over a process group of the host (gloo).
+
+    Attributes:
+        deadline: of its collectives, in seconds: that of the default group; None: torch's own.
+    """
 
     def __init__(self) -> None:
         grouped = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        self._group: Any = dist.new_group(backend="gloo", timeout=_deadline()) if self.size > 1 else None
+        deadline = _deadline() if self.size > 1 else None
+        self.deadline = None if deadline is None else deadline.total_seconds()
+        self._group: Any = dist.new_group(backend="gloo", timeout=deadline) if self.size > 1 else None
         # After a timeout, destroying the group would wait for the missing rank.
         self._lost = False
 
