@@ -9,7 +9,6 @@ ranks that are watched: their private memory every few milliseconds, and what th
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from ditmesh.config import ParallelConfig
+from harness import command_line, write_figures
 from machine import describe_machine
 
 WIDTH, BLOCKS = 1024, 8
@@ -173,11 +173,10 @@ def measure(folder: Path, config: ParallelConfig, whole: bool) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--megabytes", type=float, default=1000, help="of the transformer as it runs, in bfloat16")
     parser.add_argument("--config", default="tensor=2", help="words such as 'tensor=2' or 'pipe=2 tensor=2'")
     parser.add_argument("--whole", action="store_true", help="also load it whole on every rank")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     from ditmesh.cli.values import config_of
 
@@ -202,8 +201,7 @@ def main() -> None:
                     f"{how}, rank {number} of {config.describe()}: {one['peak']:.1%} of {stored / 2e6:.0f} MB in "
                     f"private memory at most{read}, {one['seconds']:.1f} s"
                 )
-        if options.json:
-            options.json.write_text(json.dumps(figures, indent=1))
+        write_figures(figures, options.json)
 
 
 if __name__ == "__main__":

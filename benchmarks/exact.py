@@ -12,7 +12,6 @@ process with two threads, and two processes that have nothing to do with one ano
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,9 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from harness import command_line, paired_ratios, ratio_cells, show_table, write_figures
 from machine import describe_machine
 
 MODEL = {
@@ -152,31 +150,24 @@ def compare(
 
     machine = describe_machine()
     baseline = times[contenders[0].name]
-    ratios = {name: [b / t for b, t in zip(baseline, values, strict=True)] for name, values in times.items()}
-    table = Table(title=f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, {what}")
-    for column in ("", "median s", "speed-up, median", "min", "max"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, values in times.items():
-        r = ratios[name]
-        table.add_row(
-            name, f"{statistics.median(values):.3f}", f"{statistics.median(r):.3f}x", f"{min(r):.3f}", f"{max(r):.3f}"
-        )
-    console = Console(width=110)
-    console.print(table)
-    console.print(machine["text"])
-    if options.json:
-        speedup = {name: statistics.median(r) for name, r in ratios.items()}
-        result = {"machine": machine, "model": MODEL, "seconds": times, "speedup": speedup}
-        options.json.write_text(json.dumps(result, indent=1))
+    ratios = {name: paired_ratios(baseline, values) for name, values in times.items()}
+    show_table(
+        f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, {what}",
+        ["", "median s", "speed-up, median", "min", "max"],
+        [[name, f"{statistics.median(values):.3f}", *ratio_cells(ratios[name])] for name, values in times.items()],
+        machine,
+    )
+    speedup = {name: statistics.median(r) for name, r in ratios.items()}
+    result = {"machine": machine, "model": MODEL, "seconds": times, "speedup": speedup}
+    write_figures(result, options.json)
 
 
 def arguments(description: str | None) -> argparse.Namespace:
     """What `compare` is told on the command line."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(description)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--runs", type=int, default=2, help="forwards per repeat; the best counts")
     parser.add_argument("--only", nargs="*", help="contenders to run besides the baseline")
-    parser.add_argument("--json", type=Path, help="write every figure here")
     return parser.parse_args()
 
 

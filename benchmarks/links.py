@@ -46,6 +46,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from exact import SIDE, TEXT, benchmark_inputs, benchmark_model
+from harness import command_line, write_figures
 from machine import describe_machine
 from pipefusion import denoise
 from quiet import exponents, probed
@@ -296,8 +297,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             pair.set_rate(rate)
             console.print(f"{rate / 1e6:g} Mb/s")
             result[f"{rate:g}"] = {"throughput": throughput(pair), "results": run(pair, [1, 1], names, options)}
-            if options.json:
-                options.json.write_text(json.dumps(result, indent=1))
+            write_figures(result, options.json)
     return result
 
 
@@ -413,12 +413,11 @@ def predict() -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rates", type=float, nargs="*", default=list(RATES), help="bits a second")
     parser.add_argument("--only", nargs="*", help="contenders")
     parser.add_argument("--steps", type=int, default=8, help="steps of a request behind the first")
     parser.add_argument("--repeats", type=int, default=3, help="requests of each, in turns")
-    parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--picture", type=Path, help="draw a chart into this SVG")
     parser.add_argument("--report", type=Path, help="measure nothing: print what is in such a file")
     parser.add_argument("--predict", action="store_true", help="only what is predicted of GPUs")

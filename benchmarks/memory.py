@@ -16,7 +16,6 @@ quantisation; without torchao those forms are skipped); plain is diffusers alone
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
@@ -33,6 +32,7 @@ import torch
 
 from big_model import make
 from ditmesh.config import ParallelConfig
+from harness import command_line, write_figures
 from machine import describe_machine, give_freed_memory_back
 
 FORMS = [
@@ -204,13 +204,12 @@ def row(folder: str, form: str, steps: int, weights: int) -> tuple[Any, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--megabytes", type=float, default=400, help="of the transformer in float32")
     parser.add_argument("--blocks", type=int, default=24, help="of the transformer")
     parser.add_argument("--latent", type=int, default=32, help="side of the latents; tokens are (side / 2) squared")
     parser.add_argument("--steps", type=int, default=4, help="of the request that is measured")
     parser.add_argument("--forms", nargs="+", default=FORMS, help="such as 'ulysses=2 shard=2'; default: all")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     figures: dict[str, Any] = {"machine": describe_machine(), "tokens": (options.latent // 2) ** 2, "forms": {}}
     # Read as float32, so that nobody can use the mapped file as memory.
@@ -224,8 +223,7 @@ def main() -> None:
         for form in options.forms:
             figures["forms"][form], cells = row(folder, form, options.steps, weights)
             print(f"| {form} | {cells} |", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(figures, indent=1))
+            write_figures(figures, options.json)
     print(f"\n{json.dumps(figures, indent=1)}")
 
 

@@ -20,7 +20,6 @@ It needs no quiet machine.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
@@ -37,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
+from harness import command_line, write_figures
 from machine import describe_machine, give_freed_memory_back
 
 TEXT = 64
@@ -359,9 +359,8 @@ def weights_of(pipe: Any, names: list[str] | None = None) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--only", nargs="*", help="of the cases; default: all")
-    parser.add_argument("--json", type=Path, help="file for what was measured; what it holds already is kept")
     parser.add_argument("--report", action="store_true", help="measure nothing, compare what the file holds")
     options = parser.parse_args()
     from ditmesh import ParallelConfig
@@ -386,8 +385,7 @@ def main() -> None:
             if name in figures["cases"]:
                 figures["cases"][name] |= compared(folder, config, side, frames, figures["cases"][name]["ranks"])
                 print(line(name, figures["cases"][name]), flush=True)
-            if options.json is not None:
-                options.json.write_text(json.dumps(figures, indent=1))
+            write_figures(figures, options.json)
     print(figures["machine"])
 
 

@@ -10,7 +10,6 @@ the catalogue does not have, the transformer alone counts, which the row says.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import torch
@@ -22,6 +21,7 @@ from ditmesh.forecast.costs.hardware import device
 from ditmesh.forecast.memory.check import components_of_shape
 from ditmesh.forecast.memory.phases import needs
 from ditmesh.forecast.workload import workload_of
+from harness import command_line
 
 MODELS = (
     *("pixart-sigma", "sd3.5-medium", "sd3.5-large", "z-image", "flux.1-dev", "qwen-image", "flux.2-dev"),
@@ -51,7 +51,7 @@ def cell(shape: Shape, config: ParallelConfig, encoders: bool = True) -> tuple[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, figures=False)
     parser.add_argument("--models", nargs="*", default=MODELS)
     options = parser.parse_args()
     configs = [ParallelConfig(**config) for config in CONFIGS]

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness import command_line, write_figures
 from machine import describe_machine
 
 if TYPE_CHECKING:
@@ -402,7 +403,7 @@ def main() -> None:
     """Measure, print a table, write the figures."""
     from rich.console import Console
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--against", type=Path, help="src/ of another version, to be measured in turns with this one")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument(
@@ -411,7 +412,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), help="contenders beside plain diffusers")
     parser.add_argument("--profile", choices=list(CONTENDERS), help="profile this contender instead")
     parser.add_argument("--top", type=int, default=40, help="functions of a profile")
-    parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -436,10 +436,7 @@ def main() -> None:
     machine = describe_machine()
     console.print(as_table(rows))
     console.print(machine["text"])
-    if options.json:
-        options.json.write_text(
-            json.dumps({"machine": machine, "model": MODEL, "rows": rows, "turns": found}, indent=1)
-        )
+    write_figures({"machine": machine, "model": MODEL, "rows": rows, "turns": found}, options.json)
 
 
 if __name__ == "__main__":

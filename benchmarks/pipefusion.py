@@ -11,8 +11,6 @@ last column compares seconds of processor time of the busiest rank: what the spe
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,10 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from exact import SIDE, TEXT, benchmark_inputs, benchmark_model
+from harness import command_line, paired_ratios, ratio_cells, show_table, write_figures
 from machine import describe_machine
 
 # name -> (ranks, configuration; None for plain diffusers)
@@ -98,17 +95,15 @@ def main() -> None:
     """Measure and print."""
     from ditmesh.launch import RankPool
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="stale steps of a request")
     parser.add_argument("--only", nargs="*", help="contenders to run besides the baseline")
-    parser.add_argument("--json", type=Path, help="write every figure here")
     options = parser.parse_args()
 
     contenders = {
         name: value for name, value in CONTENDERS.items() if not options.only or name in (BASELINE, *options.only)
     }
-    console = Console()
     pools = {ranks: RankPool(ranks, threads=1) for ranks in sorted({c[0] for c in contenders.values()})}
     full: dict[str, list[float]] = {name: [] for name in contenders}
     whole: dict[str, list[float]] = {name: [] for name in contenders}
@@ -123,28 +118,21 @@ def main() -> None:
         pool.close()
 
     machine = describe_machine()
-    table = Table(title=f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, float32")
-    for column in ("", "s a step", "full stages", "min", "max", "with fill and drain", "processor"):
-        table.add_column(column, justify="left" if not column else "right")
-    ratios: dict[str, list[float]] = {}
+    rows = []
     for name in contenders:
-        ratios[name] = [b / t for b, t in zip(full[BASELINE], full[name], strict=True)]
-        overall = statistics.median(b / t for b, t in zip(whole[BASELINE], whole[name], strict=True))
-        r = ratios[name]
-        table.add_row(
-            name,
-            f"{statistics.median(full[name]):.3f}",
-            f"{statistics.median(r):.3f}x",
-            f"{min(r):.3f}",
-            f"{max(r):.3f}",
-            f"{overall:.3f}x",
-            f"{statistics.median(b / t for b, t in zip(busy[BASELINE], busy[name], strict=True)):.3f}x",
+        overall, processor = (
+            f"{statistics.median(paired_ratios(times[BASELINE], times[name])):.3f}x" for times in (whole, busy)
         )
-    console.print(table)
-    console.print(machine["text"])
-    if options.json:
-        result = {"machine": machine, "full": full, "whole": whole, "processor": busy, "steps": options.steps}
-        options.json.write_text(json.dumps(result, indent=1))
+        ratios = ratio_cells(paired_ratios(full[BASELINE], full[name]))
+        rows.append([name, f"{statistics.median(full[name]):.3f}", *ratios, overall, processor])
+    show_table(
+        f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, float32",
+        ["", "s a step", "full stages", "min", "max", "with fill and drain", "processor"],
+        rows,
+        machine,
+    )
+    result = {"machine": machine, "full": full, "whole": whole, "processor": busy, "steps": options.steps}
+    write_figures(result, options.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ of terms; the errors are those of the other half.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -30,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import yaml
 
+from harness import command_line
 from machine import describe_machine
 from quiet import at_best, exponents, together
 
@@ -466,7 +466,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, figures=False)
     parser.add_argument("what", choices=["measure", "report", "published", "works"])
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--minutes", type=float, default=10, help="measure at least once, and for so long")

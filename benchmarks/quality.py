@@ -15,8 +15,6 @@ one draws each once more from another seed, and the tables are made of what is t
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -27,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
+from harness import command_line, write_figures
 from machine import describe_machine
 
 # Pictures of one request: captions of the model, evenly spaced.
@@ -279,13 +278,12 @@ def compare(found: list[tuple[Table, Any]]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--part", action="append", choices=("policies", "singles", "roots"), help="default: all")
     parser.add_argument("--model", action="append", help="default: all that the tables name")
     parser.add_argument("--sampler", action="append", help="default: all that the tables name")
     parser.add_argument("--images", type=int, default=3, help="pictures of every caption, each with its own seed")
     parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="what is finished")
-    parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--show", action="store_true", help="draw nothing; tables of what is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -304,13 +302,12 @@ def main() -> None:
     for table, results in found:
         show(table, results)
     compare(found)
-    if options.json is not None:
-        figures = {
-            "machine": machine,
-            "tables": [{"table": asdict(table), **figures_of(results)} for table, results in found],
-            "compared": [{"what": what, **asdict(apart)} for what, apart in comparisons(found)],
-        }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    figures = {
+        "machine": machine,
+        "tables": [{"table": asdict(table), **figures_of(results)} for table, results in found],
+        "compared": [{"what": what, **asdict(apart)} for what, apart in comparisons(found)],
+    }
+    write_figures(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ the ranks alone. The pictures have to be the same to the bit.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -26,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from harness import command_line, write_figures
 
 TARGET = 0.02
 CONFIG = {"ulysses": 2}
@@ -125,17 +126,15 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--turns", type=int, default=20, help="pictures of each that count")
     parser.add_argument("--warm", type=int, default=2, help="turns before those, that do not count")
     parser.add_argument("--steps", type=int, default=12, help="denoising steps of a picture")
     parser.add_argument("--address", help="of the cluster; default: RAY_ADDRESS, or one on this machine")
-    parser.add_argument("--json", type=Path, help="write every figure here")
     options = parser.parse_args()
     result = measure(options)
     show(result)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    write_figures(result, options.json)
 
 
 if __name__ == "__main__":

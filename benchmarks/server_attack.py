@@ -40,6 +40,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 import httpx
 
+from harness import command_line, write_figures
+
 HOST = "127.0.0.1"
 STEPS = 4
 
@@ -330,10 +332,9 @@ def attacked(size: Size, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Parse, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     for name, value in vars(Size()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--json", type=Path, help="write the figures there as well")
     parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "KEYS"), help=argparse.SUPPRESS)
     arguments = vars(parser.parse_args())
     if arguments["serve"]:
@@ -343,10 +344,8 @@ def main() -> None:
     size = Size(**{name: arguments[name] for name in vars(Size())})
     with tempfile.TemporaryDirectory(prefix="attack-") as folder:
         found = attacked(size, Path(folder))
-    text = json.dumps(found, indent=2)
-    print(text)
-    if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=2))
+    write_figures(found, out)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ unmodified diffusers draws alone with its seed.
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import statistics
@@ -44,6 +43,7 @@ from ditmesh.serve.worker.protocol import (
     TaskStepped,
 )
 from ditmesh.serve.worker.worker import serve_rank
+from harness import command_line, write_figures
 from machine import describe_machine
 
 
@@ -145,13 +145,12 @@ def figures(said: list[tuple[float, Any]], truths: list[np.ndarray], steps: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--config", default="", help="settings such as ulysses=2,reproducible=True")
     parser.add_argument("--pictures", type=int, default=24)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     config: dict[str, Any] = {} if options.devices == 1 else {"ulysses": options.devices}
     for setting in filter(None, options.config.split(",")):
@@ -171,8 +170,7 @@ def main() -> None:
     print(f"{options.pictures} pictures of {options.steps} steps, {options.clients} clients, {config or '1 rank'}")
     for name, row in rows.items():
         print(f"{name:14}", "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine, "config": config, "rows": rows}, indent=1))
+    write_figures({"machine": machine, "config": config, "rows": rows}, options.json)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
-import json
 import os
 import random
 import re
@@ -45,6 +44,7 @@ from rich.table import Table
 
 import ditmesh
 from ditmesh import zoo
+from harness import command_line, write_figures
 from serving_load import MODEL, TOLERANCE, Wish, all_at_once, asked, difference, wishes
 
 FAULTS = ("kill-rank", "kill-http", "stop-rank", "full-disk")
@@ -435,7 +435,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--clients", type=int, default=32)
@@ -445,7 +445,6 @@ def main() -> None:
     parser.add_argument("--disk", type=int, default=256, help="MiB of the small disk")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of ranks")
     parser.add_argument("--faults", type=lambda text: text.split(","), default=[*FAULTS], help=",".join(FAULTS))
-    parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     if unknown := set(arguments.faults) - {*FAULTS}:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}; use {', '.join(FAULTS)}")
@@ -456,8 +455,7 @@ def main() -> None:
     result = {"machine": describe_machine(), **measured(arguments)}
     result["bad"] = bad(result)
     show(result)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_figures(result, arguments.json)
     if result["bad"]:
         sys.exit(1)
 

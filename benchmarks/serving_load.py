@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import os
 import statistics
 import subprocess
@@ -39,6 +38,7 @@ from rich.table import Table
 
 import ditmesh
 from ditmesh import zoo
+from harness import command_line, write_figures
 
 MODEL = "emoji-sd3"
 # Of 255: what rounding in a batch of another size may change.
@@ -277,7 +277,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--url", help="a server that runs")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--requests", type=int, default=400)
@@ -286,7 +286,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=zoo.EMBEDDED[MODEL].steps)
     parser.add_argument("--batch", type=int, default=8, help="--max-batch of the server")
     parser.add_argument("--pairs", type=int, default=20, help="turns of the pipeline and the server, one at a time")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     # Nothing is fetched.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -294,8 +293,7 @@ def main() -> None:
 
     result = {"machine": describe_machine(), **measured(arguments)}
     show(result)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_figures(result, arguments.json)
     if result["load"]["lost"] or result["load"]["wrong"]:
         sys.exit(1)
 

@@ -21,7 +21,6 @@ compute one rank's output again, unless it is asked for. Differences and bytes n
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -34,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
+from harness import command_line, write_figures
 from machine import describe_machine
 from memory_model import Own, before_models, counted
 
@@ -246,9 +246,7 @@ def run_form(case: Case, folder: Path, form: str, dtype: torch.dtype, timeout: f
 def main() -> None:
     from ditmesh.launch import guarded_folder
 
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}{DURATION}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(f"{__doc__}{DURATION}")
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES), help="default: both")
     parser.add_argument("--forms", nargs="+", default=list(FORMS), help=f"default: {', '.join(FORMS)}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
@@ -258,7 +256,6 @@ def main() -> None:
         "--folder", type=Path, help="keep weights and one rank's output there; default: a temporary one"
     )
     parser.add_argument("--timeout", type=float, default=7200, help="seconds that ranks wait for one another")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     dtype, wrong = getattr(torch, options.dtype), 0
     figures: dict[str, Any] = {"machine": describe_machine()["text"], "dtype": options.dtype, "models": {}}
@@ -286,8 +283,7 @@ def main() -> None:
                     said = " ".join(str(error).split())
                     found["forms"][form], wrong = {"failed": said}, wrong + 1
                     print(f"| {form} | {said[:160]} | | | | |", flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps(figures, indent=1))
+                write_figures(figures, options.json)
     print(f"\n{figures['machine']}")
     raise SystemExit(f"{wrong} forms failed or are further from one rank than {BOUND:g}" if wrong else 0)
 

@@ -9,8 +9,6 @@ machine with other work, compare the seconds of processor time, which waiting fo
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from functools import partial
@@ -21,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
+from harness import command_line, write_figures
 from machine import describe_machine
 
 CHANNELS = 16
@@ -82,12 +81,11 @@ def decoded(size: int, dtype: str, runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--size", type=int, default=1024, help="pixels in height and width")
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks; the first is what others are compared with")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     from ditmesh.launch import RankPool
 
@@ -120,8 +118,7 @@ def main() -> None:
             flush=True,
         )
     print(figures["machine"]["text"])
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+    write_figures(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ speed. Contenders take turns within every repeat, and the median of the ratios c
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -19,10 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rich.console import Console
-from rich.table import Table
 
 import exact
+from harness import command_line, paired_ratios, ratio_cells, show_table, write_figures
 from machine import describe_machine
 
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -62,10 +59,9 @@ def main() -> None:
     """Measure and print."""
     from ditmesh.launch import RankPool
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--runs", type=int, default=2, help="forwards per repeat; the best counts")
-    parser.add_argument("--json", type=Path, help="write every figure here")
     options = parser.parse_args()
 
     neighbour = multiprocessing.get_context("spawn").Process(target=spin, args=(1,), daemon=True)
@@ -83,28 +79,16 @@ def main() -> None:
             neighbour.kill()
 
     machine = describe_machine()
-    table = Table(title="Two ranks, one at half speed")
-    for column in ("", "speeds", "median s", "against the even split, median", "min", "max"):
-        table.add_column(column, justify="left" if not column else "right")
-    speedup = {}
+    rows, speedup = [], {}
     for name, values in times.items():
-        even = times[name.split(",")[0] + ", even"]
-        ratios = [e / t for e, t in zip(even, values, strict=True)]
+        ratios = paired_ratios(times[name.split(",")[0] + ", even"], values)
         speedup[name] = statistics.median(ratios)
-        table.add_row(
-            name,
-            ", ".join(f"{speed:g}" for speed in speeds[name]),
-            f"{statistics.median(values):.3f}",
-            f"{speedup[name]:.3f}x",
-            f"{min(ratios):.3f}",
-            f"{max(ratios):.3f}",
-        )
-    console = Console()
-    console.print(table)
-    console.print(machine["text"])
-    if options.json:
-        result = {"machine": machine, "seconds": times, "speedup": speedup, "speeds": speeds}
-        options.json.write_text(json.dumps(result, indent=1))
+        given = ", ".join(f"{speed:g}" for speed in speeds[name])
+        rows.append([name, given, f"{statistics.median(values):.3f}", *ratio_cells(ratios)])
+    columns = ["", "speeds", "median s", "against the even split, median", "min", "max"]
+    show_table("Two ranks, one at half speed", columns, rows, machine)
+    result = {"machine": machine, "seconds": times, "speedup": speedup, "speeds": speeds}
+    write_figures(result, options.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ itself. That of recipes is what `ditmesh inspect --memory` predicts, with 0.7 GB
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
@@ -31,6 +30,7 @@ from ditmesh.forecast.workload import workload_of
 from ditmesh.layout import layout_of
 from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan
+from harness import command_line
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 BYTES = 2  # bfloat16
@@ -228,7 +228,7 @@ def write(page: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, figures=False)
     parser.add_argument("--write", action="store_true", help="write the tables to docs/recipes.md")
     if parser.parse_args().write:
         PAGE.write_text(write(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

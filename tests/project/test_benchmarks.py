@@ -47,6 +47,23 @@ def check_rehearsal(result: dict[str, Any], parts: tuple[str, ...]) -> None:
     assert result["machine"]["torch"]
 
 
+def test_the_runner_knows_all_benchmarks(tmp_path: Path) -> None:
+    listed = script("__main__.py").stdout.splitlines()
+    shared = {"__main__", "harness", "machine", "quiet"}
+    files = {path.stem for path in BENCHMARKS.glob("*.py")} - shared
+    assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check"}
+    unknown = script("__main__.py", "exakt")
+    assert unknown.returncode == 1
+    assert "there is no benchmark 'exakt'; use one of big_model, exact, " in unknown.stderr
+    # As the file by itself, with its options.
+    assert script("__main__.py", "memory_table", "--help").stdout == script("memory_table.py", "--help").stdout
+    figures = tmp_path / "figures.json"
+    few = ["--only", "no such contender", "--repeats", 1, "--runs", 1, "--json", figures]
+    ended = script("__main__.py", "exact", *few)
+    assert ended.returncode == 0, ended.stderr
+    assert set(json.loads(figures.read_text())["speedup"].values()) == {1.0}
+
+
 def test_gpu_check_on_the_cpu(tmp_path: Path) -> None:
     """Parts run to their end without a GPU; those of NCCL say that they are not here."""
     result, tables, said = rehearsed(tmp_path, "--part", "kernels", "nccl", "collectives")
