@@ -33,9 +33,9 @@ SOFTWARE.
 
 DATA_LICENSE = (
     """\
-The pictures this model was trained on are Fluent Emoji (3-D style) by Microsoft, redistributed by the npm
+The images this model was trained on are Fluent Emoji (3-D style) by Microsoft, redistributed by the npm
 package {package} {version} (LobeHub, MIT). The model's weights, its samples
-(samples.png) and the reduced training pictures (thumbnails.png) derive from them. Their licence:
+(samples.png) and the reduced training images (thumbnails.png) derive from them. Their licence:
 
 """
     + MIT.format(holder="Microsoft Corporation.")

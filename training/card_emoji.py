@@ -19,7 +19,7 @@ license: mit
 # {name}
 
 A small model in the form of an ordinary `{pipeline}`: {size}x{size} pixels, {count} {kinds}. It exists so that tools for
-Diffusion Transformers can be tried, tested and measured on real pictures without a network.
+Diffusion Transformers can be tried, tested and measured on real images without a network.
 
 ![All {kinds} in order, generated with the settings below](samples.png)
 
@@ -33,22 +33,22 @@ image = {call}
 
 ## What it can and cannot do
 
-It generates the {count} pictures it was trained on, by the names in `captions.json` (each with other wordings under
-`also`). It has memorised these pictures and does not generalise: {limits} It is no model for anything but tests,
+It generates the {count} images it was trained on, by the names in `captions.json` (each with other wordings under
+`also`). It has memorised these images and does not generalise: {limits} It is no model for anything but tests,
 examples and measurements.
 
 ## Figures
 
 {figures}
 
-Pictures are compared as 32x32 reductions (`thumbnails.png`) by mean squared error. Nearer to another: {failed}.
+Images are compared as 32x32 reductions (`thumbnails.png`) by mean squared error. Nearer to another: {failed}.
 
 | | |
 |---|---|
-| autoencoder, reconstruction of the training pictures | {psnr:.1f} dB PSNR (mean) |
+| autoencoder, reconstruction of the training images | {psnr:.1f} dB PSNR (mean) |
 | parameters | {parameters} |
 | weights on disk | {megabytes:.1f} MB ({types}; all load as float32) |
-| training | {tr_steps} steps of {batch} pictures in {tr_minutes} min |
+| training | {tr_steps} steps of {batch} images in {tr_minutes} min |
 | machine | {machine} |
 
 ## Make-up
@@ -60,7 +60,7 @@ Pictures are compared as 32x32 reductions (`thumbnails.png`) by mean squared err
 
 ## Data
 
-Fluent Emoji (3-D style) by Microsoft, MIT licence, from the npm package `{package}` {version}: {count} pictures for the
+Fluent Emoji (3-D style) by Microsoft, MIT licence, from the npm package `{package}` {version}: {count} images for the
 transformer, more for the autoencoder only; transparency laid on white, reduced with Lanczos filtering. The words were
 written for ditmesh. See `LICENSE-DATA`.
 

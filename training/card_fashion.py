@@ -13,7 +13,7 @@ TRAINING_PICTURES = 60_000
 
 DATA_LICENSE = (
     """\
-The pictures this model was trained on are Fashion-MNIST by Zalando SE, redistributed by the Debian package
+The images this model was trained on are Fashion-MNIST by Zalando SE, redistributed by the Debian package
 {package}. The model's weights and its samples (samples.png) derive from them. Their licence:
 
 """
@@ -29,8 +29,8 @@ license: mit
 # {name}
 
 A small class-conditional model in the form of an ordinary `DiTPipeline`: grey clothes of {size}x{size} pixels in {classes}
-classes, trained on the 60,000 pictures of Fashion-MNIST. The other embedded models know their training pictures by
-heart; this one makes new pictures. It exists so that tools for Diffusion Transformers can be tried, tested
+classes, trained on the 60,000 images of Fashion-MNIST. The other embedded models know their training images by
+heart; this one makes new images. It exists so that tools for Diffusion Transformers can be tried, tested
 and measured without a network on a model that generalises.
 
 ![A row of every class, generated with the settings below](samples.png)
@@ -45,33 +45,33 @@ image = pipe(pipe.get_label_ids(["sneaker"]), num_inference_steps={steps}, guida
 
 ## Figures
 
-{pictures} pictures, {each} of every class, one fixed seed a picture, {steps} steps of DDIM, guidance {guidance_scale}, float32.
+{pictures} images, {each} of every class, one fixed seed an image, {steps} steps of DDIM, guidance {guidance_scale}, float32.
 
-**Are they of their class?** A small convolutional network, trained on the training pictures in a minute, is right about
-{classifier_on_test:.1%} of the 10,000 test pictures and {classifier_on_drawn:.1%} of the generated ones:
+**Are they of their class?** A small convolutional network, trained on the training images in a minute, is right about
+{classifier_on_test:.1%} of the 10,000 test images and {classifier_on_drawn:.1%} of the generated ones:
 
-| class | test pictures | generated |
+| class | test images | generated |
 |---|---|---|
 {rows}
 
-**Are they new?** Distance to the nearest training picture, root mean square of the difference in grey levels (0 to 255):
+**Are they new?** Distance to the nearest training image, root mean square of the difference in grey levels (0 to 255):
 
-| percentile | {held} test pictures | generated |
+| percentile | {held} test images | generated |
 |---|---|---|
 {near}
 
-{nearer:.1%} of the generated pictures are nearer to a training picture than 1 % of the test pictures are.{simpler}
+{nearer:.1%} of the generated images are nearer to a training image than 1 % of the test images are.{simpler}
 
-**Are they as varied?** Less. Fréchet distance of the classifier's features to those of all test pictures: {frechet_of_drawn}; of
-{held} training pictures: {frechet_of_training}. (The features are this classifier's: do not compare with other models' FID.) Guidance
+**Are they as varied?** Less. Fréchet distance of the classifier's features to those of all test images: {frechet_of_drawn}; of
+{held} training images: {frechet_of_training}. (The features are this classifier's: do not compare with other models' FID.) Guidance
 favours what is typical of a class; the classifier's agreement is to be read with that.
 
 | | |
 |---|---|
-| autoencoder, reconstruction of test pictures | {psnr:.1f} dB PSNR (mean) |
+| autoencoder, reconstruction of test images | {psnr:.1f} dB PSNR (mean) |
 | parameters | transformer {transformer_m:.2f} M, of which {unused_m:.2f} M are unused rows (see below); autoencoder {vae_m:.2f} M |
 | weights on disk | {megabytes:.1f} MB (float16; all load as float32) |
-| training | {tr_steps} steps of {batch} pictures in {tr_minutes} min: {passes:.2f} passes over the training pictures |
+| training | {tr_steps} steps of {batch} images in {tr_minutes} min: {passes:.2f} passes over the training images |
 | machine | {machine} |
 
 ## Make-up
@@ -81,12 +81,12 @@ favours what is typical of a class; the classifier's agreement is to be read wit
   classes: {classes} are trained and the last; the other rows are zero.
 * autoencoder: `AutoencoderKL`, {latent_channels} latent channels at half of the pixels' resolution, without a shift (`DiTPipeline` knows none).
 * sampler: `{scheduler}`, linear schedule of 1000 steps, `prediction_type="{prediction}"`, trailing steps, nothing
-  clipped. With another `prediction_type` the pictures are worse, though nothing fails and the classifier hardly sees it.
+  clipped. With another `prediction_type` the images are worse, though nothing fails and the classifier hardly sees it.
 
 ## Data
 
 Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747), MIT licence, from the Debian package `{package}`: the
-60,000 training pictures, 28x28 grey, with a black edge of two pixels. See `LICENSE-DATA`.
+60,000 training images, 28x28 grey, with a black edge of two pixels. See `LICENSE-DATA`.
 
 ## Training
 
@@ -116,7 +116,7 @@ def write(out: Path, record: dict[str, Any]) -> None:
         ),
         near="\n".join(f"| {p} | {value} | {near['drawn'][p]} |" for p, value in near["test"].items()),
         nearer=measured["nearer_than_1_percent_of_test"],
-        simpler=" They are simpler than the test pictures, with less texture, and so nearer on the whole." * simpler,
+        simpler=" They are simpler than the test images, with less texture, and so nearer on the whole." * simpler,
         frechet_of_drawn=measured["frechet_of_drawn"],
         frechet_of_training=measured["frechet_of_training"],
         psnr=measured["autoencoder_psnr_on_test"],

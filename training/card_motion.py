@@ -58,7 +58,7 @@ Videos are compared by the mean squared error of all pixels, with all {reference
 
 ## Data
 
-Fluent Emoji (3-D style) by Microsoft, MIT licence, from the npm package `{package}` {version}: {subjects} pictures that were moved on
+Fluent Emoji (3-D style) by Microsoft, MIT licence, from the npm package `{package}` {version}: {subjects} images that were moved on
 white, more for the autoencoder only. See `LICENSE-DATA`.
 
 ## Training
