@@ -19,6 +19,8 @@ CHATTER: dict[str, tuple[str, ...]] = {
     "diffusers.quantizers.torchao.torchao_quantizer": (r"Unable to import `torchao` Tensor objects",),
     # An image processor without torchvision, which does the same in Pillow.
     "transformers.utils.import_utils": (r"`\w+` requires torchvision \(not installed\); falling back",),
+    # A faster kernel that would be fetched from the hub.
+    "bitsandbytes.backends.cpu.ops": (r"Failed to load CPU gemm_4bit_forward",),
     # An adapter for the transformer alone has none for the text encoders.
     "diffusers.loaders.peft": (r"No LoRA keys associated to \w*(CLIP|T5|Text|Qwen|Gemma|Llama)\w* found",),
     "diffusers.loaders.lora_base": (r"No LoRA keys associated to \w*(CLIP|T5|Text|Qwen|Gemma|Llama)\w* found",),
