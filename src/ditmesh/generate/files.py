@@ -20,6 +20,7 @@ from ..media.files import read_whole
 from ..media.images import read_image, read_mask
 from ..media.videos import read_frames
 from ..request import FieldError
+from .loras import load_lora, loras_of, set_loras, takes_loras
 from .model_info import HUB_ID
 
 if TYPE_CHECKING:
@@ -135,6 +136,11 @@ def _adapter_file(role: Role, name: str) -> Path:
 
         return _from_hub(role, name, lambda: hf_hub_download(name, usual))
     return _file(role, path)
+
+
+def usual_lora() -> str:
+    """The name of an adapter's file in a folder."""
+    return ADAPTERS["lora"][1]
 
 
 def _controlnet_folder(name: str) -> Path:
@@ -360,9 +366,13 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     if fitting is None:
         raise _takes_no(kinds[-1].__name__, takes[kinds[-1]], wanted)
     for file in files:
-        if file.role in ADAPTERS and not hasattr(fitting, ADAPTERS[file.role][0]):
+        if file.role in ADAPTERS and not _takes_adapter(fitting, file.role):
             raise InputError(f"--{file.role}: {fitting.__name__} has no {ADAPTERS[file.role][0]}; leave it out")
     return fitting.__name__
+
+
+def _takes_adapter(kind: type[Any], role: str) -> bool:
+    return takes_loras(kind) if role == "lora" else hasattr(kind, ADAPTERS[role][0])
 
 
 def _takes_no(pipeline: str, parameters: Mapping[str, Any], wanted: Mapping[str, str]) -> InputError:
@@ -538,7 +548,7 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
         try:
             if file.role == "lora":
                 name = f"lora{len(names)}"
-                pipe.load_lora_weights(folder, weight_name=weights, adapter_name=name)
+                load_lora(pipe, Path(file.path), name)
                 names[name] = file.scale
             else:
                 pipe.load_ip_adapter(folder, weight_name=weights, **_encoder_options(pipe, file))
@@ -550,7 +560,7 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
             what = f"--{file.role} {file.path!r}"
             raise InputError(f"{what} cannot be loaded into {type(pipe).__name__} ({_in_short(error)})") from error
     if names:
-        adapted = pipe.get_list_adapters()
+        adapted = loras_of(pipe)
         if {name for component in adapted.values() for name in component} != set(names):
             raise InputError(f"--lora: {type(pipe).__name__} has no layer that the file adapts; take another")
-        pipe.set_adapters(list(names), adapter_weights=list(names.values()))
+        set_loras(pipe, names)

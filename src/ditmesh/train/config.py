@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..config import ParallelConfig
-from ..errors import ConfigError, InputError, did_you_mean, nearest_problem, reason_of, what_is_wrong
+from ..errors import ConfigError, did_you_mean, nearest_problem, reason_of, what_is_wrong
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -22,38 +22,42 @@ Sharding = Literal["none", "ddp", "fsdp"]
 
 
 class LoraConfig(BaseModel):
-    """Low-rank adapters in place of full fine-tuning (Hu et al. 2021, arXiv:2106.09685).
+    """Adapters in place of full fine-tuning.
 
     Attributes:
+        type: ``lora`` (Hu et al. 2021, arXiv:2106.09685), ``dora`` (with magnitudes, Liu et al. 2024,
+            arXiv:2402.09353) or ``lokr`` (Kronecker products, Yeh et al. 2023, arXiv:2309.14859).
         rank: rank of the update matrices.
         alpha: the update is scaled by ``alpha / rank``; None: ``rank``.
-        dropout: dropout of the adapters' inputs.
-        target_modules: names of the linear layers with an adapter.
+        rslora: scale the update by ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732).
+        dropout: dropout of the adapters' inputs; not for ``lokr``.
+        decompose_factor: for ``lokr``, the side of the left factor; -1: about the square root.
+        target_modules: names of the transformer's linear layers with an adapter, ``all-linear``, or a regular
+            expression for whole names. If the class has none of the default names, its attention projections. Text
+            encoders have adapters on their attention projections.
+        base_lora: frozen adapters below the one that is trained, each as ``FILE[:scale]``.
+        fuse_base_lora: add the frozen adapters to the weights before training.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    type: Literal["lora", "dora", "lokr"] = "lora"
     rank: Positive = 4
     alpha: Annotated[float, Field(gt=0)] | None = None
+    rslora: bool = False
     dropout: BelowOne = 0.0
-    target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    decompose_factor: int = -1
+    target_modules: tuple[str, ...] | str = ("to_q", "to_k", "to_v", "to_out.0")
+    base_lora: Annotated[tuple[str, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = ()
+    fuse_base_lora: bool = False
 
-    def for_peft(self) -> Any:
-        """The adapters as peft has them.
-
-        Raises:
-            InputError: peft is not installed.
-        """
-        try:
-            from peft import LoraConfig as PeftConfig
-        except ImportError:
-            raise InputError("lora needs peft, which is not installed; pip install peft") from None
-        return PeftConfig(
-            r=self.rank,
-            lora_alpha=cast(int, self.rank if self.alpha is None else self.alpha),
-            lora_dropout=self.dropout,
-            init_lora_weights="gaussian",
-            target_modules=list(self.target_modules),
-        )
+    @model_validator(mode="after")
+    def _fits(self) -> LoraConfig:
+        if self.type == "lokr" and (self.dropout or self.rslora):
+            what = f"dropout={self.dropout:g}" if self.dropout else "rslora=True"
+            raise ValueError(f"{what} is not for type='lokr'; leave it out")
+        if self.type != "lokr" and self.decompose_factor != -1:
+            raise ValueError(f"decompose_factor={self.decompose_factor} is for type='lokr'; leave it out")
+        return self
 
 
 class TrainConfig(BaseModel):
@@ -62,7 +66,7 @@ class TrainConfig(BaseModel):
     What to train
         pretrained_model_name_or_path: the folder or hub id of a pipeline, or an embedded model.
         train_modules: the components to train.
-        lora: train low-rank adapters on the transformer instead of its weights.
+        lora: train adapters on ``train_modules`` instead of their weights.
         from_scratch: start from random weights of the same configuration.
 
     Data
@@ -274,8 +278,8 @@ class TrainConfig(BaseModel):
     def _problems_of_weights(self) -> Iterator[str]:
         if self.lora is not None and self.from_scratch:
             yield "lora adapts weights that are there, and from_scratch has none; leave one out"
-        if self.lora is not None and self.train_modules != ("transformer",):
-            yield "lora is for the transformer; leave train_modules out"
+        if self.lora is not None and "transformer" not in self.train_modules:
+            yield f"train_modules={list(self.train_modules)}: lora adapts the transformer as well; add it"
 
     @property
     def peak_rate(self) -> float:

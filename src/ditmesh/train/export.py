@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..core.files import folder_written_whole, written_whole
 from ..errors import InputError
+from .adapters import save_adapters
 from .checkpoint import MANIFEST, broken
 from .config import TrainConfig
 
@@ -127,16 +128,7 @@ def _kept(weights: dict[str, Tensor], config: TrainConfig, step: int) -> str:
 
 def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: type, folder: Path) -> None:
     if config.lora is not None:
-        layers = {
-            name.removeprefix("transformer.").replace(".default.", "."): value
-            for name, value in weights.items()
-            if ".lora_" in name
-        }
-        # Without it, loading takes alpha for the rank.
-        about = config.lora.for_peft().to_dict()
-        type(pipe).save_lora_weights(
-            str(folder), transformer_lora_layers=layers, transformer_lora_adapter_metadata=about
-        )
+        save_adapters(pipe, weights, config, folder)
         return
     for name in config.train_modules:
         own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}

@@ -13,6 +13,7 @@ from ..core.alignment import aligned
 from ..engine import parallelize
 from ..errors import ConfigError
 from ..layout import layout_of
+from .adapters import add_adapters
 from .config import TrainConfig
 from .dropout import TokenDropout, dropping, refusal
 from .speeds import DataSpeeds
@@ -24,7 +25,7 @@ def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
     """The modules of ``train_modules``, with fresh weights or adapters as configured; all others are frozen.
 
     Raises:
-        ConfigError: the pipeline has no such module, or no LoRA.
+        ConfigError: the pipeline has no such module, or no layers for the adapters.
     """
     unknown = [name for name in config.train_modules if not isinstance(pipe.components.get(name), nn.Module)]
     if unknown:
@@ -36,12 +37,7 @@ def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
     if config.from_scratch:
         model.load_state_dict(type(model).from_config(model.config).state_dict())
     if config.lora is not None:
-        if not hasattr(model, "add_adapter") or not hasattr(pipe, "save_lora_weights"):
-            raise ConfigError(f"{type(pipe).__name__} has no LoRA in diffusers; leave lora out to train its weights")
-        try:
-            model.add_adapter(config.lora.for_peft())
-        except ValueError as error:
-            raise ConfigError(f"lora: {str(error).splitlines()[0]}") from None
+        add_adapters(pipe, config)
     if config.in_order:
         # Memory-mapped weights start at any address, and kernels are chosen by its alignment.
         for module in modules.values():

@@ -75,37 +75,19 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
         if isinstance(kind, type):
             check_observable(kind, "transformer_2" in parts and info.index["transformer_2"][0] is not None, config)
     if config.lora is not None:
-        _check_lora(config.lora, info)
+        _check_lora(config.lora, info, config)
 
 
-def _check_lora(lora: LoraConfig, info: ModelInfo) -> None:
-    """Reject LoRA for pipelines without it, and for modules that do not exist."""
+def _check_lora(lora: LoraConfig, info: ModelInfo, config: TrainConfig) -> None:
+    """Reject adapters of modules that do not exist, or that cannot be loaded again."""
     import diffusers
-    from torch import nn
 
     from ..layout.describe import on_meta
+    from .adapters import check_base, check_modules, targets_of
 
     pipeline: Any = getattr(diffusers, info.pipeline_class, None)
-    if pipeline is not None and not hasattr(pipeline, "save_lora_weights"):
-        raise ConfigError(f"{info.pipeline_class} has no LoRA in diffusers; leave lora out to train its weights")
-    if "target_modules" not in lora.model_fields_set:
-        return
-    model = on_meta(info.transformer_class, info.transformer)
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    for target in lora.target_modules:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            # As they are called inside of a block, without its number.
-            ends = list(dict.fromkeys(_without_block(name) for name in names))
-            near = did_you_mean(target, {".".join(end.split(".")[-target.count(".") - 1 :]) for end in ends})
-            raise ConfigError(
-                f"lora.target_modules: {info.transformer_class} has no linear layer {target!r}{near}; "
-                f"it has {', '.join(ends)}"
-            )
-
-
-def _without_block(name: str) -> str:
-    """What follows the number of a block: ``attn.to_q`` of ``transformer_blocks.3.attn.to_q``."""
-    parts = name.split(".")
-    number = next((at for at, part in enumerate(parts) if part.isdigit()), -1)
-    inner = parts[number + 1 :] if number + 1 < len(parts) else parts
-    return ".".join(inner)
+    if pipeline is not None:
+        check_modules(pipeline, config)
+    check_base(lora)
+    if hasattr(diffusers, info.transformer_class):
+        targets_of(on_meta(info.transformer_class, info.transformer), lora)

@@ -30,6 +30,7 @@ from ...core.request import RequestLeft
 from ...core.values import Values, seen
 from ...engine import DENOISERS, Engine, engine_of
 from ...errors import InputError, LayoutError
+from ...generate.loras import loras_of, set_loras, switch_loras
 from ...layout import TokenLayout
 from ...layout.forms import form_of, holds_tensors, samples_of
 from ...layout.influence import off_by, tolerance
@@ -498,10 +499,10 @@ class Batcher:
         if adapters == self._adapters:
             return
         if adapters:
-            self._template.enable_lora()
-            self._template.set_adapters([name for name, _ in adapters], [scale for _, scale in adapters])
-        elif self._adapters is not None or getattr(self._template, "get_list_adapters", dict)():
-            self._template.disable_lora()
+            switch_loras(self._template, True)
+            set_loras(self._template, dict(adapters))
+        elif self._adapters is not None or loras_of(self._template):
+            switch_loras(self._template, False)
         self._adapters = adapters
 
     # --- a round -----------------------------------------------------------------------------------------------

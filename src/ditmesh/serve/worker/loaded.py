@@ -21,6 +21,7 @@ from ...errors import ConfigError, InputError
 from ...generate.arguments import check_call
 from ...generate.files import PICTURES, InputFile, adapter, check_mask, partial_fits, pipeline_for
 from ...generate.job import PictureJob, check_config, check_content, check_layout, job_for
+from ...generate.loras import LAYERS
 from ...generate.made import Made
 from ...generate.model_info import ModelInfo, find_model
 from ...generate.preview import latent_colours
@@ -367,7 +368,7 @@ def adapted_digest(weights: Mapping[str, str], numbers: list[int]) -> str:
     found, adapted = {}, set()
     for name, value in weights.items():
         parts = name.split(".")
-        place = next((place for place, part in enumerate(parts) if part.startswith("lora_")), None)
+        place = next((place for place, part in enumerate(parts) if part.startswith(LAYERS)), None)
         if place is None:
             continue
         for position, number in enumerate(numbers):
@@ -380,6 +381,6 @@ def adapted_digest(weights: Mapping[str, str], numbers: list[int]) -> str:
         if layer.endswith(".base_layer"):
             own = layer.removesuffix(".base_layer")
             found[name if own in adapted else f"{own}.{weight}"] = value
-        elif not any(part.startswith("lora_") for part in name.split(".")):
+        elif not any(part.startswith(LAYERS) for part in name.split(".")):
             found[name] = value
     return digest(found)

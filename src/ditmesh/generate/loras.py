@@ -1,0 +1,123 @@
+"""Adapters of any pipeline (LoRA, DoRA, LoKr): loaded, weighted and switched, also where diffusers has no method for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import InputError
+
+# The names of the files' metadata entry and of the parameters of adapters.
+METADATA = "lora_adapter_metadata"
+LAYERS = ("lora_", "lokr_")
+
+
+def takes_loras(kind: type[Any]) -> bool:
+    """Whether adapters can be loaded into pipelines of a class: diffusers has a method, or there is a transformer."""
+    return hasattr(kind, "load_lora_weights") or "transformer" in signature(kind.__init__).parameters
+
+
+def pipeline_has(kind: type[Any]) -> bool:
+    """Whether a pipeline class has diffusers' methods for adapters of its transformer."""
+    return "transformer" in (getattr(kind, "_lora_loadable_modules", None) or ())
+
+
+def load_lora(pipe: Any, file: Path, name: str) -> None:
+    """Load an adapter of a safetensors file into a pipeline and make it active.
+
+    diffusers' own loader takes every file but those that it does not know for this pipeline: adapters of pipelines
+    without ``load_lora_weights``, and LoKr under the transformer's own names.
+
+    Args:
+        pipe: the pipeline.
+        file: the adapter.
+        name: of the adapter in the pipeline.
+
+    Raises:
+        InputError: the file says nothing of the adapter's rank and scale, which is needed here.
+        Exception: any of diffusers' and peft's own.
+    """
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as tensors:
+        names = list(tensors.keys())
+    plain = any(".lokr_" in one for one in names) and all(one.startswith("transformer.") for one in names)
+    # Pipelines with a UNet are diffusers' own business.
+    known = pipeline_has(type(pipe)) if hasattr(pipe, "transformer") else hasattr(pipe, "load_lora_weights")
+    if known and not plain:
+        pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=name)
+    elif hasattr(pipe.transformer, "load_lora_adapter"):
+        pipe.transformer.load_lora_adapter(
+            str(file.parent), weight_name=file.name, adapter_name=name, prefix="transformer"
+        )
+    else:
+        _inject(pipe.transformer, file, name)
+
+
+def _inject(model: nn.Module, file: Path, name: str) -> None:
+    """What diffusers' ``load_lora_adapter`` does, for transformers that do not have it."""
+    from peft import LoKrConfig, LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+    from safetensors import safe_open
+
+    prefix = "transformer."
+    with safe_open(file, "pt") as tensors:
+        about = json.loads((tensors.metadata() or {}).get(METADATA, "{}"))
+        weights: dict[str, Tensor] = {
+            one.removeprefix(prefix): tensors.get_tensor(one)
+            for one in tensors.keys()  # noqa: SIM118 (not a mapping)
+            if one.startswith(prefix)
+        }
+    settings = {key.removeprefix(prefix): value for key, value in about.items() if key.startswith(prefix)}
+    if not weights or not settings:
+        what = f"weights under {prefix!r}" if not weights else f"settings of its adapter ({METADATA})"
+        raise InputError(f"{file} has no {what}, without which {type(model).__name__} cannot take it")
+    kind = LoKrConfig if any(".lokr_" in one for one in weights) else LoraConfig
+    inject_adapter_in_model(kind(**settings), model, adapter_name=name, state_dict=weights)
+    set_peft_model_state_dict(model, weights, name)
+
+
+def _adapted(pipe: Any) -> Iterator[nn.Module]:
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module) and getattr(part, "peft_config", None):
+            yield part
+
+
+def loras_of(pipe: Any) -> dict[str, list[str]]:
+    """The adapters' names, by component."""
+    return {
+        name: list(part.peft_config)
+        for name, part in pipe.components.items()
+        if isinstance(part, nn.Module) and getattr(part, "peft_config", None)
+    }
+
+
+def set_loras(pipe: Any, scales: Mapping[str, float]) -> None:
+    """Make exactly these adapters active, by name, with their scales."""
+    if pipeline_has(type(pipe)):
+        pipe.set_adapters(list(scales), adapter_weights=list(scales.values()))
+    else:
+        for part in _adapted(pipe):
+            activate(part, [one for one in scales if one in part.peft_config], scales)
+
+
+def activate(model: nn.Module, names: Sequence[str], scales: Mapping[str, float]) -> None:
+    """Make exactly these adapters of a model active; all of them are marked as trained then."""
+    from diffusers.utils.peft_utils import set_weights_and_activate_adapters
+
+    set_weights_and_activate_adapters(model, list(names), [scales[name] for name in names])
+
+
+def switch_loras(pipe: Any, on: bool) -> None:
+    """Switch all adapters of a pipeline on or off."""
+    from diffusers.utils.peft_utils import set_adapter_layers
+
+    if pipeline_has(type(pipe)):
+        pipe.enable_lora() if on else pipe.disable_lora()
+    else:
+        for part in _adapted(pipe):
+            set_adapter_layers(part, enabled=on)

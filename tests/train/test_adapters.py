@@ -1,0 +1,321 @@
+"""Adapters in training: saved, and loaded again by diffusers and peft as they are; the same on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+import ditmesh
+from ditmesh.generate.files import adapter, load_adapters
+from ditmesh.train import TrainConfig
+from ditmesh.train.adapters import TRAINED, add_adapters, save_adapters, targets_of
+from ditmesh.train.config import LoraConfig
+from ditmesh.train.export import export
+from ditmesh.train.run import train
+from ditmesh.train.trainer import Trainer
+from support.exam import Exam, images, others, videos
+from support.train import folder_of, save_pipeline, settings
+
+EXAMS: dict[str, Exam] = {**images.EXAMS, **videos.EXAMS, **others.EXAMS}
+WEIGHTS = "pytorch_lora_weights.safetensors"
+TYPES: dict[str, dict[str, Any]] = {
+    "lora": {"alpha": 6.0},
+    "rslora": {"rslora": True},
+    "dora": {"type": "dora", "alpha": 6.0},
+    "lokr": {"type": "lokr", "alpha": 6.0},
+}
+
+
+def config_of(**more: Any) -> TrainConfig:
+    given = {"pretrained_model_name_or_path": "m", "train_data_dir": "d", "output_dir": "o", "resolution": 32}
+    return TrainConfig.read({**given, **more})
+
+
+def noisy(model: nn.Module) -> None:
+    """Fill what is trained with noise: new adapters change nothing."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def trained_weights(pipe: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+    found = {f"{name}.{path}": p for name in names for path, p in getattr(pipe, name).named_parameters()}
+    return {name: p.detach().clone() for name, p in found.items() if p.requires_grad}
+
+
+# --- every class of transformer -----------------------------------------------------------------------------------
+
+
+def first_call(exam: Exam) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A pipeline, and the arguments of its transformer's first call."""
+    pipe, calls = exam.make(), []
+    pipe.set_progress_bar_config(disable=True)
+    hook = pipe.transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(copy.deepcopy((args, kwargs))), with_kwargs=True
+    )
+    with torch.no_grad():
+        pipe(**exam.call([1]))
+    hook.remove()
+    return pipe, *calls[0]
+
+
+def numbers(found: Any) -> Tensor:
+    """All numbers of a prediction."""
+    if isinstance(found, Tensor):
+        return found.detach().double().flatten()
+    values = found.values() if isinstance(found, dict) else found
+    return torch.cat([numbers(one) for one in values if isinstance(one, (Tensor, list, tuple, dict))])
+
+
+def through_a_file(exam: Exam, lora: dict[str, Any], folder: Path) -> tuple[float, float]:
+    """How far a loaded adapter's prediction is from the saved one's, and that is from the one without; relative."""
+    pipe, args, kwargs = first_call(exam)
+    # Exams share their models.
+    untouched = copy.deepcopy(pipe.transformer)
+
+    def predicted(model: nn.Module) -> Tensor:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return numbers(model.eval()(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
+
+    plain = predicted(pipe.transformer)
+    config = config_of(lora=lora)
+    pipe.register_modules(transformer=copy.deepcopy(untouched))
+    add_adapters(pipe, config)
+    noisy(pipe.transformer)
+    wanted = predicted(pipe.transformer)
+    folder.mkdir()
+    save_adapters(pipe, trained_weights(pipe, ("transformer",)), config, folder)
+    model = copy.deepcopy(untouched)
+    if hasattr(model, "load_lora_adapter"):
+        model.load_lora_adapter(str(folder), weight_name=WEIGHTS, prefix="transformer")
+        found = [predicted(model)]
+    else:
+        found = [predicted(PeftModel.from_pretrained(model, str(folder)))]
+        pipe.register_modules(transformer=copy.deepcopy(untouched))
+        load_adapters(pipe, [adapter("lora", str(folder))])
+        found.append(predicted(pipe.transformer))
+    scale = wanted.abs().max()
+    return max(float((one - wanted).abs().max() / scale) for one in found), float((wanted - plain).abs().max() / scale)
+
+
+# Joint and single streams, names of its own, no method of the pipeline, none of the transformer either.
+ALWAYS = ["Flux2Pipeline", "Kandinsky5T2VPipeline", "HunyuanImagePipeline", "LattePipeline"]
+# Rounding by the address of weights, which the model amplifies: with copies of them in memory there is no difference.
+LESS_EXACT = {"SanaWMPipeline": 3e-5}
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_what_is_saved_diffusers_loads(name, tmp_path):
+    for kind, more in TYPES.items():
+        off, effect = through_a_file(EXAMS[name], {"rank": 2, **more}, tmp_path / kind)
+        assert off <= LESS_EXACT.get(name, 1e-6), kind
+        assert effect > 1e-4, kind
+
+
+@pytest.mark.matrix
+def test_every_class_of_transformer_takes_adapters(tmp_path):
+    seen = set()
+    for name, exam in EXAMS.items():
+        model = getattr(exam.make(), "transformer", None) if name.endswith("Pipeline") else None
+        if type(model) not in seen and isinstance(model, nn.Module) and "Modular" not in name:
+            seen.add(type(model))
+            (tmp_path / name).mkdir()
+            test_what_is_saved_diffusers_loads(name, tmp_path / name)
+    assert len(seen) > 60
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A folder with tiny pipelines and pictures for them."""
+    folder = tmp_path_factory.mktemp("adapters")
+    folder_of(folder / "data", 4, 32)
+    for name in ("flux", "dit"):
+        save_pipeline(name, folder)
+    return folder
+
+
+def run_of(root: Path, out: Path, name: str = "flux", **more: Any) -> dict[str, Any]:
+    given = {"pretrained_model_name_or_path": str(root / name), "resolution": 32, "max_sequence_length": 24}
+    given |= {"max_train_steps": 2, "learning_rate": 1e-2, "train_batch_size": 1, "global_batch_size": 2}
+    return settings(root / "data", out, **given, **more)
+
+
+def loaded(name: str | Path) -> Any:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(name)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def losses_of(given: dict[str, Any]) -> dict[int, float]:
+    config = TrainConfig.read(given)
+    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
+        return trainer.run().losses
+
+
+def trained_and_saved(given: dict[str, Any]) -> tuple[Any, Path, dict[int, float]]:
+    """The pipeline after a run, in memory, and what was saved of it."""
+    config = TrainConfig.read(given)
+    pipe = loaded(config.pretrained_model_name_or_path)
+    with Trainer(config, pipe) as trainer:
+        losses = trainer.run().losses
+        weights = trainer.weights()
+    return pipe, export(pipe, weights, config, type(pipe.transformer), 2, None), losses
+
+
+def drawn(pipe: Any) -> Tensor:
+    """A picture, as numbers."""
+    for part in (pipe.transformer, getattr(pipe, "text_encoder", None)):
+        if part is not None:
+            part.eval()
+    said: Any = [3] if "label" in str(type(pipe)) or type(pipe).__name__ == "DiTPipeline" else "a red fox"
+    options: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np"}
+    if not isinstance(said, list):
+        options |= {"height": 32, "width": 32, "max_sequence_length": 24}
+    return torch.as_tensor(pipe(said, generator=torch.Generator().manual_seed(0), **options).images[0])
+
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("flux", {"lora": {"rank": 2, "alpha": 8.0}}),
+    "rslora, all": ("flux", {"lora": {"rank": 4, "rslora": True, "target_modules": "all-linear"}}),
+    "dora": ("flux", {"lora": {"rank": 2, "type": "dora", "target_modules": r".*\.attn\.(to|add)_[qkv](_proj)?"}}),
+    "lokr": ("flux", {"lora": {"rank": 2, "type": "lokr", "decompose_factor": 4}}),
+    "lora without methods": ("dit", {"lora": {"rank": 2}}),
+    "lora of the text encoder": ("flux", {"lora": {"rank": 2}, "train_modules": ["transformer", "text_encoder"]}),
+}
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_a_trained_adapter_draws_the_trainers_picture(root, tmp_path, what):
+    name, more = RUNS[what]
+    before = loaded(root / name)
+    plain = drawn(before)
+    pipe, folder, _ = trained_and_saved(run_of(root, tmp_path / "out", name, **more))
+    wanted = drawn(pipe)
+    fresh = loaded(root / name)
+    if name == "dit":
+        fresh.register_modules(transformer=PeftModel.from_pretrained(fresh.transformer, str(folder)).get_base_model())
+    elif more["lora"].get("type") == "lokr":
+        fresh.transformer.load_lora_adapter(str(folder), weight_name=WEIGHTS, prefix="transformer")
+    else:
+        fresh.load_lora_weights(str(folder))
+    assert torch.allclose(drawn(fresh), wanted, atol=1e-6)
+    # As `ditmesh generate --lora` does it.
+    by_us = loaded(root / name)
+    load_adapters(by_us, [adapter("lora", str(folder))])
+    assert torch.allclose(drawn(by_us), wanted, atol=1e-6)
+    assert not torch.allclose(plain, wanted, atol=1e-4)
+    if "text encoder" in what:
+        moved = [p for n, p in by_us.text_encoder.named_parameters() if "lora_B" in n]
+        assert moved
+        assert all(p.abs().max() > 0 for p in moved)
+
+
+@pytest.mark.parametrize("lora", [{"type": "dora"}, {"type": "lokr"}], ids=["dora", "lokr"])
+def test_all_ranks_train_one_adapter(ranks, root, tmp_path, lora):
+    given = run_of(root, tmp_path / "alone", lora={"rank": 2, **lora}, max_train_steps=3)
+    alone = losses_of(given)
+    untrained = losses_of({**given, "output_dir": str(tmp_path / "still"), "learning_rate": 1e-12})
+    assert abs(alone[2] / untrained[2] - 1) > 1e-3
+    for number, more in enumerate(
+        (
+            {"parallel": {"ulysses": 2}},
+            {"parallel": {"ring": 2}, "sharding": "fsdp"},
+            {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True},
+        )
+    ):
+        for found in ranks(2).run(losses_of, {**given, **more, "output_dir": str(tmp_path / str(number))}):
+            assert max(abs(found[step] / alone[step] - 1) for step in alone) <= 1e-5, more
+
+
+def bits_of(given: dict[str, Any]) -> tuple[list[str], str]:
+    config = TrainConfig.read(given)
+    with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
+        return [loss.hex() for loss in trainer.run().losses.values()], trainer.weights_digest()
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr"])
+def test_reproducible_adapters_have_one_ranks_bits(ranks, root, tmp_path, kind):
+    given = run_of(root, tmp_path / "1", lora={"rank": 2, "type": kind}, reproducible=True)
+    alone = bits_of(given)
+    for number, axis in enumerate(("ulysses", "data")):
+        more = {"parallel": {axis: 2}, "output_dir": str(tmp_path / f"2-{number}")}
+        for found in ranks(2).run(bits_of, {**given, **more}):
+            assert found == alone, axis
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_new_adapter_above_a_frozen_one(root, tmp_path, fused):
+    _, below, _ = trained_and_saved(run_of(root, tmp_path / "first", lora={"rank": 2}))
+    more = {"lora": {"rank": 4, "type": "dora" if fused else "lora", "base_lora": f"{below}:0.5"}}
+    more["lora"]["fuse_base_lora"] = fused
+    pipe, above, losses = trained_and_saved(run_of(root, tmp_path / "second", **more))
+    wanted = drawn(pipe)
+    other = loaded(root / "flux")
+    if fused:
+        other.load_lora_weights(str(below))
+        other.fuse_lora(components=["transformer"], lora_scale=0.5)
+        other.unload_lora_weights()
+        other.load_lora_weights(str(above))
+    else:
+        load_adapters(other, [adapter("lora", f"{below}:0.5"), adapter("lora", str(above))])
+        # The frozen one is what it was.
+        kept = {n: p for n, p in pipe.transformer.named_parameters() if ".base0." in n}
+        saved = {n: p for n, p in other.transformer.named_parameters() if ".lora0." in n}
+        assert kept
+        assert all(torch.equal(p, saved[n.replace(".base0.", ".lora0.")]) for n, p in kept.items())
+    assert torch.allclose(drawn(other), wanted, atol=2e-6)
+    # Without what is below, training begins elsewhere.
+    alone = trained_and_saved(run_of(root, tmp_path / "third", lora={"rank": 4}))[2]
+    assert abs(alone[0] / losses[0] - 1) > 1e-4
+
+
+def test_adapters_that_do_not_fit_are_refused(root, tmp_path):
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("flux", {"lora": {"type": "lokr", "dropout": 0.1}}, "dropout=0.1 is not for type='lokr'"),
+        ("flux", {"lora": {"decompose_factor": 4}}, "decompose_factor=4 is for type='lokr'"),
+        ("flux", {"lora": {"target_modules": "to_q"}}, "is the whole name of no linear layer .* attn.to_q"),
+        ("flux", {"lora": {"target_modules": "("}}, "is no regular expression"),
+        ("flux", {"lora": {}, "train_modules": ["text_encoder"]}, "lora adapts the transformer as well"),
+        ("flux", {"lora": {}, "train_modules": ["transformer", "text_encoder_2"]}, "no adapter into text_encoder_2"),
+        ("flux", {"lora": {"type": "dora"}, "train_modules": ["transformer", "text_encoder"]}, "plain LoRA alone"),
+        ("flux", {"lora": {"base_lora": "nowhere.safetensors"}}, "lora.base_lora: 'nowhere.safetensors' is not there"),
+    ]
+    for number, (name, more, said) in enumerate(cases):
+        with pytest.raises(ditmesh.errors.DitmeshError, match=said):
+            train(run_of(root, tmp_path / str(number), name, **more))
+
+
+class Odd(nn.Module):
+    """A transformer without attention modules that are known as such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"mix": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})])
+        self.own = nn.MultiheadAttention(4, 2)
+
+
+def test_targets():
+    odd = Odd()
+    with pytest.raises(ditmesh.ConfigError, match="no attention projections are known in Odd.* it has mix"):
+        targets_of(odd, LoraConfig())
+    # torch's own attention does not call its layers.
+    assert targets_of(odd, LoraConfig(target_modules="all-linear")) == r"blocks\.\d+\.mix"
+    kandinsky = EXAMS["Kandinsky5T2VPipeline"].make().transformer
+    found = targets_of(kandinsky, LoraConfig())
+    assert isinstance(found, str)
+    assert "self_attention" in found
+    assert "feed_forward" not in found
+    assert TRAINED == "default"
