@@ -1,4 +1,4 @@
-"""Adapters of any pipeline (LoRA, DoRA, LoKr): loaded, weighted and switched, also where diffusers has no method for it."""
+"""Adapters of any pipeline (LoRA, DoRA, LoKr), also where diffusers has no methods for them."""
 
 from __future__ import annotations
 
@@ -81,19 +81,21 @@ def _inject(model: nn.Module, file: Path, name: str) -> None:
     set_peft_model_state_dict(model, weights, name)
 
 
-def _adapted(pipe: Any) -> Iterator[nn.Module]:
-    for part in pipe.components.values():
-        if isinstance(part, nn.Module) and getattr(part, "peft_config", None):
-            yield part
+def adapters_of(model: nn.Module) -> list[str]:
+    """The names of a model's adapters."""
+    return list(getattr(model, "peft_config", None) or ())
+
+
+def adapted(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The components with adapters, by name."""
+    for name, part in pipe.components.items():
+        if isinstance(part, nn.Module) and adapters_of(part):
+            yield name, part
 
 
 def loras_of(pipe: Any) -> dict[str, list[str]]:
     """The adapters' names, by component."""
-    return {
-        name: list(part.peft_config)
-        for name, part in pipe.components.items()
-        if isinstance(part, nn.Module) and getattr(part, "peft_config", None)
-    }
+    return {name: adapters_of(part) for name, part in adapted(pipe)}
 
 
 def set_loras(pipe: Any, scales: Mapping[str, float]) -> None:
@@ -101,8 +103,8 @@ def set_loras(pipe: Any, scales: Mapping[str, float]) -> None:
     if pipeline_has(type(pipe)):
         pipe.set_adapters(list(scales), adapter_weights=list(scales.values()))
     else:
-        for part in _adapted(pipe):
-            activate(part, [one for one in scales if one in part.peft_config], scales)
+        for _, part in adapted(pipe):
+            activate(part, [one for one in scales if one in adapters_of(part)], scales)
 
 
 def activate(model: nn.Module, names: Sequence[str], scales: Mapping[str, float]) -> None:
@@ -119,5 +121,5 @@ def switch_loras(pipe: Any, on: bool) -> None:
     if pipeline_has(type(pipe)):
         pipe.enable_lora() if on else pipe.disable_lora()
     else:
-        for part in _adapted(pipe):
+        for _, part in adapted(pipe):
             set_adapter_layers(part, enabled=on)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, InputError, did_you_mean
 from ..generate.files import adapter, usual_lora
-from ..generate.loras import METADATA, activate, load_lora, pipeline_has
+from ..generate.loras import METADATA, activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
 from .config import LoraConfig, TrainConfig
 
 # The name of the adapter that is trained.
@@ -209,13 +209,10 @@ def add_adapters(pipe: Any, config: TrainConfig) -> None:
     below = _load_base(pipe, lora)
     for name, where in targets.items():
         _add(getattr(pipe, name), peft_config(lora, where))
-    for part in pipe.components.values():
-        if isinstance(part, nn.Module) and getattr(part, "peft_config", None):
-            own = [one for one in below if one in part.peft_config]
-            trained = TRAINED in part.peft_config
-            activate(part, [*own, TRAINED] if trained else own, {**below, TRAINED: 1.0})
-            for path, parameter in part.named_parameters():
-                parameter.requires_grad_(trained and TRAINED in path.split("."))
+    for _, part in adapted(pipe):
+        activate(part, adapters_of(part), {**below, TRAINED: 1.0})
+        for path, parameter in part.named_parameters():
+            parameter.requires_grad_(TRAINED in path.split("."))
 
 
 def _targets(pipe: Any, name: str, lora: LoraConfig) -> list[str] | str:
@@ -232,7 +229,7 @@ def _add(model: nn.Module, config: Any) -> None:
             inject_adapter_in_model(config, model, TRAINED)
     except ValueError as error:
         said = str(error).splitlines()[0]
-        if "Target module" in said and "not supported" in said and getattr(model, "peft_config", None):
+        if "Target module" in said and "not supported" in said and adapters_of(model):
             said = "an adapter of another type is below it; set lora.fuse_base_lora: true"
         raise ConfigError(f"lora: {said}") from None
 
@@ -252,7 +249,7 @@ def _load_base(pipe: Any, lora: LoraConfig) -> dict[str, float]:
             raise InputError(
                 f"lora.base_lora: {str(file)!r} cannot be loaded into {type(pipe).__name__} ({said})"
             ) from error
-        if not any(name in getattr(part, "peft_config", ()) for part in pipe.components.values()):
+        if not any(name in names for names in loras_of(pipe).values()):
             raise InputError(f"lora.base_lora: {str(file)!r} adapts no layer of {type(pipe).__name__}; leave it out")
         below[name] = scale
     if lora.fuse_base_lora:
@@ -263,13 +260,11 @@ def _load_base(pipe: Any, lora: LoraConfig) -> dict[str, float]:
 
 def _fuse(pipe: Any, scales: Mapping[str, float]) -> None:
     """Add adapters to the weights below them and take them off."""
-    from diffusers.utils import recurse_remove_peft_layers
+    from diffusers.utils.peft_utils import recurse_remove_peft_layers
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for part in pipe.components.values():
-        if not isinstance(part, nn.Module) or not getattr(part, "peft_config", None):
-            continue
-        own = [one for one in scales if one in cast(Any, part).peft_config]
+    for _, part in adapted(pipe):
+        own = adapters_of(part)
         activate(part, own, scales)
         for layer in part.modules():
             if isinstance(layer, BaseTunerLayer):

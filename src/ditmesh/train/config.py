@@ -33,8 +33,8 @@ class LoraConfig(BaseModel):
         dropout: dropout of the adapters' inputs; not for ``lokr``.
         decompose_factor: for ``lokr``, the side of the left factor; -1: about the square root.
         target_modules: names of the transformer's linear layers with an adapter, ``all-linear``, or a regular
-            expression for whole names. If the class has none of the default names, its attention projections. Text
-            encoders have adapters on their attention projections.
+            expression for whole names; a class without the default names has them on its attention projections, and
+            so have text encoders.
         base_lora: frozen adapters below the one that is trained, each as ``FILE[:scale]``.
         fuse_base_lora: add the frozen adapters to the weights before training.
     """

@@ -38,7 +38,15 @@ AT_ONCE = {
     "lora.dropout",
 }
 # Settings with which the checkpoint has states of other weights.
-OTHER_WEIGHTS = {"train_modules", "use_ema", "lora", "lora.rank", "lora.target_modules", "lora.type", "lora.decompose_factor"}
+OTHER_WEIGHTS = {
+    "train_modules",
+    "use_ema",
+    "lora",
+    "lora.rank",
+    "lora.target_modules",
+    "lora.type",
+    "lora.decompose_factor",
+}
 
 logger = logging.getLogger(__name__)
 
