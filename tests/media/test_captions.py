@@ -283,8 +283,8 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
     ),
     "lists": (
         [*AB, ("metadata.jsonl", [line("a.png", text=["A", "a"]), line("b.png", text=["B"])])],
-        TWO[1:],
-        ["a.png is left out: metadata.jsonl line 1 has a list of 2 captions"],
+        [("a.png", ("A", "a")), TWO[1]],
+        [],
         {},
     ),
     "objects and truth": (

@@ -76,6 +76,10 @@ def agreed_samples(mesh: Mesh, find: Callable[[Callable[[int], None]], Samples],
 
 def _identity(sample: Sample) -> str:
     about: tuple[Any, ...] = (sample.name, sample.said, tuple(sample.size), bytes_of(sample))
+    mask, references = sample.attached.mask, sample.attached.references
+    if mask is not None or references:
+        parts = (mask, *references)
+        about += tuple(None if one is None else (one.name, one.size()) for one in parts)
     return digest(about)
 
 

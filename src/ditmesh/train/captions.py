@@ -22,6 +22,8 @@ from ..media.files import read_whole
 
 # ``"text"`` (captions) or ``"label"`` (classes).
 By = str
+# What is said of a sample: a caption, several of which one is drawn, a label, or nothing.
+Words = str | tuple[str, ...] | int | None
 
 # File names of listings without suffix: imagefolder's, and those of captioning tools.
 LISTINGS = ("metadata", "captions", "meta_cap", "meta_clean", "meta_lat")
@@ -79,21 +81,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def caption(value: Any, where: str) -> str | None:
-    """A caption for training: text, a number's digits, or None if it is missing (null, NaN).
+def caption(value: Any, where: str) -> str | tuple[str, ...] | None:
+    """A caption for training: text, a number's digits, several of a list, or None if it is missing (null, NaN).
 
     Raises:
         InputError: it is something else, or no text that can be encoded.
     """
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
+    if isinstance(value, (list, tuple)):
+        every = [one if isinstance(one, (list, tuple)) else caption(one, where) for one in value]
+        if nested := [one for one in every if isinstance(one, (list, tuple))]:
+            raise InputError(f"{where} has a list of lists of captions ({json.dumps(nested[0], default=str)[:80]})")
+        return of_several([one for one in every if isinstance(one, str)])
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
-    if isinstance(value, (list, tuple)):
-        raise InputError(
-            f"{where} has a list of {len(value)} captions; write a line for each one that is to be trained, or join "
-            "them to one text"
-        )
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -105,6 +105,12 @@ def caption(value: Any, where: str) -> str | None:
     except UnicodeEncodeError:
         raise InputError(f"{where} has a caption with half of a surrogate pair, which is no text") from None
     return value
+
+
+def of_several(captions: Sequence[str]) -> str | tuple[str, ...] | None:
+    """Captions of one sample, without blank ones: a text, several texts, or None."""
+    there = tuple(dict.fromkeys(one for one in captions if one.strip()))
+    return there if len(there) > 1 else next(iter(there), None)
 
 
 def label(value: Any, where: str, column: str) -> int | None:
@@ -132,17 +138,19 @@ class Wanted:
     Attributes:
         by: a caption, or a label.
         column: its key or column as it is configured; None: the first of `CAPTION_COLUMNS` that a source has.
+        by_line: every line of a caption file is a caption.
     """
 
     by: By
     column: str | None
+    by_line: bool = False
 
     def among(self, columns: Sequence[str]) -> str | None:
         """The column to read; None: there is none."""
         wanted = CAPTION_COLUMNS if self.column is None else (self.column,)
         return next((one for one in wanted if one in columns), None)
 
-    def value(self, value: Any, where: str) -> str | int | None:
+    def value(self, value: Any, where: str) -> Words:
         """A value for training. Raises `InputError`."""
         return caption(value, where) if self.by == "text" else label(value, where, self.column or "label")
 
@@ -342,12 +350,14 @@ class Said:
         source: kind of the file that it is from.
         others: kinds of files that say something else.
         columns: keys of a JSON file in which none of the wanted ones was found.
+        row: the JSON file's keys and values.
     """
 
-    value: str | int | None = None
+    value: Words = None
     source: str = ""
     others: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    row: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: Wanted) -> Said:
@@ -360,8 +370,9 @@ def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: Wa
     Raises:
         InputError: one of them cannot be read.
     """
-    found: list[tuple[str, str | int]] = []
+    found: list[tuple[str, Words]] = []
     columns: tuple[str, ...] = ()
+    row: dict[str, Any] = {}
     for kind in BESIDE[wanted.by]:
         if kind not in files:
             continue
@@ -377,14 +388,17 @@ def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: Wa
                 columns = tuple(row)
                 if wanted.column is not None and wanted.by == "text":
                     # A configured column is not replaced by another one.
-                    return Said(columns=columns)
+                    return Said(columns=columns, row=row)
                 continue
             value, source = wanted.value(row[column], name), f"{column} in .json"
+        elif wanted.by_line and wanted.by == "text":
+            value = wanted.value([line.strip() for line in text.split("\n")], name)
         else:
             value = wanted.value(text.strip(), name)
         if value is not None:
             found.append((source, value))
     if not found:
-        return Said(columns=columns)
+        return Said(columns=columns, row=row)
     source, value = found[0]
-    return Said(value, source, tuple(kind for kind, other in found[1:] if str(other).strip() != str(value).strip()))
+    others = tuple(kind for kind, other in found[1:] if str(other).strip() != str(value).strip())
+    return Said(value, source, others, row=row)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, did_you_mean, nearest_problem, reason_of, what_is_wrong
+from .data_settings import DataSetConfig, of_class_images
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -71,12 +72,33 @@ class TrainConfig(BaseModel):
 
     Data
         train_data_dir: a folder of images or videos with ``metadata.jsonl``, another listing or caption files, or a
-            folder of WebDataset tars.
+            folder of WebDataset tars, or a data set of the ``datasets`` package.
+        train_data: several data sets in place of ``train_data_dir``, each with ``dir``, ``weight`` and settings of its
+            own.
+        image_column: the images' column in a data set of the ``datasets`` package; None: ``image``, or the only one.
         caption_column: the caption's column in the listing, or key in an image's JSON file; None: the first of
             ``text``, ``caption`` and ``prompt`` that exists.
         label_column: the label's column or key.
         allow_missing_captions: train even if no sample has a caption (or label). If only some samples have none, the
             run lists them and trains them with an empty caption in any case.
+        instance_prompt: the caption of samples that have none.
+        multiline_captions: every line of a caption file is a caption of its own, one of which is drawn whenever the
+            sample is trained; false: the file is one caption. A list in a listing always is several captions.
+        caption_prefix, caption_suffix: text before and after every caption, without a space of its own.
+        trigger_word: replaces ``[trigger]`` in captions, and precedes captions that have neither, with a comma.
+        shuffle_tags: put the tags of a caption in another order whenever the sample is trained.
+        keep_tokens: the number of tags at the beginning that are neither shuffled nor dropped.
+        tag_separator: separates the tags of a caption.
+        tag_dropout: the share of tags that is left out whenever a sample is trained.
+        class_data_dir: images of the class of the subject, for prior preservation: every sample is trained together
+            with one of them (Ruiz et al. 2022, arXiv:2208.12242).
+        class_prompt: the caption of class images that have none.
+        prior_loss_weight: the weight of the loss of the class images.
+        mask_dir: a folder of masks with the names of the images: the loss counts where they are white.
+        mask_column: the column or key with an image's mask; in a tar, its suffix before ``.png``.
+        unmasked_weight: the weight of the loss where masks are black.
+        conditioning_dir: a folder of reference images with the names of the images, for edit and control models.
+        conditioning_image_column: the column or key with an image's reference images; in a tar, their suffix.
         resolution: pixels along a side; with ``aspect_ratio_buckets``, of a square with the same number of pixels.
         num_frames: for a video model, the number of frames used from the start of every file (videos, animated
             images); None: images.
@@ -149,10 +171,29 @@ class TrainConfig(BaseModel):
     lora: LoraConfig | None = None
     from_scratch: bool = False
 
-    train_data_dir: str
+    train_data_dir: str = ""
+    train_data: tuple[DataSetConfig, ...] = ()
+    image_column: str | None = None
     caption_column: str | None = None
     label_column: str = "label"
     allow_missing_captions: bool = False
+    instance_prompt: str | None = None
+    multiline_captions: bool = False
+    caption_prefix: str = ""
+    caption_suffix: str = ""
+    trigger_word: str | None = None
+    shuffle_tags: bool = False
+    keep_tokens: Annotated[int, Field(ge=0)] = 0
+    tag_separator: Annotated[str, Field(min_length=1)] = ","
+    tag_dropout: Share = 0.0
+    class_data_dir: str | None = None
+    class_prompt: str | None = None
+    prior_loss_weight: Annotated[float, Field(ge=0)] = 1.0
+    mask_dir: str | None = None
+    mask_column: str | None = None
+    unmasked_weight: Share = 0.0
+    conditioning_dir: str | None = None
+    conditioning_image_column: str | None = None
     resolution: Positive = 512
     num_frames: Positive | None = None
     max_sequence_length: Positive | Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
@@ -223,9 +264,26 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
-        for problem in chain(self._problems_of_steps(), self._problems_of_ranks(), self._problems_of_weights()):
+        problems = self._problems_of_data(), self._problems_of_steps(), self._problems_of_ranks()
+        for problem in chain(*problems, self._problems_of_weights()):
             raise ValueError(problem)
         return self
+
+    def _problems_of_data(self) -> Iterator[str]:
+        if bool(self.train_data_dir) == bool(self.train_data):
+            which = "are both there; leave one out" if self.train_data else "is missing; give the folder of the samples"
+            yield f"train_data_dir{' and train_data' * bool(self.train_data)} {which}"
+        sets = self.data_sets
+        masked = any(one.mask_dir is not None or one.mask_column is not None for one in sets)
+        if masked and self.token_share < 1:
+            yield f"token_share={self.token_share:g} could leave out all of a mask; leave token_share or the masks out"
+        if self.class_data_dir is None and (self.class_prompt is not None or self.prior_loss_weight != 1):
+            yield "class_prompt and prior_loss_weight are for class images; give class_data_dir"
+        if self.class_data_dir is not None and any(one.has_references for one in sets):
+            yield "class_data_dir: class images have no reference images, which this run trains with; leave one out"
+        for one in sets:
+            if one.keep_tokens and not one.varies_tags:
+                yield f"keep_tokens={one.keep_tokens} is for shuffle_tags and tag_dropout; set one of them"
 
     def _problems_of_steps(self) -> Iterator[str]:
         share = self.train_batch_size * self.parallel.data
@@ -282,6 +340,30 @@ class TrainConfig(BaseModel):
             yield f"train_modules={list(self.train_modules)}: lora adapts the transformer as well; add it"
 
     @property
+    def data_sets(self) -> tuple[TrainConfig, ...]:
+        """The settings of every data set; of the class images of prior preservation last."""
+        found = [self.model_copy(update={"train_data": (), **one.changes}) for one in self.train_data] or [self]
+        if self.class_data_dir is not None:
+            more = of_class_images(self.class_data_dir, self.class_prompt)
+            found.append(self.model_copy(update={"train_data": (), **more}))
+        return tuple(found)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """How often an epoch has each sample of every data set, without class images."""
+        return tuple(one.weight for one in self.train_data) or (1.0,)
+
+    @property
+    def has_references(self) -> bool:
+        """Whether samples have reference images."""
+        return self.conditioning_dir is not None or self.conditioning_image_column is not None
+
+    @property
+    def varies_tags(self) -> bool:
+        """Whether a sample's caption is another one whenever it is trained, in more ways than can be kept."""
+        return self.shuffle_tags or self.tag_dropout > 0
+
+    @property
     def peak_rate(self) -> float:
         """The highest learning rate of the run."""
         return self.learning_rate * {"no": 1.0, "linear": self.batch, "sqrt": math.sqrt(self.batch)}[self.scale_lr]
@@ -289,6 +371,8 @@ class TrainConfig(BaseModel):
     @property
     def keeps_text(self) -> bool:
         """Whether text embeddings are constant during the run."""
+        if any(one.varies_tags for one in self.data_sets):
+            return False
         return all(name == "transformer" for name in self.train_modules)
 
     @property
@@ -352,7 +436,8 @@ def _said_of(error: ValidationError) -> str:
     # Names of types are part of the place as well.
     where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
     if first["type"] == "extra_forbidden":
-        known = LoraConfig.model_fields if top == ("lora",) else TrainConfig.model_fields
+        groups: dict[Any, type[BaseModel]] = {("lora",): LoraConfig, ("train_data",): DataSetConfig}
+        known = groups.get(top, TrainConfig).model_fields
         return f"{where!r} is no training setting{did_you_mean(str(first['loc'][-1]), known)}"
     if first["type"] == "missing":
         return f"{where} is missing"

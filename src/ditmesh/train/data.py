@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..comm.mesh import Mesh
 from ..comm.uneven import RankProgress
-from ..core.digests import digest
 from ..errors import ConfigError, InputError
 from .agreement import agreed_samples
 from .config import TrainConfig
 from .encoded import Batch, EncodedSamples
 from .families import Family
-from .order import MicroBatch, SampleOrder, buckets_of
-from .samples import Samples
+from .order import MicroBatch, SampleOrder
+from .sources import found_samples, lines_of, sources_of
 
 
 class TrainingData:
@@ -54,17 +54,20 @@ class TrainingData:
         _check_frames(pipe, family, config)
         found = agreed_samples(
             mesh,
-            lambda advance: Samples.find(config, family.conditioned_by, advance),
+            lambda advance: found_samples(config, family.conditioned_by, advance),
             lambda ranks: show("reading the data set", ranks),
         )
         found.check(config)
-        self.report = found.report()
+        sources = sources_of(config, found)
         self.samples, self.corrupt = found.good, list(found.corrupt)
-        self.digest = digest([(sample.name, sample.size, sample.said) for sample in self.samples])
-        sizes = buckets_of([sample.size for sample in self.samples], config)
-        self.encoded = EncodedSamples(pipe, family, self.samples, sizes, config, device)
+        self.digest = sources.digest
+        self.encoded = EncodedSamples(pipe, family, self.samples, sources.sizes, config, device)
         per_step = config.batch // config.train_batch_size
-        self.order = SampleOrder(sizes, config.seed, config.train_batch_size, per_step)
+        self.order = SampleOrder(sources.sizes, config.seed, config.train_batch_size, per_step, sources.sets)
+        report, more = found.report(), lines_of(sources, self.order.of_sets(len(sources.configs)))
+        cut = self.encoded.cut_captions()
+        lines = (*report.lines, *more, *(f"  {one}" for one in cut))
+        self.report = replace(report, lines=lines, odd=report.odd or bool(cut))
         self.steps = config.max_train_steps or self.order.steps(config.num_train_epochs)
 
     def batch(self, micro: MicroBatch) -> Batch:

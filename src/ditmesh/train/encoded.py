@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from PIL.Image import Image
+from PIL.Image import new as new_image
 from torch import Tensor, nn
 
 from ..comm.mesh import Mesh
@@ -24,9 +26,13 @@ from ..core.digests import digest, tensor_digest
 from ..errors import ConfigError, InputError
 from .cache import VERSION, DamagedFile, SampleCache
 from .config import TrainConfig
+from .cut_captions import cut_captions
 from .families import Conditions, Family, stacked
+from .masks import mask_of, stacked_masks
 from .order import Drawn, MicroBatch
+from .references import check_references, conditions_of, reference_of
 from .samples import Sample, pixels
+from .wording import Wording
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +50,37 @@ class Batch:
         latents: (B, C, h, w), of videos (B, C, f, h, w), scaled.
         conditions: tensors with B rows.
         generators: of the samples, for noise and noise levels.
+        mask: (B, 1, ...) how much each latent counts, with a mean of one over a sample; None: all alike.
+        weights: (B,) of the samples' losses; None: 1.
     """
 
     latents: Tensor
     conditions: Conditions
     generators: list[torch.Generator]
+    mask: Tensor | None = None
+    weights: Tensor | None = None
+
+    def weighted(self, losses: Tensor) -> Tensor:
+        """Losses (B,) times the samples' weights."""
+        return losses if self.weights is None else losses * self.weights
+
+
+class _Encoded(NamedTuple):
+    """A sample of a batch.
+
+    Attributes:
+        values: pixels, or from the cache moments.
+        sample: the one that is there, which may be another than was asked for.
+        row: its conditions, from the cache.
+        mask: (h, w) of its loss, not mirrored.
+        reference: its reference image, if conditions are not in the cache.
+    """
+
+    values: Tensor
+    sample: Sample
+    row: Conditions
+    mask: Tensor | None
+    reference: Image | None
 
 
 class EncodedSamples:
@@ -78,6 +110,11 @@ class EncodedSamples:
     ) -> None:
         self._pipe, self._family, self._config, self._device = pipe, family, config, device
         self._samples, self._sizes = samples, sizes
+        self._sets = config.data_sets
+        self._wording = [Wording(one) for one in self._sets]
+        self._has_references = any(one.attached.references for one in samples)
+        # Of buckets, (h, w) of latents; seen in the first batch.
+        self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
         # Of samples that cannot be decoded why, and how often another one took their place on this rank.
         self._skipped: dict[int, str] = {}
         self._replaced = Counter[int]()
@@ -127,7 +164,7 @@ class EncodedSamples:
         with uneven_work(mesh, "encoding samples", _shown(show, "encoding samples")) as advance:
             self._cache = SampleCache(Path(place) / fingerprint, keys)
             lacking = set(self._cache.missing())
-            if self._keeps_text and rank == 0:
+            if self._keeps_text and rank == 0 and not self._has_references:
                 self._kept(None)
             mine = missing[rank::size]
             for done, index in enumerate(mine):
@@ -185,9 +222,31 @@ class EncodedSamples:
             with suppress(OSError):
                 about = sample.file.stat()
                 when = about.st_mtime_ns, about.st_size
-            identity = (sample.name, sample.offset, sample.length, when, sample.said, self._sizes[index])
-            found.append(digest((identity, self._config.random_flip)))
+            said, variants = sample.said, self._wording[sample.source].variants(sample.said)
+            said = said if variants == (said,) or not self._keeps_text else variants
+            identity = (sample.name, sample.offset, sample.length, when, said, self._sizes[index])
+            found.append(digest((identity, self._flips(sample), *self._beside(sample))))
         return found
+
+    def _beside(self, sample: Sample) -> list[Any]:
+        """What a cache key says of a sample's mask and reference images; of most samples nothing."""
+        found: list[Any] = []
+        for kind, one in (("mask", sample.attached.mask), *(("reference", one) for one in sample.attached.references)):
+            if one is not None:
+                when = None
+                with suppress(OSError):
+                    about = one.file.stat()
+                    when = about.st_mtime_ns, about.st_size
+                found.append((kind, one.name, one.offset, one.length, when))
+        if sample.attached.mask is not None:
+            found.append(self._config.unmasked_weight)
+        if sample.attached.references:
+            found.append(self._config.proportion_empty_prompts > 0)
+        return found
+
+    def _flips(self, sample: Sample) -> bool:
+        """Whether half of the uses of a sample are mirrored."""
+        return self._sets[sample.source].random_flip
 
     def _encode(self, index: int | None) -> Conditions:
         """Moments of a sample's latents, mirrored too if need be, and kept conditions; without a batch dimension.
@@ -199,9 +258,11 @@ class EncodedSamples:
             encoded = self._conditions([NOTHING[self._family.conditioned_by]])
         else:
             sample = self._samples[index]
-            for name, flip in (("moments", False), ("mirrored", True))[: 1 + self._config.random_flip]:
+            for name, flip in (("moments", False), ("mirrored", True))[: 1 + self._flips(sample)]:
                 encoded[name] = self._moments(self._pixels(sample, index, flip)[None])[0]
-            encoded |= self._conditions([self._said(sample)]) if self._keeps_text else {}
+            if sample.attached.mask is not None:
+                encoded["mask"] = self._mask(sample, index, encoded["moments"].shape[-2:])
+            encoded |= self._every_condition(sample, index) if self._keeps_text else {}
         return {name: value.detach().cpu().contiguous() for name, value in encoded.items()}
 
     def _kept(self, index: int | None) -> Conditions:
@@ -266,14 +327,59 @@ class EncodedSamples:
         frames = sample.frames(self._config.num_frames)
         return torch.stack([pixels(frame, self._sizes[index], flip) for frame in frames], dim=1)
 
-    def _said(self, sample: Sample) -> Any:
-        return NOTHING[self._family.conditioned_by] if sample.said is None else sample.said
+    def _mask(self, sample: Sample, index: int, shape: Sequence[int]) -> Tensor:
+        """(h, w) of a sample with a mask, not mirrored. Raises `OSError` if it is corrupt."""
+        assert sample.attached.mask is not None
+        least = self._config.unmasked_weight
+        return mask_of(sample.attached.mask, self._sizes[index], (shape[0], shape[1]), least)
 
-    def _conditions(self, said: Sequence[Any]) -> Conditions:
+    def _said(self, sample: Sample, seed: int) -> Any:
+        """The caption or label of a sample in one step."""
+        said = self._wording[sample.source].drawn(sample.said, seed)
+        return NOTHING[self._family.conditioned_by] if said is None else said
+
+    def _every_condition(self, sample: Sample, index: int) -> Conditions:
+        """Conditions of all captions that a sample can have; of reference images also mirrored, and without caption."""
+        nothing = NOTHING[self._family.conditioned_by]
+        words: list[tuple[int | None, Any]] = [
+            (number, nothing if one is None else one)
+            for number, one in enumerate(self._wording[sample.source].variants(sample.said))
+        ]
+        has_references = bool(sample.attached.references)
+        if has_references and self._config.proportion_empty_prompts > 0:
+            words.append((None, nothing))
+        found: Conditions = {}
+        for flip in (False, True)[: 1 + (has_references and self._flips(sample))]:
+            references = [reference_of(sample, self._sizes[index], flip)] if has_references else None
+            for number, one in words:
+                found |= self._conditions([one], _name_of(number, flip), references)
+        return found
+
+    def _conditions(
+        self, said: Sequence[Any], name: str = "condition", references: Sequence[Image | None] | None = None
+    ) -> Conditions:
         length = self._config.max_sequence_length
         assert not isinstance(length, tuple)
-        encoded = self._family.encode(self._pipe, said, length)
-        return {f"condition.{name}": value[0] for name, value in encoded.items()}
+        encoded = conditions_of(self._family, self._pipe, said, length, references)
+        return {f"{name}.{key}": value[0] for key, value in encoded.items()}
+
+    def cut_captions(self) -> list[str]:
+        """A sentence for every tokenizer that cuts captions."""
+        if self._family.conditioned_by != "text" or not self._samples:
+            return []
+        length, size = self._config.max_sequence_length, self._sizes[0]
+        longest = max(length) if isinstance(length, tuple) else length
+        blank = [new_image("RGB", (size[1], size[0]))] if self._has_references else None
+        words = (
+            (sample.name, one)
+            for sample in self._samples
+            for one in self._wording[sample.source].variants(sample.said)
+            if isinstance(one, str)
+        )
+        found = cut_captions(
+            self._pipe, lambda said: conditions_of(self._family, self._pipe, [said], longest, blank), words
+        )
+        return [one.sentence for one in found]
 
     @torch.no_grad()
     def _moments(self, values: Tensor) -> Tensor:
@@ -285,18 +391,23 @@ class EncodedSamples:
     def batch(self, micro: MicroBatch) -> Batch:
         """The samples of a micro-batch, encoded; a corrupt one is replaced by its neighbour, see `told`."""
         generators = [torch.Generator().manual_seed(self.seed_of(drawn)) for drawn in micro.samples]
-        moments, said, rows = [], [], []
+        found, said, rows, masks = [], [], [], []
+        references: list[Image | None] = []
         for drawn, generator in zip(micro.samples, generators, strict=True):
             chances = torch.rand(2, generator=generator)
-            flip = self._config.random_flip and bool(chances[0] < 0.5)
+            flip = self._flips(self._samples[drawn.index]) and bool(chances[0] < 0.5)
             empty = bool(chances[1] < self._config.proportion_empty_prompts)
-            found, sample, row = self._sample(drawn.index, flip, empty)
-            moments.append(found)
-            said.append(NOTHING[self._family.conditioned_by] if empty else self._said(sample))
-            rows.append(row)
-        both = torch.stack(moments) if self._cache is not None else self._moments(torch.stack(moments))
-        if self._cache is None or not self._keeps_text:
-            conditions = self._family.encode(self._pipe, said, self._length(micro))
+            words = self.seed_of(drawn, "caption")
+            one = self._sample(drawn.index, flip, empty, words)
+            found.append(one.values)
+            said.append(NOTHING[self._family.conditioned_by] if empty else self._said(one.sample, words))
+            rows.append(one.row)
+            masks.append(one.mask.flip(-1) if flip and one.mask is not None else one.mask)
+            references.append(one.reference)
+        both = torch.stack(found) if self._cache is not None else self._moments(torch.stack(found))
+        if not self._is_kept:
+            beside = references if self._has_references else None
+            conditions = conditions_of(self._family, self._pipe, said, self._length(micro), beside)
         else:
             conditions = stacked(rows)
         mean, deviation = both.chunk(2, dim=1)
@@ -305,7 +416,20 @@ class EncodedSamples:
             latents=self._family.scaled(self._pipe, mean + deviation * noise).to(self._device),
             conditions={name: value.to(self._device) for name, value in conditions.items()},
             generators=generators,
+            mask=stacked_masks(masks, mean),
+            weights=self._weights(micro, mean),
         )
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether conditions come from the cache."""
+        return self._cache is not None and self._keeps_text
+
+    def _weights(self, micro: MicroBatch, like: Tensor) -> Tensor | None:
+        if not micro.prior:
+            return None
+        weights = [1.0] * micro.count + [self._config.prior_loss_weight] * micro.prior
+        return torch.tensor(weights, device=like.device)
 
     def _length(self, micro: MicroBatch) -> int | None:
         """The prompt length of a micro-batch; from several lengths the first sample selects one."""
@@ -318,26 +442,65 @@ class EncodedSamples:
         """Of all that is random about a sample, or about one thing: another one for any two of a run, and of runs."""
         return int(digest((self._config.seed, *about, drawn.number)), 16) % 2**63
 
-    def _sample(self, index: int, flip: bool, empty: bool) -> tuple[Tensor, Sample, Conditions]:
-        """Pixels, or moments from the cache, and conditions from there."""
+    def _sample(self, index: int, flip: bool, empty: bool, words: int) -> _Encoded:
+        """Pixels, or moments and conditions from the cache; and the reference image if conditions are not kept.
+
+        Args:
+            index: of the sample.
+            flip: mirror it.
+            empty: without caption.
+            words: seed of its caption.
+        """
         for step in range(len(self._samples)):
             place = (index + step) % len(self._samples)
             sample = self._samples[place]
-            if place in self._skipped or self._sizes[place] != self._sizes[index]:
+            alike = sample.source == self._samples[index].source and self._sizes[place] == self._sizes[index]
+            if place in self._skipped or not alike:
                 continue
             try:
-                found = self._pixels(sample, place, flip) if self._cache is None else None
-                encoded = self._kept(place) if found is None else {}
+                found = self._loaded(place, sample, flip, empty, words)
+                if not self._is_kept:
+                    found = found._replace(reference=reference_of(sample, self._sizes[place], flip))
             except OSError as error:
                 self._skip(place, error)
                 continue
             if step:
                 self._replaced[index] += 1
-            about = self._kept(None) if empty and self._keeps_text and found is None else encoded
-            row = {name.partition(".")[2]: v for name, v in about.items() if name.startswith("condition.")}
-            return (encoded["mirrored" if flip else "moments"] if found is None else found), sample, row
+            return found
         why = next(iter(self._skipped.values()))
         raise InputError(f"no sample of {self._sizes[index]} pixels can be read: {why}")
+
+    def _loaded(self, place: int, sample: Sample, flip: bool, empty: bool, words: int) -> _Encoded:
+        """A sample as `_sample` returns it. Raises `OSError` if it is corrupt."""
+        if self._cache is None:
+            values = self._pixels(sample, place, flip)
+            masked = sample.attached.mask is not None
+            mask = self._mask(sample, place, self._shape(sample, place)) if masked else None
+            return _Encoded(values, sample, {}, mask, None)
+        encoded = self._kept(place)
+        row: Conditions = {}
+        if self._keeps_text:
+            has_references = bool(sample.attached.references)
+            variant = None if empty else self._wording[sample.source].chosen(sample.said, words)
+            about = self._kept(None) if empty and not has_references else encoded
+            name = "condition" if empty and not has_references else _name_of(variant, flip and has_references)
+            row = {key.removeprefix(f"{name}."): v for key, v in about.items() if key.startswith(f"{name}.")}
+        return _Encoded(encoded["mirrored" if flip else "moments"], sample, row, encoded.get("mask"), None)
+
+    def _shape(self, sample: Sample, place: int) -> tuple[int, int]:
+        """(h, w) of the latents of a sample's bucket."""
+        size = self._sizes[place]
+        if size not in self._shapes:
+            height, width = self._moments(self._pixels(sample, place, False)[None]).shape[-2:]
+            self._shapes[size] = height, width
+        return self._shapes[size]
+
+
+def _name_of(variant: int | None, flip: bool) -> str:
+    """What conditions of one caption are called in a cache file; None: of the empty one."""
+    if variant == 0 and not flip:
+        return "condition"
+    return f"condition[{'empty' if variant is None else variant}{', mirrored' if flip else ''}]"
 
 
 def _shown(show: Callable[[str, list[RankProgress]], None] | None, what: str) -> Show | None:
@@ -374,3 +537,4 @@ def _check(
         family.encode(pipe, sorted({sample.said for sample in samples if sample.said is not None}), None)
     for size in sorted(set(sizes)):
         family.check_size(pipe, size)
+    check_references(pipe, family, config, samples)

@@ -25,6 +25,8 @@ LEFT = ("checkpoint-*", "pipeline", "lora")
 
 # Settings without effect on data and loss, or covered by another entry (the data's digest, the batch).
 NO_MATTER = {
+    # Their samples, weights and settings are in the data's digest.
+    *("train_data", "class_data_dir", "mask_dir", "conditioning_dir"),
     *("output_dir", "train_data_dir", "cache_dir", "report_to", "from_scratch", "parallel", "data_speeds", "sharding"),
     *("checkpointing_steps", "checkpoints_total_limit", "checkpointing_async", "gradient_checkpointing"),
     *("resume_from_checkpoint", "resume_allow_changed", "gradient_accumulation_steps", "global_batch_size"),
@@ -215,7 +217,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: tuple[st
             )
         elif not {name, top, *({"global_batch_size"} if name == "batch" else ())} & {*allowed}:
             if name == "data":
-                said = "train_data_dir has other samples (names, sizes or captions) than in the checkpoint's run"
+                said = (
+                    "train_data_dir has other samples (names, sizes, captions or weights) than in the checkpoint's run"
+                )
             setting = "global_batch_size" if name == "batch" else top
             back = "restore them" if name == "data" else f"set {setting} to {_short(old)}"
             raise InputError(

@@ -12,8 +12,9 @@ import os
 import tarfile
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from ..media.images import SUFFIXES as IMAGES
 from ..media.images import image_size, read_image
 from ..media.videos import SUFFIXES as VIDEOS
 from ..media.videos import frame_size, read_frames
-from .captions import BESIDE, MOST_BESIDE, By, Said, Wanted, is_listing, read_beside, read_listing
+from .attached import Attached, AttachedImages, Part
+from .captions import BESIDE, MOST_BESIDE, By, Said, Wanted, Words, is_listing, read_beside, read_listing
 from .config import TrainConfig
+from .tables import TableRows, TableSearch, holds_tables
 
 # Of a video model's data set; animated images are videos too.
 FILES = (*IMAGES, *VIDEOS)
@@ -45,10 +48,13 @@ class Sample:
 
     Attributes:
         name: for messages: its file, or tar and file.
-        said: caption, label, or None.
+        said: caption, several of which one is drawn, label, or None.
         size: (height, width) of what is seen, in pixels.
         file: where its bytes are.
         offset, length: of the bytes in the file; the whole file when length is -1.
+        content: reads the bytes from somewhere else than the file.
+        attached: its mask and reference images.
+        source: number of its data set.
     """
 
     name: str
@@ -57,6 +63,14 @@ class Sample:
     file: Path
     offset: int = 0
     length: int = -1
+    content: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
+    attached: Attached = field(default_factory=Attached)
+    source: int = 0
+
+    @property
+    def part(self) -> Part:
+        """Where its bytes are."""
+        return Part(self.name, self.file, self.offset, self.length, self.content)
 
     def picture(self) -> Image.Image:
         """The decoded image, upright sRGB.
@@ -65,7 +79,7 @@ class Sample:
             OSError: it is corrupt; names it.
         """
         try:
-            with open_part(self.file, self.name, self.offset, self.length) as file:
+            with self.part.open() as file:
                 seen = read_image(file, self.name)
         except InputError as error:
             raise OSError(str(error)) from None
@@ -84,7 +98,7 @@ class Sample:
             OSError: it is corrupt, or has fewer; names it.
         """
         try:
-            with open_part(self.file, self.name, self.offset, self.length) as file:
+            with self.part.open() as file:
                 found = read_frames(file, self.name, count)
         except InputError as error:
             raise OSError(str(error)) from None
@@ -168,7 +182,10 @@ class Samples:
         if not folder.is_dir():
             raise InputError(f"train_data_dir={config.train_data_dir!r} is no folder")
         column = config.caption_column if by == "text" else config.label_column
-        search = _Search(folder, Wanted(by, column), config, advance)
+        wanted = Wanted(by, column, config.multiline_captions)
+        if holds_tables(folder):
+            return _of_table(TableSearch(TableRows(folder, config), wanted, config, advance))
+        search = _Search(folder, wanted, config, AttachedImages(config), advance)
         search.run()
         if not search.good:
             raise InputError(
@@ -209,6 +226,25 @@ class Samples:
         )
 
 
+def _of_table(search: TableSearch) -> Samples:
+    """The samples of a data set of the ``datasets`` package."""
+    search.run()
+    if not search.found:
+        why = f" ({search.corrupt[0]})" if search.corrupt else ""
+        raise InputError(f"{str(search.rows.folder)!r} has no image that can be read{why}")
+    return Samples(
+        good=tuple(
+            Sample(name, said, size, part.file, part.offset, part.length, part.content, beside)
+            for name, said, size, part, beside in search.found
+        ),
+        corrupt=tuple(search.corrupt),
+        notes=tuple(search.notes),
+        sources=tuple(sorted(search.sources.items())),
+        columns=tuple(search.rows.data.features),
+        by=search.wanted.by,
+    )
+
+
 @dataclass
 class _Search:
     """Walks a data set; see `Samples` for what it collects."""
@@ -216,6 +252,7 @@ class _Search:
     folder: Path
     wanted: Wanted
     config: TrainConfig
+    attached: AttachedImages
     advance: Callable[[int], None] | None = None
     good: list[Sample] = field(default_factory=list)
     corrupt: list[str] = field(default_factory=list)
@@ -227,6 +264,9 @@ class _Search:
     _disputed: dict[str, str] = field(default_factory=dict)
     _unread: list[str] = field(default_factory=list)
     _has_column: bool = False
+    # Files of a folder that are to be samples, or why they are left out; and those that belong to others.
+    _waiting: list[tuple[str, Said | str, dict[str, list[str]]]] = field(default_factory=list)
+    _belong: set[str] = field(default_factory=set)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -251,6 +291,11 @@ class _Search:
             raise InputError(
                 f"{setting}={column!r} is not in {self.config.train_data_dir!r}, whose columns and keys are "
                 f"{', '.join(self.columns)}; name one of them"
+            )
+        if self.attached.unmasked:
+            some = _some(self.attached.unmasked)
+            self.notes.append(
+                f"without mask, and trained whole: {_count(len(self.attached.unmasked), 'sample')} ({some})"
             )
         if self._disputed:
             self.notes.append(
@@ -288,6 +333,7 @@ class _Search:
                     f"not trained on, as it is beside train: {os.path.normpath(os.path.join(below, one))}/"
                 )
             folders[:] = sorted(one for one in folders if _is_shown(one) and one not in others)
+            folders[:] = [one for one in folders if not self.attached.holds(os.path.join(place, one))]
             for one in folders:
                 if one.lower().endswith(self.kinds):
                     self.corrupt.append(f"{os.path.normpath(os.path.join(below, one))} is a folder, not a file")
@@ -299,7 +345,7 @@ class _Search:
         media = [name for name in files if name.lower().endswith(self.kinds)]
         finder = _Finder(self.folder, files, media)
         # By name: what lines of listings say of it, and where.
-        listed: dict[str, list[tuple[str | int | None, str]]] = {}
+        listed: dict[str, list[_Listed]] = {}
         covered: list[str] = []
         for name in listings:
             place = os.path.dirname(name)
@@ -310,16 +356,32 @@ class _Search:
         left = [
             name
             for name in media
-            if name not in listed and any(not place or name.startswith(place + os.sep) for place in covered)
+            if name not in listed
+            and name not in self._belong
+            and any(not place or name.startswith(place + os.sep) for place in covered)
         ]
         if left:
             self.notes.append(f"in no line of a listing, and left out: {_count(len(left), 'file')} ({_some(left)})")
-        texts = self._texts({*media, *listed} - set(left), files, listings)
+        inside = self._belong - set(listed) if covered else set[str]()
+        texts = self._texts({*media, *listed} - set(left) - inside, files, listings)
         for name in sorted(texts):
-            for value, source in listed.get(name, [(None, "")]):
-                self._add(name, value, source, texts[name])
+            for one in listed.get(name, [_Listed(None, "", {})]):
+                self._add(name, one, texts[name], finder)
+        self._begin_samples(listed)
         used = {*media, *listed, *listings, *(one for beside in texts.values() for one in beside.values())}
+        used |= self._belong
         self._unread += [name for name in files if name not in used]
+
+    def _begin_samples(self, listed: Mapping[str, Sequence[_Listed]]) -> None:
+        """The files that wait, without those that belong to others and have no caption of their own."""
+        for name, said, named in self._waiting:
+            if isinstance(said, str):
+                self.corrupt.append(said)
+                continue
+            if said.value is None and name in self._belong and name not in listed:
+                continue
+            parts = {column: [Part(one, self.folder / one) for one in names] for column, names in named.items()}
+            self._sample(name, said, Part(name, self.folder / name), parts)
 
     def _listings(self, files: list[str]) -> list[str]:
         """Names of the listings, of which a folder may have one."""
@@ -340,9 +402,7 @@ class _Search:
                 beside.setdefault(stem, {})[kind.lower()] = name
         return {name: {**beside.get(name, {}), **beside.get(os.path.splitext(name)[0], {})} for name in names}
 
-    def _listing(
-        self, name: str, place: str, finder: _Finder, listed: dict[str, list[tuple[str | int | None, str]]]
-    ) -> bool:
+    def _listing(self, name: str, place: str, finder: _Finder, listed: dict[str, list[_Listed]]) -> bool:
         """Read a listing into ``listed``; False: it names no file here and may be something else."""
         listing = read_listing(self.folder / name, name)
         column = self.wanted.among(listing.columns)
@@ -350,7 +410,7 @@ class _Search:
         if column is None:
             self._note_columns(listing.columns)
         problems = listing.problems
-        found: list[tuple[str, str | int | None, str]] = []
+        found: list[tuple[str, _Listed]] = []
         for line in listing.lines:
             try:
                 file = finder.find(place, line.file)
@@ -362,6 +422,7 @@ class _Search:
                 continue
             try:
                 value = None if column is None else self.wanted.value(line.row.get(column), line.where)
+                named = self.attached.named(line.row, partial(finder.find, place), line.where)
             except InputError as error:
                 if self.wanted.by == "label":
                     raise
@@ -369,19 +430,20 @@ class _Search:
                 problems.append(f"{file} is left out: {error}")
                 listed.setdefault(file, [])
                 continue
-            found.append((file, value, f"{column} in {name}"))
+            self._belong.update(*named.values())
+            found.append((file, _Listed(value, f"{column} in {name}", named)))
         if not found and name.lower().endswith(".json") and len(problems) == len(listing.lines):
             return False
         self.corrupt += problems
         twice = []
-        for file, value, source in found:
+        for file, line in found:
             said = listed.setdefault(file, [])
-            if any(other == value for other, _ in said):
+            if any((other.value, other.named) == (line.value, line.named) for other in said):
                 self.corrupt.append(f"{file} is in {name} again with the same {self.wanted.by}")
                 continue
             if said:
                 twice.append(file)
-            said.append((value, source))
+            said.append(line)
         if twice:
             self.notes.append(
                 f"with more than one line in {name}, each of which is a sample: "
@@ -389,23 +451,28 @@ class _Search:
             )
         return True
 
-    def _add(self, name: str, value: str | int | None, source: str, texts: dict[str, str]) -> None:
+    def _add(self, name: str, line: _Listed, texts: dict[str, str], finder: _Finder) -> None:
         """A sample of a folder, from what a listing says of it and from files beside it."""
         paths = {kind: (text, _reader(self.folder / text, text)) for kind, text in texts.items()}
+        value, source, named = line.value, line.source, line.named
         try:
             said = read_beside(paths, self.wanted)
+            if said.row:
+                beside = partial(finder.find, os.path.dirname(name))
+                named = named or self.attached.named(said.row, beside, texts[".json"])
+                self._belong.update(*named.values())
         except InputError as error:
             if self.wanted.by == "label":
                 raise
             if value is None:
-                self.corrupt.append(f"{name} is left out: {error}")
+                self._waiting.append((name, f"{name} is left out: {error}", {}))
                 return
             said = Said()
         if value is not None:
             if said.value is not None and str(said.value).strip() != str(value).strip():
                 self._disputed[name] = f"{source}, {said.source}"
             said = Said(value, source)
-        self._sample(name, said, self.folder / name)
+        self._waiting.append((name, said, named))
 
     # --- tars ---------------------------------------------------------------------------------------------------
 
@@ -422,11 +489,13 @@ class _Search:
             self.corrupt.append(f"{name} breaks off: {error}{compressed}")
         for key, files in sorted(entries.items()):
             images = [files[kind] for kind in self.kinds if kind in files]
+            belong = self._beside(name, files)
             kinds = [kind for kind in files if kind in BESIDE[self.wanted.by]]
             if not images:
                 self._unread += [f"{name}:{one.name}" for one in files.values()]
                 continue
             used = {images[0].name, *(files[kind].name for kind in kinds)}
+            used |= {one.name.rpartition(".tar:")[2] for every in belong.values() for one in every}
             self._unread += [f"{name}:{one.name}" for one in files.values() if one.name not in used]
             texts = {kind: (f"{name}:{files[kind].name}", _member_reader(tar, name, files[kind])) for kind in kinds}
             try:
@@ -436,7 +505,18 @@ class _Search:
                     raise
                 self.corrupt.append(f"{name}:{key} is left out: {error}")
                 continue
-            self._sample(f"{name}:{images[0].name}", said, tar, images[0].offset_data, images[0].size)
+            part = Part(f"{name}:{images[0].name}", tar, images[0].offset_data, images[0].size)
+            self._sample(part.name, said, part, belong)
+
+    def _beside(self, name: str, files: dict[str, tarfile.TarInfo]) -> dict[str, list[Part]]:
+        """Images of a tar's entry that belong to it, by column: ``.mask.png`` for a column ``mask``."""
+        found: dict[str, list[Part]] = {}
+        for column in self.attached.named_columns:
+            for kind, one in sorted(files.items()):
+                if kind.rpartition(".")[0] == f".{column.lower()}" and kind.endswith(IMAGES):
+                    part = Part(f"{name}:{one.name}", self.folder / name, one.offset_data, one.size)
+                    found.setdefault(column, []).append(part)
+        return found
 
     def _member(self, name: str, member: tarfile.TarInfo, entries: dict[str, dict[str, tarfile.TarInfo]]) -> None:
         where, _, file = member.name.rpartition("/")
@@ -454,12 +534,13 @@ class _Search:
 
     # --- samples ------------------------------------------------------------------------------------------------
 
-    def _sample(self, name: str, said: Said, file: Path, offset: int = 0, length: int = -1) -> None:
+    def _sample(self, name: str, said: Said, part: Part, belong: Mapping[str, Sequence[Part]]) -> None:
         if self.advance is not None:
             self.advance(len(self.good) + len(self.corrupt) + 1)
         try:
-            with open_part(file, name, offset, length) as opened:
+            with part.open() as opened:
                 size = (image_size if self.config.num_frames is None else frame_size)(opened, name)
+            attached = self.attached.of(name, belong, size) if self.attached.any else Attached()
         except InputError as error:
             self.corrupt.append(str(error))
             return
@@ -468,14 +549,26 @@ class _Search:
             self._disputed[name] = ", ".join((said.source, *said.others))
         if said.source.endswith(" in .json"):
             self._has_column = True
+        if _nothing(said.value) and self.config.instance_prompt is not None and self.wanted.by == "text":
+            said = Said(self.config.instance_prompt, "instance_prompt")
         if said.value is not None:
             self.sources[said.source] += 1
-        self.good.append(Sample(name, said.value, size, file, offset, length))
+        content = part.content
+        self.good.append(Sample(name, said.value, size, part.file, part.offset, part.length, content, attached))
 
     def _note_columns(self, columns: Iterable[str]) -> None:
         for one in columns:
             if one not in self.columns and len(self.columns) < 16:
                 self.columns.append(one)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """What a line of a listing says of a file: caption or label, where, and images that belong to it by column."""
+
+    value: Words
+    source: str
+    named: dict[str, list[str]]
 
 
 class _Finder:
@@ -555,8 +648,8 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(names[:SOME]) + (f" and {len(names) - SOME} others" if len(names) > SOME else "")
 
 
-def pixels(picture: Image.Image, size: tuple[int, int], flip: bool = False) -> Tensor:
-    """An image as (3, H, W) in [-1, 1]: scaled to cover ``size`` and cut in its middle."""
+def fitted(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """An image scaled to cover ``size``, (height, width) in pixels, and cut in its middle."""
     height, width = size
     factor = max(height / picture.height, width / picture.width)
     if picture.height * factor * picture.width * factor > MOST_SPARE * height * width:
@@ -569,6 +662,11 @@ def pixels(picture: Image.Image, size: tuple[int, int], flip: bool = False) -> T
             (max(width, round(picture.width * factor)), max(height, round(picture.height * factor)))
         )
     left, top = (scaled.width - width) // 2, (scaled.height - height) // 2
-    array = np.asarray(scaled.crop((left, top, left + width, top + height)))
+    return scaled.crop((left, top, left + width, top + height))
+
+
+def pixels(picture: Image.Image, size: tuple[int, int], flip: bool = False) -> Tensor:
+    """An image as (3, H, W) in [-1, 1]: scaled to cover ``size`` and cut in its middle."""
+    array = np.asarray(fitted(picture, size))
     values = torch.from_numpy(array.copy()).permute(2, 0, 1).float() / 127.5 - 1
     return values.flip(2) if flip else values

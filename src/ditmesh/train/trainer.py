@@ -303,7 +303,7 @@ class Trainer:
         data = self.mesh.data
         by_rank = shares(batches, self.parallel.speeds.values, equal_counts=self.config.sharding == "fsdp")
         mine = by_rank[data.rank]
-        samples = sum(len(batch.samples) for batch in batches)
+        samples = sum(batch.count for batch in batches)
         # On the device until all are there: one that is read here would be waited for in every micro-batch.
         sums = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
         for place, number in enumerate(mine):
@@ -334,7 +334,7 @@ class Trainer:
             prediction = self.family.predict(
                 self.pipe, self.parallel.sync.transformer, noised.latents, noised.timesteps, batch.conditions
             )
-        return sample_losses(prediction, noised, seen)
+        return batch.weighted(sample_losses(prediction, noised, seen, batch.mask))
 
     def _leave_tokens_out(self, micro: MicroBatch, latents: Tensor) -> Tensor | None:
         """Choose tokens for the transformer's next call; which latents they are, as ones and zeros; None: all."""

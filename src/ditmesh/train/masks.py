@@ -1,0 +1,51 @@
+"""Masks of the loss: a weight for every latent, with a mean of one over a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attached import Part
+from .samples import fitted
+
+
+def mask_of(part: Part, size: tuple[int, int], shape: tuple[int, int], least: float) -> Tensor:
+    """The weights of a sample's latents, (h, w) in float32 with a mean of one.
+
+    Args:
+        part: the mask's image: white is what counts.
+        size: (height, width) of the sample's bucket, in pixels, to which it is cut as its image is.
+        shape: (h, w) of the latents.
+        least: the weight where the mask is black, 0 to 1.
+
+    Raises:
+        OSError: it is corrupt, or black throughout with a ``least`` of 0; names it.
+    """
+    levels = np.asarray(fitted(part.mask(), size))
+    values = torch.from_numpy(levels.copy()).float() / 255
+    weights = least + (1 - least) * F.adaptive_avg_pool2d(values[None], shape)[0]
+    mean = weights.mean()
+    if not mean > 0:
+        raise OSError(
+            f"{part.name} is black throughout what is trained of its image, so nothing counts; make it white where "
+            "the loss counts, or set unmasked_weight"
+        )
+    return weights / mean
+
+
+def stacked_masks(masks: Sequence[Tensor | None], latents: Tensor) -> Tensor | None:
+    """The masks of a batch in the form of its latents, (B, 1, [1,] h, w); None: no sample has one.
+
+    Args:
+        masks: (h, w) of every sample; None: ones.
+        latents: (B, C, [f,] h, w).
+    """
+    if all(mask is None for mask in masks):
+        return None
+    shape = latents.shape[-2:]
+    every = torch.stack([torch.ones(shape) if mask is None else mask for mask in masks])
+    return every.view(len(masks), *[1] * (latents.dim() - 3), *shape).to(latents.device)
