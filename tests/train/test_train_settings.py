@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ditmesh.train.config import LoraConfig, TrainConfig
+from ditmesh.train.data_settings import DataSetConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-settings.md"
 HEAD = """# Settings of a training run
@@ -74,14 +75,19 @@ def default(field: Any) -> str:
         return f"`[{', '.join(value)}]`"
     if hasattr(value, "model_dump"):
         return "one rank"
-    if value is None:
+    if value is None or value == "":
         return "none"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def as_markdown() -> str:
     parts = [HEAD]
-    for model, prefix, first in ((TrainConfig, "", ""), (LoraConfig, "lora.", "LoRA")):
+    models = (
+        (TrainConfig, "", ""),
+        (DataSetConfig, "train_data.N.", "One data set of several"),
+        (LoraConfig, "lora.", "LoRA"),
+    )
+    for model, prefix, first in models:
         schema = model.model_json_schema()["properties"]
         for section, described in sections(model, first).items():
             parts.append(f"\n## {section}\n\n| setting | value | default | meaning |\n|---|---|---|---|\n")
@@ -92,7 +98,7 @@ def as_markdown() -> str:
     return "".join(parts)
 
 
-@pytest.mark.parametrize("model", [TrainConfig, LoraConfig], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", [TrainConfig, DataSetConfig, LoraConfig], ids=lambda model: model.__name__)
 def test_every_setting_is_described(model):
     described = [name for section in sections(model, "").values() for name in section]
     assert sorted(described) == sorted(model.model_fields)

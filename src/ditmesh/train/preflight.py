@@ -29,6 +29,27 @@ def check_settings(config: TrainConfig) -> None:
         )
 
 
+def check_folders(config: TrainConfig) -> None:
+    """Reject folders of data sets, masks and reference images that are not there or empty.
+
+    Raises:
+        InputError: names the setting.
+    """
+    names = ["train_data_dir"] if not config.train_data else [f"train_data.{n}.dir" for n in range(len(config.weights))]
+    for one, name in zip(config.data_sets, [*names, "class_data_dir"], strict=False):
+        places = [(name, one.train_data_dir), ("mask_dir", one.mask_dir), ("conditioning_dir", one.conditioning_dir)]
+        for setting_name, place in places:
+            if place is None:
+                continue
+            data = Path(place)
+            if not data.is_dir():
+                what = "is a file" if data.exists() else f"is no folder ({data.absolute()} was tried)"
+                raise InputError(f"{setting_name}={place!r} {what}; give the folder of the samples")
+            with os.scandir(data) as found:
+                if next(found, None) is None:
+                    raise InputError(f"{setting_name}={place!r} is empty; give the folder of the samples")
+
+
 def check_run(config: TrainConfig, info: ModelInfo) -> None:
     """Reject errors in the settings, the model's JSON files and the folders.
 
@@ -42,13 +63,7 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
         ConfigError, InputError: naming the setting, its value and the way out.
     """
     check_settings(config)
-    data = Path(config.train_data_dir)
-    if not data.is_dir():
-        what = "is a file" if data.exists() else f"is no folder ({data.absolute()} was tried)"
-        raise InputError(f"train_data_dir={config.train_data_dir!r} {what}; give the folder of the samples")
-    with os.scandir(data) as found:
-        if next(found, None) is None:
-            raise InputError(f"train_data_dir={config.train_data_dir!r} is empty; give the folder of the samples")
+    check_folders(config)
     check_folder(config.output_dir, "output_dir")
     if config.cache_dir is not None:
         check_folder(config.cache_dir, "cache_dir")

@@ -1,0 +1,522 @@
+"""Several data sets, drawn captions, loss masks, class images and reference images: what a step is computed from."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from test_train import pipeline
+
+import ditmesh
+from ditmesh import ParallelConfig
+from ditmesh.comm.mesh import Mesh
+from ditmesh.train import TrainConfig
+from ditmesh.train.encoded import EncodedSamples
+from ditmesh.train.families import FAMILIES, StableDiffusion3, family_of
+from ditmesh.train.objective import Noised, sample_losses
+from ditmesh.train.order import Drawn, MicroBatch, SampleOrder, Sets
+from ditmesh.train.sources import found_samples, sources_of
+from ditmesh.train.trainer import Trainer
+from ditmesh.train.wording import Wording
+from support.train import emoji, folder_of, settings, weights_after
+
+SIZES = [(64, 64)] * 7 + [(32, 96)] * 4
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("data"), 6)
+
+
+def config_of(data: Any, out: Path, **more: Any) -> TrainConfig:
+    given = settings(data, out, **more)
+    if "train_data" in more:
+        del given["train_data_dir"]
+    return TrainConfig.read(given)
+
+
+# --- several data sets -----------------------------------------------------------------------------------------
+
+
+def test_one_data_set_has_the_order_that_it_always_had():
+    """The order of earlier versions, written down beside: what their curves were computed from."""
+    order, micro, seed = SampleOrder(SIZES, seed=3, micro=2, per_step=6), 2, 3
+    buckets = {size: np.array([i for i, one in enumerate(SIZES) if one == size]) for size in sorted(set(SIZES))}
+    for epoch in range(3):
+        random = np.random.default_rng((seed, epoch))
+        groups = []
+        for size, bucket in buckets.items():
+            shuffled = random.permutation(bucket)
+            groups += [(shuffled[i : i + micro], size) for i in range(0, len(shuffled), micro)]
+        number = epoch * len(SIZES)
+        expected = []
+        for place in random.permutation(len(groups)):
+            indices, size = groups[place]
+            expected.append(MicroBatch(tuple(Drawn(int(i), number + n) for n, i in enumerate(indices)), size))
+            number += len(indices)
+        assert order.step(epoch) == expected
+
+
+@pytest.mark.parametrize(("weights", "per_epoch"), [((1.0, 3.0), 7 + 12), ((0.5, 1.0), 4 + 4), ((2.5, 0.25), 18 + 1)])
+def test_weights_say_how_often_an_epoch_has_a_sample(weights, per_epoch):
+    sets = Sets((0,) * 7 + (1,) * 4, weights)
+    sizes = [(64, 64)] * 11
+    order = SampleOrder(sizes, seed=3, micro=2, per_step=1, sets=sets)
+    assert order.of_sets(2) == [round(weights[0] * 7), max(1, round(weights[1] * 4))]
+    assert order.per_epoch == -(-per_epoch // 2)
+    epochs = [
+        [one for step in range(e * order.per_epoch, (e + 1) * order.per_epoch) for one in order.step(step)[0].samples]
+        for e in range(8)
+    ]
+    for epoch in epochs:
+        counts = Counter(one.index for one in epoch)
+        assert len(epoch) == per_epoch
+        for source, (first, last) in enumerate(((0, 7), (7, 11))):
+            # No sample twice more often than another.
+            assert all(abs(counts[i] - weights[source]) < 2 for i in range(first, last))
+    # Over the epochs every sample as often as any other, up to the part of a turn.
+    every = Counter(one.index for epoch in epochs for one in epoch)
+    for first, last in ((0, 7), (7, 11)):
+        assert max(every[i] for i in range(first, last)) - min(every[i] for i in range(first, last)) <= 1
+        assert min(every[i] for i in range(first, last)) >= 1
+    numbers = [one.number for epoch in epochs for one in epoch]
+    assert numbers == list(range(len(numbers)))
+    assert SampleOrder(sizes, seed=3, micro=2, per_step=1, sets=sets).step(17) == order.step(17)
+
+
+def test_data_sets_are_found_with_settings_of_their_own(tmp_path, data):
+    other = folder_of(tmp_path / "other", 3)
+    (other / "bad.png").write_bytes(b"nothing")
+    sets = [
+        {"dir": str(data)},
+        {"dir": str(other), "weight": 2, "resolution": 32, "caption_column": "label", "caption_prefix": "no "},
+    ]
+    config = config_of(None, tmp_path, train_data=sets)
+    found = found_samples(config, "text")
+    sources = sources_of(config, found)
+    assert [one.name for one in found.good][-4:] == [f"{data.name}/005.png", *(f"other/00{n}.png" for n in range(3))]
+    assert [one.said for one in found.good[-3:]] == ["0", "1", "2"]
+    assert found.corrupt == () or "other/" in found.corrupt[0]
+    assert Counter(sources.sizes) == {(64, 64): 6, (32, 32): 3}
+    assert sources.sets.weights == (1.0, 2.0)
+    assert Wording(config.data_sets[1]).drawn("0", 1) == "no 0"
+    # Weights and settings are what the run learns from; the folder is not.
+    for change in ({"weight": 3}, {"caption_suffix": "!"}):
+        changed = config_of(None, tmp_path, train_data=[sets[0], {**sets[1], **change}])
+        assert sources_of(changed, found).digest != sources.digest
+    alone = config_of(data, tmp_path)
+    plain = found_samples(alone, "text")
+    as_list = config_of(None, tmp_path, train_data=[{"dir": str(data)}])
+    assert sources_of(as_list, found_samples(as_list, "text")).digest == sources_of(alone, plain).digest
+
+
+def test_one_data_set_in_a_list_is_the_same_run(tmp_path, data):
+    given = {**settings(data, tmp_path / "a", max_train_steps=1), "random_flip": True, "lora": {"rank": 1}}
+    listed = {**given, "output_dir": str(tmp_path / "b"), "train_data": [{"dir": str(data)}]}
+    del listed["train_data_dir"]
+    assert weights_after(given) == weights_after(listed)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"train_data": [{"dir": "a"}]}, "train_data_dir and train_data are both there; leave one out"),
+        ({"train_data_dir": ""}, "train_data_dir is missing"),
+        ({"train_data_dir": "", "train_data": [{"dir": "a", "wait": 1}]}, "'train_data.0.wait' is no training setting"),
+        ({"train_data_dir": "", "train_data": [{"dir": "a", "weight": 0}]}, "train_data.0.weight=0"),
+        ({"class_prompt": "a dog"}, "give class_data_dir"),
+        ({"keep_tokens": 1}, "keep_tokens=1 is for shuffle_tags and tag_dropout"),
+        ({"mask_dir": "m", "token_share": 0.5}, "token_share=0.5 could leave out all of a mask"),
+        ({"class_data_dir": "c", "conditioning_dir": "d"}, "class images have no reference images"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_does_not_fit(tmp_path, change, said):
+    with pytest.raises(ditmesh.ConfigError) as error:
+        TrainConfig.read({**settings(tmp_path, tmp_path), **change})
+    assert said in str(error.value)
+
+
+# --- captions --------------------------------------------------------------------------------------------------
+
+
+def wording(**more: Any) -> Wording:
+    return Wording(TrainConfig.read({**settings(Path("a"), Path("b")), **more}))
+
+
+def test_captions_are_worded():
+    assert wording(caption_prefix="p ", caption_suffix=" s").drawn("a cat", 1) == "p a cat s"
+    named = wording(trigger_word="sks")
+    assert [named.drawn(one, 1) for one in ("a [trigger] cat", "a sks cat", "a cat")] == [
+        "a sks cat",
+        "a sks cat",
+        "sks, a cat",
+    ]
+    tags = "a, b, c, d, e"
+    shuffled = wording(shuffle_tags=True, keep_tokens=2, caption_prefix="x ")
+    drawn = {shuffled.drawn(tags, seed) for seed in range(200)}
+    assert len(drawn) == 6
+    assert all(one.startswith("x a, b, ") and sorted(one[2:].split(", ")) == list("abcde") for one in drawn)
+    assert shuffled.drawn(tags, 7) == shuffled.drawn(tags, 7)
+    dropped = wording(tag_dropout=0.25, keep_tokens=1)
+    counts = [len(dropped.drawn(tags, seed).split(", ")) for seed in range(2000)]
+    assert all(dropped.drawn(tags, seed).startswith("a") for seed in range(50))
+    assert abs(np.mean(counts) - (1 + 4 * 0.75)) < 0.1
+    several = wording()
+    counted = Counter(several.drawn(("a", "b", "c"), seed) for seed in range(3000))
+    assert all(abs(count - 1000) < 120 for count in counted.values())
+    # Labels and missing captions stay.
+    assert [shuffled.drawn(one, 1) for one in (3, None, "")] == [3, None, ""]
+
+
+def test_several_captions_of_an_image(tmp_path):
+    data = folder_of(tmp_path / "data", 3)
+    (data / "metadata.jsonl").unlink()
+    (data / "000.txt").write_text("a fox\n\n one more fox \na fox\n", encoding="utf-8")
+    (data / "001.json").write_text(json.dumps({"caption": ["x", "y"]}), encoding="utf-8")
+    found = found_samples(config_of(data, tmp_path, multiline_captions=True, instance_prompt="none"), "text")
+    assert [one.said for one in found.good] == [("a fox", "one more fox"), ("x", "y"), "none"]
+    whole = found_samples(config_of(data, tmp_path), "text")
+    assert whole.good[0].said == "a fox\n\n one more fox \na fox"
+
+
+def encoded_of(config: TrainConfig, pipe: Any, mesh: Mesh) -> tuple[EncodedSamples, SampleOrder]:
+    found = found_samples(config, "text")
+    sources = sources_of(config, found)
+    encoded = EncodedSamples(pipe, family_of(pipe, config), found.good, sources.sizes, config, torch.device("cpu"))
+    encoded.fill_cache(mesh)
+    return encoded, SampleOrder(sources.sizes, config.seed, 2, 1, sources.sets)
+
+
+def same_batches(pipe: Any, given: dict[str, Any], cache: Path, steps: int = 6) -> list[Any]:
+    """Batches with a cache, after they were found equal to those without one."""
+    mesh = Mesh(ParallelConfig())
+    try:
+        plain, order = encoded_of(TrainConfig.read(given), pipe, mesh)
+        kept, _ = encoded_of(TrainConfig.read({**given, "cache_dir": str(cache)}), pipe, mesh)
+        found = []
+        for step in range(steps):
+            one, other = (encoded.batch(order.step(step)[0]) for encoded in (plain, kept))
+            assert torch.allclose(one.latents, other.latents, atol=1e-5)
+            assert one.conditions.keys() == other.conditions.keys()
+            for name, value in one.conditions.items():
+                assert torch.allclose(value, other.conditions[name], atol=1e-5), name
+            assert (one.mask is None) == (other.mask is None)
+            assert one.mask is None or torch.equal(one.mask, other.mask)
+            assert (one.weights is None) == (other.weights is None)
+            found.append(other)
+        return found
+    finally:
+        mesh.close()
+
+
+def masks_of(folder: Path, data: Path, names: list[str]) -> Path:
+    """Masks that are white in the left half, with the names of images."""
+    folder.mkdir()
+    for name in names:
+        with Image.open(data / name) as image:
+            mask = np.zeros((image.height, image.width), np.uint8)
+            mask[:, : image.width // 2] = 255
+        Image.fromarray(mask).save(folder / f"{Path(name).stem}.png")
+    return folder
+
+
+def test_what_is_cached_is_what_is_encoded(tmp_path, data):
+    """With captions that are drawn, masks, mirrored samples, empty captions, two data sets and class images."""
+    pipe, other = pipeline(), folder_of(tmp_path / "other", 3)
+    lines = [json.dumps({"file_name": f"00{n}.png", "text": [f"one {n}", f"two {n}", "three"]}) for n in range(3)]
+    (other / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    given = {
+        **settings(data, tmp_path / "out"),
+        **{"random_flip": True, "proportion_empty_prompts": 0.2, "trigger_word": "sks"},
+        **{"class_data_dir": str(folder_of(tmp_path / "class", 2)), "prior_loss_weight": 0.5},
+        "train_data": [
+            {"dir": str(data), "mask_dir": str(masks_of(tmp_path / "masks", data, ["001.png", "002.png", "004.png"]))},
+            {"dir": str(other), "weight": 2.0},
+        ],
+    }
+    del given["train_data_dir"]
+    batches = same_batches(pipe, given, tmp_path / "cache")
+    assert any(one.mask is not None for one in batches)
+    assert all(one.weights.tolist() == [1, 1, 0.5, 0.5] for one in batches if len(one.latents) == 4)
+    # Tags that are shuffled are encoded in every step, and latents are kept.
+    shuffled = {**given, "shuffle_tags": True, "output_dir": str(tmp_path / "out-2")}
+    same_batches(pipe, shuffled, tmp_path / "cache-2", 2)
+    kept = next((tmp_path / "cache-2").rglob("*.safetensors"))
+    from safetensors import safe_open
+
+    with safe_open(kept, framework="pt") as file:
+        assert not [name for name in file.keys() if name.startswith("condition")]  # noqa: SIM118
+
+
+def test_long_captions_are_counted(tmp_path):
+    data = folder_of(tmp_path / "data", 3)
+    long = " ".join(["a red fox"] * 9)
+    (data / "metadata.jsonl").write_text(
+        "\n".join(json.dumps({"file_name": f"00{n}.png", "text": text}) for n, text in enumerate(("a fox", long, "b")))
+    )
+    config, pipe = config_of(data, tmp_path), pipeline()
+    found = found_samples(config, "text")
+    encoded = EncodedSamples(pipe, family_of(pipe, config), found.good, [(64, 64)] * 3, config, torch.device("cpu"))
+    state = torch.get_rng_state()
+    lines = encoded.cut_captions()
+    count = len(pipe.tokenizer(long)["input_ids"])
+    assert lines == [
+        f"1 caption is cut by {name} at 16 tokens (the longest has {count}: 001.png)"
+        for name in ("tokenizer", "tokenizer_2", "tokenizer_3")
+    ]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "_encode_plus" not in vars(pipe.tokenizer)
+
+
+# --- masks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_weighs_the_loss():
+    generator = torch.Generator().manual_seed(1)
+    target, prediction = (torch.randn(2, 4, 6, 6, generator=generator) for _ in range(2))
+    noised = Noised(target, torch.zeros(2), target, torch.tensor([1.0, 0.5]))
+    mask = torch.rand(2, 1, 6, 6, generator=generator)
+    mean = mask / mask.mean((1, 2, 3), keepdim=True)
+    expected = [
+        ((prediction[n] - target[n]) ** 2 * mask[n]).sum() / (4 * mask[n].sum()) * noised.weights[n] for n in (0, 1)
+    ]
+    assert torch.allclose(sample_losses(prediction, noised, None, mean), torch.stack(expected))
+    plain = sample_losses(prediction, noised)
+    assert torch.equal(sample_losses(prediction, noised, None, torch.ones(2, 1, 6, 6)), plain)
+
+
+def test_white_masks_are_the_run_without_masks(tmp_path, data):
+    (tmp_path / "white").mkdir()
+    for number in range(6):
+        Image.new("1", (64, 64), 1).save(tmp_path / "white" / f"{number:03}.png")
+    given = settings(data, tmp_path / "a", max_train_steps=1, lora={"rank": 1})
+    plain = weights_after(given)
+    white = {**given, "mask_dir": str(tmp_path / "white")}
+    assert weights_after({**white, "output_dir": str(tmp_path / "b")}) == plain
+    half = {**given, "mask_dir": str(masks_of(tmp_path / "half", data, [f"{n:03}.png" for n in range(6)]))}
+    assert weights_after({**half, "output_dir": str(tmp_path / "c")}) != plain
+    # Black counts as much as white.
+    assert weights_after({**half, "unmasked_weight": 1.0, "output_dir": str(tmp_path / "d")}) == plain
+
+
+def test_a_mask_is_mirrored_with_its_image(tmp_path, data):
+    masks = masks_of(tmp_path / "masks", data, [f"{n:03}.png" for n in range(6)])
+    config, pipe = config_of(data, tmp_path, mask_dir=str(masks), random_flip=True), pipeline()
+    found = found_samples(config, "text").good
+    encoded = EncodedSamples(pipe, family_of(pipe, config), found, [(64, 64)] * 6, config, torch.device("cpu"))
+    batch = encoded.batch(MicroBatch(tuple(Drawn(0, number) for number in range(6)), (64, 64)))
+    assert batch.mask is not None
+    mirrored = [is_mirrored(encoded, number) for number in range(6)]
+    assert 0 < sum(mirrored) < 6
+    left, right = batch.mask.chunk(2, dim=-1)
+    assert left.mean((1, 2, 3)).tolist() == [0.0 if one else 2.0 for one in mirrored]
+    assert right.mean((1, 2, 3)).tolist() == [2.0 if one else 0.0 for one in mirrored]
+
+
+def test_masks_by_column_and_those_that_do_not_fit(tmp_path):
+    data = folder_of(tmp_path / "data", 5)
+    shapes = {"0.png": (64, 64), "1.png": (64, 32), "2.png": (32, 32), "3.png": (64, 64)}
+    (data / "masks").mkdir()
+    for name, shape in shapes.items():
+        Image.new("L", shape, 0 if name == "3.png" else 255).save(data / "masks" / name)
+    lines = [{"file_name": f"00{n}.png", "text": f"t{n}", "mask": f"masks/{n}.png"} for n in range(5)]
+    lines[4]["mask"] = None
+    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = config_of(data, tmp_path, mask_column="mask")
+    found = found_samples(config, "text")
+    assert [(one.name, one.attached.mask and one.attached.mask.name) for one in found.good] == [
+        ("000.png", "masks/0.png"),
+        ("002.png", "masks/2.png"),
+        ("003.png", "masks/3.png"),
+        ("004.png", None),
+    ]
+    assert len(found.corrupt) == 1
+    assert "001.png is left out: it has 64 x 64 pixels, and its mask masks/1.png 64 x 32" in found.corrupt[0]
+    assert found.notes == ("without mask, and trained whole: 1 sample (004.png)",)
+    pipe = pipeline()
+    encoded = EncodedSamples(pipe, family_of(pipe, config), found.good, [(64, 64)] * 4, config, torch.device("cpu"))
+    batch = encoded.batch(MicroBatch((Drawn(0, 0), Drawn(2, 1), Drawn(3, 2)), (64, 64)))
+    assert batch.mask is not None
+    assert torch.equal(batch.mask, torch.ones(3, 1, *batch.latents.shape[2:]))
+    mesh = Mesh(ParallelConfig())
+    told, _ = encoded.told(mesh)
+    mesh.close()
+    assert "masks/3.png is black throughout" in told[0]
+    assert told[0].endswith("another sample took its place once")
+
+
+# --- class images ----------------------------------------------------------------------------------------------
+
+
+def prior_losses(given):
+    """Losses of every step as the run reports them, and by the formula of diffusers' DreamBooth scripts."""
+    config = TrainConfig.read(given)
+    beside = []
+    with Trainer(config, pipeline(), timeout=100.0) as trainer:
+        compute = trainer._losses
+
+        def losses(micro):
+            found = compute(micro)
+            torch.manual_seed(trainer.data.encoded.seed_of(micro.samples[0]))
+            batch = trainer.data.batch(micro)
+            noised = trainer.objective(batch.latents, batch.generators)
+            with torch.no_grad():
+                model_pred = trainer.family.predict(
+                    trainer.pipe, trainer.pipe.transformer, noised.latents, noised.timesteps, batch.conditions
+                )
+            model_pred, model_pred_prior = torch.chunk(model_pred, 2, dim=0)
+            target, target_prior = torch.chunk(noised.target, 2, dim=0)
+            prior_loss = F.mse_loss(model_pred_prior.float(), target_prior.float(), reduction="mean")
+            loss = F.mse_loss(model_pred.float(), target.float(), reduction="mean")
+            names = [trainer.data.samples[one.index].name for one in micro.samples]
+            beside.append((float(loss + config.prior_loss_weight * prior_loss), names))
+            return found
+
+        trainer._losses = losses
+        outcome = trainer.run()
+    return outcome.losses, beside
+
+
+def test_class_images_weigh_as_in_diffusers_script(ranks, tmp_path, data):
+    classes = folder_of(tmp_path / "class", 4)
+    (classes / "metadata.jsonl").unlink()
+    given = settings(data, tmp_path / "out", max_train_steps=2, class_data_dir=str(classes), class_prompt="an emoji")
+    given |= {"prior_loss_weight": 0.7, "checkpointing_steps": 9, "lora": {"rank": 2}, "weighting_scheme": "none"}
+    losses, beside = prior_losses(given)
+    assert [abs(losses[step] / loss - 1) < 1e-5 for step, (loss, _) in enumerate(beside)] == [True] * 2
+    for _, names in beside:
+        kinds = [name.partition("/")[0] for name in names]
+        assert kinds == [data.name] * 2 + ["class"] * 2
+    assert len({name for _, names in beside for name in names if name.startswith("class")}) == 4
+    wide = {**given, "global_batch_size": 4, "max_train_steps": 1, "output_dir": str(tmp_path / "wide")}
+    one, _ = prior_losses(wide)
+    (two, _), _ = ranks(2).run(prior_losses, {**wide, "output_dir": str(tmp_path / "two"), "parallel": {"data": 2}})
+    assert all(abs(two[step] / one[step] - 1) < 1e-5 for step in one)
+
+
+def test_class_images_of_every_bucket(tmp_path, data):
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    Image.new("RGB", (96, 32)).save(wide / "a.png")
+    config = config_of(data, tmp_path, class_data_dir=str(wide), class_prompt="c", aspect_ratio_buckets="64,64;32,96")
+    with pytest.raises(ditmesh.InputError, match="has no image for the bucket of 64 x 64 pixels"):
+        sources_of(config, found_samples(config, "text"))
+
+
+# --- reference images ------------------------------------------------------------------------------------------
+
+
+class WithReferences(StableDiffusion3):
+    """SD3 with a number of each column of its reference image among its conditions."""
+
+    def encode(self, pipe, said, length, references=None):
+        found = super().encode(pipe, said, length)
+        assert references is not None
+        assert all(one.size == (64, 64) for one in references)
+        rows = [torch.from_numpy(np.asarray(one.convert("L")).mean(0)).float() / 255 for one in references]
+        pooled = found["pooled_projections"].clone()
+        pooled[:, :64] = torch.stack(rows)
+        return {**found, "pooled_projections": pooled}
+
+
+def is_mirrored(encoded: EncodedSamples, number: int) -> bool:
+    """Whether the sample with this number is mirrored: the first of its random numbers says so."""
+    generator = torch.Generator().manual_seed(encoded.seed_of(Drawn(0, number)))
+    return bool(torch.rand(2, generator=generator)[0] < 0.5)
+
+
+def pairs(data: Path) -> Path:
+    """Targets, and beside them as references the same images twice as large, with names in another column."""
+    folder_of(data, 4)
+    (data / "before").mkdir()
+    for number, (_, picture) in enumerate(emoji(4)):
+        Image.fromarray(picture).resize((128, 128)).save(data / "before" / f"00{number}.jpg", quality=95)
+    lines = [{"file_name": f"00{n}.png", "text": f"t{n}", "source": f"before/00{n}.jpg"} for n in range(4)]
+    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return data
+
+
+def test_reference_images_go_with_their_targets(tmp_path, monkeypatch):
+    data, pipe = pairs(tmp_path / "data"), pipeline()
+    monkeypatch.setattr("ditmesh.train.families.FAMILIES", {**FAMILIES, "SD3Transformer2DModel": WithReferences()})
+    given = settings(data, tmp_path / "out", conditioning_image_column="source", random_flip=True)
+    given["proportion_empty_prompts"] = 0.3
+    same_batches(pipe, given, tmp_path / "cache")
+    by_folder = {**given, "conditioning_dir": str(data / "before")}
+    del by_folder["conditioning_image_column"]
+    one, other = (found_samples(TrainConfig.read(each), "text") for each in (given, by_folder))
+    assert [s.attached.references[0].file for s in one.good] == [s.attached.references[0].file for s in other.good]
+    assert not other.notes
+    # Mirrored with its target: columns of the reference are those of the target, however it is drawn.
+    config = TrainConfig.read(given)
+    encoded = EncodedSamples(pipe, family_of(pipe, config), one.good, [(64, 64)] * 4, config, torch.device("cpu"))
+    flips = 0
+    for number in range(8):
+        found = encoded._sample(0, bool(number % 2), False, 1)
+        columns = found.values.mean((0, 1)).add(1).div(2)
+        reference = torch.from_numpy(np.asarray(found.reference).mean((0, 2))).float() / 255
+        assert (columns - reference).abs().max() < 0.05
+        flips += is_mirrored(encoded, number)
+    assert 0 < flips < 8
+    with Trainer(TrainConfig.read({**given, "max_train_steps": 1, "lora": {"rank": 2}}), pipe) as trainer:
+        assert trainer.run().losses
+
+
+def test_reference_images_that_are_missing_or_not_wanted(tmp_path, monkeypatch):
+    data, pipe = pairs(tmp_path / "data"), pipeline()
+    (data / "before" / "002.jpg").unlink()
+    config = config_of(data, tmp_path, conditioning_image_column="source")
+    found = found_samples(config, "text")
+    assert [one.name for one in found.good] == ["000.png", "001.png", "003.png"]
+    assert "source names 'before/002.jpg', which is not there" in found.corrupt[0]
+    with pytest.raises(ditmesh.ConfigError, match="StableDiffusion3Pipeline is trained without reference images"):
+        EncodedSamples(pipe, family_of(pipe, config), found.good, [(64, 64)] * 3, config, torch.device("cpu"))
+    needing = WithReferences()
+    needing.reference = "image"
+    monkeypatch.setattr("ditmesh.train.families.FAMILIES", {**FAMILIES, "SD3Transformer2DModel": needing})
+    plain = config_of(data, tmp_path)
+    without = found_samples(plain, "text")
+    with pytest.raises(ditmesh.InputError, match="4 of 4 samples have none"):
+        EncodedSamples(pipe, family_of(pipe, plain), without.good[:4], [(64, 64)] * 4, plain, torch.device("cpu"))
+
+
+# --- tables ----------------------------------------------------------------------------------------------------
+
+
+def test_data_sets_of_the_datasets_package(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows: dict[str, list[Any]] = {"image": [], "text": [], "mask": []}
+    for caption, picture in emoji(4):
+        buffer = io.BytesIO()
+        Image.fromarray(picture).save(buffer, "PNG")
+        rows["image"].append({"bytes": buffer.getvalue(), "path": None})
+        rows["text"].append([caption, "an emoji"])
+        rows["mask"].append({"bytes": buffer.getvalue(), "path": None})
+    kinds = {"image": datasets.Image(), "text": datasets.List(datasets.Value("string")), "mask": datasets.Image()}
+    table = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+    table.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "splits"))
+    table.to_parquet(str(tmp_path / "parquet" / "data" / "train-0.parquet"))
+    for name in ("saved", "splits", "parquet"):
+        found = found_samples(config_of(tmp_path / name, tmp_path, mask_column="mask"), "text")
+        assert [one.said for one in found.good] == [(caption, "an emoji") for caption, _ in emoji(4)]
+        for sample, (_, picture) in zip(found.good, emoji(4), strict=True):
+            assert np.array_equal(np.asarray(sample.picture()), picture)
+            assert sample.attached.mask is not None
+            assert sample.attached.mask.size() == sample.size
+    assert found_samples(config_of(tmp_path / "splits", tmp_path), "text").notes == (
+        "splits that are not trained on: test",
+    )
+    with pytest.raises(ditmesh.InputError, match="several columns of images"):
+        renamed = table.rename_column("image", "before")
+        renamed.save_to_disk(str(tmp_path / "renamed"))
+        found_samples(config_of(tmp_path / "renamed", tmp_path), "text")
