@@ -236,8 +236,11 @@ def test_what_is_cached_is_what_is_encoded(tmp_path, data):
     (other / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
     given = {
         **settings(data, tmp_path / "out"),
-        **{"random_flip": True, "proportion_empty_prompts": 0.2, "trigger_word": "sks"},
-        **{"class_data_dir": str(folder_of(tmp_path / "class", 2)), "prior_loss_weight": 0.5},
+        "random_flip": True,
+        "proportion_empty_prompts": 0.2,
+        "trigger_word": "sks",
+        "class_data_dir": str(folder_of(tmp_path / "class", 2)),
+        "prior_loss_weight": 0.5,
         "train_data": [
             {"dir": str(data), "mask_dir": str(masks_of(tmp_path / "masks", data, ["001.png", "002.png", "004.png"]))},
             {"dir": str(other), "weight": 2.0},
@@ -516,7 +519,6 @@ def test_data_sets_of_the_datasets_package(tmp_path):
     assert found_samples(config_of(tmp_path / "splits", tmp_path), "text").notes == (
         "splits that are not trained on: test",
     )
+    table.rename_column("image", "before").save_to_disk(str(tmp_path / "renamed"))
     with pytest.raises(ditmesh.InputError, match="several columns of images"):
-        renamed = table.rename_column("image", "before")
-        renamed.save_to_disk(str(tmp_path / "renamed"))
         found_samples(config_of(tmp_path / "renamed", tmp_path), "text")
