@@ -128,7 +128,11 @@ class TrainConfig(BaseModel):
             arXiv:2404.06395).
         lr_warmup_steps, lr_num_cycles, lr_power: arguments of `diffusers.optimization.get_scheduler`.
         lr_decay_steps: for ``warmup_stable_decay``, the number of steps at the end with a linear decay to zero.
-        adam_beta1, adam_beta2, adam_weight_decay, adam_epsilon: arguments of AdamW.
+        optimizer: ``AdamW``, ``Adam``, ``SGD``, ``Adafactor``, ``Muon`` (with AdamW for what is no matrix of a block),
+            ``AdamW8bit`` (bitsandbytes), ``Prodigy``, ``AdamWScheduleFree``, ``RAdamScheduleFree``,
+            ``SGDScheduleFree``, or the path of a class, such as ``torchao.optim.AdamW4bit``.
+        optimizer_args: other arguments of the optimizer, by name.
+        adam_beta1, adam_beta2, adam_weight_decay, adam_epsilon: arguments of AdamW, and of other optimizers with betas.
         max_grad_norm: the norm over all ranks to which gradients are clipped; 0: no clipping.
         use_ema, ema_decay: keep an exponential moving average of the weights and save it.
 
@@ -227,6 +231,8 @@ class TrainConfig(BaseModel):
     lr_decay_steps: Positive | None = None
     lr_num_cycles: Positive = 1
     lr_power: float = 1.0
+    optimizer: str = "AdamW"
+    optimizer_args: dict[str, Any] = {}
     adam_beta1: BelowOne = 0.9
     adam_beta2: BelowOne = 0.999
     adam_weight_decay: Annotated[float, Field(ge=0)] = 1e-2
@@ -296,7 +302,7 @@ class TrainConfig(BaseModel):
         if self.peak_rate > 1:
             scaled = f" with scale_lr={self.scale_lr!r}" if self.scale_lr != "no" else ""
             yield (
-                f"learning_rate={self.learning_rate:g}{scaled}: AdamW changes each weight by about that in a step; "
+                f"learning_rate={self.learning_rate:g}{scaled}: {self.optimizer} changes each weight by about that in a step; "
                 f"use at most {self.learning_rate / self.peak_rate:g} (1e-4 is usual)"
             )
         unknown = [name for name in self.resume_allow_changed if name != "data" and name not in type(self).model_fields]

@@ -19,6 +19,7 @@ from ..errors import InputError
 from .adapters import save_adapters
 from .checkpoint import MANIFEST, broken
 from .config import TrainConfig
+from .optimizers import state_per_weight
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ def bytes_of(pipe: Any, config: TrainConfig) -> tuple[int, int]:
     """
     modules = [module for module in pipe.components.values() if isinstance(module, nn.Module)]
     trained = sum(p.nbytes for module in modules for p in module.parameters() if p.requires_grad)
-    # Weights, AdamW's two moments, and the moving average.
-    checkpoint = trained * (4 if config.use_ema else 3)
+    # Weights, the optimizer's state, and the moving average.
+    checkpoint = round(trained * (1 + state_per_weight(config) + config.use_ema))
     whole = sum(value.nbytes for module in modules for value in module.state_dict().values())
     return checkpoint, trained if config.lora is not None else whole
 

@@ -77,6 +77,9 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
     from .objective import check_objective
 
     check_objective(config.objective)
+    from .optimizers import check_optimizer
+
+    check_optimizer(config)
     if not info.transformer_class:
         raise ConfigError(f"{info.pipeline_class} has no transformer to train")
     from .families import FAMILIES

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +36,7 @@ from .families import family_of
 from .folder import RunFolder, changes, settings_of
 from .logs import TrainingLog
 from .objective import NoiseObjective, sample_losses
+from .optimizers import begin_state, facts_of_state, fill_state, rate_of, state_of
 from .order import MicroBatch, shares
 from .parallel import ParallelTraining, trained_modules
 from .token_subset import on_grid, random_tokens
@@ -249,7 +248,7 @@ class Trainer:
                 self.step += 1
                 outcome.losses[self.step - 1] = done.loss
                 seconds = time.perf_counter() - began
-                rate, pace = self.update.optimizer.param_groups[0]["lr"], done.samples / seconds
+                rate, pace = rate_of(self.update.optimizer), done.samples / seconds
                 if done.overflowed:
                     outcome.overflowed.append(self.step - 1)
                 else:
@@ -361,10 +360,10 @@ class Trainer:
         """The tensors that the next step depends on, whole but for shards. Collective."""
         options = StateDictOptions(ignore_frozen_params=True)
         whole = self.parallel.slices.whole
-        optimizer = get_optimizer_state_dict(self.trained, self.update.optimizer, options=options)
+        optimizer = state_of(self.update.optimizer, self.update.named)
         state: dict[str, Any] = {
             "model": self.parallel.slices.mapped(get_model_state_dict(self.trained, options=options), whole),
-            "optimizer": {"state": self.parallel.slices.mapped(cast(Any, optimizer["state"]), whole)},
+            "optimizer": {"state": self.parallel.slices.mapped(optimizer, whole)},
         }
         if self.update.average is not None:
             names = [name for name, p in self.trained.named_parameters() if p.requires_grad]
@@ -379,6 +378,7 @@ class Trainer:
         facts: dict[str, Any] = {
             "schedule": self.update.schedule.last_epoch,
             "settings": settings_of(self.config, self.data.digest),
+            "optimizer": facts_of_state(self.update.optimizer, self.update.named),
         }
         if self.update.scaler.is_enabled():
             facts["scaler"] = self.update.scaler.state_dict()
@@ -436,8 +436,9 @@ class Trainer:
         return changed
 
     def _load(self, folder: Path, facts: dict[str, Any]) -> None:
+        names, about = self.checkpoints.names(folder), facts.get("optimizer", {})
+        begin_state(self.update.optimizer, self.update.named, about)
         state = self._state()
-        names = self.checkpoints.names(folder)
         here = {f"model.{name}" for name in state["model"]}
         there = {name for name in names if name.startswith("model.")}
         for some, where in ((here - there, "not in the checkpoint"), (there - here, "not trained by this run")):
@@ -456,16 +457,18 @@ class Trainer:
         if "scaler.scale" in names and self.update.scaler.is_enabled():
             # Of an earlier version, which kept it among the tensors.
             scaler = state["scaler"] = self.update.scaler.state_dict()
+        state["optimizer"]["state"] = {
+            name: of_parameter
+            for name, of_parameter in state["optimizer"]["state"].items()
+            if any(f"optimizer.state.{name}.{key}" in names for key in of_parameter)
+        }
         self.step = self.checkpoints.load(folder, state)
         options = StateDictOptions(strict=False, ignore_frozen_params=True)
         own = self.parallel.slices.own
         set_model_state_dict(self.trained, self.parallel.slices.mapped(state["model"], own), options=options)
         # Learning rate, decay and betas are those of this run.
-        groups = get_optimizer_state_dict(
-            self.trained, self.update.optimizer, options=StateDictOptions(ignore_frozen_params=True)
-        )["param_groups"]
-        optimizer = {"param_groups": groups, "state": self.parallel.slices.mapped(state["optimizer"]["state"], own)}
-        set_optimizer_state_dict(self.trained, self.update.optimizer, cast(Any, optimizer), options=options)
+        optimizer = self.parallel.slices.mapped(state["optimizer"]["state"], own)
+        fill_state(self.update.optimizer, self.update.named, optimizer, about)
         if self.update.average is not None:
             average = self.parallel.slices.mapped(state["average"], own)
             for mine, loaded in zip(self.update.average.shadow_params, average.values(), strict=True):

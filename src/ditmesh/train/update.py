@@ -16,6 +16,7 @@ from transformers.optimization import get_wsd_schedule
 from ..comm.mesh import Mesh
 from ..errors import ConfigError
 from .config import TrainConfig
+from .optimizers import check_optimizer, finite_parts, make_optimizer, set_rate, turn_to_training, weights_to_use
 from .precision import LEAST_SCALE, MeshGradScaler, not_finite
 from .sync import GradientSync
 
@@ -31,7 +32,7 @@ class WeightUpdate:
 
     Attributes:
         parameters: what is trained.
-        optimizer: AdamW.
+        optimizer: as `TrainConfig.optimizer` says.
         schedule: of the learning rate.
         scaler: of the loss; does nothing without ``mixed_precision: fp16``.
         average: the moving average of the weights; None without ``use_ema``.
@@ -45,13 +46,9 @@ class WeightUpdate:
         self.parameters = [p for p in trained.parameters() if p.requires_grad]
         if not self.parameters:
             raise ConfigError("nothing is trained: no parameter asks for a gradient")
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=config.peak_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            weight_decay=config.adam_weight_decay,
-            eps=config.adam_epsilon,
-        )
+        check_optimizer(config)
+        self.optimizer = make_optimizer(trained, config)
+        turn_to_training(self.optimizer)
         self.schedule = _schedule(self.optimizer, config, steps)
         self.scaler = MeshGradScaler(mesh, config.mixed_precision == "fp16")
         self.average = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
@@ -110,16 +107,13 @@ class WeightUpdate:
             averages = self.average.shadow_params if self.average is not None else []
             for (name, _), average in zip(trained, averages, strict=False):
                 yield f"the average of {name}", average
-            for name, parameter in trained:
-                for key, value in self.optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
-                        yield f"AdamW's {key} of {name}", value
+            yield from finite_parts(self.optimizer, trained)
 
         return not_finite(held(), self._mesh)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A context with the moving average as weights and modules in evaluation mode."""
+        """A context with the weights that are saved: an average, if there is one; modules are in evaluation mode."""
         training = [module for module in self._trained.values() if module.training]
         if self.average is not None:
             self.average.store(self.parameters)
@@ -127,12 +121,18 @@ class WeightUpdate:
         for module in training:
             module.eval()
         try:
-            yield
+            with weights_to_use(self.optimizer):
+                yield
         finally:
             for module in training:
                 module.train()
             if self.average is not None:
                 self.average.restore(self.parameters)
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """What is trained, by name."""
+        return {name: p for name, p in self._trained.named_parameters() if p.requires_grad}
 
     def schedule_from(self, step: int) -> None:
         """Continue the learning rate after ``step`` of the schedule."""
@@ -140,7 +140,8 @@ class WeightUpdate:
         for group, rate, factor in zip(
             self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
         ):
-            group["initial_lr"], group["lr"] = rate, rate * factor(step)
+            group["initial_lr"] = rate
+            set_rate(group, float(rate) * factor(step))
 
 
 def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps: int) -> LambdaLR:

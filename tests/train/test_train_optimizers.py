@@ -1,0 +1,275 @@
+"""Optimizers by name and by path: what they do to the weights, on ranks, and through checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ditmesh
+from ditmesh.train import TrainConfig
+from ditmesh.train.optimizers import NAMES, MuonWithAdamW, check_optimizer, make_optimizer, plain_tensors
+from ditmesh.train.run import train
+from ditmesh.train.trainer import Trainer
+from support.train import folder_of, save_pipeline, settings
+
+AO = "torchao.optim.AdamW8bit"
+SCHEDULE_FREE = ("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")
+# Settings of an optimizer that moves the weights of four steps visibly.
+MORE = {
+    "SGD": {"optimizer_args": {"momentum": 0.9}},
+    "Prodigy": {"learning_rate": 1.0, "optimizer_args": {"d0": 1e-4}},
+    "AdamW8bit": {"optimizer_args": {"min_8bit_size": 256}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_pipeline("pixart", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("data"), 6, 32)
+
+
+@pytest.fixture
+def given(model, data, tmp_path):
+    base = settings(data, tmp_path / "out", pretrained_model_name_or_path=str(model), resolution=32)
+    base |= {"learning_rate": 1e-3, "train_batch_size": 1, "global_batch_size": 2}
+    return lambda name, **more: {**base, "optimizer": name, **MORE.get(name, {}), **more}
+
+
+def steps(given, until=None, compiles=True):
+    """Losses of a run, a digest of its weights, and the largest change of one in its first step."""
+    config = TrainConfig.read(given)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    pipe.set_progress_bar_config(disable=True)
+    with torch.compiler.set_stance("default" if compiles else "force_eager"), Trainer(config, pipe, timeout=100.0) as t:
+        outcome = t.run(until=until)
+        return outcome.losses, t.weights_digest(), outcome.unsaved
+
+
+@pytest.mark.parametrize("name", [*NAMES, AO, "torchao.optim.AdamW4bit", "torch.optim.RMSprop"])
+def test_a_run_that_stopped_goes_on_to_the_bit(given, tmp_path, name):
+    compiles = not name.startswith("torchao")
+    whole, weights, unsaved = steps(given(name), compiles=compiles)
+    assert not unsaved
+    assert len({round(loss, 5) for loss in whole.values()}) == 4
+    stops = given(name, output_dir=str(tmp_path / "stops"))
+    first, *_ = steps(stops, 2, compiles)
+    rest, same, _ = steps({**stops, "resume_from_checkpoint": "latest"}, compiles=compiles)
+    assert sorted(rest) == [2, 3]
+    assert first | rest == whole
+    assert same == weights
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", AO])
+def test_states_of_eight_bits_are_saved_as_bytes(given, tmp_path, name):
+    steps(given(name, max_train_steps=1), compiles=False)
+    found = [load_file(file) for file in (tmp_path / "out" / "checkpoint-1").glob("*.safetensors")]
+    state = {key: value for part in found for key, value in part.items() if key.startswith("optimizer.")}
+    sizes = Counter[torch.dtype]()
+    for value in state.values():
+        sizes[value.dtype] += value.nbytes
+    weights = sum(value.nbytes for part in found for key, value in part.items() if key.startswith("model."))
+    assert sizes[torch.uint8] > 0.2 * weights
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("Prodigy", {"parallel": {"ulysses": 2}}),
+        ("Muon", {"parallel": {"data": 2}, "sharding": "ddp"}),
+        ("AdamWScheduleFree", {"parallel": {"tensor": 2}}),
+        ("SGD", {"parallel": {"data": 2}, "sharding": "fsdp"}),
+        *(
+            pytest.param(name, more, marks=pytest.mark.matrix)
+            for name, more in (
+                ("AdamWScheduleFree", {"parallel": {"data": 2}, "sharding": "fsdp"}),
+                ("RAdamScheduleFree", {"parallel": {"data": 2}, "sharding": "fsdp"}),
+                ("SGDScheduleFree", {"parallel": {"data": 2}, "sharding": "fsdp"}),
+                ("torch.optim.RMSprop", {"parallel": {"ulysses": 2}, "sharding": "fsdp"}),
+                ("SGD", {"parallel": {"tensor": 2}}),
+                ("Adam", {"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"}),
+                ("AdamW8bit", {"parallel": {"data": 2}}),
+                ("Adafactor", {"parallel": {"ulysses": 2}}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_learn_as_one_device_and_one_goes_on(ranks, given, tmp_path, name, more):
+    """Two steps on the ranks and two on one device are four on one device."""
+    alone, *_ = steps(given(name, output_dir=str(tmp_path / "alone")))
+    count = ditmesh.ParallelConfig(**more["parallel"]).world_size
+    (found, first, unsaved), *others = ranks(count).run(steps, given(name, **more), 2)
+    assert not unsaved
+    assert all(other[:2] == (found, first) for other in others)
+    rest, *_ = steps(given(name, resume_from_checkpoint="latest"))
+    found |= rest
+    assert sorted(found) == [0, 1, 2, 3]
+    assert max(abs(found[step] / alone[step] - 1) for step in alone) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["Prodigy", "Muon", *(pytest.param(n, marks=pytest.mark.matrix) for n in SCHEDULE_FREE)])
+def test_reproducible_on_any_ranks(ranks, given, tmp_path, name):
+    more = {"reproducible": True, "max_train_steps": 2}
+    alone = steps(given(name, **more))[:2]
+    on = given(name, **more, parallel={"data": 2}, output_dir=str(tmp_path / "ranks"))
+    for found in ranks(2).run(steps, on):
+        assert found[:2] == alone
+
+
+def test_adamw_is_torchs_with_the_runs_settings(given):
+    model = torch.nn.ModuleDict({"transformer": torch.nn.Linear(3, 2)})
+    made = make_optimizer(model, TrainConfig.read(given("AdamW", adam_beta1=0.8, adam_weight_decay=0.1)))
+    assert type(made) is torch.optim.AdamW
+    (group,) = made.param_groups
+    assert (group["betas"], group["weight_decay"], group["eps"], group["lr"]) == ((0.8, 0.999), 0.1, 1e-8, 1e-3)
+
+
+def test_muon_has_the_matrices_of_blocks(given, model):
+    pipe = diffusers.DiffusionPipeline.from_pretrained(model)
+    trained = torch.nn.ModuleDict({"transformer": pipe.transformer})
+    made = make_optimizer(trained, TrainConfig.read(given("Muon", optimizer_args={"momentum": 0.8})))
+    assert isinstance(made, MuonWithAdamW)
+    names = {id(p): name.removeprefix("transformer.") for name, p in trained.named_parameters()}
+    matrices, others = ([names[id(p)] for p in group["params"]] for group in made.param_groups)
+    assert made.param_groups[0]["momentum"] == 0.8
+    assert all(name.startswith("transformer_blocks.") and name.endswith(".weight") for name in matrices)
+    assert "transformer_blocks.0.attn1.to_q.weight" in matrices
+    # A table of shifts has two dimensions as well, and is no matrix.
+    assert {"proj_out.weight", "pos_embed.proj.weight", "transformer_blocks.0.scale_shift_table"} <= {*others}
+    assert sorted(matrices + others) == sorted(names.values())
+
+
+@pytest.mark.parametrize("name", SCHEDULE_FREE)
+def test_a_schedule_free_average_is_what_is_validated_and_exported(given, tmp_path, name, monkeypatch):
+    """Validation changes no bit of the curve, and the exported weights are those that `eval` of the optimizer gives."""
+    seen, digests = [], []
+
+    class Watching(Trainer):
+        def run(self, report=None, validate=None, until=None):
+            def look(step):
+                seen.append(self.pipe.transformer.proj_out.weight.detach().clone())
+
+            outcome = super().run(report, look, until)
+            digests.append(self.weights_digest())
+            self.update.optimizer.eval()
+            seen.append(self.pipe.transformer.proj_out.weight.detach().clone())
+            return outcome
+
+    # RAdam does not move the average in its first five steps.
+    whole, weights, _ = steps(given(name, max_train_steps=12))
+    monkeypatch.setattr("ditmesh.train.run.Trainer", Watching)
+    out = tmp_path / "watched"
+    more = {"max_train_steps": 12, "validation_steps": 6, "validation_prompts": ["a"]}
+    result = train(given(name, output_dir=str(out), validation_inference_steps=2, **more))
+    assert result["loss"] == whole[11]
+    assert digests == [weights]
+    exported = load_file(next((out / "pipeline" / "transformer").glob("*.safetensors")))["proj_out.weight"]
+    assert torch.allclose(exported, seen[-1], rtol=0, atol=1e-7)
+    assert torch.equal(exported, seen[1])
+    assert not torch.equal(seen[0], seen[1])
+    trained = load_file(next((out / "checkpoint-12").glob("*.safetensors")))["model.transformer.proj_out.weight"]
+    assert float((trained - exported).abs().max()) > 1e-5
+
+
+class Strange(torch.optim.SGD):
+    """Keeps a list for every parameter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["history"] = [object()]
+        super().step()
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number for all parameters together."""
+
+    def step(self, closure=None):
+        self.state["steps"] = 1
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"optimizer": "Adamw8bits"}, "'Adamw8bits' is no optimizer; did you mean 'AdamW8bit'.*path of a class"),
+        ({"optimizer": "nowhere.Adam"}, "needs nowhere, which cannot be imported .*pip install nowhere"),
+        ({"optimizer": "torch.optim.AdamX"}, "torch.optim has no optimizer class 'AdamX'"),
+        ({"optimizer": "torch.nn.Linear"}, "torch.nn has no optimizer class 'Linear'"),
+        ({"optimizer": "torch.optim.LBFGS"}, "cannot take a step .*closure"),
+        ({"optimizer": "torch.optim.SparseAdam"}, "cannot take a step .*dense gradients"),
+        ({"optimizer": f"{__name__}.Strange"}, "neither a tensor nor a number"),
+        ({"optimizer": f"{__name__}.Counting"}, "belongs to no parameter"),
+        ({"optimizer_args": {"fused_": True}}, "does not take its arguments .'fused_'; did you mean 'fused'"),
+        ({"optimizer_args": {"lr": 1}}, "learning rate is learning_rate"),
+        ({"optimizer": "SGD", "adam_beta1": 0.5}, "adam_beta1 is no argument of SGD"),
+        ({"optimizer": "Prodigy"}, "finds its own step size.*learning_rate: 1.0"),
+        ({"optimizer": "AdamWScheduleFree", "lr_scheduler": "cosine"}, "needs no schedule"),
+        ({"optimizer": "AdamWScheduleFree", "use_ema": True}, "averages the weights itself"),
+        ({"optimizer": "Muon", "parallel": {"tensor": 2}}, "looks at whole weights.*tensor=2; use data"),
+        ({"optimizer": "Adafactor", "parallel": {"tensor": 2}}, "looks at whole weights"),
+        ({"optimizer": "Prodigy", "learning_rate": 1, "parallel": {"data": 2}, "sharding": "fsdp"}, "sharding='fsdp'"),
+        ({"optimizer": "AdamW8bit", "parallel": {"tensor": 2}}, "looks at whole weights"),
+        ({"optimizer": AO, "parallel": {"data": 2}, "sharding": "fsdp"}, "looks at whole weights"),
+        ({"optimizer": f"{__name__}.Plain", "parallel": {"data": 2}, "sharding": "fsdp"}, "not shown to work on FSDP2"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_before_the_run(tmp_path, more, said):
+    config = TrainConfig.read({"pretrained_model_name_or_path": "emoji-sd3", **settings(tmp_path, tmp_path), **more})
+    with pytest.raises(ditmesh.ConfigError, match=said):
+        check_optimizer(config)
+
+
+class Plain(torch.optim.SGD):
+    """Changes every number by itself, and is of a package that nothing is known about."""
+
+
+def test_a_missing_package_is_named_with_its_pip_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "prodigyopt", None)
+    config = TrainConfig.read({**settings(tmp_path, tmp_path), "optimizer": "prodigy", "learning_rate": 1.0})
+    with pytest.raises(ditmesh.ConfigError, match="needs prodigyopt, .*; pip install prodigyopt"):
+        check_optimizer(config)
+
+
+def test_what_is_not_finite_is_named_by_its_optimizer(given, monkeypatch):
+    config = TrainConfig.read(given("Muon"))
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    step = torch.optim.AdamW.step
+
+    def broken(optimizer, closure=None):
+        step(optimizer)
+        for state in optimizer.state.values():
+            if "momentum_buffer" in state:
+                state["momentum_buffer"].fill_(float("inf"))
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", broken)
+    with Trainer(config, pipe) as trainer, pytest.raises(FloatingPointError, match="Muon's momentum_buffer of trans"):
+        trainer.run(until=1)
+
+
+def test_numbers_of_an_optimizer_are_in_the_manifest(given, tmp_path):
+    steps(given("Prodigy"))
+    facts = json.loads((tmp_path / "out" / "checkpoint-4" / "manifest.json").read_text())["optimizer"]
+    (group,) = facts["groups"]
+    assert group["k"] == 4
+    assert group["d"] > 1e-4
+    assert not {"lr", "betas", "d0", "params"} & group.keys()
+    assert {"step": 4} in facts["numbers"].values()
+
+
+def test_quantised_tensors_are_taken_apart():
+    from torchao.optim.subclass_4bit import OptimState4bit
+
+    value = OptimState4bit.zeros((64, 64), True, 128, torch.device("cpu"))
+    assert [name for name, _ in plain_tensors("exp_avg", value)] == ["exp_avg.codes", "exp_avg.scale", "exp_avg.qmap"]
