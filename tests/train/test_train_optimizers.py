@@ -117,7 +117,9 @@ def test_ranks_learn_as_one_device_and_one_goes_on(ranks, given, tmp_path, name,
     assert max(abs(found[step] / alone[step] - 1) for step in alone) <= 2e-5
 
 
-@pytest.mark.parametrize("name", ["Prodigy", "Muon", *(pytest.param(n, marks=pytest.mark.matrix) for n in SCHEDULE_FREE)])
+@pytest.mark.parametrize(
+    "name", ["Prodigy", "Muon", *(pytest.param(n, marks=pytest.mark.matrix) for n in SCHEDULE_FREE)]
+)
 def test_reproducible_on_any_ranks(ranks, given, tmp_path, name):
     more = {"reproducible": True, "max_train_steps": 2}
     alone = steps(given(name, **more))[:2]
@@ -238,7 +240,7 @@ class Plain(torch.optim.SGD):
 def test_a_missing_package_is_named_with_its_pip_line(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "prodigyopt", None)
     config = TrainConfig.read({**settings(tmp_path, tmp_path), "optimizer": "prodigy", "learning_rate": 1.0})
-    with pytest.raises(ditmesh.ConfigError, match="needs prodigyopt, .*; pip install prodigyopt"):
+    with pytest.raises(ditmesh.ConfigError, match=r"needs prodigyopt, .*; pip install prodigyopt"):
         check_optimizer(config)
 
 

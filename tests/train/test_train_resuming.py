@@ -20,8 +20,9 @@ from ditmesh.core.files import digest_of_file, folder_written_whole, lock_of
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoint import MANIFEST, Checkpoints
 from ditmesh.train.export import check_room
-from ditmesh.train.folder import check_output
+from ditmesh.train.folder import AT_ONCE, NO_MATTER, OTHER_WEIGHTS, check_output
 from ditmesh.train.logs import read_log
+from ditmesh.train.resuming import EFFECTS, ResumeReport
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings
@@ -98,6 +99,63 @@ def test_new_rates_and_decays_are_used_at_once(stopped):
 def test_what_would_change_the_samples_or_weights_is_refused(stopped, change, said):
     with pytest.raises(ditmesh.InputError, match=said):
         run({**stopped, **change})
+
+
+def test_every_refused_setting_is_named_at_once(stopped):
+    said = (
+        r"weighting_scheme was .*not comparable.*seed was 0 and is 1, which .*other noise.*set seed to 0, or allow "
+        r"them with resume_allow_changed: .weighting_scheme, seed."
+    )
+    with pytest.raises(ditmesh.InputError, match=said):
+        run({**stopped, "seed": 1, "weighting_scheme": "none"})
+
+
+def test_a_resumed_run_says_what_its_changes_mean(stopped):
+    """Before the first step: what changes the curve and what does not."""
+    reports = []
+    change = {"learning_rate": 1e-5, "seed": 1, "resume_allow_changed": ["seed"], "gradient_checkpointing": True}
+    config = TrainConfig.read({**stopped, **change, "optimizer_args": {"amsgrad": False}})
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    with Trainer(config, pipe, preparing=reports.append) as trainer:
+        outcome = trainer.run(until=3)
+    first, *lines = next(one.lines for one in reports if isinstance(one, ResumeReport))
+    assert first == "resuming from checkpoint-2: 2 of 4 steps are done"
+    assert [line.strip() for line in lines] == [
+        "changes the curve: learning_rate was 0.0001 and is 1e-05 from this step on: weights move by the new rate",
+        'changes the curve: optimizer_args was {} and is {"amsgrad": false} from this step on: the optimizer keeps its '
+        "state and goes on with the new value",
+        "changes the curve: seed was 0 and is 1 from this step on (allowed): samples come in another order with other "
+        "noise and noise levels",
+        "harmless: gradient_checkpointing was false and is true: memory and time change, the curve does not",
+        next(line.strip() for line in lines if "output_dir" in line),
+    ]
+    assert len(outcome.changed) == 3
+
+
+def test_every_setting_has_a_meaning_when_it_changes():
+    """Or the settings that another run cannot go on with: of other weights."""
+    unsaid = {*TrainConfig.model_fields, "batch", "data"} - {*EFFECTS, *NO_MATTER, *OTHER_WEIGHTS}
+    assert not {name for name in unsaid if name in AT_ONCE}
+    assert not {*EFFECTS} - {*TrainConfig.model_fields, "batch", "data", "lora.dropout"}
+
+
+def test_another_optimizer_begins_without_state(stopped):
+    with pytest.raises(ditmesh.InputError, match=r"optimizer was .AdamW. and is .SGD.*state begins empty"):
+        run({**stopped, "optimizer": "SGD"})
+    losses, _, _, changed = run({**stopped, "optimizer": "Adam", "resume_allow_changed": ["optimizer"]})
+    assert list(losses) == [2, 3]
+    assert changed == [
+        'optimizer was "AdamW" and is "Adam" from this step on (allowed): the optimizer is another one, and its state '
+        "begins empty"
+    ]
+    # Both have moments of the same names; those of the checkpoint are not Adam's.
+    kept = load_file(next((Path(stopped["output_dir"]) / "checkpoint-3").glob("*.safetensors")))
+    assert {float(v) for name, v in kept.items() if name.endswith(".step") and "optimizer." in name} == {1.0}
+
+
+def test_arguments_that_need_another_state_are_refused(stopped):
+    with pytest.raises(ditmesh.InputError, match="has other parts than it has with these optimizer_args"):
+        run({**stopped, "optimizer_args": {"amsgrad": True}})
 
 
 def test_other_samples_are_refused_unless_allowed(stopped, data, tmp_path):

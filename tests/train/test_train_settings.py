@@ -54,7 +54,13 @@ def values(schema: dict[str, Any]) -> str:
         return "settings"
     if "enum" in schema:
         return ", ".join(f"`{word}`" for word in schema["enum"])
-    kind = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true`, `false`", "object": "settings"}
+    kind = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "`true`, `false`",
+        "object": "settings",
+    }
     if schema["type"] == "array":
         return "list"
     least, most, above = (schema.get(key) for key in ("minimum", "maximum", "exclusiveMinimum"))

@@ -302,8 +302,8 @@ class TrainConfig(BaseModel):
         if self.peak_rate > 1:
             scaled = f" with scale_lr={self.scale_lr!r}" if self.scale_lr != "no" else ""
             yield (
-                f"learning_rate={self.learning_rate:g}{scaled}: {self.optimizer} changes each weight by about that in a step; "
-                f"use at most {self.learning_rate / self.peak_rate:g} (1e-4 is usual)"
+                f"learning_rate={self.learning_rate:g}{scaled}: {self.optimizer} changes each weight by about that in "
+                f"a step; use at most {self.learning_rate / self.peak_rate:g} (1e-4 is usual)"
             )
         unknown = [name for name in self.resume_allow_changed if name != "data" and name not in type(self).model_fields]
         if unknown:

@@ -11,7 +11,6 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,7 +36,7 @@ AT_ONCE = {
     *("learning_rate", "scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_decay_steps", "lr_num_cycles", "lr_power"),
     *("adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon", "max_grad_norm", "ema_decay"),
     *("max_train_steps", "num_train_epochs", "token_share", "token_share_until", "mixed_precision", "reproducible"),
-    "lora.dropout",
+    *("lora.dropout", "optimizer_args"),
 }
 # Settings with which the checkpoint has states of other weights.
 OTHER_WEIGHTS = {
@@ -190,61 +189,3 @@ def settings_of(config: TrainConfig, data: str) -> dict[str, Any]:
         data: a digest of the samples.
     """
     return {**config.model_dump(mode="json"), "batch": config.batch, "data": data}
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: tuple[str, ...]) -> list[str]:
-    """The differences of a resumed run from its checkpoint, one sentence each.
-
-    Args:
-        before, now: as `settings_of` returns them.
-        allowed: names that may differ all the same.
-
-    Raises:
-        InputError: a setting differs that changes which samples are learned from, or which weights there are.
-    """
-    found = []
-    for name, old, new in _differing(before, now):
-        top = name.partition(".")[0]
-        said = f"{name} was {_short(old)} and is {_short(new)}"
-        if name in NO_MATTER or top in NO_MATTER:
-            continue
-        if name in AT_ONCE or top in AT_ONCE:
-            found.append(f"{said} from this step on")
-        elif name in OTHER_WEIGHTS:
-            raise InputError(
-                f"{said}: the checkpoint has states of other weights; set {name} to {_short(old)}, or begin a run in "
-                "another output_dir"
-            )
-        elif not {name, top, *({"global_batch_size"} if name == "batch" else ())} & {*allowed}:
-            if name == "data":
-                said = (
-                    "train_data_dir has other samples (names, sizes, captions or weights) than in the checkpoint's run"
-                )
-            setting = "global_batch_size" if name == "batch" else top
-            back = "restore them" if name == "data" else f"set {setting} to {_short(old)}"
-            raise InputError(
-                f"{said}, which changes what the run learns from; {back}, or allow it with "
-                f"resume_allow_changed: [{setting}]"
-            )
-        else:
-            found.append(f"{said} from this step on (allowed)")
-    return found
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    found: list[tuple[str, Any, Any]] = []
-    for name, new in now.items():
-        # A setting that the other version did not have.
-        if name not in before or before[name] == new:
-            continue
-        old = before[name]
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += _differing(old, new, f"{prefix}{name}.")
-        else:
-            found.append((f"{prefix}{name}", old, new))
-    return found
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

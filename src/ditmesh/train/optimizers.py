@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, InputError, did_you_mean
 from .config import TrainConfig
 
 # The path of a class by its name, and the line that installs its package.
@@ -215,7 +215,9 @@ def check_optimizer(config: TrainConfig) -> None:
                 f"lr_scheduler={config.lr_scheduler!r}: {name} needs no schedule; use constant or constant_with_warmup"
             )
         if config.use_ema:
-            raise ConfigError(f"use_ema: {name} averages the weights itself, and its average is saved; leave use_ema out")
+            raise ConfigError(
+                f"use_ema: {name} averages the weights itself, and its average is saved; leave use_ema out"
+            )
     cut = config.parallel.tensor > 1 or (config.sharding == "fsdp" and config.parallel.world_size > 1)
     problem = _tried(config)
     if problem is not None:
@@ -443,6 +445,36 @@ def begin_state(optimizer: torch.optim.Optimizer, named: Named, facts: Mapping[s
             if value is not None and list(value.shape) != shape:
                 # Prodigy's first weights are one zero where they were zeros.
                 optimizer.state[named[name]][key] = value.new_zeros(shape)
+
+
+def known_state(state: Mapping[str, Any], names: set[str], optimizer: str) -> dict[str, Any]:
+    """What a checkpoint has of an optimizer's state.
+
+    Args:
+        state: as `state_of` returns it, after `begin_state`.
+        names: of all tensors of the checkpoint.
+        optimizer: its name.
+
+    Raises:
+        InputError: the state of a parameter has other parts than this optimizer's.
+    """
+    there: dict[str, set[str]] = {}
+    for name in state:
+        prefix = f"optimizer.state.{name}."
+        there[name] = set()
+        for key, value in state[name].items():
+            there[name] |= {f"{prefix}{key}.{part}" for part in value} if isinstance(value, dict) else {prefix + key}
+    saved = {name for name in names if name.startswith("optimizer.state.")}
+    known = {name: of_parameter for name, of_parameter in state.items() if there[name] & saved}
+    mine = {one for name in known for one in there[name]}
+    # A parameter without gradients has had no state.
+    other = sorted(mine ^ {one for one in saved if one.rpartition(".")[0] in {m.rpartition(".")[0] for m in mine}})
+    if other:
+        raise InputError(
+            f"the state of {optimizer} in the checkpoint has other parts than it has with these optimizer_args "
+            f"({other[0].removeprefix('optimizer.state.')} ...); resume with those of its run"
+        )
+    return known
 
 
 def fill_state(

@@ -33,12 +33,13 @@ from .config import TrainConfig
 from .data import TrainingData
 from .export import bytes_of, check_room
 from .families import family_of
-from .folder import RunFolder, changes, settings_of
+from .folder import RunFolder, settings_of
 from .logs import TrainingLog
 from .objective import NoiseObjective, sample_losses
-from .optimizers import begin_state, facts_of_state, fill_state, rate_of, state_of
+from .optimizers import begin_state, facts_of_state, fill_state, known_state, rate_of, state_of
 from .order import MicroBatch, shares
 from .parallel import ParallelTraining, trained_modules
+from .resuming import Differences, ResumeReport, differences
 from .token_subset import on_grid, random_tokens
 from .update import WeightUpdate
 
@@ -126,7 +127,8 @@ class Trainer:
         pipe: the pipeline, the same on every rank; it is trained in place.
         device: of this rank.
         timeout: deadline of every collective, in seconds.
-        preparing: called while the data set is read and encoded.
+        preparing: called with a `Preparing` while the data set is read and encoded, and with a `ResumeReport` when a
+            checkpoint has been loaded.
 
     Raises:
         ConfigError, InputError: settings, data and model do not fit.
@@ -138,7 +140,7 @@ class Trainer:
         pipe: Any,
         device: torch.device | str = "cpu",
         timeout: float = DEFAULT_DEADLINE,
-        preparing: Callable[[Preparing], None] | None = None,
+        preparing: Callable[[Any], None] | None = None,
     ) -> None:
         self._report_preparing = preparing
         self.config, self.pipe, self.device = config, pipe, torch.device(device)
@@ -426,14 +428,17 @@ class Trainer:
             return []
         facts = self._on_first(lambda: facts_of(folder))
         now = settings_of(self.config, self.data.digest)
-        changed: list[str] = self._on_first(
-            lambda: changes(facts.get("settings", {}), now, self.config.resume_allow_changed)
+        found: Differences = self._on_first(
+            lambda: differences(facts.get("settings", {}), now, self.config.resume_allow_changed)
         )
-        for one in changed if self.speaks else ():
-            logger.warning("%s: %s", folder.name, one)
         self._load(folder, facts)
+        if self._report_preparing is not None:
+            self._report_preparing(ResumeReport.of(folder.name, self.step, self.data.steps, found))
+        else:
+            for one in found.changed if self.speaks else ():
+                logger.warning("%s: %s", folder.name, one)
         self._on_first(lambda: here and here.begin(folder, self.step, facts.get("run")))
-        return changed
+        return list(found.changed)
 
     def _load(self, folder: Path, facts: dict[str, Any]) -> None:
         names, about = self.checkpoints.names(folder), facts.get("optimizer", {})
@@ -457,18 +462,16 @@ class Trainer:
         if "scaler.scale" in names and self.update.scaler.is_enabled():
             # Of an earlier version, which kept it among the tensors.
             scaler = state["scaler"] = self.update.scaler.state_dict()
-        state["optimizer"]["state"] = {
-            name: of_parameter
-            for name, of_parameter in state["optimizer"]["state"].items()
-            if any(f"optimizer.state.{name}.{key}" in names for key in of_parameter)
-        }
+        another = facts.get("settings", {}).get("optimizer", "AdamW").lower() != self.config.optimizer.lower()
+        kept = known_state(state["optimizer"]["state"], set() if another else names, self.config.optimizer)
+        state["optimizer"]["state"] = kept
         self.step = self.checkpoints.load(folder, state)
         options = StateDictOptions(strict=False, ignore_frozen_params=True)
         own = self.parallel.slices.own
         set_model_state_dict(self.trained, self.parallel.slices.mapped(state["model"], own), options=options)
         # Learning rate, decay and betas are those of this run.
         optimizer = self.parallel.slices.mapped(state["optimizer"]["state"], own)
-        fill_state(self.update.optimizer, self.update.named, optimizer, about)
+        fill_state(self.update.optimizer, self.update.named, optimizer, {} if another else about)
         if self.update.average is not None:
             average = self.parallel.slices.mapped(state["average"], own)
             for mine, loaded in zip(self.update.average.shadow_params, average.values(), strict=True):
