@@ -236,7 +236,7 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
 def curves(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
     """Losses of `CURVES`, and their largest relative difference to those of one rank."""
     from ditmesh.launch import RankPool
-    from ditmesh.train.logs import curve
+    from ditmesh.train.charts import lines_chart
 
     found: dict[str, list[float]] = {}
     for name, settings in CURVES.items():
@@ -254,7 +254,7 @@ def curves(options: argparse.Namespace, work: Path, console: Console) -> dict[st
         table.add_row(name, f"{line[0]:.6f}", f"{line[-1]:.6f}", f"{differences[name]:.1e}")
     console.print(table)
     if options.picture:
-        curve({name: list(enumerate(line)) for name, line in found.items()}, options.picture)
+        lines_chart({name: list(enumerate(line)) for name, line in found.items()}, options.picture)
     return {"losses": found, "largest relative difference": differences}
 
 

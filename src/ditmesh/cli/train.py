@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from .options import AsJson, Device, Devices, Threads, Timeout, TrainingOptions,
 from .show import bar, count, emit
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, TaskID
 
     from ..launch import MessageSink
@@ -90,8 +91,14 @@ def train(
     begin_local_ranks(device, (*PRELOAD, "ditmesh.train.run"))
     check_run(chosen, info)
     kind = resolve_device(device, world_size if there is None else there.local_size)
-    with bar(shown=there is None or there.rank == 0) as progress:
-        show = partial(_show, progress, progress.add_task("loading", total=None))
+    progress = bar(shown=there is None or there.rank == 0)
+    in_lines = not progress.console.is_terminal
+    # A bar would be one line, at the end.
+    progress.disable |= in_lines
+    with progress:
+        show: Callable[[dict[str, Any]], None] = StepLines(progress.console)
+        if not in_lines:
+            show = partial(_show, progress, progress.add_task("loading", total=None))
         with launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
             results = ranks.run(_on_rank, chosen, timeout, on_message=lambda _, now: show(now))
             speaks = ranks.is_reporter
@@ -161,6 +168,39 @@ def _show(progress: Progress, task: TaskID, now: dict[str, Any]) -> None:
         progress.update(task, description=words, total=now["steps"], completed=now["step"])
 
 
+class StepLines:
+    """A line for every step, where output is no terminal: a file, or a scheduler's log.
+
+    Args:
+        console: where lines go.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._what = console, ""
+
+    def __call__(self, now: dict[str, Any]) -> None:
+        """A report of rank 0, as `_show` gets it."""
+        if "lines" in now:
+            for line in now["lines"]:
+                self._say(line)
+        elif "what" in now:
+            if now["what"] != self._what:
+                self._what = now["what"]
+                self._say(f"{self._what} ...")
+        else:
+            held_out = now.get("validation_loss")
+            more = "" if held_out is None else f"  held-out loss {held_out:.4f}"
+            over = "  gradients overflowed, no weight changed" if now["overflowed"] else ""
+            self._say(
+                f"step {now['step']}/{now['steps']}  loss {now['loss']:.4f}{more}  lr {now['lr']:.3g}  gradient norm "
+                f"{now['grad_norm']:.3g}  {now['samples_per_second']:.1f} samples/s  "
+                f"{_time(now['seconds_left'])} left{over}"
+            )
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def _on_rank(config: TrainConfig, timeout: float, *, report: MessageSink) -> dict[str, Any]:
     """Train on a rank of the command; progress is reported as plain data, which the command reads without torch."""
     from ..generate.runner import quieten
@@ -215,6 +255,9 @@ def _say(result: dict[str, Any]) -> Report:
     before = f" after {count(result['resumed'], 'step')} before" if result["resumed"] else ""
     done = count(result["step"] - result["resumed"], "step")
     report.text(f"{done}{before} in {_time(result['seconds'])} on {count(result['devices'], 'device')}{loss}")
+    if result["validation_loss"] is not None:
+        of = "" if result["validated"] is None else f", of the {result['validated']}"
+        report.text(f"held-out loss {result['validation_loss']:.4f}{of}")
     if result["nearest"] is not None:
         report.text(f"{result['nearest']:.0%} of the validation pictures are nearest to their own training picture")
     if result["weights"] is not None:

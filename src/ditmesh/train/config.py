@@ -165,7 +165,12 @@ class TrainConfig(BaseModel):
         validation_prompts: prompts, or labels, of images that the run generates for validation.
         validation_steps: the number of steps between validations.
         validation_inference_steps, guidance_scale: denoising steps and guidance of validation images.
-        report_to: ``csv`` is always written; ``tensorboard`` also writes TensorBoard files.
+        validation_data_dir: a folder of samples that are not trained on, read as ``train_data_dir`` is; their loss is
+            measured every ``validation_steps``, at 8 fixed noise levels.
+        validation_split: the share of ``train_data_dir`` that is held out for this, chosen by names.
+        validation_samples: the largest number of held-out samples whose loss is measured.
+        report_to: ``csv`` is always written; ``tensorboard`` also writes TensorBoard files, and other trackers of
+            accelerate (``wandb``, ``trackio``, ``comet_ml``, ``mlflow``, ...) get the same numbers. One, or a list.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -266,7 +271,10 @@ class TrainConfig(BaseModel):
     validation_steps: Positive = 500
     validation_inference_steps: Positive = 20
     guidance_scale: float | None = None
-    report_to: Literal["csv", "tensorboard"] = "csv"
+    validation_data_dir: str | None = None
+    validation_split: BelowOne = 0.0
+    validation_samples: Positive = 64
+    report_to: str | tuple[str, ...] = "csv"
 
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
@@ -338,6 +346,9 @@ class TrainConfig(BaseModel):
             )
         if isinstance(self.data_speeds, tuple) and len(self.data_speeds) != self.parallel.data:
             yield f"data_speeds has {len(self.data_speeds)} numbers for data={self.parallel.data}; give one for each"
+
+        if self.validation_data_dir is not None and self.validation_split:
+            yield "validation_data_dir and validation_split both say which samples are held out; leave one out"
 
     def _problems_of_weights(self) -> Iterator[str]:
         if self.lora is not None and self.from_scratch:

@@ -15,6 +15,7 @@ from .agreement import agreed_samples
 from .config import TrainConfig
 from .encoded import Batch, EncodedSamples
 from .families import Family
+from .held_out import wants_held_out, with_held_out
 from .order import MicroBatch, SampleOrder
 from .sources import found_samples, lines_of, sources_of
 
@@ -32,6 +33,7 @@ class TrainingData:
 
     Attributes:
         report: what is trained on and what is not.
+        held_out: samples that are not trained on, whose loss is measured.
         samples, corrupt: what can be read, and a sentence for every other sample.
         digest: of names, sizes and captions.
         encoded: the samples for the transformer.
@@ -58,13 +60,15 @@ class TrainingData:
             lambda ranks: show("reading the data set", ranks),
         )
         found.check(config)
+        found, self.held_out = with_held_out(found, family.conditioned_by, config, mesh, show)
         sources = sources_of(config, found)
         self.samples, self.corrupt = found.good, list(found.corrupt)
         self.digest = sources.digest
         self.encoded = EncodedSamples(pipe, family, self.samples, sources.sizes, config, device)
         per_step = config.batch // config.train_batch_size
         self.order = SampleOrder(sources.sizes, config.seed, config.train_batch_size, per_step, sources.sets)
-        report, more = found.report(), lines_of(sources, self.order.of_sets(len(sources.configs)))
+        held_out = len(self.held_out) if wants_held_out(config) else None
+        report, more = found.report(held_out), lines_of(sources, self.order.of_sets(len(sources.configs)))
         cut = self.encoded.cut_captions()
         lines = (*report.lines, *more, *(f"  {one}" for one in cut))
         self.report = replace(report, lines=lines, odd=report.odd or bool(cut))

@@ -30,6 +30,8 @@ NO_MATTER = {
     *("checkpointing_steps", "checkpoints_total_limit", "checkpointing_async", "gradient_checkpointing"),
     *("resume_from_checkpoint", "resume_allow_changed", "gradient_accumulation_steps", "global_batch_size"),
     *("validation_prompts", "validation_steps", "validation_inference_steps", "guidance_scale"),
+    # Which samples are left to train on is the digest's.
+    *("validation_data_dir", "validation_split", "validation_samples"),
 }
 # Settings with a new value from the first step on.
 AT_ONCE = {

@@ -35,6 +35,9 @@ def check_folders(config: TrainConfig) -> None:
     Raises:
         InputError: names the setting.
     """
+    held_out = config.validation_data_dir
+    if held_out is not None and not Path(held_out).is_dir():
+        raise InputError(f"validation_data_dir={held_out!r} is no folder; give the folder of the held-out samples")
     names = ["train_data_dir"] if not config.train_data else [f"train_data.{n}.dir" for n in range(len(config.weights))]
     for one, name in zip(config.data_sets, [*names, "class_data_dir"], strict=False):
         places = [(name, one.train_data_dir), ("mask_dir", one.mask_dir), ("conditioning_dir", one.conditioning_dir)]
@@ -78,8 +81,10 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
 
     check_objective(config.objective)
     from .optimizers import check_optimizer
+    from .trackers import check_trackers
 
     check_optimizer(config)
+    check_trackers(config)
     if not info.transformer_class:
         raise ConfigError(f"{info.pipeline_class} has no transformer to train")
     from .families import FAMILIES

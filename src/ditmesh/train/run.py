@@ -17,8 +17,10 @@ from ..generate.job import PictureJob
 from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from ..zoo.references import nearest, shrink
+from .charts import validation_grid
 from .config import TrainConfig
 from .export import export
+from .logs import averaged_words
 from .samples import pixels
 from .trainer import Trainer
 
@@ -42,7 +44,9 @@ def train(
             every step; on rank 0.
 
     Returns:
-        ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``seconds``,
+        ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``validation_loss`` (of
+        held-out samples after it; None without them), ``validated`` (which average of the weights that is; None: the
+        weights themselves), ``seconds``,
         ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's), each a list of
         sentences, ``overflowed`` (the steps of this run that changed no weight: gradients overflowed in float16),
         ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
@@ -84,6 +88,8 @@ def train(
         "step": outcome.step,
         "resumed": outcome.step - len(outcome.losses),
         "loss": outcome.losses.get(outcome.step - 1),
+        "validation_loss": outcome.held_out.get(outcome.step - 1),
+        "validated": averaged_words(config).strip(" ()") or None,
         "seconds": time.monotonic() - began,
         "skipped": outcome.skipped,
         "notes": outcome.notes,
@@ -103,7 +109,8 @@ class _Validation:
         self._trainer = trainer
         self.nearest: float | None = None
 
-    def run(self, step: int) -> None:
+    def run(self, step: int) -> dict[str, Path]:
+        """Draw the images of a step; returns their files by name, on the rank that writes them."""
         trainer, config = self._trainer, self._trainer.config
         runner = PipelineRunner(trainer.pipe, trainer.device)
         labelled, length = trainer.family.conditioned_by == "label", config.max_sequence_length
@@ -133,15 +140,17 @@ class _Validation:
             found += runner.run(runner.prepare(job, number, **more))[0].frames
         pictures = (np.stack(found) * 255).round().clip(0, 255).astype(np.uint8)
         self.nearest = self._nearest(said, pictures)
+        files: dict[str, Path] = {}
         if trainer.speaks:
             from PIL import Image
 
             folder = Path(config.output_dir) / "validation"
             folder.mkdir(parents=True, exist_ok=True)
-            files = {}
             for number, picture in enumerate(pictures):
                 files[f"validation/{number}"] = folder / f"step-{step}-{number}.png"
                 Image.fromarray(picture).save(files[f"validation/{number}"])
+            validation_grid(folder, config.validation_prompts, step)
+        return files
 
     def _nearest(self, said: list[Any], pictures: np.ndarray) -> float | None:
         """The training images of prompts that are captions of the data set."""

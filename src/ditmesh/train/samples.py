@@ -149,8 +149,8 @@ class Samples:
         """Names of the samples without caption or label."""
         return tuple(one.name for one in self.good if _nothing(one.said))
 
-    def report(self) -> DataReport:
-        """The report of used and skipped files before a run."""
+    def report(self, held_out: int | None = None) -> DataReport:
+        """The report of used and skipped files before a run; ``held_out`` samples are measured and not trained on."""
         word = "caption" if self.by == "text" else "label"
         sources = ", ".join(f"{count} of {source}" for source, count in self.sources)
         missing = self.without
@@ -158,6 +158,11 @@ class Samples:
             f"data: {_count(len(self.good), 'sample')}",
             f"  with {word}: {len(self.good) - len(missing)}" + (f" ({sources})" if sources else ""),
             f"  without {word}: {len(missing)}" + (f" ({_some(missing)})" if missing else ""),
+            *(
+                []
+                if held_out is None
+                else [f"  held out, and not trained on: {_count(held_out, 'sample')} of validation"]
+            ),
             f"  skipped: {len(self.corrupt)}",
             *(f"    {one}" for one in self.corrupt[:SOME]),
         ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,8 +33,9 @@ from .checkpoint import Checkpoints, facts_of
 from .config import TrainConfig
 from .data import TrainingData
 from .export import bytes_of, check_room
-from .families import family_of
+from .families import Conditions, family_of
 from .folder import RunFolder, settings_of
+from .held_out import HeldOutLoss
 from .logs import TrainingLog
 from .objective import NoiseObjective, sample_losses
 from .optimizers import begin_state, facts_of_state, fill_state, known_state, rate_of, state_of
@@ -41,6 +43,7 @@ from .order import MicroBatch, shares
 from .parallel import ParallelTraining, trained_modules
 from .resuming import Differences, ResumeReport, differences
 from .token_subset import on_grid, random_tokens
+from .trackers import check_trackers
 from .update import WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,7 @@ class Progress:
         seconds_left: at this pace.
         overflowed: gradients overflowed in float16, and no weight was changed in this step.
         loss_scale: of the next step; 1 without ``mixed_precision: fp16``.
+        validation_loss: of the held-out samples after this step; None where it is not measured.
     """
 
     step: int
@@ -71,6 +75,7 @@ class Progress:
     seconds_left: float
     overflowed: bool = False
     loss_scale: float = 1.0
+    validation_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Outcome:
     Attributes:
         step: optimizer steps done.
         losses: of the steps of this run, by step.
+        held_out: the losses of held-out samples after steps of this run, by step.
         skipped: a sentence for every sample that any rank could not read, the same on all ranks.
         notes: sentences about other things that went otherwise than asked for, such as damaged files of ``cache_dir``.
         unsaved: why checkpoints could not be written.
@@ -102,6 +108,7 @@ class Outcome:
 
     step: int = 0
     losses: dict[int, float] = field(default_factory=dict)
+    held_out: dict[int, float] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unsaved: list[str] = field(default_factory=list)
@@ -197,6 +204,9 @@ class Trainer:
         self._bytes = bytes_of(pipe, config)
         self.parallel = ParallelTraining(self.trained, pipe.transformer, config, self.mesh, self._undo, self._restore)
         self.update = WeightUpdate(self.trained, config, self.mesh, self.data.steps)
+        self.held_out: HeldOutLoss | None = None
+        if self.data.held_out:
+            self.held_out = HeldOutLoss(self.data.held_out, pipe, self.family, config, self.mesh, self.device)
         self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.checkpoints_total_limit)
         self._undo.callback(self.checkpoints.close)
         self.step = 0
@@ -206,14 +216,15 @@ class Trainer:
     def run(
         self,
         report: Callable[[Progress], None] | None = None,
-        validate: Callable[[int], None] | None = None,
+        validate: Callable[[int], Mapping[str, Path] | None] | None = None,
         until: int | None = None,
     ) -> Outcome:
         """Train to the end, or to step ``until``. Collective.
 
         Args:
             report: called after every step.
-            validate: called on every rank every ``validation_steps``, with the weights that would be saved.
+            validate: called on every rank every ``validation_steps``, with the weights that would be saved; returns
+                images for trackers, by name.
             until: stop there, with a checkpoint.
 
         Raises:
@@ -233,15 +244,17 @@ class Trainer:
             raise
 
     def _run(
-        self, report: Callable[[Progress], None] | None, validate: Callable[[int], None] | None, until: int | None
+        self,
+        report: Callable[[Progress], None] | None,
+        validate: Callable[[int], Mapping[str, Path] | None] | None,
+        until: int | None,
     ) -> Outcome:
         config, outcome = self.config, Outcome(skipped=list(self.data.corrupt))
         outcome.changed = self._resume()
         self._on_first(lambda: check_room(config, *self._bytes, self.step, self.data.steps))
         self.data.encoded.fill_cache(self.mesh, self._preparing)
-        log = (
-            TrainingLog(Path(config.output_dir), self.step, config.report_to == "tensorboard") if self.speaks else None
-        )
+        self._on_first(lambda: check_trackers(config))
+        log = TrainingLog(config, self.step) if self.speaks else None
         end = min(self.data.steps, until or self.data.steps)
         try:
             while self.step < end:
@@ -257,6 +270,9 @@ class Trainer:
                     # As in accelerate, a skipped step does not advance the schedule.
                     self.update.schedule.step()
                 scale = self.update.scaler.get_scale()
+                held_out = self._held_out_loss()
+                if held_out is not None:
+                    outcome.held_out[self.step - 1] = held_out
                 if log is not None:
                     log.add(
                         {
@@ -268,20 +284,20 @@ class Trainer:
                             "seconds": seconds,
                             "overflowed": int(done.overflowed),
                             "loss_scale": scale,
+                            "validation_loss": math.nan if held_out is None else held_out,
                         }
                     )
                 if report is not None:
                     left = (self.data.steps - self.step) * seconds
-                    report(
-                        Progress(
-                            self.step, self.data.steps, done.loss, rate, done.norm, pace, left, done.overflowed, scale
-                        )
-                    )
+                    so_far = (self.step, self.data.steps, done.loss, rate, done.norm, pace, left)
+                    report(Progress(*so_far, done.overflowed, scale, held_out))
                 if self.step % config.checkpointing_steps == 0 or self.step == end:
                     self._save(outcome)
                 if validate is not None and self.step % config.validation_steps == 0:
                     with self.update.averaged():
-                        validate(self.step)
+                        pictures = validate(self.step)
+                    if log is not None and pictures:
+                        log.pictures(self.step - 1, pictures)
             self._saved(outcome)
         finally:
             if log is not None:
@@ -330,12 +346,22 @@ class Trainer:
         batch = self.data.batch(micro)
         noised = self.objective(batch.latents, batch.generators)
         seen = self._leave_tokens_out(micro, noised.latents)
+        prediction = self._predict(self.parallel.sync.transformer, noised.latents, noised.timesteps, batch.conditions)
+        return batch.weighted(sample_losses(prediction, noised, seen, batch.mask))
+
+    def _predict(self, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
         dtype = AUTOCAST.get(self.config.mixed_precision)
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
-            prediction = self.family.predict(
-                self.pipe, self.parallel.sync.transformer, noised.latents, noised.timesteps, batch.conditions
-            )
-        return batch.weighted(sample_losses(prediction, noised, seen, batch.mask))
+            return self.family.predict(self.pipe, model, latents, timesteps, conditions)
+
+    def _held_out_loss(self) -> float | None:
+        """The loss of held-out samples with the weights that would be saved, where it is due. Collective."""
+        due = self.step % self.config.validation_steps == 0 or self.step == self.data.steps
+        if self.held_out is None or not due:
+            return None
+        with self.update.averaged():
+            # Not DistributedDataParallel's, in which the forwards of ranks belong together.
+            return self.held_out.measure(partial(self._predict, self.pipe.transformer))
 
     def _leave_tokens_out(self, micro: MicroBatch, latents: Tensor) -> Tensor | None:
         """Choose tokens for the transformer's next call; which latents they are, as ones and zeros; None: all."""

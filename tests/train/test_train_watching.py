@@ -1,0 +1,314 @@
+"""What a run shows of itself: the held-out loss, charts, grids of validation images, trackers, lines."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import types
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+import ditmesh
+from ditmesh.cli.train import StepLines
+from ditmesh.train import TrainConfig
+from ditmesh.train.charts import HELD_OUT, LOSS, MEAN, NORM, RATE, smoothed, training_chart, validation_grid
+from ditmesh.train.held_out import LEVELS
+from ditmesh.train.logs import COLUMNS, TrainingLog, read_log
+from ditmesh.train.run import train
+from ditmesh.train.samples import Samples, pixels
+from ditmesh.train.trackers import check_trackers
+from ditmesh.train.trainer import Trainer
+from support.train import folder_of, save_pipeline, settings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_pipeline("pixart", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("data"), 8, 32)
+
+
+@pytest.fixture
+def given(model, data, tmp_path):
+    base = settings(data, tmp_path / "out", pretrained_model_name_or_path=str(model), resolution=32)
+    base |= {"learning_rate": 1e-3, "train_batch_size": 2, "global_batch_size": 4, "validation_steps": 2}
+    return lambda **more: {**base, **more}
+
+
+def held_out(given, until=None):
+    """Held-out losses and losses of a run, and the held-out samples' names."""
+    config = TrainConfig.read(given)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    pipe.set_progress_bar_config(disable=True)
+    with Trainer(config, pipe, timeout=100.0) as t:
+        outcome = t.run(until=until)
+        trained = {sample.name for sample in t.data.samples}
+        return outcome.held_out, outcome.losses, sorted(one.name for one in t.data.held_out), sorted(trained)
+
+
+# --- the held-out loss ---------------------------------------------------------------------------------------------
+
+
+def test_a_split_is_not_trained_on_and_stays_when_samples_come(given, tmp_path):
+    found, losses, out, trained = held_out(given(validation_split=0.25))
+    assert sorted(found) == [1, 3]
+    assert found[3] < found[1]
+    assert (len(out), len(trained)) == (2, 6)
+    assert not {*out} & {*trained}
+    plain = held_out(given(output_dir=str(tmp_path / "plain")))
+    assert plain[0] == {}
+    assert losses != plain[1]
+    more = folder_of(tmp_path / "more", 12, 32)
+    _, _, again, _ = held_out(given(train_data_dir=str(more), validation_split=0.25, max_train_steps=1,
+                                    output_dir=str(tmp_path / "again")))  # fmt: skip
+    assert len(again) == 3
+
+
+def test_the_held_out_loss_is_that_of_a_plain_loop(given, model, data, tmp_path):
+    """By hand: the pipeline's own encoders, diffusers' noise, and the transformer with the exported weights."""
+    result = train(given(validation_data_dir=str(data), validation_samples=3, max_train_steps=2))
+    pipe = diffusers.DiffusionPipeline.from_pretrained(result["pipeline"])
+    config = TrainConfig.read(
+        given(validation_data_dir=str(data), validation_samples=3, output_dir=str(tmp_path / "b"))
+    )
+    whole = diffusers.DiffusionPipeline.from_pretrained(model)
+    tables = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
+    errors = []
+    with Trainer(config, whole) as trainer, torch.no_grad():
+        measured = trainer.held_out
+        chosen = {sample.name for sample in trainer.data.held_out}
+        samples = [sample for sample in Samples.find(config, "text").good if sample.name in chosen]
+        for number, sample in enumerate(samples):
+            # The autoencoder's deviation is next to nothing.
+            latents = pipe.vae.encode(pixels(sample.picture(), (32, 32))[None]).latent_dist.mode() * 0.18
+            text, mask, _, _ = pipe.encode_prompt(sample.said, False, max_sequence_length=16)
+            for level in range(LEVELS):
+                time = tables.timesteps[int((level + 0.5) / LEVELS * 1000)][None]
+                noise = measured._noise(trainer.held_out._batches[0].samples[0].__class__(number, number), level,
+                                        latents.shape[1:])[None]  # fmt: skip
+                size = {"resolution": torch.tensor([[32.0, 32.0]]), "aspect_ratio": torch.tensor([[1.0]])}
+                prediction = pipe.transformer(
+                    tables.add_noise(latents, noise, time), encoder_hidden_states=text, encoder_attention_mask=mask,
+                    timestep=time, added_cond_kwargs=size, return_dict=False,
+                )[0].chunk(2, dim=1)[0]  # fmt: skip
+                errors.append(float((prediction - noise).square().mean()))
+    assert len(errors) == 3 * LEVELS
+    assert result["validation_loss"] == pytest.approx(np.mean(errors), rel=1e-5)
+    rows = read_log(tmp_path / "out" / "loss.csv")
+    assert math.isnan(rows[0]["validation_loss"])
+    assert rows[1]["validation_loss"] == result["validation_loss"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"parallel": {"data": 2}, "sharding": "ddp"},
+        {"parallel": {"ulysses": 2}},
+        pytest.param({"parallel": {"data": 2}, "sharding": "fsdp"}, marks=pytest.mark.matrix),
+        pytest.param({"parallel": {"tensor": 2}}, marks=pytest.mark.matrix),
+        pytest.param({"parallel": {"data": 3}, "global_batch_size": 6}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_any_mesh_measures_the_same(ranks, given, tmp_path, more):
+    """Five samples in three micro-batches, so that ranks have unequal numbers of them."""
+    shared = {"validation_split": 0.4, "validation_samples": 3, "train_batch_size": 1, "learning_rate": 1e-6}
+    shared |= {"global_batch_size": more.get("global_batch_size", 4), "use_ema": True}
+    alone, *_ = held_out(given(**shared, output_dir=str(tmp_path / "alone")))
+    count = ditmesh.ParallelConfig(**more["parallel"]).world_size
+    for found, *_ in ranks(count).run(held_out, given(**{**shared, **more})):
+        assert found.keys() == alone.keys()
+        assert all(abs(found[step] / alone[step] - 1) <= 1e-6 for step in alone)
+
+
+def test_measuring_changes_no_bit_of_the_run_and_no_seed_changes_it(given, data, tmp_path):
+    other = str(folder_of(tmp_path / "other", 5, 32))
+    plain = held_out(given(output_dir=str(tmp_path / "plain"), lora=None, use_ema=True))[1]
+    found, losses, *_ = held_out(given(validation_data_dir=other, validation_steps=1, use_ema=True))
+    assert losses == plain
+    again = held_out(given(validation_data_dir=other, validation_steps=1, output_dir=str(tmp_path / "again"),
+                           learning_rate=1e-12, seed=5, weighting_scheme="none", max_train_steps=1))  # fmt: skip
+    third = held_out(given(validation_data_dir=other, validation_steps=1, output_dir=str(tmp_path / "third"),
+                           learning_rate=1e-12, train_batch_size=1, max_train_steps=1))  # fmt: skip
+    assert again[0][0] == pytest.approx(third[0][0], rel=1e-6)
+    assert found[3] != found[0]
+
+
+def test_a_resumed_run_keeps_the_column(given):
+    on = given(validation_split=0.25)
+    first, *_ = held_out(on, 2)
+    rest, *_ = held_out({**on, "resume_from_checkpoint": "latest"})
+    whole, *_ = held_out({**on, "output_dir": f"{on['output_dir']}-whole"})
+    assert first | rest == whole
+    values = [row["validation_loss"] for row in read_log(Path(on["output_dir"]) / "loss.csv")]
+    assert [math.isnan(value) for value in values] == [True, False, True, False]
+    assert values[1::2] == [whole[1], whole[3]]
+
+
+def test_which_samples_are_held_out_is_refused_where_it_cannot_be(given, tmp_path):
+    with pytest.raises(ditmesh.InputError, match="holds 8 of 8 samples out, which leaves none"):
+        held_out(given(validation_split=0.99))
+    with pytest.raises(ditmesh.ConfigError, match="both say which samples are held out"):
+        TrainConfig.read(given(validation_split=0.5, validation_data_dir="x"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ditmesh.InputError, match=r"validation_data_dir: .*no image that can be read"):
+        held_out(given(validation_data_dir=str(tmp_path / "empty")))
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(count, measured=()):
+    return [
+        {**dict.fromkeys(COLUMNS, 1.0), "step": n, "loss": 1 / (n + 1), "lr": 1e-4, "grad_norm": 0.5,
+         "validation_loss": 0.9 if n in measured else math.nan}
+        for n in range(count)
+    ]  # fmt: skip
+
+
+def has(path, colour):
+    """Whether a colour is in a picture, but for what smooth edges make of it."""
+    picture = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3).astype(int)
+    wanted = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    return np.abs(picture - wanted).max(1).min() <= 40
+
+
+def test_a_chart_has_every_line(tmp_path):
+    training_chart(rows_of(40, (9, 19, 29)), tmp_path / "with.png", "held-out loss")
+    training_chart(rows_of(40), tmp_path / "without.png", "held-out loss")
+    assert all(has(tmp_path / "with.png", colour) for colour in (LOSS, MEAN, HELD_OUT, RATE, NORM))
+    assert not has(tmp_path / "without.png", HELD_OUT)
+    training_chart(rows_of(1), tmp_path / "one.png", "held-out loss")
+    odd = [{**row, "loss": math.nan, "grad_norm": math.inf} for row in rows_of(3)]
+    training_chart(odd, tmp_path / "odd.png", "held-out loss")
+    assert smoothed([1.0, math.nan, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
+
+
+def test_without_matplotlib_the_run_goes_on_and_says_so(given, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    log = TrainingLog(TrainConfig.read(given()), 0)
+    log.add(rows_of(1)[0])
+    log.close()
+    assert "loss.png is not drawn" in caplog.text
+    assert "pip install matplotlib" in caplog.text
+    assert len(read_log(tmp_path / "out" / "loss.csv")) == 1
+
+
+def test_a_grid_has_a_row_a_prompt_and_a_column_a_step(given, tmp_path):
+    train(given(validation_prompts=["a b", "c d e"], validation_inference_steps=2))
+    folder = tmp_path / "out" / "validation"
+    grid = np.asarray(Image.open(folder / "grid.png"))
+    side, gap, left, top = 96, 6, 150, 26
+    assert grid.shape == (top + 2 * (side + gap), left + 2 * (side + gap), 3)
+    for column, step in enumerate((2, 4)):
+        for row in range(2):
+            image = Image.open(folder / f"step-{step}-{row}.png").resize((side, side), Image.Resampling.NEAREST)
+            x, y = left + column * (side + gap), top + row * (side + gap)
+            assert np.array_equal(grid[y : y + side, x : x + side], np.asarray(image))
+    # Words beside the rows, and none of images of a run that was lost.
+    assert (grid[top:, :left] < 128).any()
+    Image.new("RGB", (32, 32)).save(folder / "step-9-0.png")
+    validation_grid(folder, ["a b", "c d e"], 4)
+    assert np.array_equal(np.asarray(Image.open(folder / "grid.png")), grid)
+
+
+def test_a_grid_of_many_steps_has_the_first_and_the_last(tmp_path):
+    for step in range(1, 41):
+        Image.new("RGB", (400, 200), (step, 0, 0)).save(tmp_path / f"step-{step}-0.png")
+    grid = np.asarray(Image.open(validation_grid(tmp_path, ["a prompt of very many words " * 9], 40)))
+    seen = grid[100, 150:, 0]
+    shown = [int(one) for one in dict.fromkeys(seen) if one < 41]
+    assert (shown[0], shown[-1], len(shown)) == (1, 40, 12)
+    assert grid.shape[1] == 150 + 12 * (256 + 6)
+
+
+# --- trackers ---------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_the_numbers_and_the_images(given, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    on = given(report_to="tensorboard", validation_split=0.25, validation_prompts=["a"], validation_inference_steps=2)
+    train(on)
+    board = EventAccumulator(str(tmp_path / "out")).Reload()
+    rows = read_log(tmp_path / "out" / "loss.csv")
+    told = {event.step: event.value for event in board.Scalars("loss")}
+    assert told == pytest.approx({int(row["step"]): row["loss"] for row in rows})
+    assert [event.step for event in board.Scalars("validation_loss")] == [1, 3]
+    assert [event.step for event in board.Images("validation/0")] == [1, 3]
+    assert "pixart" in board.Tensors("settings/text_summary")[0].tensor_proto.string_val[0].decode()
+    # No folder of hyperparameters lies among the checkpoints.
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir() and path.name[0].isdigit()]
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(given, monkeypatch, caplog):
+    """A stand-in for wandb that accelerate's own tracker calls, which loses its connection at the second step."""
+    calls = []
+
+    class Run:
+        def log(self, values, step=None, **more):
+            calls.append((step, values))
+            if len(calls) == 2:
+                raise ConnectionError("the network is gone")
+
+        def finish(self):
+            calls.append("finish")
+
+    config = types.SimpleNamespace(update=lambda values, allow_val_change: calls.append(values))
+    fake = types.SimpleNamespace(init=lambda project: calls.clear() or Run(), config=config)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("accelerate.tracking._available_trackers", ["wandb"])
+    log = TrainingLog(TrainConfig.read(given(report_to=["csv", "wandb"])), 0)
+    assert calls.pop()["optimizer"] == "AdamW"
+    for row in rows_of(3):
+        log.add(row)
+    log.close()
+    assert [step for step, _ in calls] == [0, 1]
+    assert calls[0][1]["loss"] == 1.0
+    assert "wandb gets no more of this run: ConnectionError: the network is gone" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("wandbb", "'wandbb' is no tracker; did you mean 'wandb'"),
+        ("comet_ml", "comet_ml is not installed; pip install comet-ml"),
+        (["tensorboard", "swanlab"], "swanlab is not installed; pip install swanlab"),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_refused(given, name, said):
+    with pytest.raises(ditmesh.InputError, match=said):
+        check_trackers(TrainConfig.read(given(report_to=name)))
+    with pytest.raises(ditmesh.InputError, match=said):
+        train(given(report_to=name))
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_for_each_step_where_there_is_no_terminal():
+    out = io.StringIO()
+    say = StepLines(Console(file=out))
+    for _ in range(3):
+        say({"what": "encoding samples", "ranks": []})
+    say({"lines": ["data: 3 samples"]})
+    now = {"step": 1, "steps": 2, "loss": 0.5, "lr": 1e-4, "grad_norm": 2.0, "samples_per_second": 3.0}
+    say({**now, "seconds_left": 7.0, "overflowed": False, "validation_loss": None})
+    say({**now, "step": 2, "seconds_left": 0.0, "overflowed": True, "validation_loss": 0.25})
+    assert out.getvalue().splitlines() == [
+        "encoding samples ...",
+        "data: 3 samples",
+        "step 1/2  loss 0.5000  lr 0.0001  gradient norm 2  3.0 samples/s  7 s left",
+        "step 2/2  loss 0.5000  held-out loss 0.2500  lr 0.0001  gradient norm 2  3.0 samples/s  0 s left"
+        "  gradients overflowed, no weight changed",
+    ]
