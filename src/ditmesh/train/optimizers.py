@@ -198,7 +198,27 @@ def check_optimizer(config: TrainConfig) -> None:
     """
     if _named(config.optimizer) == "AdamW" and not config.optimizer_args:
         return
-    kind, name = _class_of(config), optimizer_name(config)
+    kind = _class_of(config)
+    _check_settings(config, kind)
+    problem = _tried(config)
+    if problem is not None:
+        raise ConfigError(f"optimizer={config.optimizer!r} {problem}; use another one")
+    fsdp = config.sharding == "fsdp" and config.parallel.world_size > 1
+    if (fsdp or config.parallel.tensor > 1) and not _is_elementwise(config):
+        way = f"tensor={config.parallel.tensor}" if config.parallel.tensor > 1 else "sharding='fsdp'"
+        raise ConfigError(
+            f"optimizer={config.optimizer!r} looks at whole weights, of which ranks hold parts with {way}; use data, "
+            "ulysses or ring with sharding ddp or none, or AdamW"
+        )
+    if fsdp and kind.__module__.split(".")[0] not in ON_SHARDS:
+        raise ConfigError(
+            f"optimizer={config.optimizer!r} is not shown to work on FSDP2's shards; use sharding ddp or none, or AdamW"
+        )
+
+
+def _check_settings(config: TrainConfig, kind: type) -> None:
+    """Reject settings that an optimizer does not have, or that contradict it."""
+    name = optimizer_name(config)
     if config.optimizer_args.keys() & {"lr", "params"}:
         raise ConfigError("optimizer_args: the learning rate is learning_rate; leave lr out")
     unused = [one for one in ADAM if one in config.model_fields_set]
@@ -209,29 +229,14 @@ def check_optimizer(config: TrainConfig) -> None:
             f"optimizer={config.optimizer!r} finds its own step size, which learning_rate multiplies; set "
             "learning_rate: 1.0"
         )
-    if is_schedule_free(kind):
-        if config.lr_scheduler not in ("constant", "constant_with_warmup"):
-            raise ConfigError(
-                f"lr_scheduler={config.lr_scheduler!r}: {name} needs no schedule; use constant or constant_with_warmup"
-            )
-        if config.use_ema:
-            raise ConfigError(
-                f"use_ema: {name} averages the weights itself, and its average is saved; leave use_ema out"
-            )
-    cut = config.parallel.tensor > 1 or (config.sharding == "fsdp" and config.parallel.world_size > 1)
-    problem = _tried(config)
-    if problem is not None:
-        raise ConfigError(f"optimizer={config.optimizer!r} {problem}; use another one")
-    if cut and not _is_elementwise(config):
-        way = f"tensor={config.parallel.tensor}" if config.parallel.tensor > 1 else "sharding='fsdp'"
+    if not is_schedule_free(kind):
+        return
+    if config.lr_scheduler not in ("constant", "constant_with_warmup"):
         raise ConfigError(
-            f"optimizer={config.optimizer!r} looks at whole weights, of which ranks hold parts with {way}; use data, "
-            "ulysses or ring with sharding ddp or none, or AdamW"
+            f"lr_scheduler={config.lr_scheduler!r}: {name} needs no schedule; use constant or constant_with_warmup"
         )
-    if config.sharding == "fsdp" and config.parallel.world_size > 1 and kind.__module__.split(".")[0] not in ON_SHARDS:
-        raise ConfigError(
-            f"optimizer={config.optimizer!r} is not shown to work on FSDP2's shards; use sharding ddp or none, or AdamW"
-        )
+    if config.use_ema:
+        raise ConfigError(f"use_ema: {name} averages the weights itself, and its average is saved; leave use_ema out")
 
 
 def is_schedule_free(kind: type) -> bool:

@@ -158,11 +158,7 @@ class Samples:
             f"data: {_count(len(self.good), 'sample')}",
             f"  with {word}: {len(self.good) - len(missing)}" + (f" ({sources})" if sources else ""),
             f"  without {word}: {len(missing)}" + (f" ({_some(missing)})" if missing else ""),
-            *(
-                []
-                if held_out is None
-                else [f"  held out, and not trained on: {_count(held_out, 'sample')} of validation"]
-            ),
+            *([] if held_out is None else [f"  held out to measure the loss on: {_count(held_out, 'sample')}"]),
             f"  skipped: {len(self.corrupt)}",
             *(f"    {one}" for one in self.corrupt[:SOME]),
         ]
