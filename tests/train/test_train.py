@@ -309,7 +309,7 @@ def test_the_command_trains_and_exports(data, tmp_path, capfd):
     said = told(capfd, file, "--ulysses", 2)
     assert said["step"] == 2
     assert said["nearest"] in (0.0, 1.0)
-    assert {path.name for path in (tmp_path / "out" / "validation").iterdir()} == {"step-2-0.png"}
+    assert {path.name for path in (tmp_path / "out" / "validation").iterdir()} == {"grid.png", "step-2-0.png"}
     trained = diffusers.DiffusionPipeline.from_pretrained(said["pipeline"])
     before = load_file(find(SD3) / "transformer" / "diffusion_pytorch_model.safetensors")
     moved = [float((v - before[k]).abs().max()) for k, v in trained.transformer.state_dict().items() if k in before]
