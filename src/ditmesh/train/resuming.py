@@ -122,7 +122,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iter
             changed.append(f"{said} from this step on (allowed){meaning}")
         else:
             if name == "data":
-                said = "train_data_dir has other samples (names, sizes, captions or weights) than in the checkpoint's run"
+                said = (
+                    "train_data_dir has other samples (names, sizes, captions or weights) than in the checkpoint's run"
+                )
             setting = "global_batch_size" if name == "batch" else top
             back = "restore them" if name == "data" else f"set {setting} to {_short(old)}"
             ask.append(setting)
