@@ -217,7 +217,7 @@ def load_transformer(
         ConfigError: fewer blocks than stages, ``stages`` that are not the model's blocks, or fewer heads than ranks.
         InputError: no safetensors files, a quantised checkpoint, or weights that do not fit the class.
     """
-    model = _build(kind, Path(folder), torch_dtype)
+    model = build_empty(kind, Path(folder), torch_dtype)
     rank, device = mesh.tensor.rank, mesh.device
     sliced = plan(model, mesh.tensor.size).parameters() if mesh.tensor.size > 1 else ()
     cuts = {name: (dim, cut) for name, dim, cut in sliced}
@@ -240,7 +240,7 @@ def load_transformer(
             return pieces.read(name, rows)
         return _read(stored, *cuts.get(name, (0, _ALL)), rank, dtype, device)
 
-    model = _filled(model, Path(folder), torch_dtype, variant, device, read)
+    model = fill_weights(model, Path(folder), torch_dtype, variant, device, read)
     for name, parameter in model.named_parameters():
         if name in absent:
             setattr(parameter, ABSENT, torch.Size(shapes[name]))
@@ -434,7 +434,7 @@ def _units(model: nn.Module) -> list[Unit]:
     return found[0].units if found and found[0] is not None else vars(model).get(UNITS, [])
 
 
-def _filled(
+def fill_weights(
     model: Any,
     folder: Path,
     torch_dtype: torch.dtype | None,
@@ -567,7 +567,7 @@ def _read(
     return value
 
 
-def _build(kind: type[Any], folder: Path, dtype: torch.dtype | None) -> Any:
+def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None) -> Any:
     """The model without memory for its weights; small tables that are computed, not saved, are there."""
     from accelerate import init_empty_weights
 

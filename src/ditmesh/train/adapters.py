@@ -15,6 +15,7 @@ from ..errors import ConfigError, InputError, did_you_mean
 from ..generate.files import adapter, usual_lora
 from ..generate.loras import METADATA, activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
 from .config import LoraConfig, TrainConfig
+from .frozen import weights_in_state_dicts
 
 # The name of the adapter that is trained.
 TRAINED = "default"
@@ -241,7 +242,8 @@ def _load_base(pipe: Any, lora: LoraConfig) -> dict[str, float]:
         file, scale = _base(text)
         name = f"base{number}"
         try:
-            load_lora(pipe, file, name)
+            with weights_in_state_dicts(pipe.transformer):
+                load_lora(pipe, file, name)
         except MemoryError:
             raise
         except Exception as error:  # An untrusted file can raise any exception.

@@ -69,6 +69,8 @@ class TrainConfig(BaseModel):
         train_modules: the components to train.
         lora: train adapters on ``train_modules`` instead of their weights.
         from_scratch: start from random weights of the same configuration.
+        base_precision: with ``lora``, the bits of the transformer's frozen linear layers: ``bf16``, ``fp16``, or
+            quantised: ``int8``, ``fp8`` (torchao), ``nf4`` (bitsandbytes); None: as they are.
 
     Data
         train_data_dir: a folder of images or videos with ``metadata.jsonl``, another listing or caption files, or a
@@ -179,6 +181,7 @@ class TrainConfig(BaseModel):
     train_modules: tuple[str, ...] = ("transformer",)
     lora: LoraConfig | None = None
     from_scratch: bool = False
+    base_precision: Literal["bf16", "fp16", "int8", "fp8", "nf4"] | None = None
 
     train_data_dir: str = ""
     train_data: tuple[DataSetConfig, ...] = ()
@@ -353,6 +356,13 @@ class TrainConfig(BaseModel):
     def _problems_of_weights(self) -> Iterator[str]:
         if self.lora is not None and self.from_scratch:
             yield "lora adapts weights that are there, and from_scratch has none; leave one out"
+        if self.base_precision is not None and self.lora is None:
+            yield f"base_precision={self.base_precision!r}: whole weights are trained in float32; add lora"
+        if self.base_precision is not None and self.lora is not None and self.lora.fuse_base_lora:
+            yield (
+                f"base_precision={self.base_precision!r}: lora.fuse_base_lora adds to weights in float32; leave one of "
+                "the two out"
+            )
         if self.lora is not None and "transformer" not in self.train_modules:
             yield f"train_modules={list(self.train_modules)}: lora adapts the transformer as well; add it"
 

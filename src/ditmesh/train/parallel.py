@@ -16,6 +16,7 @@ from ..layout import layout_of
 from .adapters import add_adapters
 from .config import TrainConfig
 from .dropout import TokenDropout, dropping, refusal
+from .frozen import freeze
 from .speeds import DataSpeeds
 from .sync import GradientSync, TensorSlicesOf
 from .token_subset import TokenSubset
@@ -37,6 +38,7 @@ def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
     if config.from_scratch:
         model.load_state_dict(type(model).from_config(model.config).state_dict())
     if config.lora is not None:
+        freeze(model, config.base_precision)
         add_adapters(pipe, config)
     if config.in_order:
         # Memory-mapped weights start at any address, and kernels are chosen by its alignment.

@@ -107,7 +107,9 @@ def _check_lora(lora: LoraConfig, info: ModelInfo, config: TrainConfig) -> None:
 
     from ..layout.describe import on_meta
     from .adapters import check_base, check_modules, targets_of
+    from .frozen import check_precision
 
+    check_precision(config.base_precision)
     pipeline: Any = getattr(diffusers, info.pipeline_class, None)
     if pipeline is not None:
         check_modules(pipeline, config)

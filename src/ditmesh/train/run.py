@@ -21,6 +21,7 @@ from .charts import validation_grid
 from .config import TrainConfig
 from .export import export
 from .logs import averaged_words
+from .frozen import read_pipeline_frozen
 from .samples import pixels
 from .trainer import Trainer
 
@@ -61,8 +62,10 @@ def train(
 
     config = TrainConfig.read(config)
     info = find_model(config.pretrained_model_name_or_path)
-    source = info.files if info.local else info.name
-    pipe = DiffusionPipeline.from_pretrained(source)
+    if config.base_precision is not None:
+        pipe = read_pipeline_frozen(info, config.base_precision)
+    else:
+        pipe = DiffusionPipeline.from_pretrained(info.files if info.local else info.name)
     pipe.set_progress_bar_config(disable=True)
     began = time.monotonic()
     model = type(pipe.transformer)

@@ -1,0 +1,253 @@
+"""Frozen weights in fewer bits: what is kept of them, the same training on all ranks, bits that never change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import ditmesh
+from ditmesh.core.digests import weights_fingerprint
+from ditmesh.generate.files import adapter, load_adapters
+from ditmesh.generate.model_info import find_model
+from ditmesh.train import TrainConfig, frozen
+from ditmesh.train.export import export
+from ditmesh.train.frozen import FrozenLinear, freeze, quantised, read_pipeline_frozen, weights_in_state_dicts
+from ditmesh.train.preflight import check_settings
+from ditmesh.train.run import train
+from ditmesh.train.trainer import Trainer
+from support.train import folder_of, save_pipeline, settings
+
+# The largest difference from the weight, of its largest number; and bytes, of those of bfloat16.
+PRECISIONS = {
+    "bf16": (2**-8, 1.0),
+    "fp16": (2**-11, 1.0),
+    "int8": (0.005, 0.52),
+    "fp8": (0.04, 0.52),
+    "nf4": (0.16, 0.27),
+}
+
+
+def needs(precision: str) -> None:
+    if precision in frozen.PACKAGES:
+        pytest.importorskip(frozen.PACKAGES[precision])
+
+
+def layer(precision: str, shape: tuple[int, int] = (96, 160)) -> tuple[nn.Linear, FrozenLinear]:
+    torch.manual_seed(0)
+    whole = nn.Linear(shape[1], shape[0])
+    return whole, FrozenLinear(*quantised(whole.weight, precision), shape, whole.bias)
+
+
+def watched(layer: nn.Module, value: Tensor) -> tuple[Tensor, int]:
+    """A layer's output, and the size of the largest tensor that its backward pass keeps."""
+    saved: list[int] = [0]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        found = layer(value)
+    return found, max(saved)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_layer_computes_with_what_it_keeps(monkeypatch, precision):
+    needs(precision)
+    most, bytes_kept = PRECISIONS[precision]
+    whole, less = layer(precision, (512, 640))
+    weight = less.dequantize()
+    assert float((weight - whole.weight).abs().max() / whole.weight.abs().max()) <= most
+    kept = sum(p.nbytes for name, p in less.named_parameters() if name != "bias")
+    assert kept <= bytes_kept * 2 * weight.numel()
+    value = torch.randn(2, 5, 640, requires_grad=True)
+    same = value.detach().clone().requires_grad_()
+    truth = nn.functional.linear(same, weight, whole.bias)
+    truth.square().sum().backward()
+    # All rows at once, and some at a time.
+    for piece in (frozen.PIECE, 64 * 640):
+        monkeypatch.setattr(frozen, "PIECE", piece)
+        value.grad = None
+        found, most_saved = watched(less, value)
+        # The backward pass needs no weight that is kept for it.
+        assert most_saved < weight.numel()
+        found.square().sum().backward()
+        torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(value.grad, same.grad, atol=1e-4, rtol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert less(value).dtype == torch.bfloat16
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("frozen")
+    folder_of(folder / "data", 4, 32)
+    save_pipeline("flux", folder)
+    return folder
+
+
+def run_of(root: Path, out: Path, **more: Any) -> dict[str, Any]:
+    given = {"pretrained_model_name_or_path": str(root / "flux"), "resolution": 32, "max_sequence_length": 24}
+    given |= {"max_train_steps": 2, "learning_rate": 3e-2, "train_batch_size": 1, "global_batch_size": 2}
+    return settings(root / "data", out, **{**given, "lora": {"rank": 2}, **more})
+
+
+def pipeline_of(given: dict[str, Any]) -> Any:
+    config = TrainConfig.read(given)
+    info = find_model(config.pretrained_model_name_or_path)
+    if config.base_precision is None:
+        pipe = diffusers.DiffusionPipeline.from_pretrained(info.files)
+    else:
+        pipe = read_pipeline_frozen(info, config.base_precision)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def base_bits(model: nn.Module) -> dict[str, Tensor]:
+    """Everything of a model but its adapters, by the names that it has without them."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        name.replace(".base_layer", ""): (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in found.items()
+        if "lora_" not in name and "lokr_" not in name
+    }
+
+
+def outcome(given: dict[str, Any]) -> tuple[dict[int, float], bool, str]:
+    """Losses; whether the base has its bits after training; the digest of the trained weights, with reproducible."""
+    config, pipe = TrainConfig.read(given), pipeline_of(given)
+    freeze(pipe.transformer, config.base_precision)
+    before = base_bits(pipe.transformer)
+    with Trainer(config, pipe, timeout=100.0) as trainer:
+        losses = trainer.run().losses
+        digest = trainer.weights_digest() if config.in_order else ""
+        after = base_bits(pipe.transformer)
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    return losses, same, digest
+
+
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("nf4", {"parallel": {"ulysses": 2}}),
+    ("nf4", {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True}),
+    ("nf4", {"parallel": {"data": 2}, "sharding": "fsdp", "gradient_checkpointing": True}),
+    ("int8", {"parallel": {"ring": 2}}),
+    ("int8", {"parallel": {"ring": 2}, "sharding": "fsdp"}),
+    ("fp8", {"parallel": {"data": 2}}),
+    ("bf16", {"parallel": {"ulysses": 2}, "sharding": "fsdp"}),
+    ("fp16", {"parallel": {"ring": 2}, "sharding": "ddp"}),
+]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_ranks_train_on_the_same_base(ranks, root, tmp_path, precision):
+    needs(precision)
+    given = run_of(root, tmp_path / "1", base_precision=precision)
+    alone, same, _ = outcome(given)
+    assert same
+    for number, more in enumerate(more for name, more in RUNS if name == precision):
+        for losses, same, _ in ranks(2).run(outcome, {**given, **more, "output_dir": str(tmp_path / f"2-{number}")}):
+            assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-5, more
+            assert same, more
+    if precision in ("nf4", "int8"):
+        # It is another base than the whole one.
+        whole, _, _ = outcome({**given, "base_precision": None, "output_dir": str(tmp_path / "whole")})
+        assert abs(whole[0] / alone[0] - 1) > 1e-5
+    rates = {**given, "learning_rate": 1e-12, "output_dir": str(tmp_path / "still")}
+    still, _, _ = outcome(rates)
+    assert abs(still[1] / alone[1] - 1) > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
+def test_adapters_of_every_kind_above_nf4(ranks, root, tmp_path, kind):
+    """In reproducible mode: the same bits on one rank and on two."""
+    needs("nf4")
+    given = run_of(root, tmp_path / "1", base_precision="nf4", lora={"rank": 2, "type": kind}, reproducible=True)
+    alone = outcome(given)
+    assert alone[1]
+    assert alone[2]
+    more = {"parallel": {"ulysses": 2}, "output_dir": str(tmp_path / "2")}
+    for found in ranks(2).run(outcome, {**given, **more}):
+        assert found == alone
+
+
+def test_weights_are_read_as_they_are_frozen(root):
+    """One by one from the files, or of a loaded pipeline; the layers outside of blocks that are narrow stay whole."""
+    needs("nf4")
+    read = read_pipeline_frozen(find_model(str(root / "flux")), "nf4").transformer
+    loaded = diffusers.DiffusionPipeline.from_pretrained(root / "flux").transformer
+    whole = weights_fingerprint(loaded)
+    freeze(loaded, "nf4")
+    assert weights_fingerprint(read) == weights_fingerprint(loaded) != whole
+    less = [name for name, module in read.named_modules() if isinstance(module, FrozenLinear)]
+    assert any(name.startswith("single_transformer_blocks.0.") for name in less)
+    assert type(read.x_embedder) is nn.Linear
+    # A second time nothing is left to do.
+    freeze(read, "nf4")
+    assert weights_fingerprint(read) == weights_fingerprint(loaded)
+
+
+def saved_quantised(root: Path) -> Path:
+    """The pipeline in a folder, its transformer quantised by diffusers with torchao."""
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    config, folder = diffusers.TorchAoConfig(Int8WeightOnlyConfig()), root / "flux-int8"
+    kind = diffusers.FluxTransformer2DModel
+    model = kind.from_pretrained(root / "flux", subfolder="transformer", quantization_config=config)
+    diffusers.FluxPipeline.from_pretrained(root / "flux", transformer=model).save_pretrained(folder)
+    return folder
+
+
+def test_a_quantised_checkpoint_is_a_base(ranks, root, tmp_path):
+    pytest.importorskip("torchao")
+    folder = saved_quantised(root)
+    given = run_of(root, tmp_path / "1", pretrained_model_name_or_path=str(folder))
+    alone, same, _ = outcome(given)
+    assert same
+    for number, more in enumerate(
+        ({"parallel": {"ulysses": 2}}, {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True})
+    ):
+        for losses, same, _ in ranks(2).run(outcome, {**given, **more, "output_dir": str(tmp_path / f"2-{number}")}):
+            assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-5, more
+            assert same, more
+    with pytest.raises(ditmesh.ConfigError, match=r"the weights are quantised already \(Int8Tensor of torchao\)"):
+        train({**given, "output_dir": str(tmp_path / "twice"), "base_precision": "bf16"})
+
+
+def test_a_frozen_adapter_stays_beside_nf4(root, tmp_path):
+    needs("nf4")
+    first = train(run_of(root, tmp_path / "first"))["pipeline"]
+    given = run_of(root, tmp_path / "second", lora={"rank": 2, "base_lora": f"{first}:0.5"}, base_precision="nf4")
+    config, pipe = TrainConfig.read(given), pipeline_of(given)
+    with Trainer(config, pipe) as trainer:
+        trainer.run()
+        weights = trainer.weights()
+    assert all(".default." in name for name in weights)
+    saved = export(pipe, weights, config, type(pipe.transformer), 2, None)
+    # Both are loaded above the same base.
+    other = pipeline_of(given)
+    with weights_in_state_dicts(other.transformer):
+        load_adapters(other, [adapter("lora", f"{first}:0.5"), adapter("lora", str(saved))])
+    options = {"num_inference_steps": 2, "output_type": "np", "height": 32, "width": 32, "max_sequence_length": 24}
+    drawn = []
+    for one in (pipe, other):
+        one.transformer.eval()
+        drawn.append(torch.as_tensor(one("a fox", generator=torch.Generator().manual_seed(0), **options).images[0]))
+    assert torch.allclose(*drawn, atol=2e-6)
+
+
+def test_refused(root, tmp_path, monkeypatch):
+    for more, said in (
+        ({"lora": None, "base_precision": "nf4"}, "whole weights are trained in float32; add lora"),
+        ({"base_precision": "int3"}, "base_precision='int3'"),
+        ({"base_precision": "nf4", "lora": {"fuse_base_lora": True}}, "leave one of the two out"),
+        ({"base_precision": "nf4", "parallel": {"tensor": 2}}, "tensor=2 cuts weights"),
+    ):
+        with pytest.raises(ditmesh.ConfigError, match=said):
+            check_settings(TrainConfig.read(run_of(root, tmp_path / "out", **more)))
+    monkeypatch.setitem(frozen.PACKAGES, "nf4", "no_such_package")
+    with pytest.raises(ditmesh.InputError, match="needs no_such_package, which is not installed; pip install"):
+        frozen.check_precision("nf4")
