@@ -110,6 +110,9 @@ def pipeline_of(given: dict[str, Any]) -> Any:
 def base_bits(model: nn.Module) -> dict[str, Tensor]:
     """Everything of a model but its adapters, by the names that it has without them."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenLinear):
+            found |= {f"{name}.{part}": value for part, value in module.on_host.items()}
     return {
         name.replace(".base_layer", ""): (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in found.items()
@@ -120,7 +123,7 @@ def base_bits(model: nn.Module) -> dict[str, Tensor]:
 def outcome(given: dict[str, Any]) -> tuple[dict[int, float], bool, str]:
     """Losses; whether the base has its bits after training; the digest of the trained weights, with reproducible."""
     config, pipe = TrainConfig.read(given), pipeline_of(given)
-    freeze(pipe.transformer, config.base_precision)
+    freeze(pipe.transformer, config.base_precision, config.base_offload)
     before = base_bits(pipe.transformer)
     with Trainer(config, pipe, timeout=100.0) as trainer:
         losses = trainer.run().losses
@@ -128,6 +131,43 @@ def outcome(given: dict[str, Any]) -> tuple[dict[int, float], bool, str]:
         after = base_bits(pipe.transformer)
     same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     return losses, same, digest
+
+
+@pytest.mark.parametrize("precision", ["nf4", None])
+def test_weights_on_the_host_train_the_same_bits(ranks, root, tmp_path, precision):
+    """Half of the layers, and all; beside checkpointing; on ranks."""
+    needs(precision or "")
+    given = run_of(root, tmp_path / "1", base_precision=precision, gradient_checkpointing=True)
+    # Without the precision, weights that are dequantised once more are no other weights.
+    truth, _, _ = outcome(given)
+    for number, share in enumerate((0.5, 1.0)):
+        losses, same, _ = outcome({**given, "base_offload": share, "output_dir": str(tmp_path / f"on-{number}")})
+        assert same
+        assert losses == truth if precision else max(abs(losses[step] / truth[step] - 1) for step in truth) <= 1e-6
+    more = {"parallel": {"data": 2}, "sharding": "ddp", "base_offload": 0.5, "output_dir": str(tmp_path / "2")}
+    for losses, same, _ in ranks(2).run(outcome, {**given, **more}):
+        assert max(abs(losses[step] / truth[step] - 1) for step in truth) <= 1e-5
+        assert same
+
+
+def unlike(given: dict[str, Any]) -> str:
+    """What is said of ranks with other weights in host memory."""
+    config, pipe = TrainConfig.read(given), pipeline_of(given)
+    freeze(pipe.transformer, config.base_precision, config.base_offload)
+    layers = [one for one in pipe.transformer.modules() if isinstance(one, FrozenLinear)]
+    assert [bool(one.on_host) for one in layers].count(True) == len(layers) // 2
+    if torch.distributed.get_rank() == 1:
+        next(one for one in layers if one.on_host).on_host["W_q"][0] ^= 1
+    with pytest.raises(ditmesh.ConfigError) as caught:
+        Trainer(config, pipe, timeout=100.0)
+    return str(caught.value)
+
+
+def test_other_weights_on_another_host_are_refused(ranks, root, tmp_path):
+    needs("nf4")
+    given = run_of(root, tmp_path, base_precision="nf4", base_offload=0.5, parallel={"data": 2})
+    for said in ranks(2).run(unlike, given):
+        assert "weights in host memory differ between ranks" in said
 
 
 RUNS: list[tuple[str, dict[str, Any]]] = [
@@ -172,6 +212,21 @@ def test_adapters_of_every_kind_above_nf4(ranks, root, tmp_path, kind):
     more = {"parallel": {"ulysses": 2}, "output_dir": str(tmp_path / "2")}
     for found in ranks(2).run(outcome, {**given, **more}):
         assert found == alone
+
+
+def test_a_fused_adapter_is_part_of_the_base(root, tmp_path):
+    """Added to the whole weights, which are quantised then."""
+    needs("nf4")
+    first = train(run_of(root, tmp_path / "first"))["pipeline"]
+    found = []
+    for number, more in enumerate(
+        ({"base_lora": f"{first}:0.5"}, {"base_lora": f"{first}:0.5", "fuse_base_lora": True})
+    ):
+        given = run_of(root, tmp_path / str(number), lora={"rank": 2, **more}, base_precision="nf4", max_train_steps=1)
+        found.append(train(given)["loss"])
+    plain = train(run_of(root, tmp_path / "plain", base_precision="nf4", max_train_steps=1))["loss"]
+    # Beside the quantised weights or in them: not the same, and nearer to each other than to the base alone.
+    assert 0 < abs(found[0] - found[1]) < abs(plain - found[1])
 
 
 def test_weights_are_read_as_they_are_frozen(root):
@@ -241,9 +296,9 @@ def test_a_frozen_adapter_stays_beside_nf4(root, tmp_path):
 
 def test_refused(root, tmp_path, monkeypatch):
     for more, said in (
-        ({"lora": None, "base_precision": "nf4"}, "whole weights are trained in float32; add lora"),
+        ({"lora": None, "base_precision": "nf4"}, "whole weights are trained in float32 on the device; add lora"),
         ({"base_precision": "int3"}, "base_precision='int3'"),
-        ({"base_precision": "nf4", "lora": {"fuse_base_lora": True}}, "leave one of the two out"),
+        ({"lora": None, "base_offload": 0.5}, "base_offload=0.5: whole weights are trained in float32 on the device"),
         ({"base_precision": "nf4", "parallel": {"tensor": 2}}, "tensor=2 cuts weights"),
     ):
         with pytest.raises(ditmesh.ConfigError, match=said):

@@ -15,7 +15,7 @@ from ..errors import ConfigError, InputError, did_you_mean
 from ..generate.files import adapter, usual_lora
 from ..generate.loras import METADATA, activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
 from .config import LoraConfig, TrainConfig
-from .frozen import weights_in_state_dicts
+from .frozen import freeze, weights_in_state_dicts
 
 # The name of the adapter that is trained.
 TRAINED = "default"
@@ -198,6 +198,8 @@ def _base(text: str) -> tuple[Path, float]:
 def add_adapters(pipe: Any, config: TrainConfig) -> None:
     """Put the adapters of a run on a pipeline's modules, over ``base_lora``; only the new ones want gradients.
 
+    The weights below them are put into the form of ``base_precision`` and ``base_offload``.
+
     Raises:
         ConfigError: they do not fit the model.
         InputError: peft is not installed, or ``base_lora`` cannot be read.
@@ -208,6 +210,7 @@ def add_adapters(pipe: Any, config: TrainConfig) -> None:
     # Whole weights say which layers there are, not layers with adapters.
     targets = {name: _targets(pipe, name, lora) for name in config.train_modules}
     below = _load_base(pipe, lora)
+    freeze(pipe.transformer, config.base_precision, config.base_offload)
     for name, where in targets.items():
         _add(getattr(pipe, name), peft_config(lora, where))
     for _, part in adapted(pipe):

@@ -71,6 +71,8 @@ class TrainConfig(BaseModel):
         from_scratch: start from random weights of the same configuration.
         base_precision: with ``lora``, the bits of the transformer's frozen linear layers: ``bf16``, ``fp16``, or
             quantised: ``int8``, ``fp8`` (torchao), ``nf4`` (bitsandbytes); None: as they are.
+        base_offload: with ``lora``, the share of these layers whose weights stay in host memory and are copied to the
+            device for each forward and backward pass.
 
     Data
         train_data_dir: a folder of images or videos with ``metadata.jsonl``, another listing or caption files, or a
@@ -182,6 +184,7 @@ class TrainConfig(BaseModel):
     lora: LoraConfig | None = None
     from_scratch: bool = False
     base_precision: Literal["bf16", "fp16", "int8", "fp8", "nf4"] | None = None
+    base_offload: Share = 0.0
 
     train_data_dir: str = ""
     train_data: tuple[DataSetConfig, ...] = ()
@@ -356,13 +359,11 @@ class TrainConfig(BaseModel):
     def _problems_of_weights(self) -> Iterator[str]:
         if self.lora is not None and self.from_scratch:
             yield "lora adapts weights that are there, and from_scratch has none; leave one out"
-        if self.base_precision is not None and self.lora is None:
-            yield f"base_precision={self.base_precision!r}: whole weights are trained in float32; add lora"
-        if self.base_precision is not None and self.lora is not None and self.lora.fuse_base_lora:
-            yield (
-                f"base_precision={self.base_precision!r}: lora.fuse_base_lora adds to weights in float32; leave one of "
-                "the two out"
-            )
+        base = (
+            f"base_precision={self.base_precision!r}" if self.base_precision else f"base_offload={self.base_offload:g}"
+        )
+        if (self.base_precision or self.base_offload) and self.lora is None:
+            yield f"{base}: whole weights are trained in float32 on the device; add lora"
         if self.lora is not None and "transformer" not in self.train_modules:
             yield f"train_modules={list(self.train_modules)}: lora adapts the transformer as well; add it"
 

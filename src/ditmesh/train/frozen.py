@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..core.digests import digest, tensor_digest
 from ..errors import ConfigError, InputError
 from ..generate.loading import build_empty, fill_weights, weight_files
 from ..generate.model_info import ModelInfo
@@ -33,7 +34,7 @@ PIECE = 1 << 23
 BLOCK, SCALES = 64, 256
 
 PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
-CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Form(Protocol):
@@ -177,7 +178,10 @@ class FrozenLinear(nn.Linear):
 
     Attributes:
         weight: of the shape and dtype float32, and without its numbers.
+        on_host: the parts, in host memory, after `keep_on_host`; empty: they are parameters.
     """
+
+    on_host: dict[str, Tensor]
 
     def __init__(
         self, parts: Mapping[str, Tensor], form: Form, shape: tuple[int, int], bias: nn.Parameter | None
@@ -188,6 +192,7 @@ class FrozenLinear(nn.Linear):
         # First: models ask the first parameter of some modules for its dtype.
         self.register_parameter("bias", bias)
         self.requires_grad_(False)
+        self.on_host = {}
         self._scalars = {name: not value.dim() for name, value in parts.items()}
         for name, value in parts.items():
             # FSDP2 shards no scalars, and checkpoints leave frozen parameters out, not buffers.
@@ -200,9 +205,20 @@ class FrozenLinear(nn.Linear):
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return cast(Tensor, self._like).expand(self.out_features, self.in_features)
 
+    def keep_on_host(self) -> None:
+        """Keep the parts in host memory, where no move of the module takes them, and copy them for each product."""
+        for name in [] if self.on_host else self._scalars:
+            value = cast(Tensor, self._parameters.pop(name)).detach().cpu()
+            # A copy that does not wait needs memory that stays where it is.
+            self.on_host[name] = value.pin_memory() if torch.cuda.is_available() else value
+
     def pieces(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
         """Rows of the weight, from and to, in ``dtype``: some at a time."""
-        stored = {name: cast(Tensor, getattr(self, name)) for name in self._scalars}
+        if self.on_host:
+            device = cast(Tensor, self._like).device
+            stored = {name: value.to(device, non_blocking=True) for name, value in self.on_host.items()}
+        else:
+            stored = {name: cast(Tensor, getattr(self, name)) for name in self._scalars}
         parts = {name: value[0] if self._scalars[name] else value for name, value in stored.items()}
         step = max(1, PIECE // (self.in_features * self.form.step)) * self.form.step
         for low in range(0, self.out_features, step):
@@ -251,7 +267,8 @@ def layers_to_freeze(model: nn.Module) -> list[str]:
     found, seen = [], set[int]()
     for name, module in model.named_modules():
         # Not of a subclass: torch's attention reads the weight of its own, and bitsandbytes' layers are quantised.
-        if type(module) is not nn.Linear or any(part in exact for part in name.split(".")):
+        parts = name.split(".")
+        if type(module) is not nn.Linear or any(part in exact or part.startswith("lora_") for part in parts):
             continue
         wide = min(module.in_features, module.out_features) >= WIDE
         if (wide or name.startswith(lists)) and id(module.weight) not in seen:
@@ -260,19 +277,29 @@ def layers_to_freeze(model: nn.Module) -> list[str]:
     return found
 
 
-def freeze(model: nn.Module, precision: str | None) -> None:
-    """Keep the weights of a model's linear layers in fewer bits, in place.
+def freeze(model: nn.Module, precision: str | None, share: float = 0.0) -> None:
+    """Keep the weights of a model's linear layers in fewer bits, or in host memory, in place.
 
     Weights of torchao become layers that keep nothing but them for the backward pass.
 
     Args:
         model: whole, without adapters.
         precision: a value of ``base_precision``; None: of torchao's weights alone.
+        share: of the layers, those that stay in host memory; evenly over the model.
     """
-    there = [name for name, one in model.named_modules() if type(one) is nn.Linear and _is_torchao(one.weight)]
+    there = any(isinstance(one, FrozenLinear) or _is_torchao_layer(one) for one in model.modules())
+    _convert(model, "fp32" if share and precision is None and not there else precision)
+    layers = [one for one in model.modules() if isinstance(one, FrozenLinear)]
+    for number, layer in enumerate(layers):
+        if int((number + 1) * share) > int(number * share):
+            layer.keep_on_host()
+
+
+def _convert(model: nn.Module, precision: str | None) -> None:
+    there = [name for name, one in model.named_modules() if _is_torchao_layer(one)]
     for name in there if precision is None else layers_to_freeze(model):
         layer = cast(nn.Linear, model.get_submodule(name))
-        if precision is not None and _is_torchao(layer.weight):
+        if precision is not None and _is_torchao_layer(layer):
             raise ConfigError(
                 f"base_precision={precision!r}: the weights are quantised already "
                 f"({type(layer.weight.data).__name__} of torchao); leave it out"
@@ -281,8 +308,19 @@ def freeze(model: nn.Module, precision: str | None) -> None:
         _replace(model, name, FrozenLinear(parts, form, (layer.out_features, layer.in_features), layer.bias))
 
 
-def _is_torchao(weight: Tensor) -> bool:
-    return type(weight.data).__module__.startswith("torchao.")
+def _is_torchao_layer(layer: nn.Module) -> bool:
+    return type(layer) is nn.Linear and type(layer.weight.data).__module__.startswith("torchao.")
+
+
+def host_digest(model: nn.Module) -> str:
+    """A digest of the weights that are kept in host memory; those on the device are compared as parameters are."""
+    held = [
+        (name, part, tensor_digest(value))
+        for name, layer in model.named_modules()
+        if isinstance(layer, FrozenLinear)
+        for part, value in layer.on_host.items()
+    ]
+    return digest(held)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ..layout import layout_of
 from .adapters import add_adapters
 from .config import TrainConfig
 from .dropout import TokenDropout, dropping, refusal
-from .frozen import freeze
+from .frozen import host_digest
 from .speeds import DataSpeeds
 from .sync import GradientSync, TensorSlicesOf
 from .token_subset import TokenSubset
@@ -38,7 +38,6 @@ def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
     if config.from_scratch:
         model.load_state_dict(type(model).from_config(model.config).state_dict())
     if config.lora is not None:
-        freeze(model, config.base_precision)
         add_adapters(pipe, config)
     if config.in_order:
         # Memory-mapped weights start at any address, and kernels are chosen by its alignment.
@@ -89,6 +88,10 @@ class ParallelTraining:
         problem = refusal(model, mesh)
         if problem is not None:
             raise ConfigError(problem)
+        if config.base_offload and len(set(mesh.world.all_gather_object(host_digest(model)))) > 1:
+            raise ConfigError(
+                "base_offload: the transformer's weights in host memory differ between ranks; compare files"
+            )
         # Of the whole weights: `parallelize` cuts them.
         self.slices = TensorSlicesOf(model, mesh, "transformer.")
         if mesh.world_size > 1 or config.in_order:

@@ -62,7 +62,7 @@ def train(
 
     config = TrainConfig.read(config)
     info = find_model(config.pretrained_model_name_or_path)
-    if config.base_precision is not None:
+    if config.base_precision is not None and config.lora is not None and not config.lora.fuse_base_lora:
         pipe = read_pipeline_frozen(info, config.base_precision)
     else:
         pipe = DiffusionPipeline.from_pretrained(info.files if info.local else info.name)
