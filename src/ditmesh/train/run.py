@@ -20,8 +20,8 @@ from ..zoo.references import nearest, shrink
 from .charts import validation_grid
 from .config import TrainConfig
 from .export import export
-from .logs import averaged_words
 from .frozen import read_pipeline_frozen
+from .logs import averaged_words
 from .samples import pixels
 from .trainer import Trainer
 

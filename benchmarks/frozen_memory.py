@@ -1,0 +1,225 @@
+"""Memory of training adapters above an NF4 base, at true widths and with few blocks: two ranks, and one. Linux.
+
+    python benchmarks/frozen_memory.py --json figures.json
+    python benchmarks/frozen_memory.py --models ltx-video wan-14b --tokens 16
+    python benchmarks/frozen_memory.py --models ltx-video --width-scale 0.1      # a try
+
+Classes and widths are those of `ditmesh plan`'s catalogue, with the blocks of `BLOCKS` and random weights: numbers of
+NF4 and their scales are drawn as they are stored, so that no rank ever holds a whole weight. LoRA of rank 16 on the
+attention projections; float32, activation checkpointing, AdamW; two steps on one sample. Two ranks split its tokens
+(ulysses=2), on CPUs with one thread each.
+
+Of the worst rank: what it has of its own (RssAnon and RssShmem, looked at every 2 ms) beyond what it had before there
+was a model, when the model is there and at its peak; over the bytes that the transformer's weights alone have in
+bfloat16. `inspect --memory` predicts no training: what the steps add to the weights is measured, not predicted. And the
+largest relative difference of a loss from one rank's on the same base, which must be 1e-5 at most. It needs no quiet
+machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+from harness import command_line, show_table, write_figures
+from machine import describe_machine, give_freed_memory_back
+from memory_model import Own, status
+
+# Settings of the configuration that make few blocks, and how the latents lie.
+BLOCKS: dict[str, tuple[dict[str, int], str]] = {
+    "flux.2-dev": ({"num_layers": 1, "num_single_layers": 2}, "bsc"),
+    "qwen-image": ({"num_layers": 4}, "bsc"),
+    "z-image": ({"n_layers": 5, "n_refiner_layers": 1}, "list"),
+    "wan-14b": ({"num_layers": 4}, "bcfhw"),
+    "ltx-video": ({"num_layers": 12}, "bsc"),
+}
+BOUND = 1e-5
+STEPS = 2
+
+
+def frozen_at_random(model: Any, seed: int) -> None:
+    """Give a model without memory random weights: NF4 where `ditmesh train` has it, else float32."""
+    from ditmesh.train.frozen import BLOCK, SCALES, FrozenLinear, Nf4, layers_to_freeze, quantised
+
+    draw = torch.Generator().manual_seed(seed)
+    # Tables and the mean of scales, of weights with a deviation of 0.02.
+    alike, _ = quantised(0.02 * torch.randn(SCALES, BLOCK, generator=draw), "nf4")
+    for name in layers_to_freeze(model):
+        layer = model.get_submodule(name)
+        count = layer.weight.numel()
+        scales = -(-count // BLOCK)
+        parts = {
+            **alike,
+            "W_q": torch.randint(256, (-(-count // 2),), dtype=torch.uint8, generator=draw),
+            "absmax": torch.randint(96, 160, (scales,), dtype=torch.uint8, generator=draw),
+            "absmax2": alike["absmax2"].mean().expand(-(-scales // SCALES)).clone(),
+        }
+        bias = None if layer.bias is None else torch.nn.Parameter(torch.zeros(layer.out_features))
+        less = FrozenLinear(parts, Nf4(layer.in_features), (layer.out_features, layer.in_features), bias)
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._modules[leaf] = less
+    for path, module in model.named_modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is None or not value.is_meta:
+                continue
+            norm = "norm" in f"{path}.{name}" and name == "weight" and value.dim() == 1
+            made = torch.ones(value.shape) if norm else 0.02 * torch.randn(value.shape, generator=draw)
+            if name in module._parameters:
+                module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+            else:
+                module._buffers[name] = made
+
+
+def built(name: str, scale: float) -> tuple[Any, int]:
+    """The model with its random base, and how many weights it has."""
+    from accelerate import init_empty_weights
+
+    from ditmesh.forecast.catalogue import shape
+    from ditmesh.layout.describe import model_class
+
+    known, kind = shape(name), model_class(shape(name).transformer)
+    settings = {**known.config, **BLOCKS[name][0]}
+    with init_empty_weights():
+        # Buffers that are computed, not saved, are there.
+        model: Any = kind.from_config(settings)
+        if scale != 1:
+            heads = "n_heads" if "n_heads" in model.config else "num_attention_heads"
+            changed: dict[str, Any] = {heads: max(2, int(model.config[heads] * scale))}
+            for width in ("dim", "ffn_dim", "n_kv_heads", "cross_attention_dim"):
+                if width in model.config:
+                    changed[width] = int(model.config[width] * changed[heads] / model.config[heads])
+            model = kind.from_config({**settings, **changed})
+    count = sum(parameter.numel() for parameter in model.parameters())
+    frozen_at_random(model, 0)
+    return model, count
+
+
+def trained(name: str, side: int, scale: float, config: dict[str, int]) -> dict[str, Any]:
+    """On a rank: losses of two steps, and what they take."""
+    from peft import inject_adapter_in_model
+
+    import ditmesh
+    from ditmesh.layout.conventions import CallVariant, Conventions, Size
+    from ditmesh.train import reduce_gradients
+    from ditmesh.train.adapters import peft_config, targets_of
+    from ditmesh.train.config import LoraConfig
+
+    give_freed_memory_back()
+    # What libraries hold once they are in use.
+    torch.nn.Linear(64, 64)(torch.randn(2, 64)).sum().backward()
+    import bitsandbytes  # noqa: F401
+
+    gc.collect()
+    before = status("RssAnon", "RssShmem")
+    model, count = built(name, scale)
+    lora = LoraConfig(rank=16)
+    torch.manual_seed(0)
+    inject_adapter_in_model(peft_config(lora, targets_of(model, lora)), model)
+    model.train()
+    model.enable_gradient_checkpointing()
+    frames = 2 if BLOCKS[name][1] == "bcfhw" or name == "ltx-video" else 1
+    size = Size(side, side, 2 * side, batch=1, frames=frames)
+    given = Conventions(model, CallVariant(BLOCKS[name][1])).inputs(size)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    gc.collect()
+    held = status("RssAnon", "RssShmem")
+    own, losses, began = Own(), [], time.monotonic()
+    if config:
+        ditmesh.parallelize(model, {**config, "inputs": "trust"})
+    for _ in range(STEPS):
+        output = model(**given)[0]
+        output = output[0] if isinstance(output, list) else output
+        loss = output.square().mean()
+        (loss / (2 if config else 1)).backward()
+        if config:
+            reduce_gradients(model, ditmesh.engine_of(model).mesh)
+            for parameter in parameters:
+                parameter.grad = None if parameter.grad is None else 2 * parameter.grad
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    seconds, peak = time.monotonic() - began, own.most()
+    own.close()
+    if config:
+        ditmesh.restore(model)
+    moved = float(sum(p.detach().abs().sum() for n, p in model.named_parameters() if "lora_B" in n))
+    return {
+        "weights": count,
+        "losses": losses,
+        "held": held - before,
+        "peak": peak - before,
+        "seconds": seconds,
+        "moved": moved,
+        "tokens": size.image,
+    }
+
+
+def compared(name: str, side: int, scale: float) -> dict[str, Any]:
+    """Two ranks beside one."""
+    from ditmesh.launch import RankPool
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for ranks, config in ((1, {}), (2, {"ulysses": 2})):
+        with RankPool(ranks, threads=1, timeout=3600.0) as pool:
+            found[f"{ranks}"] = pool.run(trained, name, side, scale, config)
+    alone, two = found["1"][0], found["2"]
+    assert all(rank["moved"] > 0 for rank in (alone, *two)), "nothing was trained"
+    off = max(abs(mine / one - 1) for rank in two for mine, one in zip(rank["losses"], alone["losses"], strict=True))
+    bf16 = 2 * alone["weights"]
+    return {
+        "blocks": BLOCKS[name][0],
+        "weights": alone["weights"],
+        "bf16": bf16,
+        "held": max(rank["held"] for rank in two),
+        "peak": max(rank["peak"] for rank in two),
+        "peak over bf16": max(rank["peak"] for rank in two) / bf16,
+        "held over bf16": max(rank["held"] for rank in two) / bf16,
+        "peak of one rank": alone["peak"],
+        "loss": alone["losses"],
+        "loss off": off,
+        "seconds": max(rank["seconds"] for rank in two),
+        "tokens": alone["tokens"],
+    }
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--models", nargs="+", default=list(BLOCKS), choices=list(BLOCKS))
+    parser.add_argument("--tokens", type=int, default=8, metavar="N", help="tokens along a side (and 2 N of text)")
+    parser.add_argument("--width-scale", type=float, default=1.0, help="part of the heads, for a try")
+    given = parser.parse_args()
+    figures: dict[str, Any] = {"machine": describe_machine(), "models": {}}
+    rows = []
+    for name in given.models:
+        case = figures["models"][name] = compared(name, given.tokens, given.width_scale)
+        write_figures(figures, given.json)
+        giga = [f"{case[key] / 1e9:.2f}" for key in ("bf16", "held", "peak")]
+        ratios = [f"{case[key]:.3f}" for key in ("held over bf16", "peak over bf16")]
+        rows.append([name, f"{case['weights'] / 1e9:.2f}", *giga, *ratios, f"{case['loss off']:.1e}"])
+        print(*rows[-1], f"{case['seconds']:.0f} s", flush=True)
+    columns = [
+        "model",
+        "10^9 weights",
+        "bf16 GB",
+        "held GB",
+        "peak GB",
+        "held / bf16",
+        "peak / bf16",
+        "loss differs by",
+    ]
+    show_table("LoRA above NF4, ulysses=2, worst rank", columns, rows, figures["machine"])
+    wrong = [name for name, case in figures["models"].items() if case["loss off"] > BOUND]
+    if wrong:
+        raise SystemExit(f"losses differ by more than {BOUND:g}: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()
