@@ -383,3 +383,16 @@ def test_predictions_of_recorded_steps() -> None:
     for which in ("exact", "with stale"):
         shares = [half["picked fastest or within 5 %"][which].split(" of ") for half in halves]
         assert sum(int(good) for good, _ in shares) >= 0.95 * sum(int(every) for _, every in shares)
+
+
+@pytest.mark.matrix
+def test_memory_above_a_frozen_base(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    figures = tmp_path / "figures.json"
+    small = ("--models", "ltx-video", "--tokens", 4, "--width-scale", 0.1)
+    ended = script("frozen_memory.py", *small, "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    case = json.loads(figures.read_text())["models"]["ltx-video"]
+    assert case["held"] < case["peak"]
+    assert case["loss off"] <= 1e-5
+    assert case["loss"][1] < case["loss"][0]

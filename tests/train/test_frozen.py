@@ -229,7 +229,7 @@ def test_a_fused_adapter_is_part_of_the_base(root, tmp_path):
     assert 0 < abs(found[0] - found[1]) < abs(plain - found[1])
 
 
-def test_weights_are_read_as_they_are_frozen(root):
+def test_weights_are_read_as_they_are_frozen(root, monkeypatch):
     """One by one from the files, or of a loaded pipeline; the layers outside of blocks that are narrow stay whole."""
     needs("nf4")
     read = read_pipeline_frozen(find_model(str(root / "flux")), "nf4").transformer
@@ -240,6 +240,12 @@ def test_weights_are_read_as_they_are_frozen(root):
     less = [name for name, module in read.named_modules() if isinstance(module, FrozenLinear)]
     assert any(name.startswith("single_transformer_blocks.0.") for name in less)
     assert type(read.x_embedder) is nn.Linear
+    # What is as wide on both sides is kept in fewer bits wherever it is.
+    monkeypatch.setattr(frozen, "WIDE", 32)
+    wide = frozen.layers_to_freeze(diffusers.FluxTransformer2DModel.from_config(read.config))
+    assert "context_embedder" in wide
+    assert "x_embedder" not in wide
+    monkeypatch.undo()
     # A second time nothing is left to do.
     freeze(read, "nf4")
     assert weights_fingerprint(read) == weights_fingerprint(loaded)
