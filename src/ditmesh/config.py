@@ -168,7 +168,6 @@ class ParallelConfig(BaseModel):
         int,
         Setting(
             "Set the number of PipeFusion stages: each has some of the blocks.",
-            untrained=f"{STALE}; use tensor to cut the weights",
         ),
     ] = Field(default=1, ge=1, le=MOST)
     shard: Annotated[
@@ -199,7 +198,6 @@ class ParallelConfig(BaseModel):
         Setting(
             "Set the number of blocks of every stage, or measure it.",
             form="5,7|measured",
-            untrained="training has no stages; leave it out",
         ),
     ] = "estimated"
     warmup: Annotated[

@@ -210,6 +210,21 @@ class Mesh:
         group.data, group._peers, group._renewed = self._links["alone"], group.world.ranks, []
         return group
 
+    @property
+    def leads_stage(self) -> bool:
+        """Whether this rank has the first place on all axes but pipe."""
+        return max(link.rank for link in (self.data, self.cfg, self.sequence, self.tensor)) == 0
+
+    def inside_stages(self) -> Mesh:
+        """This mesh as what runs alike on every stage sees it: stages are ranks that do the same.
+
+        For training, in which every stage runs the whole forward but for the blocks of others. Boundaries, and what is
+        compared between ranks, are those of this mesh.
+        """
+        group = copy.copy(self)
+        group.config = self.config.model_copy(update={"pipe": 1, "stages": "estimated", "speeds": None})
+        return group
+
     def shares_weights_as(self, config: ParallelConfig) -> bool:
         """Whether `shard` joins the ranks that a configuration says."""
         return (self.config.shard, self.config.replicas) == (config.shard, config.replicas)
@@ -293,7 +308,10 @@ class Mesh:
         # After a failure these are new links.
         self._state.refusal = None
         for link in firsts:
-            singly = {"pipe": [*pairwise(range(link.size))], "pipe_back": [(link.size - 1, 0)]}
+            onward = [*pairwise(range(link.size))]
+            # Predictions go back to the first stage, gradients to the one before.
+            backward = dict.fromkeys([(link.size - 1, 0), *((later, one) for one, later in onward)])
+            singly = {"pipe": onward, "pipe_back": [*backward]}
             link.connect_peers(self.device, self._deadline, singly.get(link.name, ()))
 
     def _join_links(self) -> list[Link]:

@@ -143,6 +143,10 @@ class SequenceParallel:
                 "do not skip the last block (skip_layers) on several ranks"
             )
 
+    def pass_over(self) -> None:
+        """The block in progress does not run on this rank: it makes no attention calls."""
+        self._call.ran = False
+
     def tokens(self) -> Partition:
         """The streams of the call in progress, by sequence rank."""
         return self._call.tokens
@@ -158,7 +162,7 @@ class SequenceParallel:
     def before_block(self, site: BlockSite, arguments: Arguments) -> None:
         """Cut this block's per-token arguments to this rank's tokens; at a region's first block, its streams too."""
         call = self._call
-        call.site, call.attention_calls = site, 0
+        call.site, call.attention_calls, call.ran = site, 0, True
         call.attention = site.region.attention
         if any(planned.unless or planned.only_if for planned in call.attention):
             call.attention = tuple(

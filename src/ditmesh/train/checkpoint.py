@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from ..comm.mesh import Mesh
 from ..core.files import digest_of_file, written_whole
 from ..errors import InputError
-from .storage import TensorPlanner, names_in, reader, writer
+from .storage import TensorPlanner, names_in, reader, sizes_of, writer
 
 MANIFEST = "manifest.json"
 # torch's warning when a single process saves.
@@ -63,7 +63,7 @@ class Checkpoints:
 
         Args:
             step: optimizer steps done.
-            state: nested mappings of tensors and DTensors.
+            state: nested mappings of tensors and DTensors; of a stage its own.
             facts: what is no tensor, as JSON can hold it; `facts_of` returns it.
             background: copy the state to host memory (pinned where there is a GPU) and return; a thread writes the
                 copy. After the first one the same memory is used again.
@@ -90,7 +90,9 @@ class Checkpoints:
         if problem is not None:
             self._settle(step, problem)
             return
-        options: dict[str, Any] = {"storage_writer": writer(part, state), "process_group": self._group}
+        # Stages have tensors of their own.
+        sizes = {name: size for one in self._mesh.pipe.all_gather_object(sizes_of(state)) for name, size in one.items()}
+        options: dict[str, Any] = {"storage_writer": writer(part, sizes), "process_group": self._group}
         options["no_dist"] = self._mesh.world_size == 1
         if not background:
             try:

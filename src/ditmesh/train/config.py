@@ -342,6 +342,7 @@ class TrainConfig(BaseModel):
             )
         if self.in_order and self.sharding != "none":
             yield f"sharding={self.sharding!r} adds gradients up as ranks have them; reproducible needs 'none'"
+        yield from self._problems_of_stages()
         if self.in_order:
             # Raises where the degrees are none of reproducible mode.
             _ = self.placement
@@ -355,6 +356,23 @@ class TrainConfig(BaseModel):
 
         if self.validation_data_dir is not None and self.validation_split:
             yield "validation_data_dir and validation_split both say which samples are held out; leave one out"
+
+    def _problems_of_stages(self) -> Iterator[str]:
+        pipe = self.parallel.pipe
+        if pipe == 1:
+            return
+        if self.in_order:
+            yield f"reproducible adds gradients up block by block on one device; with pipe={pipe} leave it out"
+        if self.sharding != "none":
+            yield (
+                f"sharding={self.sharding!r} shares out whole models, and pipe={pipe} has cut them into stages; use "
+                "sharding: none"
+            )
+        if self.data_speeds == "auto":
+            yield f"data_speeds='auto' times forwards, which wait for other stages of pipe={pipe}; give numbers"
+        for name, value in (("stages", self.parallel.stages), ("speeds", self.parallel.speeds)):
+            if value in ("measured", "auto"):
+                yield f"{name}={value!r} moves blocks between requests, and training keeps them; give numbers"
 
     def _problems_of_weights(self) -> Iterator[str]:
         if self.lora is not None and self.from_scratch:

@@ -37,7 +37,7 @@ def reduce_gradients(model: nn.Module, mesh: Mesh, inputs: Iterable[Tensor] = ()
     gradients = [leaf.grad for leaf in (*model.parameters(), *inputs) if leaf.grad is not None]
     size = dist.get_world_size(group)
     with torch.no_grad():
-        for bucket in _buckets(gradients):
+        for bucket in buckets(gradients):
             flat = _flatten_dense_tensors(bucket)
             dist.all_reduce(flat, group=group)
             flat /= size
@@ -56,16 +56,16 @@ def _reduce_in_order(model: nn.Module, mesh: Mesh) -> None:
             parameter.grad /= data.size
 
 
-def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Tensors of one dtype and device at a time, in their order."""
-    buckets: list[list[Tensor]] = []
+    found: list[list[Tensor]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         key = (tensor.dtype, tensor.device)
         bucket, size = filling.get(key, ([], BUCKET))
         if size >= BUCKET:
             bucket, size = [], 0
-            buckets.append(bucket)
+            found.append(bucket)
         bucket.append(tensor)
         filling[key] = (bucket, size + tensor.nbytes)
-    return buckets
+    return found

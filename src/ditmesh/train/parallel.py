@@ -18,6 +18,7 @@ from .config import TrainConfig
 from .dropout import TokenDropout, dropping, refusal
 from .frozen import host_digest
 from .speeds import DataSpeeds
+from .stages import TrainedStages
 from .sync import GradientSync, TensorSlicesOf
 from .token_subset import TokenSubset
 
@@ -58,12 +59,13 @@ class ParallelTraining:
         config: the run.
         mesh: the ranks.
         undo: gets what takes the ranks off the model again.
-        restore: undoes `parallelize`.
+        restore: undoes `parallelize`, or what it is given.
 
     Attributes:
         speeds: of the data ranks.
         subset: the tokens that a step works on; None without ``token_share``.
         slices: what tensor ranks hold.
+        stages: the blocks of the pipe ranks; None without them.
         sync: of the gradients.
 
     Raises:
@@ -77,7 +79,7 @@ class ParallelTraining:
         config: TrainConfig,
         mesh: Mesh,
         undo: ExitStack,
-        restore: Callable[[], None],
+        restore: Callable[..., None],
     ) -> None:
         if config.lora is not None and mesh.tensor.size > 1:
             raise ConfigError("tensor ranks split adapters again in every call; train lora with ulysses, ring or data")
@@ -95,10 +97,14 @@ class ParallelTraining:
         # Of the whole weights: `parallelize` cuts them.
         self.slices = TensorSlicesOf(model, mesh, "transformer.")
         if mesh.world_size > 1 or config.in_order:
-            parallelize(cast(Any, model), mesh.config, mesh=mesh)
+            inside = mesh.inside_stages()
+            parallelize(cast(Any, model), inside.config, mesh=inside)
             undo.callback(restore)
         if mesh.sequence.size > 1 and dropping(model):
             undo.callback(TokenDropout(model, mesh).close)
-        self.sync = GradientSync(trained, mesh, config.sharding, self.slices)
+        self.stages = TrainedStages(trained, model, config.parallel, mesh) if mesh.pipe.size > 1 else None
+        if self.stages is not None:
+            undo.callback(restore, self.stages.close)
+        self.sync = GradientSync(trained, mesh, config.sharding, self.slices, self.stages)
         # FSDP2 replaces the parameters.
         self.slices.follow(trained.named_parameters())

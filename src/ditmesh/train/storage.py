@@ -47,18 +47,23 @@ _CLASSES = {
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath"}
 
 
-def writer(folder: Path, state: dict[str, Any]) -> HuggingFaceStorageWriter:
-    """What writes the tensors of ``state`` into a folder, every rank its share, in files of a few GB.
+def sizes_of(state: dict[str, Any]) -> dict[str, int]:
+    """Bytes of every tensor of ``state``, by its name in a checkpoint."""
+    return {".".join(str(cast(Any, key).key) for key in path): v.nbytes for path, v in tree_flatten_with_path(state)[0]}
+
+
+def writer(folder: Path, sizes: dict[str, int]) -> HuggingFaceStorageWriter:
+    """What writes tensors into a folder, every rank its share, in files of a few GB.
 
     Args:
-        state: nested mappings with nothing but tensors at their ends, the same names and shapes on every rank.
+        sizes: bytes of the tensors of all ranks, by name, in the same order on every rank.
     """
     places, file, filled = dict[str, int](), 1, 0
-    for path, value in tree_flatten_with_path(state)[0]:
-        if filled and filled + value.nbytes > MOST_BYTES:
+    for name, size in sizes.items():
+        if filled and filled + size > MOST_BYTES:
             file, filled = file + 1, 0
-        filled += value.nbytes
-        places[".".join(str(cast(Any, key).key) for key in path)] = file
+        filled += size
+        places[name] = file
     return HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=places, save_distributed=True)
 
 

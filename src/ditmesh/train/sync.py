@@ -26,6 +26,7 @@ from ..strategies.tensor.slices import plan
 from .config import Sharding
 from .gradients import reduce_gradients
 from .ordered import OrderedGradients, weight_gradients
+from .stages import TrainedStages
 
 
 class GradientSync:
@@ -36,6 +37,7 @@ class GradientSync:
         mesh: the ranks.
         sharding: as in `TrainConfig`.
         slices: what tensor ranks hold.
+        stages: what pipe ranks hold, if there are several.
 
     Attributes:
         transformer: what to call in the place of the transformer.
@@ -47,8 +49,15 @@ class GradientSync:
         ConfigError: the sharding is not for what is trained.
     """
 
-    def __init__(self, modules: nn.ModuleDict, mesh: Mesh, sharding: Sharding, slices: TensorSlicesOf) -> None:
-        self._modules, self._mesh, self._slices = modules, mesh, slices
+    def __init__(
+        self,
+        modules: nn.ModuleDict,
+        mesh: Mesh,
+        sharding: Sharding,
+        slices: TensorSlicesOf,
+        stages: TrainedStages | None = None,
+    ) -> None:
+        self._modules, self._mesh, self._slices, self._stages = modules, mesh, slices, stages
         group = mesh.gradient_group
         self.is_sum = mesh.config.reproducible
         self.share = 1.0 if self.is_sum else 1.0 / mesh.sequence.size
@@ -120,6 +129,8 @@ class GradientSync:
         if not self.is_sum and group is not None and gradients:
             # DDP, FSDP2 and `reduce_gradients` take the mean.
             cast(Any, torch)._foreach_mul_(gradients, dist.get_world_size(group))
+        if self._stages is not None:
+            self._stages.add_up()
 
     def clip(self, most: float) -> float:
         """Clip the gradients of all ranks together to a norm; 0: only return it. Collective.
@@ -128,15 +139,23 @@ class GradientSync:
             The norm before, the same on every rank.
         """
         parameters = [p for p in self._modules.parameters() if p.grad is not None]
+        if self._stages is None:
+            norm = self._squares(parameters).sqrt()
+        else:
+            own, shared = self._stages.parted(parameters)
+            norm = (self._mesh.pipe.all_reduce(self._squares(own).reshape(1))[0] + self._squares(shared)).sqrt()
+        if most:
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return float(norm)
+
+    def _squares(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The squared norm of the gradients of parameters, or of their slices on all tensor ranks."""
         sliced, rest = self._slices.parted(parameters)
         total = self._norm(rest).square()
         if self._mesh.tensor.size > 1:
             # Zeros on the other ranks add nothing.
             total = total + self._mesh.tensor.all_reduce(self._norm(sliced).square().reshape(1))[0]
-        norm = total.sqrt()
-        if most:
-            torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
-        return float(norm)
+        return total
 
     def _norm(self, parameters: list[nn.Parameter]) -> Tensor:
         if not parameters:

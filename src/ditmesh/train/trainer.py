@@ -42,6 +42,7 @@ from .optimizers import begin_state, facts_of_state, fill_state, known_state, ra
 from .order import MicroBatch, shares
 from .parallel import ParallelTraining, trained_modules
 from .resuming import Differences, ResumeReport, differences
+from .stages import TrainedStages
 from .token_subset import on_grid, random_tokens
 from .trackers import check_trackers
 from .update import WeightUpdate
@@ -323,6 +324,9 @@ class Trainer:
         samples = sum(batch.count for batch in batches)
         # On the device until all are there: one that is read here would be waited for in every micro-batch.
         sums = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
+        if self.parallel.stages is not None:
+            self._pipelined(self.parallel.stages, [(number, batches[number]) for number in mine], sums, samples)
+            mine = []
         for place, number in enumerate(mine):
             with self.parallel.sync.accumulating(number, len(batches), is_last=place == len(mine) - 1):
                 with self.parallel.speeds.measured(batches[number].cost):
@@ -339,6 +343,21 @@ class Trainer:
             raise FloatingPointError(self.update.unchanged(f"the loss of step {self.step + 1} is {loss}"))
         norm, overflowed = self.update.apply(self.parallel.sync, self.step + 1)
         return StepResult(loss, norm, samples, overflowed)
+
+    def _pipelined(
+        self, stages: TrainedStages, batches: list[tuple[int, MicroBatch]], sums: Tensor, samples: int
+    ) -> None:
+        """Forward and backward of micro-batches, with their numbers, through the stages; adds to ``sums``."""
+
+        def forward(place: int) -> Tensor:
+            number, batch = batches[place]
+            losses = self._losses(batch)
+            sums[number] = losses.detach().double().sum()
+            return self.update.scaler.scale(losses.sum() * (self.parallel.sync.share / samples))
+
+        stages.run(len(batches), forward)
+        # Those of other stages mean nothing.
+        sums.copy_(stages.of_last(sums))
 
     def _losses(self, micro: MicroBatch) -> Tensor:
         # Random numbers of the model (dropout) also depend on the micro-batch and not on the rank.
@@ -416,14 +435,17 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights by name, whole, on the CPU; nothing on other ranks than the first. Collective."""
-        options = StateDictOptions(ignore_frozen_params=self.config.lora is not None)
+        options, stages = StateDictOptions(ignore_frozen_params=self.config.lora is not None), self.parallel.stages
         found: dict[str, Tensor] = {}
+        absent = set[str]() if stages is None else stages.absent
         for name, value in get_model_state_dict(self.trained, options=options).items():
+            if name in absent:
+                continue
             whole = self.parallel.slices.whole(name, cast(Tensor, value))
             whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            if self.mesh.rank == 0:
+            if self.mesh.rank == 0 or (stages is not None and self.mesh.leads_stage):
                 found[name] = whole.detach().to("cpu", copy=True)
-        return found
+        return found if stages is None or not self.mesh.leads_stage else stages.gathered(found)
 
     def _save(self, outcome: Outcome) -> None:
         # One at a time.
@@ -470,7 +492,8 @@ class Trainer:
         names, about = self.checkpoints.names(folder), facts.get("optimizer", {})
         begin_state(self.update.optimizer, self.update.named, about)
         state = self._state()
-        here = {f"model.{name}" for name in state["model"]}
+        own = set(state["model"])
+        here = {f"model.{name}" for name in (self.parallel.stages.names(own) if self.parallel.stages else own)}
         there = {name for name in names if name.startswith("model.")}
         for some, where in ((here - there, "not in the checkpoint"), (there - here, "not trained by this run")):
             if some:
@@ -516,9 +539,9 @@ class Trainer:
         """Restore the pipeline, with its trained weights. Collective."""
         self._undo.close()
 
-    def _restore(self) -> None:
+    def _restore(self, close: Callable[[], None] | None = None) -> None:
         try:
-            restore(self.pipe.transformer)
+            restore(self.pipe.transformer) if close is None else close()
         except PeerError:
             # Slices of weights cannot be put together: of a job that has failed, whose error is to be told, or in
             # FSDP2's shards, in which the weights stay.

@@ -425,14 +425,19 @@ def _of_patches(whole: Tensor, keys: Partition, link: PatchLink, seen: set[int],
 
 def skipped(site: BlockSite, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:
     """The output of a skipped block: its input streams, or the given ones."""
-    region = site.region
+    return passed_over(site.region, arguments, streams)
+
+
+def passed_over(region: Region, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:
+    """As `skipped`, of any block of a list."""
     values = {stream.name: arguments.get(stream.arg) for stream in region.streams}
     values.update(streams or {})
     if region.main.out is None:
         return values[region.main.name]
     result: list[Any] = [None] * (max(stream.out or 0 for stream in region.streams) + 1)
     for stream in region.streams:
-        result[stream.out or 0] = values[stream.name]
+        if stream.returned:
+            result[stream.out or 0] = values[stream.name]
     return tuple(result)
 
 

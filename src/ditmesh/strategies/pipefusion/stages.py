@@ -244,6 +244,9 @@ class StageWeights:
         lengths: blocks of every stage.
         link: the stages.
         device: where tensors that are sent may lie.
+
+    Attributes:
+        movable: ids of the tensors that one stage alone has.
     """
 
     def __init__(
@@ -254,7 +257,7 @@ class StageWeights:
         self._model, self._device = model, device
         # Adapters that are loaded later are on every stage.
         kept = kept_parameters(model, layout)
-        self._movable = {
+        self.movable = {
             id(part)
             for block in self._blocks
             for parameter in block.parameters()
@@ -267,7 +270,7 @@ class StageWeights:
                 raise InputError(
                     "this model was loaded for other stages; load it with the configuration it is to run with"
                 )
-            if stages[number] != link.rank and parameter.numel() and id(parameter) in self._movable:
+            if stages[number] != link.rank and parameter.numel() and id(parameter) in self.movable:
                 give_up(parameter)
         self._allow_saving = refuse_saving(
             model, InputError("saving would write this stage's blocks only; call ditmesh.restore(...) first")
@@ -283,7 +286,7 @@ class StageWeights:
             lengths: blocks of every stage, as many in all as before.
         """
         rank, stages = self.link.rank, stage_of(lengths)
-        weights = [(stages[number], p) for number, p in self._parameters() if id(p) in self._movable]
+        weights = [(stages[number], p) for number, p in self._parameters() if id(p) in self.movable]
         held = self._held([parameter for _, parameter in weights])
         with torch.no_grad():
             for (stage, parameter), holders in zip(weights, held, strict=True):
