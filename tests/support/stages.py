@@ -42,7 +42,14 @@ def made(name: str, dtype: torch.dtype, adapted: bool, checkpointing: bool, bloc
         model.requires_grad_(False)
         torch.manual_seed(5)
         model.add_adapter(lora.settings(4))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                # Half of them are zeros, and the other half has no gradient then.
+                parameter.data.add_(0.05 * torch.randn(parameter.shape, dtype=dtype))
     model.train()
+    for module in model.modules():
+        if hasattr(module, "dropout_prob"):
+            module.dropout_prob = 0.0
     if checkpointing:
         model.enable_gradient_checkpointing()
     return model
@@ -123,7 +130,9 @@ def _staged_step(
         stages.run(len(mine), lambda place: losses_of(model, mine[place]) * sync.share)
         sync.reduce([])
         found = collected(model)
-        own = {key: value for key, value in truth.items() if key in found}
+        # Of this stage, and of tensor ranks their slices.
+        cut = made_parallel.slices.own
+        own = {key: cut(f"transformer.{key}", value) for key, value in truth.items() if key in found}
         result: dict[str, Any] = {"gradients": error(found, own), "names": sorted(found), "held": held}
         result["under way"] = stages.most_under_way
         with torch.no_grad():

@@ -55,6 +55,8 @@ LINKS: dict[str, tuple[str, ...]] = {
     "tensor": ("tensor",),
     # What `Mesh.data_group` has in place of world and data.
     "group": AXES[1:],
+    # What `Mesh.inside_stages` has in place of these.
+    "stage": ("cfg", "ring", "ulysses", "tensor"),
     # Ranks that hold a part each of equal weights: of those that differ on these axes, so many neighbours.
     "shard": REPLICAS,
     "alone": (),
@@ -186,7 +188,9 @@ class Mesh:
             self._links = {name: links.get(name) or Link(name, [0], 0, self.traffic) for name in LINKS}
         else:
             # Without a data axis the group is the world.
-            absent = {name for name, there in (("group", config.data > 1), ("shard", config.shard > 1)) if not there}
+            staged = config.pipe > 1 and config.inputs == "per-data-rank"
+            some = ("group", config.data > 1), ("shard", config.shard > 1), ("stage", staged)
+            absent = {name for name, there in some if not there}
             self._links = {name: self._link(name) for name in LINKS if name not in absent}
         try:
             self._connect()
@@ -216,12 +220,15 @@ class Mesh:
         return max(link.rank for link in (self.data, self.cfg, self.sequence, self.tensor)) == 0
 
     def inside_stages(self) -> Mesh:
-        """This mesh as what runs alike on every stage sees it: stages are ranks that do the same.
+        """This mesh as what runs inside of a stage sees it: without the pipe axis.
 
-        For training, in which every stage runs the whole forward but for the blocks of others. Boundaries, and what is
-        compared between ranks, are those of this mesh.
+        For training, in which every stage calls the transformer in a rhythm of its own. In the place of the ranks of a
+        data rank (`data_group`) are those of them in this stage. The mesh is one with ``inputs="per-data-rank"``.
         """
+        if self.config.pipe == 1:
+            return self
         group = copy.copy(self)
+        group._links = {**self._links, "group": self._links["stage"]}
         group.config = self.config.model_copy(update={"pipe": 1, "stages": "estimated", "speeds": None})
         return group
 
