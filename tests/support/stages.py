@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
+import diffusers
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
 import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.engine import restore
-from ditmesh.strategies.pipefusion.stages import ABSENT
+from ditmesh.generate.model_info import find_model
+from ditmesh.layout import layout_of
+from ditmesh.strategies.pipefusion.stages import blocks_of
 from ditmesh.train import TrainConfig
 from ditmesh.train.parallel import ParallelTraining
+from ditmesh.train.stages import TrainedStages
+from ditmesh.train.trainer import Trainer
 from support import lora
 from support.gradients import error, fresh, in_double, loss_of
 from support.models import sizes, tiny
@@ -29,8 +37,10 @@ def calls(name: str, count: int, dtype: torch.dtype, first: int = 0) -> list[dic
     return [{k: v.detach() if isinstance(v, Tensor) else v for k, v in one.items()} for one in made]
 
 
-def made(name: str, dtype: torch.dtype, adapted: bool, checkpointing: bool, blocks: dict[str, int]) -> nn.Module:
-    """A tiny model; ``blocks``: other numbers of them."""
+def made(
+    name: str, dtype: torch.dtype, adapted: bool, checkpointing: bool, blocks: dict[str, int], targets: list[str] | None
+) -> nn.Module:
+    """A tiny model; ``blocks``: other numbers of them; ``targets``: of adapters."""
     model = copy.deepcopy(tiny(name))
     if blocks:
         torch.manual_seed(4)
@@ -41,7 +51,7 @@ def made(name: str, dtype: torch.dtype, adapted: bool, checkpointing: bool, bloc
     if adapted:
         model.requires_grad_(False)
         torch.manual_seed(5)
-        model.add_adapter(lora.settings(4))
+        model.add_adapter(lora.settings(4) if targets is None else LoraConfig(r=4, target_modules=targets))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 # Half of them are zeros, and the other half has no gradient then.
@@ -71,35 +81,37 @@ def staged_step(
     checkpointing: bool = False,
     autocast: bool = False,
     blocks: dict[str, int] | None = None,
+    targets: list[str] | None = None,
 ) -> dict[str, Any]:
     """One step of ``count`` micro-batches on every data rank, in float64, or in bf16 autocast.
 
     Returns:
-        Of this rank: the worst error of a gradient and whose it is, the share of the weights that it holds, the largest
-        number of micro-batches under way, the error of a prediction without gradients, the clipped norm's error.
+        Of this rank: the worst error of a gradient and whose it is; the shares of the weights, and of weights, gradients
+        and AdamW's state that it holds; the largest number of micro-batches under way, and of losses whose graphs were
+        there at once; the errors of a prediction without gradients, and of the gradients' norm.
     """
     dtype = torch.float32 if autocast else torch.float64
     with ExitStack() as stack:
         if not autocast:
             stack.enter_context(in_double(name))
-        return _staged_step(name, parallel, count, adapted, checkpointing, autocast, blocks or {}, dtype)
+        model = made(name, dtype, adapted, checkpointing, blocks or {}, targets)
+        return _staged_step(model, name, parallel, count, adapted, autocast, dtype)
 
 
 def _staged_step(
+    model: nn.Module,
     name: str,
     parallel: dict[str, Any],
     count: int,
     adapted: bool,
-    checkpointing: bool,
     autocast: bool,
-    blocks: dict[str, int],
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     def losses_of(model: nn.Module, call: dict[str, Any]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return loss_of(model, call)
 
-    model, data = made(name, dtype, adapted, checkpointing, blocks), parallel.get("data", 1)
+    data = parallel.get("data", 1)
     every = calls(name, count * data, dtype)
     alone = copy.deepcopy(model)
     for call in every:
@@ -127,19 +139,43 @@ def _staged_step(
         assert stages is not None
         held = sum(p.numel() for p in model.parameters()) / total
         mine = every[mesh.data.rank :: data]
-        stages.run(len(mine), lambda place: losses_of(model, mine[place]) * sync.share)
+        graphs, alive = 0, list[weakref.ref[Tensor]]()
+
+        def forward(place: int) -> Tensor:
+            nonlocal graphs
+            loss = losses_of(model, mine[place]) * sync.share
+            # What a block of this stage has made lives as long as its graph.
+            alive.append(weakref.ref(seen.pop()))
+            seen.clear()
+            graphs = max(graphs, sum(one() is not None for one in alive))
+            return loss
+
+        seen = list[Tensor]()
+        block = blocks_of(model, layout_of(model))[stages.first][1]
+        watching = block.register_forward_hook(lambda *given: seen.append(first_of(given[-1])), prepend=True)
+        stages.run(len(mine), forward)
+        watching.remove()
         sync.reduce([])
         found = collected(model)
         # Of this stage, and of tensor ranks their slices.
         cut = made_parallel.slices.own
         own = {key: cut(f"transformer.{key}", value) for key, value in truth.items() if key in found}
         result: dict[str, Any] = {"gradients": error(found, own), "names": sorted(found), "held": held}
-        result["under way"] = stages.most_under_way
+        result |= {"under way": stages.most_under_way, "graphs": graphs, "trained": sorted(truth)}
+        result["stages from here"] = stages.link.size - stages.link.rank
         with torch.no_grad():
             prediction = model(**every[0])[0]
         result["prediction"] = float((prediction - expected).abs().max() / expected.abs().max())
         result["norm"] = abs(sync.clip(0.0) / float(norm) - 1)
-        result["absent"] = sorted(n for n, p in model.named_parameters() if hasattr(p, ABSENT))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        optimizer.step()
+        kept = [p.numel() + (0 if p.grad is None else p.grad.numel()) for p in model.parameters()]
+        states = [v.numel() for state in optimizer.state.values() for v in state.values() if v.dim()]
+        result["kept"] = (sum(kept) + sum(states)) / (4 * total)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(cut(f"transformer.{key}", before[key]))
     finally:
         undo.close()
     after = model.state_dict()
@@ -155,3 +191,34 @@ def refused(name: str, parallel: dict[str, Any], **more: Any) -> str:
     except ditmesh.ConfigError as found:
         return str(found)
     return "nothing is wrong"
+
+
+def first_of(output: Any) -> Tensor:
+    """A tensor of a block's output that has a graph."""
+    given = output if isinstance(output, tuple) else (output,)
+    return next(one for one in given[::-1] if isinstance(one, Tensor) and one.requires_grad)
+
+
+FAULTS = {
+    "glue is not added up": (TrainedStages, "add_up", lambda self: None),
+    "a gradient is not sent back": (torch, "zeros_like", torch.zeros_like),
+    "blocks run twice": (TrainedStages, "_nowhere", lambda self, region, arguments: None),
+}
+
+
+def faulty_step(fault: str) -> dict[str, Any]:
+    """A step in which something of the stages is wrong."""
+    owner, name, replacement = FAULTS[fault]
+    with mock.patch.object(owner, name, replacement):
+        return staged_step("SD3", {"pipe": 2})
+
+
+def curve(given: dict[str, Any], until: int | None = None) -> dict[str, Tensor]:
+    """A training run, and its averaged weights, on the first rank."""
+    config = TrainConfig.read(given)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(find_model(config.pretrained_model_name_or_path).files)
+    pipe.set_progress_bar_config(disable=True)
+    with Trainer(config, pipe, timeout=100.0) as trainer:
+        trainer.run(until=until)
+        with trainer.update.averaged():
+            return trainer.weights()

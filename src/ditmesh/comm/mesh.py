@@ -109,6 +109,14 @@ def _current(device: torch.device | str | None) -> torch.device:
     return device
 
 
+def _links_of(config: ParallelConfig) -> list[str]:
+    """The links that a configuration needs."""
+    # Without a data axis the group is the world.
+    staged = config.pipe > 1 and config.inputs == "per-data-rank"
+    some = {"group": config.data > 1, "shard": config.shard > 1, "stage": staged}
+    return [name for name in LINKS if some.get(name, True)]
+
+
 class Mesh:
     """The ranks of one configuration, laid out as a grid of axes, with one `Link` per axis.
 
@@ -187,11 +195,7 @@ class Mesh:
         if links is not None:
             self._links = {name: links.get(name) or Link(name, [0], 0, self.traffic) for name in LINKS}
         else:
-            # Without a data axis the group is the world.
-            staged = config.pipe > 1 and config.inputs == "per-data-rank"
-            some = ("group", config.data > 1), ("shard", config.shard > 1), ("stage", staged)
-            absent = {name for name, there in some if not there}
-            self._links = {name: self._link(name) for name in LINKS if name not in absent}
+            self._links = {name: self._link(name) for name in _links_of(config)}
         try:
             self._connect()
         except BaseException:

@@ -370,6 +370,8 @@ class TrainConfig(BaseModel):
             )
         if self.data_speeds == "auto":
             yield f"data_speeds='auto' times forwards, which wait for other stages of pipe={pipe}; give numbers"
+        if self.lora is not None and self.lora.dropout:
+            yield f"lora.dropout={self.lora.dropout:g}: stages of pipe={pipe} draw no masks for others; leave it out"
         for name, value in (("stages", self.parallel.stages), ("speeds", self.parallel.speeds)):
             if value in ("measured", "auto"):
                 yield f"{name}={value!r} moves blocks between requests, and training keeps them; give numbers"

@@ -18,7 +18,7 @@ from .config import TrainConfig
 from .dropout import TokenDropout, dropping, refusal
 from .frozen import host_digest
 from .speeds import DataSpeeds
-from .stages import TrainedStages
+from .stages import TrainedStages, warn_of_bubble
 from .sync import GradientSync, TensorSlicesOf
 from .token_subset import TokenSubset
 
@@ -105,6 +105,8 @@ class ParallelTraining:
         self.stages = TrainedStages(trained, model, config.parallel, mesh) if mesh.pipe.size > 1 else None
         if self.stages is not None:
             undo.callback(restore, self.stages.close)
+            if mesh.rank == 0:
+                warn_of_bubble(mesh.pipe.size, config.accumulation)
         self.sync = GradientSync(trained, mesh, config.sharding, self.slices, self.stages)
         # FSDP2 replaces the parameters.
         self.slices.follow(trained.named_parameters())

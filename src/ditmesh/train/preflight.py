@@ -97,12 +97,14 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
         kind = getattr(diffusers, info.pipeline_class, None)
         if isinstance(kind, type):
             check_observable(kind, "transformer_2" in parts and info.index["transformer_2"][0] is not None, config)
-    if config.lora is not None:
-        _check_lora(config.lora, info, config)
+    _check_lora(config.lora, info, config)
+    _check_stages(config.parallel, info)
 
 
-def _check_lora(lora: LoraConfig, info: ModelInfo, config: TrainConfig) -> None:
+def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -> None:
     """Reject adapters of modules that do not exist, or that cannot be loaded again."""
+    if lora is None:
+        return
     import diffusers
 
     from ..layout.describe import on_meta
@@ -116,3 +118,20 @@ def _check_lora(lora: LoraConfig, info: ModelInfo, config: TrainConfig) -> None:
     check_base(lora)
     if hasattr(diffusers, info.transformer_class):
         targets_of(on_meta(info.transformer_class, info.transformer), lora)
+
+
+def _check_stages(config: ParallelConfig, info: ModelInfo) -> None:
+    """Reject a transformer with blocks that cannot be cut into the stages of ``pipe``."""
+    if config.pipe == 1:
+        return
+    from ..layout import layout_of
+    from ..layout.describe import on_meta
+    from ..strategies.pipefusion.stages import first_cut
+    from .stages import refusal
+
+    model = on_meta(info.transformer_class, info.transformer)
+    layout = layout_of(model)
+    problem = refusal(info.transformer_class, layout, config)
+    if problem is not None or layout is None:
+        raise ConfigError(problem or info.transformer_class)
+    first_cut(model, layout, config)

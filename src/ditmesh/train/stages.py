@@ -9,6 +9,7 @@ glue's weights every stage has a part of the gradient, and the sum over the stag
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -37,12 +38,13 @@ from ..strategies.sequence import result_of, with_result
 from .dropout import dropping
 from .gradients import buckets
 
+logger = logging.getLogger(__name__)
+
 # Words of the message that says what follows: a number of streams, and for each its dtype, its dimensions, its sizes.
 _WORDS, _END = 64, -2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Kinds of calls whose messages are known; a run has a few sizes of pictures and lengths of captions.
 _FORMS = 4096
-
 
 
 def refusal(name: str, layout: TokenLayout | None, config: ParallelConfig) -> str | None:
@@ -60,8 +62,25 @@ def refusal(name: str, layout: TokenLayout | None, config: ParallelConfig) -> st
         reason = "its block lists run by turns, and a stage is a run of blocks of one list after the other"
     elif any(region.local for region in layout.regions):
         reason = "its blocks are passed results of much earlier ones (long skips), which stages do not send on"
-    return None if reason is None else f"{name} cannot be trained with pipe={config.pipe}: {reason}; use ulysses, ring, "\
-        "tensor or sharding: fsdp"
+    return (
+        None
+        if reason is None
+        else f"{name} cannot be trained with pipe={config.pipe}: {reason}; use ulysses, ring, tensor or sharding: fsdp"
+    )
+
+
+def warn_of_bubble(stages: int, micro_batches: int) -> None:
+    """Say so where a step has fewer micro-batches than stages, which then wait most of the time."""
+    if micro_batches < stages:
+        idle = (stages - 1) / (micro_batches + stages - 1)
+        logger.warning(
+            "pipe=%d with %d micro-batch%s a step: every stage waits for %.0f %% of it; set "
+            "gradient_accumulation_steps (or global_batch_size) to several times pipe",
+            stages,
+            micro_batches,
+            "" if micro_batches == 1 else "es",
+            100 * idle,
+        )
 
 
 @dataclass
@@ -100,9 +119,7 @@ class TrainedStages:
         ConfigError: the model's blocks cannot be cut into these stages, or a stage would have nothing to train.
     """
 
-    def __init__(
-        self, trained: nn.ModuleDict, model: nn.Module, config: ParallelConfig, mesh: Mesh
-    ) -> None:
+    def __init__(self, trained: nn.ModuleDict, model: nn.Module, config: ParallelConfig, mesh: Mesh) -> None:
         layout, name = layout_of(model), type(model).__name__
         problem = refusal(name, layout, config)
         if problem is not None or layout is None:
@@ -218,7 +235,7 @@ class TrainedStages:
             gradients = self._back.receive(likes, self._back.rank + 1).wait()
             pairs = [pair for pair in zip(left, gradients, strict=True) if pair[0].requires_grad]
             if pairs:
-                torch.autograd.backward(*zip(*pairs, strict=True))
+                torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
         if not self.is_first:
             back = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in record.arrived]
             self._sent.append(self._back.send(back, self._back.rank - 1))
