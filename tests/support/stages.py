@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 import ditmesh
+from ditmesh.comm import PeerError
 from ditmesh.comm.mesh import Mesh
 from ditmesh.engine import restore
 from ditmesh.generate.model_info import find_model
@@ -86,9 +88,9 @@ def staged_step(
     """One step of ``count`` micro-batches on every data rank, in float64, or in bf16 autocast.
 
     Returns:
-        Of this rank: the worst error of a gradient and whose it is; the shares of the weights, and of weights, gradients
-        and AdamW's state that it holds; the largest number of micro-batches under way, and of losses whose graphs were
-        there at once; the errors of a prediction without gradients, and of the gradients' norm.
+        Of this rank: the worst error of a gradient and whose it is; the shares of the weights, and of weights,
+        gradients and AdamW's state that it holds; the largest number of micro-batches under way, and of graphs that
+        were there at once; the errors of a prediction without gradients, and of the gradients' norm.
     """
     dtype = torch.float32 if autocast else torch.float64
     with ExitStack() as stack:
@@ -139,20 +141,18 @@ def _staged_step(
         assert stages is not None
         held = sum(p.numel() for p in model.parameters()) / total
         mine = every[mesh.data.rank :: data]
-        graphs, alive = 0, list[weakref.ref[Tensor]]()
+        graphs, alive = 0, weakref.WeakSet[Marked]()
 
         def forward(place: int) -> Tensor:
             nonlocal graphs
             loss = losses_of(model, mine[place]) * sync.share
-            # What a block of this stage has made lives as long as its graph.
-            alive.append(weakref.ref(seen.pop()))
-            seen.clear()
-            graphs = max(graphs, sum(one() is not None for one in alive))
+            graphs = max(graphs, len(alive))
             return loss
 
-        seen = list[Tensor]()
-        block = blocks_of(model, layout_of(model))[stages.first][1]
-        watching = block.register_forward_hook(lambda *given: seen.append(first_of(given[-1])), prepend=True)
+        layout = layout_of(model)
+        assert layout is not None
+        block = blocks_of(model, layout)[stages.first][1]
+        watching = block.register_forward_pre_hook(partial(marked, alive), with_kwargs=True)
         stages.run(len(mine), forward)
         watching.remove()
         sync.reduce([])
@@ -176,8 +176,13 @@ def _staged_step(
             for key, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     parameter.copy_(cut(f"transformer.{key}", before[key]))
-    finally:
-        undo.close()
+    except BaseException:
+        # As the trainer does: its own error is to be told.
+        mesh.abandon()
+        with suppress(PeerError):
+            undo.close()
+        raise
+    undo.close()
     after = model.state_dict()
     result["restored"] = all(torch.equal(after[key], value) for key, value in before.items())
     result["trains again"] = all(p.requires_grad or adapted for p in model.parameters())
@@ -193,23 +198,54 @@ def refused(name: str, parallel: dict[str, Any], **more: Any) -> str:
     return "nothing is wrong"
 
 
-def first_of(output: Any) -> Tensor:
-    """A tensor of a block's output that has a graph."""
-    given = output if isinstance(output, tuple) else (output,)
-    return next(one for one in given[::-1] if isinstance(one, Tensor) and one.requires_grad)
+class Marked:
+    """Lives as long as a graph."""
 
 
-FAULTS = {
-    "glue is not added up": (TrainedStages, "add_up", lambda self: None),
-    "a gradient is not sent back": (torch, "zeros_like", torch.zeros_like),
-    "blocks run twice": (TrainedStages, "_nowhere", lambda self, region, arguments: None),
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, alive: weakref.WeakSet[Marked]) -> Tensor:
+        ctx.mark = Marked()
+        alive.add(ctx.mark)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+def marked(alive: weakref.WeakSet[Marked], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Mark the graph that a block's call is part of."""
+    if torch._C._current_graph_task_id() >= 0:
+        # Activation checkpointing.
+        return None
+    if args:
+        return (_Mark.apply(args[0], alive), *args[1:]), kwargs
+    name = next(iter(kwargs))
+    return args, {**kwargs, name: _Mark.apply(kwargs[name], alive)}
+
+
+def halved(back: Any, self: TrainedStages, record: Any, loss: Tensor) -> None:
+    for leaf in record.arrived:
+        leaf.register_hook(lambda gradient: gradient / 2)
+    back(self, record, loss)
+
+
+# A method of `TrainedStages`, and what takes its place, given the method.
+FAULTS: dict[str, tuple[str, Any]] = {
+    "glue is not added up": ("add_up", lambda _: lambda self: None),
+    "gradients change on the way": ("_backward", lambda back: lambda *given: halved(back, *given)),
+    "gradients do not go back": (
+        "_arrive",
+        lambda arrive: lambda *given: {name: value.detach() for name, value in arrive(*given).items()},
+    ),
 }
 
 
 def faulty_step(fault: str) -> dict[str, Any]:
     """A step in which something of the stages is wrong."""
-    owner, name, replacement = FAULTS[fault]
-    with mock.patch.object(owner, name, replacement):
+    name, wrong = FAULTS[fault]
+    with mock.patch.object(TrainedStages, name, wrong(getattr(TrainedStages, name))):
         return staged_step("SD3", {"pipe": 2})
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,17 +18,18 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.train import TrainConfig
 from ditmesh.train.preflight import check_run, check_settings
 from ditmesh.train.stages import warn_of_bubble
-from support.stages import curve, faulty_step, refused, staged_step
+from support.stages import FAULTS, curve, faulty_step, refused, staged_step
 from support.train import folder_of, settings
 
 CASES = [
     # The layers of a list on both sides of the cut, two lists, and glue that all stages have a part of.
     ("SD3", {"pipe": 2}, {"checkpointing": True}),
     ("Flux", {"pipe": 2}, {"count": 5}),
-    ("PixArt", {"pipe": 2}, {"adapted": True}),
+    ("PixArt", {"pipe": 2}, {}),
     # Its end uses a module of its first block.
     ("DiT", {"pipe": 2}, {}),
     ("Wan", {"pipe": 2}, {"checkpointing": True}),
+    ("Flux", {"pipe": 2}, {"adapted": True, "checkpointing": True}),
     ("Flux", {"pipe": 4}, {"count": 6}),
     ("SD3", {"pipe": 2, "ulysses": 2}, {"checkpointing": True}),
     ("Wan", {"pipe": 2, "data": 2}, {}),
@@ -37,7 +39,7 @@ CASES = [
         for name, parallel, more in [
             ("Flux", {"pipe": 2, "ulysses": 2}, {}),
             ("Flux", {"pipe": 2, "ring": 2}, {"checkpointing": True}),
-            ("Flux", {"pipe": 2}, {"adapted": True, "checkpointing": True}),
+            ("PixArt", {"pipe": 2}, {"checkpointing": True}),
             ("PixArt", {"pipe": 2, "data": 2}, {}),
             ("PixArt", {"pipe": 2, "tensor": 2}, {}),
             ("SD3", {"pipe": 2, "tensor": 2}, {"checkpointing": True}),
@@ -62,7 +64,9 @@ def test_gradients_are_those_of_one_device(ranks, name, parallel, more):
         assert result["restored"]
         assert result["trains again"]
         # Counted on the graphs that there are: of a step's micro-batches as many as stages follow, and this one.
-        assert result["under way"] == result["graphs"] == min(more.get("count", 3), result["stages from here"])
+        assert result["under way"] == min(more.get("count", 3), result["stages from here"])
+        # Frozen weights keep nothing.
+        assert result["graphs"] == result["under way"] or "adapted" in more
     # Together they have every gradient.
     every = {name for result in found for name in result["names"]}
     assert every == set(found[0]["trained"])
@@ -83,7 +87,7 @@ def test_a_stage_holds_its_share(ranks):
         assert result["kept"] <= 0.55
 
 
-@pytest.mark.parametrize("fault", ["glue is not added up", "a gradient is not sent back", "blocks run twice"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows(ranks, fault):
     """The comparison fails where it should."""
     assert max(result["gradients"][0] for result in ranks(2).run(faulty_step, fault)) > 1e-3
@@ -101,6 +105,13 @@ def test_what_stages_cannot_do_is_refused(ranks):
     said, other = pool.run(refused, "Flux", {"pipe": 2, "stages": [2, 2]}, adapted=True, targets=["attn.to_out.0"])
     assert said == other
     assert "stage 1 of pipe=2 has nothing to train" in said
+
+
+def checked(given):
+    """As the command does before it starts ranks."""
+    config = TrainConfig.read(given)
+    check_settings(config)
+    check_run(config, find_model(config.pretrained_model_name_or_path))
 
 
 @pytest.mark.parametrize(
@@ -123,9 +134,7 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path, more, words):
     data = folder_of(tmp_path / "data", 2)
     given = settings(data, tmp_path / "out", **{"parallel": {"pipe": 2}, **more})
     with pytest.raises(ditmesh.ConfigError, match=re.escape(words)):
-        config = TrainConfig.read(given)
-        check_settings(config)
-        check_run(config, find_model(config.pretrained_model_name_or_path))
+        checked(given)
 
 
 def test_few_micro_batches_are_warned_of(caplog):
@@ -190,7 +199,7 @@ def test_the_command_trains_on_stages(ranks, kept_ranks, data, tmp_path, model, 
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(given))
     for name, change in (("alone", []), ("staged", ["--devices", "2", "--pipe", "2"])):
         arguments = ["train", str(tmp_path / "run.yaml"), *change, "--set", f"output_dir={tmp_path / name}"]
-        assert main([*arguments, "--device", "cpu"]) == 0
+        assert main([*arguments, "--device", "cpu", "--threads", "1"]) == 0
     tolerance = 1e-2 if "mixed_precision" in more else 1e-5
     for found, truth in zip(rows(tmp_path / "staged"), rows(tmp_path / "alone"), strict=True):
         assert found[0] == pytest.approx(truth[0], rel=tolerance)
@@ -202,7 +211,8 @@ def test_the_command_trains_on_stages(ranks, kept_ranks, data, tmp_path, model, 
     images = sorted(path.name for path in (tmp_path / "staged" / "validation").glob("*"))
     assert bool(images) == ("validation_prompts" in more)
     if images:
-        from PIL import Image, ImageChops
+        from PIL import Image
 
-        pictures = [Image.open(tmp_path / name / "validation" / images[0]) for name in ("staged", "alone")]
-        assert max(most for _, most in ImageChops.difference(*pictures).getextrema()) <= 2
+        one, other = (Image.open(tmp_path / name / "validation" / images[0]) for name in ("staged", "alone"))
+        assert max(one.size) > 1
+        assert np.abs(np.asarray(one, int) - np.asarray(other, int)).max() <= 2

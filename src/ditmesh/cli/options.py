@@ -425,7 +425,9 @@ else:
             "data": "Give this many groups of ranks samples of their own; by default all devices.",
             "reproducible": "Train to the same bits on any number of devices; this is slower.",
             "tiles": "Cut the tokens into this many pieces in reproducible mode; they decide the bits.",
-            "speeds": "Give the relative speeds of the ranks that share tokens: faster ones get more.",
+            "pipe": "Cut the blocks into this many stages; the micro-batches of a step go through them.",
+            "stages": "Set the number of blocks of every stage.",
+            "speeds": "Give the relative speeds of sequence ranks, or of stages: faster ones get more.",
         },
     )
 
