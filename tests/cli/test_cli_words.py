@@ -134,7 +134,7 @@ def test_words_that_are_alike_are_all_offered() -> None:
         ("--set pretrained_model_name_or_path=./none", "no such folder"),
         ("--set pretrained_model_name_or_path=strange", "DiTPipeline cannot be trained: it takes no prompt"),
         ("--cfg 2", "cfg=2 is not for training"),
-        ("--pipe 2", "pipe=2 is not for training"),
+        ("--patches 2", "patches=2 is not for training"),
         ("--shard 2 --data 2", "shard=2 is not for training"),
         ("--vae bands", "vae=bands is not for training"),
         ("--compile inductor", "compile=inductor is not for training"),
@@ -201,8 +201,8 @@ def test_common_options_come_first_and_training_has_its_own(capsys: pytest.Captu
     assert {"model", "devices", "steps", "size", "seed", "out"} <= set(panels["Common options"])
     assert None not in panels
     training = {option.name for option in options_of("train")}
-    assert {"data", "ulysses", "ring", "tensor", "reproducible"} <= training
-    refused = {"cfg", "pipe", "patches", "stages", "exchange", "warmup", "compress", "compile", "vae", "text_encoder"}
+    assert {"data", "ulysses", "ring", "tensor", "pipe", "stages", "reproducible"} <= training
+    refused = {"cfg", "patches", "exchange", "warmup", "compress", "compile", "vae", "text_encoder"}
     assert not training & refused
 
 

@@ -147,7 +147,8 @@ class TrainConfig(BaseModel):
         snr_gamma: min-SNR loss weights of epsilon- and v-prediction (Hang et al. 2023, arXiv:2303.09556).
 
     Machine
-        parallel: the axes of `ParallelConfig`; ``data`` ranks train on different samples.
+        parallel: the axes of `ParallelConfig`; ``data`` ranks train on different samples, and ``pipe`` ranks have a run
+            of the blocks each, through which the micro-batches of a step go.
         data_speeds: relative speeds of the data ranks, by which micro-batches are distributed: numbers, or ``auto``
             (measured over the last steps); None: equal. The distribution changes only the rounding of the curve.
         sharding: ``ddp`` or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none`` (gradients are averaged
