@@ -126,6 +126,8 @@ def checked(given):
         ({"parallel": {"pipe": 2, "patches": 4}}, "patches=4 is not for training"),
         ({"lora": {"dropout": 0.1}}, "lora.dropout=0.1"),
         ({"token_share": 0.5}, "token_share=0.5"),
+        # Its step depends on the size of whole matrices.
+        ({"optimizer": "Adafactor"}, "looks at whole weights, of which ranks hold parts with pipe=2"),
         ({"parallel": {"pipe": 99}}, "pipe=99"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

@@ -204,8 +204,9 @@ def check_optimizer(config: TrainConfig) -> None:
     if problem is not None:
         raise ConfigError(f"optimizer={config.optimizer!r} {problem}; use another one")
     fsdp = config.sharding == "fsdp" and config.parallel.world_size > 1
-    if (fsdp or config.parallel.tensor > 1) and not _is_elementwise(config):
-        way = f"tensor={config.parallel.tensor}" if config.parallel.tensor > 1 else "sharding='fsdp'"
+    cuts = [f"{axis}={degree}" for axis in ("tensor", "pipe") if (degree := getattr(config.parallel, axis)) > 1]
+    if (fsdp or cuts) and not _is_elementwise(config):
+        way = cuts[0] if cuts else "sharding='fsdp'"
         raise ConfigError(
             f"optimizer={config.optimizer!r} looks at whole weights, of which ranks hold parts with {way}; use data, "
             "ulysses or ring with sharding ddp or none, or AdamW"

@@ -264,6 +264,12 @@ class TrainedStages:
         """The names of all stages. Collective."""
         return set().union(*self.link.all_gather_object(set(own)))
 
+    def together(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """What `facts_of_state` returns, of the parameters of all stages. Collective."""
+        every = self.link.all_gather_object(facts)
+        named = {key: {name: one for part in every for name, one in part[key].items()} for key in ("numbers", "shapes")}
+        return {**facts, **named}
+
     def gathered(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """On the first stage the tensors of all stages, by name; on others nothing. Collective.
 

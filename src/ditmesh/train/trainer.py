@@ -421,12 +421,14 @@ class Trainer:
         return state
 
     def _facts(self) -> dict[str, Any]:
-        """The other state of the next step, and the run's identity; on the first rank."""
+        """The other state of the next step, and the run's identity; on the first rank. Collective."""
         facts: dict[str, Any] = {
             "schedule": self.update.schedule.last_epoch,
             "settings": settings_of(self.config, self.data.digest),
             "optimizer": facts_of_state(self.update.optimizer, self.update.named),
         }
+        if self.parallel.stages is not None:
+            facts["optimizer"] = self.parallel.stages.together(facts["optimizer"])
         if self.update.scaler.is_enabled():
             facts["scaler"] = self.update.scaler.state_dict()
         if self._folder is not None:
