@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ..config import ParallelConfig
 from ..errors import ConfigError, did_you_mean, nearest_problem, reason_of, what_is_wrong
 from .data_settings import DataSetConfig, of_class_images
+from .island_settings import IslandsConfig
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -149,6 +150,8 @@ class TrainConfig(BaseModel):
     Machine
         parallel: the axes of `ParallelConfig`; ``data`` ranks train on different samples, and ``pipe`` ranks have a run
             of the blocks each, through which the micro-batches of a step go.
+        islands: groups of devices that exchange what they have learnt only now and then, over a slow link; every island
+            is a run of its own, with the same settings beside ``islands.index``.
         data_speeds: relative speeds of the data ranks, by which micro-batches are distributed: numbers, or ``auto``
             (measured over the last steps); None: equal. The distribution changes only the rounding of the curve.
         sharding: ``ddp`` or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none`` (gradients are averaged
@@ -261,6 +264,7 @@ class TrainConfig(BaseModel):
     snr_gamma: Annotated[float, Field(gt=0)] | None = None
 
     parallel: ParallelConfig = ParallelConfig()
+    islands: IslandsConfig | None = None
     data_speeds: Literal["auto"] | tuple[Annotated[float, Field(gt=0)], ...] | None = None
     sharding: Sharding = "none"
     reproducible: bool = False
@@ -286,7 +290,8 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
         problems = self._problems_of_data(), self._problems_of_steps(), self._problems_of_ranks()
-        for problem in chain(*problems, self._problems_of_weights()):
+        more = self._problems_of_stages(), self._problems_of_islands(), self._problems_of_weights()
+        for problem in chain(*problems, *more):
             raise ValueError(problem)
         return self
 
@@ -376,6 +381,40 @@ class TrainConfig(BaseModel):
         for name, value in (("stages", self.parallel.stages), ("speeds", self.parallel.speeds)):
             if value in ("measured", "auto"):
                 yield f"{name}={value!r} moves blocks between requests, and training keeps them; give numbers"
+
+    def _problems_of_islands(self) -> Iterator[str]:
+        joined = self.archipelago
+        if joined is None:
+            return
+        if self.mixed_precision == "fp16":
+            yield "islands: each would skip other steps with mixed_precision='fp16'; use bf16 or no"
+        if self.parallel.pipe > 1:
+            yield f"islands: ranks of pipe={self.parallel.pipe} hold other weights each; use data, ulysses or tensor"
+        if self.parallel.data > 1 and self.data_speeds is not None:
+            yield "islands: data_speeds is for the ranks of one mesh; leave it out"
+        if joined.exchange == "late_gradients" and joined.compress != "none":
+            yield f"islands.compress={joined.compress!r} is for exchange='weights'; leave it out"
+        if "schedulefree" in self.optimizer.lower():
+            yield f"islands: {self.optimizer} keeps weights of its own, which outer steps do not change; use AdamW"
+
+    @property
+    def archipelago(self) -> IslandsConfig | None:
+        """The islands; None: there is only one."""
+        return self.islands if self.islands is not None and self.islands.count > 1 else None
+
+    def of_island(self) -> TrainConfig:
+        """The run of this island, which has a folder of its own beside island 0's files."""
+        joined = self.archipelago
+        if joined is None or joined.index == 0 or Path(self.output_dir).name == f"island-{joined.index}":
+            return self
+        return self.model_copy(update={"output_dir": str(Path(self.output_dir) / f"island-{joined.index}")})
+
+    def of_all_islands(self) -> dict[str, Any]:
+        """The settings that all islands have in common, as JSON data."""
+        own = ("output_dir", "cache_dir", "train_data_dir", "train_data", "resume_from_checkpoint", "report_to")
+        found = {name: value for name, value in self.model_dump(mode="json").items() if name not in own}
+        found["islands"] = {name: value for name, value in (found["islands"] or {}).items() if name != "index"}
+        return found
 
     def _problems_of_weights(self) -> Iterator[str]:
         if self.lora is not None and self.from_scratch:
@@ -485,7 +524,11 @@ def _said_of(error: ValidationError) -> str:
     # Names of types are part of the place as well.
     where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
     if first["type"] == "extra_forbidden":
-        groups: dict[Any, type[BaseModel]] = {("lora",): LoraConfig, ("train_data",): DataSetConfig}
+        groups: dict[Any, type[BaseModel]] = {
+            ("lora",): LoraConfig,
+            ("train_data",): DataSetConfig,
+            ("islands",): IslandsConfig,
+        }
         known = groups.get(top, TrainConfig).model_fields
         return f"{where!r} is no training setting{did_you_mean(str(first['loc'][-1]), known)}"
     if first["type"] == "missing":

@@ -66,7 +66,9 @@ class TrainingData:
         self.digest = sources.digest
         self.encoded = EncodedSamples(pipe, family, self.samples, sources.sizes, config, device)
         per_step = config.batch // config.train_batch_size
-        self.order = SampleOrder(sources.sizes, config.seed, config.train_batch_size, per_step, sources.sets)
+        joined = config.archipelago
+        island = (0, 1) if joined is None else (joined.index, joined.count)
+        self.order = SampleOrder(sources.sizes, config.seed, config.train_batch_size, per_step, sources.sets, island)
         held_out = len(self.held_out) if wants_held_out(config) else None
         report, more = found.report(held_out), lines_of(sources, self.order.of_sets(len(sources.configs)))
         cut = self.encoded.cut_captions()

@@ -122,11 +122,19 @@ class SampleOrder:
         micro: samples of a micro-batch.
         per_step: micro-batches of an optimizer step.
         sets: the data sets; None: one.
+        island: number of this island, and how many there are: they take turns in the sequence.
     """
 
     def __init__(
-        self, sizes: Sequence[tuple[int, int]], seed: int, micro: int, per_step: int, sets: Sets | None = None
+        self,
+        sizes: Sequence[tuple[int, int]],
+        seed: int,
+        micro: int,
+        per_step: int,
+        sets: Sets | None = None,
+        island: tuple[int, int] = (0, 1),
     ) -> None:
+        self._island, self._islands = island
         sets = Sets((0,) * len(sizes)) if sets is None else sets
         self._rows: dict[tuple[int, int], list[_Row]] = {}
         self._class_images: dict[tuple[int, int], _Row] = {}
@@ -159,12 +167,12 @@ class SampleOrder:
 
     def step(self, number: int) -> list[MicroBatch]:
         """The micro-batches of one optimizer step."""
-        first = number * self.per_step
+        first = (number * self._islands + self._island) * self.per_step
         return [self._at(place) for place in range(first, first + self.per_step)]
 
     def steps(self, epochs: int) -> int:
         """The number of optimizer steps of ``epochs`` epochs; the last step may extend into the next epoch."""
-        return -(-epochs * self.per_epoch // self.per_step)
+        return -(-epochs * self.per_epoch // (self.per_step * self._islands))
 
     def _at(self, place: int) -> MicroBatch:
         epoch, within = divmod(place, self.per_epoch)

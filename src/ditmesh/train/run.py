@@ -70,7 +70,7 @@ def train(
     began = time.monotonic()
     model = type(pipe.transformer)
     with Trainer(config, pipe, device_of_rank(), timeout, report if rank_of_process() == 0 else None) as trainer:
-        validation = _Validation(trainer)
+        config, validation = trainer.config, _Validation(trainer)
         # Messages of the other ranks would be the same.
         reported = report if trainer.speaks else None
         if reported is not None:

@@ -36,6 +36,8 @@ from .export import bytes_of, check_room
 from .families import Conditions, family_of
 from .folder import RunFolder, settings_of
 from .held_out import HeldOutLoss
+from .island_log import IslandLog
+from .islands import Islands
 from .logs import TrainingLog
 from .objective import NoiseObjective, sample_losses
 from .optimizers import begin_state, facts_of_state, fill_state, known_state, rate_of, state_of
@@ -150,7 +152,8 @@ class Trainer:
         timeout: float = DEFAULT_DEADLINE,
         preparing: Callable[[Any], None] | None = None,
     ) -> None:
-        self._report_preparing = preparing
+        self._report_preparing, self._timeout = preparing, timeout
+        config = config.of_island()
         self.config, self.pipe, self.device = config, pipe, torch.device(device)
         self.family = family_of(pipe, config)
         self.objective = NoiseObjective(pipe.scheduler, config)
@@ -210,7 +213,21 @@ class Trainer:
             self.held_out = HeldOutLoss(self.data.held_out, pipe, self.family, config, self.mesh, self.device)
         self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.checkpoints_total_limit)
         self._undo.callback(self.checkpoints.close)
+        self.islands = self._joined()
+        # A checkpoint is due, and changes of weights are under way.
+        self._postponed = False
         self.step = 0
+
+    def _joined(self) -> Islands | None:
+        """Meet the other islands, if there are any; refuse those that train something else. Collective."""
+        joined = self.config.archipelago
+        if joined is None:
+            return None
+        equal = self.config.sharding != "fsdp"
+        found = Islands(joined, self.mesh, self.update.parameters, equal, self._timeout)
+        self._undo.callback(found.close)
+        found.compare({**self.config.of_all_islands(), "data": self.data.digest, "steps": self.data.steps})
+        return found
 
     # --- the loop ----------------------------------------------------------------------------------------
 
@@ -258,10 +275,13 @@ class Trainer:
         log = TrainingLog(config, self.step) if self.speaks else None
         end = min(self.data.steps, until or self.data.steps)
         try:
-            while self.step < end:
+            islands = self.islands
+            outer_log = IslandLog(config.output_dir, self.step) if islands is not None and self.speaks else None
+            while self.step < end or (islands is not None and not islands.settled):
                 began = time.perf_counter()
                 done = self._optimizer_step(self.data.order.step(self.step))
                 self.step += 1
+                self._exchange(outer_log)
                 outcome.losses[self.step - 1] = done.loss
                 seconds = time.perf_counter() - began
                 rate, pace = rate_of(self.update.optimizer), done.samples / seconds
@@ -292,7 +312,9 @@ class Trainer:
                     left = (self.data.steps - self.step) * seconds
                     so_far = (self.step, self.data.steps, done.loss, rate, done.norm, pace, left)
                     report(Progress(*so_far, done.overflowed, scale, held_out))
-                if self.step % config.checkpointing_steps == 0 or self.step == end:
+                self._postponed |= self.step % config.checkpointing_steps == 0 or self.step >= end
+                if self._postponed and (islands is None or islands.settled):
+                    self._postponed = False
                     self._save(outcome)
                 if validate is not None and self.step % config.validation_steps == 0:
                     with self.update.averaged():
@@ -307,6 +329,17 @@ class Trainer:
         skipped, outcome.notes = self.data.encoded.told(self.mesh)
         outcome.skipped += skipped
         return outcome
+
+    def _exchange(self, log: IslandLog | None) -> None:
+        """After an optimizer step: exchange with the other islands where it is due. Collective."""
+        if self.islands is None:
+            return
+        done = self.islands.after_step(self.step, last=self.step >= self.data.steps)
+        if done is None:
+            return
+        self.update.follow(done.steps)
+        if log is not None:
+            log.add(done)
 
     def _preparing(self, what: str, ranks: list[RankProgress]) -> None:
         if self._report_preparing is not None:
@@ -341,7 +374,12 @@ class Trainer:
         loss = sum(data.all_reduce(sums).tolist()) / samples
         if not math.isfinite(loss):
             raise FloatingPointError(self.update.unchanged(f"the loss of step {self.step + 1} is {loss}"))
-        norm, overflowed = self.update.apply(self.parallel.sync, self.step + 1)
+        islands = self.islands
+        if islands is not None and not islands.average_gradients(self.step):
+            # The first ones are under way.
+            self.update.optimizer.zero_grad(set_to_none=True)
+        alone = islands is not None and not islands.is_equal_after(self.step)
+        norm, overflowed = self.update.apply(self.parallel.sync, self.step + 1, followed=not alone)
         return StepResult(loss, norm, samples, overflowed)
 
     def _pipelined(
@@ -418,7 +456,25 @@ class Trainer:
                 dict(zip(names, self.update.average.shadow_params, strict=True)), whole
             )
             state["average_steps"] = torch.tensor(self.update.average.optimization_step)
+        if self.islands is not None:
+            state["outer"] = self._outer_state()
         return state
+
+    def _load_outer(self, state: dict[str, Any], facts: dict[str, Any]) -> None:
+        if self.islands is not None:
+            own = self.parallel.slices.own
+            outer = {key: [*self.parallel.slices.mapped(value, own).values()] for key, value in state.items()}
+            self.islands.load(outer, self.step, facts.get("islands", {}))
+
+    def _outer_state(self) -> dict[str, Any]:
+        """The islands' part of the state, by the names of parameters. Collective."""
+        assert self.islands is not None
+        names = [name for name, p in self.trained.named_parameters() if p.requires_grad]
+        whole, state = self.parallel.slices.whole, self.islands.state()
+        return {
+            key: self.parallel.slices.mapped(dict(zip(names, parts, strict=True)), whole)
+            for key, parts in state.items()
+        }
 
     def _facts(self) -> dict[str, Any]:
         """The other state of the next step, and the run's identity; on the first rank. Collective."""
@@ -431,6 +487,8 @@ class Trainer:
             facts["optimizer"] = self.parallel.stages.together(facts["optimizer"])
         if self.update.scaler.is_enabled():
             facts["scaler"] = self.update.scaler.state_dict()
+        if self.islands is not None:
+            facts["islands"] = self.islands.facts()
         if self._folder is not None:
             facts["run"] = self._folder.run
         return facts
@@ -473,6 +531,8 @@ class Trainer:
         wanted, here = self.config.resume_from_checkpoint, self._folder
         runs = None if here is None or wanted != "latest" else here.runs
         folder = None if wanted is None else self.checkpoints.find(wanted, runs)
+        if wanted == "latest" and self.islands is not None:
+            folder = self._common(folder)
         if folder is None:
             self._on_first(lambda: here and here.begin(None, 0, None))
             return []
@@ -490,10 +550,24 @@ class Trainer:
         self._on_first(lambda: here and here.begin(folder, self.step, facts.get("run")))
         return list(found.changed)
 
+    def _common(self, folder: Path | None) -> Path | None:
+        """The newest checkpoint of which every island has one of the same step. Collective."""
+        assert self.islands is not None
+        step = 0 if folder is None else int(folder.name.rpartition("-")[2])
+        common = min(self.islands.link.gather_objects(step))
+        if common == step:
+            return folder
+        if common == 0:
+            raise InputError("an island has no checkpoint to resume from; copy its folder back, or begin another run")
+        return self.checkpoints.find(f"checkpoint-{common}")
+
     def _load(self, folder: Path, facts: dict[str, Any]) -> None:
         names, about = self.checkpoints.names(folder), facts.get("optimizer", {})
         begin_state(self.update.optimizer, self.update.named, about)
         state = self._state()
+        if "islands" not in facts:
+            # Of a run without islands.
+            state.pop("outer", None)
         own = set(state["model"])
         here = {f"model.{name}" for name in (self.parallel.stages.names(own) if self.parallel.stages else own)}
         there = {name for name in names if name.startswith("model.")}
@@ -530,6 +604,7 @@ class Trainer:
             self.update.average.optimization_step = int(state["average_steps"])
         if self.update.scaler.is_enabled() and scaler is not None:
             self.update.scaler.load_state_dict(scaler)
+        self._load_outer(state.get("outer", {}), facts)
         bad = self.update.bad_weights()
         if bad is not None:
             raise InputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from diffusers.optimization import get_scheduler
@@ -53,12 +54,13 @@ class WeightUpdate:
         self.scaler = MeshGradScaler(mesh, config.mixed_precision == "fp16")
         self.average = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
 
-    def apply(self, sync: GradientSync, step: int) -> tuple[float, bool]:
+    def apply(self, sync: GradientSync, step: int, followed: bool = True) -> tuple[float, bool]:
         """Change the weights by the gradients that they hold. Collective.
 
         Args:
             sync: clips the gradients of all ranks.
             step: number of the step from 1, for messages.
+            followed: the moving average follows the weights.
 
         Returns:
             The norm of the gradient before clipping; and whether gradients have overflowed, and no weight was changed.
@@ -84,10 +86,15 @@ class WeightUpdate:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
+        if followed:
             # In a skipped step, too, as in diffusers' scripts.
-            self.average.step(self.parameters)
+            self.follow(1)
         return norm, overflowed
+
+    def follow(self, steps: int) -> None:
+        """Let the moving average follow the present weights for so many steps."""
+        for _ in range(steps if self.average is not None else 0):
+            cast(EMAModel, self.average).step(self.parameters)
 
     def unchanged(self, why: str) -> str:
         """The error message of a step with numbers that are not finite."""
