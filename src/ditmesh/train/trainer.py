@@ -129,6 +129,15 @@ class StepResult:
     overflowed: bool
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of an optimizer step, its learning rate, and the loss scale of the next one."""
+
+    seconds: float
+    rate: float
+    scale: float
+
+
 class Trainer:
     """Trains a pipeline's transformer on the ranks of a mesh; every rank makes one and calls `run`.
 
@@ -284,7 +293,7 @@ class Trainer:
                 self._exchange(outer_log)
                 outcome.losses[self.step - 1] = done.loss
                 seconds = time.perf_counter() - began
-                rate, pace = rate_of(self.update.optimizer), done.samples / seconds
+                rate = rate_of(self.update.optimizer)
                 if done.overflowed:
                     outcome.overflowed.append(self.step - 1)
                 else:
@@ -294,24 +303,7 @@ class Trainer:
                 held_out = self._held_out_loss()
                 if held_out is not None:
                     outcome.held_out[self.step - 1] = held_out
-                if log is not None:
-                    log.add(
-                        {
-                            "step": self.step - 1,
-                            "loss": done.loss,
-                            "lr": rate,
-                            "grad_norm": done.norm,
-                            "samples_per_second": pace,
-                            "seconds": seconds,
-                            "overflowed": int(done.overflowed),
-                            "loss_scale": scale,
-                            "validation_loss": math.nan if held_out is None else held_out,
-                        }
-                    )
-                if report is not None:
-                    left = (self.data.steps - self.step) * seconds
-                    so_far = (self.step, self.data.steps, done.loss, rate, done.norm, pace, left)
-                    report(Progress(*so_far, done.overflowed, scale, held_out))
+                self._tell(log, report, StepTimes(seconds, rate, scale), done, held_out)
                 self._postponed |= self.step % config.checkpointing_steps == 0 or self.step >= end
                 if self._postponed and (islands is None or islands.settled):
                     self._postponed = False
@@ -329,6 +321,35 @@ class Trainer:
         skipped, outcome.notes = self.data.encoded.told(self.mesh)
         outcome.skipped += skipped
         return outcome
+
+    def _tell(
+        self,
+        log: TrainingLog | None,
+        report: Callable[[Progress], None] | None,
+        times: StepTimes,
+        done: StepResult,
+        held_out: float | None,
+    ) -> None:
+        """Log and report the step that has ended."""
+        pace, steps = done.samples / times.seconds, self.data.steps
+        if log is not None:
+            log.add(
+                {
+                    "step": self.step - 1,
+                    "loss": done.loss,
+                    "lr": times.rate,
+                    "grad_norm": done.norm,
+                    "samples_per_second": pace,
+                    "seconds": times.seconds,
+                    "overflowed": int(done.overflowed),
+                    "loss_scale": times.scale,
+                    "validation_loss": math.nan if held_out is None else held_out,
+                }
+            )
+        if report is not None:
+            left = (steps - self.step) * times.seconds
+            so_far = (self.step, steps, done.loss, times.rate, done.norm, pace, left)
+            report(Progress(*so_far, done.overflowed, times.scale, held_out))
 
     def _exchange(self, log: IslandLog | None) -> None:
         """After an optimizer step: exchange with the other islands where it is due. Collective."""
