@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,61 +79,61 @@ def spelt_out(
 
             order.step = step
         parameters = [trainer.update.parameters for trainer in trainers]
-        codecs = [[Compressor(compress) for _ in trainers] for _ in parameters[0]]
-        whole = [Compressor(compress) for _ in trainers]
-        del codecs
-        outer = torch.cat([p.detach().reshape(-1) for p in parameters[0]]).clone()
-        speed = torch.zeros_like(outer)
+        codecs = [Compressor(compress) for _ in trainers]
+        outer = Outer(flat(parameters[0]).clone(), learning_rate, momentum)
         steps, last, pending = trainers[0].data.steps, 0, None
-
-        def flat(some: list[Any]) -> Tensor:
-            return torch.cat([one.detach().reshape(-1) for one in some])
-
-        def put(some: list[Any], values: Tensor) -> None:
-            for one, part in zip(some, values.split([p.numel() for p in some]), strict=True):
-                one.data.copy_(part.view_as(one))
-
         for number in range(1, steps + 1):
             if number <= start:
                 _together(trainers, parameters)
                 if number == start:
-                    outer, last = flat(parameters[0]).clone(), number
+                    outer.weights, last = flat(parameters[0]).clone(), number
                 continue
             for trainer in trainers:
                 trainer._optimizer_step(trainer.data.order.step(trainer.step))
                 trainer.step += 1
                 trainer.update.schedule.step()
-            if pending is not None and (number == steps or number - pending[1] >= delay):
-                outer, speed, last, pending = _outer(
-                    pending, outer, speed, learning_rate, momentum, parameters, flat, put
-                )
-            if pending is None and number > last and (number == steps or number - last >= every):
-                changes = [
-                    whole[index].decode(whole[index].encode((outer - flat(own)).contiguous()), len(outer))
-                    for index, own in enumerate(parameters)
-                ]
-                pending = changes, number, [flat(own).clone() for own in parameters]
-                if number == steps or not delay:
-                    outer, speed, last, pending = _outer(
-                        pending, outer, speed, learning_rate, momentum, parameters, flat, put
-                    )
+            for turn in range(2):
+                # What is under way first; then, perhaps at once, what is sent now.
+                if turn and pending is None and number > last and (number == steps or number - last >= every):
+                    pending = number, [flat(own).clone() for own in parameters]
+                if pending is not None and (number == steps or number - pending[0] >= delay):
+                    last, sent = pending
+                    pairs = [*zip(codecs, sent, strict=True)]
+                    outer.step([c.decode(c.encode(outer.weights - before), len(before)) for c, before in pairs])
+                    for own, before in zip(parameters, sent, strict=True):
+                        put(own, outer.weights + (flat(own) - before) if number > last else outer.weights)
+                    pending = None
         return trainers[0].weights()
     finally:
         for trainer in trainers:
             trainer.close()
 
 
-def _outer(
-    pending: Any, outer: Tensor, speed: Tensor, rate: float, momentum: float, parameters: Any, flat: Any, put: Any
-):
-    """Nesterov's step in the direction of the mean change, and the islands' progress since it was sent."""
-    changes, number, sent = pending
-    gradient = torch.stack(changes).mean(0)
-    speed = momentum * speed + gradient
-    outer = outer - rate * (gradient + momentum * speed)
-    for own, before in zip(parameters, sent, strict=True):
-        put(own, outer + (flat(own) - before))
-    return outer, speed, number, None
+@dataclass
+class Outer:
+    """The outer optimizer: Nesterov's step, with the roundings of torch's SGD, in the direction of the mean change."""
+
+    weights: Tensor
+    rate: float
+    momentum: float
+
+    def __post_init__(self) -> None:
+        self.speed = torch.zeros_like(self.weights)
+
+    def step(self, changes: list[Tensor]) -> None:
+        gradient = torch.stack(changes).mean(0)
+        self.speed = self.speed.mul(self.momentum).add(gradient)
+        along = gradient.add(self.speed, alpha=self.momentum) if self.momentum else gradient
+        self.weights = self.weights.add(along, alpha=-self.rate)
+
+
+def flat(some: Sequence[Tensor]) -> Tensor:
+    return torch.cat([one.detach().reshape(-1) for one in some])
+
+
+def put(some: Sequence[Tensor], values: Tensor) -> None:
+    for one, part in zip(some, values.split([p.numel() for p in some]), strict=True):
+        one.data.copy_(part.view_as(one))
 
 
 def _together(trainers: list[Trainer], parameters: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -225,8 +224,3 @@ def test_compressed_changes_lose_nothing_in_the_long_run(kind, bound):
         sent += codec.decode(codec.encode(values), len(values))
         largest = values.abs().max() + (0 if codec.lost is None else codec.lost.abs().max())
         assert float((sent - turn * values).abs().max()) <= float(largest) * bound * 1.01
-
-
-def test_ports_are_free() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port()))
