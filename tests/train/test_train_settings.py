@@ -14,6 +14,7 @@ import pytest
 
 from ditmesh.train.config import LoraConfig, TrainConfig
 from ditmesh.train.data_settings import DataSetConfig
+from ditmesh.train.island_settings import IslandsConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-settings.md"
 HEAD = """# Settings of a training run
@@ -92,6 +93,7 @@ def as_markdown() -> str:
         (TrainConfig, "", ""),
         (DataSetConfig, "train_data.N.", "One data set of several"),
         (LoraConfig, "lora.", "LoRA"),
+        (IslandsConfig, "islands.", "Islands"),
     )
     for model, prefix, first in models:
         schema = model.model_json_schema()["properties"]
@@ -104,7 +106,7 @@ def as_markdown() -> str:
     return "".join(parts)
 
 
-@pytest.mark.parametrize("model", [TrainConfig, DataSetConfig, LoraConfig], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", [TrainConfig, DataSetConfig, LoraConfig, IslandsConfig], ids=lambda model: model.__name__)
 def test_every_setting_is_described(model):
     described = [name for section in sections(model, "").values() for name in section]
     assert sorted(described) == sorted(model.model_fields)
