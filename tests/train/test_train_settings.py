@@ -106,7 +106,9 @@ def as_markdown() -> str:
     return "".join(parts)
 
 
-@pytest.mark.parametrize("model", [TrainConfig, DataSetConfig, LoraConfig, IslandsConfig], ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model", [TrainConfig, DataSetConfig, LoraConfig, IslandsConfig], ids=lambda model: model.__name__
+)
 def test_every_setting_is_described(model):
     described = [name for section in sections(model, "").values() for name in section]
     assert sorted(described) == sorted(model.model_fields)

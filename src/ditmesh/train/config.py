@@ -290,8 +290,7 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
         problems = self._problems_of_data(), self._problems_of_steps(), self._problems_of_ranks()
-        more = self._problems_of_stages(), self._problems_of_islands(), self._problems_of_weights()
-        for problem in chain(*problems, *more):
+        for problem in chain(*problems, self._problems_of_islands(), self._problems_of_weights()):
             raise ValueError(problem)
         return self
 
