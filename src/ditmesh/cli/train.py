@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ..report.report import Report
     from ..train.config import TrainConfig
 
+# Sentences of a check that are printed.
+MOST_POINTS = 20
+
 
 @with_groups
 def train(
@@ -44,8 +47,12 @@ def train(
     ] = False,
     check: Annotated[
         bool,
-        common_option("--check", help="Say how the model would be trained, try it in the pipeline's loop, and leave."),
+        common_option("--check", help="Say how the model would be trained and on what, try it, and leave."),
     ] = False,
+    samples: Annotated[
+        Path | None,
+        common_option("--samples", metavar="FILE.png", help="With --check: write the samples of the first step there."),
+    ] = None,
     parallel: TrainingOptions,
     device: Device = "auto",
     threads: Threads = None,
@@ -64,11 +71,15 @@ def train(
 
     ditmesh train --check emoji-flux --set resolution=64
 
+    ditmesh train --check run.yaml --samples first-step.png
+
     torchrun --nproc-per-node 4 -m ditmesh train emoji.yaml --data 2 --ulysses 2
     """
     if check:
-        emit(_checked(config, change or ()), as_json, _say_check)
+        emit(_checked(config, change or (), samples), as_json, _say_check)
         return
+    if samples is not None:
+        raise InputError("--samples shows what --check reads; add --check")
     from ..generate.model_info import find_model
     from ..generate.run import PRELOAD
     from ..launch import begin_local_ranks, launcher, resolve_device, torchrun_rank
@@ -106,26 +117,43 @@ def train(
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
 
 
-def _checked(config: Path, changes: Sequence[str]) -> dict[str, Any]:
-    """How the model of a file of settings, or a model that is named in its place, would be trained."""
+def _checked(config: Path, changes: Sequence[str], samples: Path | None) -> dict[str, Any]:
+    """How the model of a file of settings, or a model that is named in its place, would be trained, and on what."""
     from ..generate.runner import quieten
     from ..train.config import TrainConfig
-    from ..train.observed.check import checked_recipe
+    from ..train.observed.check import checked_recipe, loaded_pipeline
 
-    if config.suffix in (".yaml", ".yml"):
+    is_run = config.suffix in (".yaml", ".yml")
+    if is_run:
         run = TrainConfig.read(config).model_dump(exclude_unset=True)
     else:
         run = {"pretrained_model_name_or_path": str(config), "train_data_dir": ".", "output_dir": "."}
+    if samples is not None and not is_run:
+        raise InputError(f"--samples is for the data of a run; give its YAML file in place of {str(config)!r}")
     for one in changes:
         _change(run, one)
     quieten()
-    return checked_recipe(TrainConfig.read(run))
+    chosen = TrainConfig.read(run)
+    if not is_run:
+        return checked_recipe(chosen)
+    from ..train.data_check import checked_data, conditioned_by_label
+    from ..train.preflight import check_folders
+
+    check_folders(chosen)
+    pipe = loaded_pipeline(chosen)
+    # Labels need no recipe: an adapter says all of it.
+    recipe = {"sizes": [], "pipeline": type(pipe).__name__} if conditioned_by_label(pipe) else None
+    return {**(recipe or checked_recipe(chosen, pipe)), "data": checked_data(chosen, pipe, samples)}
 
 
 def _say_check(result: dict[str, Any]) -> Report:
     from ..report.report import Report
 
     report = Report()
+    if not result["sizes"]:
+        report.text(f"{result['pipeline']}, trained by labels")
+        _say_data(report, result["data"])
+        return report
     adapter = "no adapter: observed" if result["adapter"] is None else f"adapter {result['adapter']}; also observed"
     report.text(f"{result['pipeline']}, {result['transformer']} ({adapter}), objective {result['objective']}")
     names = ("time", "input", "prediction", "latents")
@@ -134,7 +162,55 @@ def _say_check(result: dict[str, Any]) -> Report:
         rows.append(["captions", ", ".join(size["captions"])])
         rows.append(["round trip", f"ends {size['round_trip']:.1e} from the latents of the target"])
         report.table((f"{size['size'][0]} x {size['size'][1]} pixels", "as seen in the pipeline's own loop"), rows)
+    if "data" in result:
+        _say_data(report, result["data"])
     return report
+
+
+def _say_data(report: Report, data: dict[str, Any]) -> None:
+    """What a run is trained on."""
+    rows = []
+    for one in data["sets"]:
+        share = "one beside every sample" if one["class_images"] else f"{one['per_epoch']} (weight {one['weight']:g})"
+        masks, pairs = (str(one[name] or "") for name in ("masks", "references"))
+        rows.append([one["dir"], str(one["samples"]), share, masks, pairs])
+    report.table(("data set", "samples", "in an epoch", "with mask", "with reference"), rows)
+    rows = [
+        [
+            f"{one['size'][0]} x {one['size'][1]}",
+            str(one["samples"]),
+            f"{one['cut_away']:.0%}",
+            f"{one['enlarged']} (up to {one['largest_factor']:.1f} times)" if one["enlarged"] else "",
+        ]
+        for one in data["buckets"]
+    ]
+    report.table(("bucket (height x width)", "samples", "cut away", "enlarged"), rows)
+    captions = data["captions"]
+    word = "captions" if captions["by"] == "text" else "labels"
+    sources = ", ".join(f"{count} of {name}" for name, count in captions["sources"].items())
+    lengths = (
+        ""
+        if captions["words"] is None
+        else "; {} to {} words, half of them up to {}".format(
+            captions["words"][0], captions["words"][2], captions["words"][1]
+        )
+    )
+    several = f"; {count(captions['several'], 'sample')} with several" if captions["several"] else ""
+    report.text(f"{word}: {captions['with']} of {count(data['samples'], 'sample')} ({sources}){lengths}{several}")
+    points = list(captions["cut"])
+    if captions["without"]:
+        points.append(f"without: {', '.join(captions['without'][:8])}{' ...' if len(captions['without']) > 8 else ''}")
+    points += [f"skipped: {one}" for one in data["skipped"]]
+    points += [f"the same file: {', '.join(names)}" for names in data["duplicates"]]
+    points += data["notes"]
+    if data["decoded"] < data["samples"]:
+        points.append(f"{data['decoded']} of {data['samples']} samples were decoded; the others by their heads alone")
+    more = [f"and {len(points) - MOST_POINTS} others (--json has all)"] if len(points) > MOST_POINTS else []
+    report.points([*points[:MOST_POINTS], *more])
+    report.text(f"{count(data['steps'], 'step')} of {count(data['batch'], 'sample')}; in the first:")
+    report.points([f"{one['name']}: {one['caption'] or '(no caption)'}" for one in data["first_step"][:MOST_POINTS]])
+    if data["sheet"] is not None:
+        report.text(data["sheet"])
 
 
 def _configured(

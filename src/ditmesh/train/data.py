@@ -53,7 +53,7 @@ class TrainingData:
         device: torch.device,
         show: Callable[[str, list[RankProgress]], None],
     ) -> None:
-        _check_frames(pipe, family, config)
+        check_frames(pipe, family, config)
         found = agreed_samples(
             mesh,
             lambda advance: found_samples(config, family.conditioned_by, advance),
@@ -101,7 +101,12 @@ class TrainingData:
         raise InputError(f"samples {names} cannot be encoded together ({cause})") from cause
 
 
-def _check_frames(pipe: Any, family: Family, config: TrainConfig) -> None:
+def check_frames(pipe: Any, family: Family, config: TrainConfig) -> None:
+    """Reject a number of frames that the pipeline cannot have.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     count, name = config.num_frames, type(pipe).__name__
     if family.videos and count is None:
         raise ConfigError(f"{name} makes videos; say of how many frames with num_frames")

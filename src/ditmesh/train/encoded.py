@@ -394,9 +394,7 @@ class EncodedSamples:
         found, said, rows, masks = [], [], [], []
         references: list[Image | None] = []
         for drawn, generator in zip(micro.samples, generators, strict=True):
-            chances = torch.rand(2, generator=generator)
-            flip = self._flips(self._samples[drawn.index]) and bool(chances[0] < 0.5)
-            empty = bool(chances[1] < self._config.proportion_empty_prompts)
+            flip, empty = self._chances(drawn, generator)
             words = self.seed_of(drawn, "caption")
             one = self._sample(drawn.index, flip, empty, words)
             found.append(one.values)
@@ -430,6 +428,18 @@ class EncodedSamples:
             return None
         weights = [1.0] * micro.count + [self._config.prior_loss_weight] * micro.prior
         return torch.tensor(weights, device=like.device)
+
+    def _chances(self, drawn: Drawn, generator: torch.Generator) -> tuple[bool, bool]:
+        """Whether a sample is mirrored, and whether it is trained without a caption."""
+        chances = torch.rand(2, generator=generator)
+        flip = self._flips(self._samples[drawn.index]) and bool(chances[0] < 0.5)
+        return flip, bool(chances[1] < self._config.proportion_empty_prompts)
+
+    def drawn(self, drawn: Drawn) -> tuple[bool, Any]:
+        """Whether a sample is mirrored in a step, and the caption or label that it is trained with there."""
+        flip, empty = self._chances(drawn, torch.Generator().manual_seed(self.seed_of(drawn)))
+        said = self._said(self._samples[drawn.index], self.seed_of(drawn, "caption"))
+        return flip, NOTHING[self._family.conditioned_by] if empty else said
 
     def _length(self, micro: MicroBatch) -> int | None:
         """The prompt length of a micro-batch; from several lengths the first sample selects one."""

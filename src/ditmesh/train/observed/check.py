@@ -11,11 +11,22 @@ from ..families import FAMILIES
 from .family import ObservedFamily
 
 
-def checked_recipe(config: TrainConfig) -> dict[str, Any]:
+def loaded_pipeline(config: TrainConfig) -> Any:
+    """The pipeline of a run."""
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    info = find_model(config.pretrained_model_name_or_path)
+    pipe = DiffusionPipeline.from_pretrained(info.files if info.local else info.name)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
     """Load a run's pipeline, observe how it is trained, and try that.
 
     Args:
         config: the run: model, resolution or buckets, frames, objective.
+        pipe: its pipeline, if it is loaded.
 
     Returns:
         ``model``, ``pipeline``, ``transformer``, ``adapter`` (its name; None: observed), ``objective``, and ``sizes``:
@@ -25,14 +36,10 @@ def checked_recipe(config: TrainConfig) -> dict[str, Any]:
     Raises:
         ConfigError: one sentence that says what cannot be derived, or that the loop does not agree.
     """
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
     from ..objective import NoiseObjective
     from ..order import bucket_sizes
 
-    info = find_model(config.pretrained_model_name_or_path)
-    pipe = DiffusionPipeline.from_pretrained(info.files if info.local else info.name)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = loaded_pipeline(config) if pipe is None else pipe
     if not hasattr(pipe, "transformer"):
         raise ConfigError(f"{type(pipe).__name__} has no transformer to train")
     name = type(pipe.transformer).__name__
