@@ -110,7 +110,7 @@ def test_a_sheet_shows_masks_and_mirrored_samples(tmp_path):
         red = values[140, 230]
         assert red[0] > 200
         assert red[1] < 120
-        assert ([0, 0, 255] == values).all(-1).sum() == 256 * 256
+        assert (values == [0, 0, 255]).all(-1).sum() == 256 * 256
     assert write_sheet(seen * 30, tmp_path / "many.png") == MOST_CELLS
     with pytest.raises(Exception, match="cannot be written"):
         write_sheet(seen, tmp_path / "nowhere" / "sheet.png")
