@@ -53,6 +53,14 @@ def train(
         Path | None,
         common_option("--samples", metavar="FILE.png", help="With --check: write the samples of the first step there."),
     ] = None,
+    other: Annotated[
+        Path | None,
+        common_option(
+            "--from",
+            metavar="FILE",
+            help="Write CONFIG.yaml from a run of diffusers, ai-toolkit, SimpleTuner, sd-scripts or musubi-tuner.",
+        ),
+    ] = None,
     parallel: TrainingOptions,
     device: Device = "auto",
     threads: Threads = None,
@@ -73,8 +81,13 @@ def train(
 
     ditmesh train --check run.yaml --samples first-step.png
 
+    ditmesh train run.yaml --from ai-toolkit.yaml
+
     torchrun --nproc-per-node 4 -m ditmesh train emoji.yaml --data 2 --ulysses 2
     """
+    if other is not None:
+        emit(_imported(other, config), as_json, _say_imported)
+        return
     if check:
         emit(_checked(config, change or (), samples), as_json, _say_check)
         return
@@ -115,6 +128,38 @@ def train(
             speaks = ranks.is_reporter
     if speaks:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
+
+
+def _imported(other: Path, config: Path) -> dict[str, Any]:
+    """Write the file of a run from one of another trainer."""
+    from ..train.import_settings import imported
+
+    found = imported(other)
+    try:
+        with config.open("x", encoding="utf-8") as file:
+            file.write(found.as_yaml())
+    except FileExistsError:
+        raise InputError(f"{str(config)!r} is there already; give the name of a new file") from None
+    except OSError as error:
+        raise InputError(f"{str(config)!r} cannot be written ({error.strerror or error})") from None
+    return {
+        "tool": found.tool,
+        "file": str(config),
+        "settings": found.settings,
+        "without": found.without,
+        "missing": found.missing,
+    }
+
+
+def _say_imported(result: dict[str, Any]) -> Report:
+    from ..report.report import Report
+
+    report = Report()
+    report.text(f"from {result['tool']}: {count(len(result['settings']), 'setting')}")
+    report.points([f"missing: {one}" for one in result["missing"]])
+    report.points([f"without a counterpart: {one}" for one in result["without"]])
+    report.text(result["file"])
+    return report
 
 
 def _checked(config: Path, changes: Sequence[str], samples: Path | None) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from PIL import ImageOps
 
+from ..comm.mesh import Mesh
+from ..config import ParallelConfig
 from ..core.digests import digest
 from ..errors import InputError
 from ..media.images import opened_image
@@ -19,6 +21,7 @@ from .contact_sheet import SeenSample, write_sheet
 from .data import check_frames
 from .encoded import EncodedSamples
 from .families import FAMILIES, family_of
+from .held_out import with_held_out
 from .order import Drawn, SampleOrder
 from .references import reference_of
 from .samples import Sample, Samples, fitted
@@ -47,6 +50,11 @@ def checked_data(config: TrainConfig, pipe: Any, sheet: str | Path | None = None
     check_frames(pipe, family, config)
     found = found_samples(config, family.conditioned_by)
     found.check(config)
+    mesh = Mesh(ParallelConfig())
+    try:
+        found, _ = with_held_out(found, family.conditioned_by, config, mesh, lambda what, ranks: None)
+    finally:
+        mesh.close()
     sources = sources_of(config, found)
     encoded = EncodedSamples(pipe, family, found.good, sources.sizes, config, torch.device("cpu"))
     per_step = config.batch // config.train_batch_size
