@@ -156,6 +156,7 @@ def test_simple_tuner(tmp_path):
     run, without = read(tmp_path / "config", "config.json", json.dumps(CONFIG))
     (only,) = run.train_data
     assert (only.dir, only.weight, only.mask_dir, only.resolution) == ("a", 5, "masks", 1024)
+    assert only.multiline_captions
     assert run.lora is not None
     assert (run.lora.rank, run.learning_rate, run.proportion_empty_prompts) == (16, 8e-5, 0.1)
     assert sorted(without) == ["base_model_precision", "crop", "resolution_type"]

@@ -375,37 +375,59 @@ def _flat(given: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
 
 def _simple_tuner(given: Any, folder: Path) -> ImportedRun:
     found = ImportedRun("SimpleTuner")
-    backends: Sequence[Mapping[str, Any]] = given if isinstance(given, list) else []
-    if isinstance(given, Mapping):
+    if isinstance(given, list):
+        backends: Sequence[Mapping[str, Any]] = given
+    else:
         run = {name.removeprefix("--"): value for name, value in given.items()}
         if run.get("model_type") == "lora":
             found.settings["lora"] = {}
         for name, value in run.items():
             found.take(name, _number(value) if name == "learning_rate" else value, SIMPLE_TUNER)
-        if run.get("data_backend_config"):
-            # Relative to the tool's folder, which has the folder of configurations in it.
-            tries = [one / run["data_backend_config"] for one in (folder, *folder.resolve().parents[:2])]
-            tries.append(folder / Path(run["data_backend_config"]).name)
-            place = next((one for one in tries if one.is_file()), None)
-            if place is None:
-                found.without.append(f"data_backend_config: {run['data_backend_config']} is not there")
-            else:
-                backends = json.loads(place.read_text(encoding="utf-8"))
+        backends = _backends(found, run.get("data_backend_config"), folder)
     beside = {one["id"]: one for one in backends if one.get("dataset_type") == "conditioning"}
     for one in backends:
-        if one.get("dataset_type", "image") not in ("image", "video") or one.get("disabled"):
-            continue
-        target: dict[str, Any] = {}
-        for name, value in one.items():
-            found.take(name, value, SIMPLE_TUNER_SETS, target)
-        # Its repeats come after the first time.
-        target["weight"] = 1 + int(target.get("weight", 0))
-        other = beside.get(one.get("conditioning_data", ""))
-        if other is not None:
-            is_mask = other.get("conditioning_type") == "mask"
-            target["mask_dir" if is_mask else "conditioning_dir"] = other["instance_data_dir"]
-        if one.get("resolution_type", "pixel").startswith("area"):
-            # In megapixels.
-            target["resolution"] = round((float(target.get("resolution", 1)) * 1e6) ** 0.5 / 64) * 64
-        found.settings.setdefault("train_data", []).append(target)
+        if one.get("dataset_type", "image") in ("image", "video") and not (one.get("disabled") or one.get("disable")):
+            names = one.get("conditioning_data") or []
+            others = [beside[name] for name in ([names] if isinstance(names, str) else names) if name in beside]
+            found.settings.setdefault("train_data", []).append(_backend(found, one, others))
     return found
+
+
+def _backends(found: ImportedRun, name: str | None, folder: Path) -> Sequence[Mapping[str, Any]]:
+    """The file of data sets that a run names: relative to the tool's folder, which has that of configurations in it."""
+    if not name:
+        return []
+    tries = [one / name for one in (folder, *folder.resolve().parents[:2])]
+    place = next((one for one in (*tries, folder / Path(name).name) if one.is_file()), None)
+    if place is None:
+        found.without.append(f"data_backend_config: {name} is not there")
+        return []
+    return json.loads(place.read_text(encoding="utf-8"))
+
+
+def _backend(found: ImportedRun, one: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One data set, and those of masks and references that belong to it."""
+    target: dict[str, Any] = {}
+    for name, value in one.items():
+        found.take(name, value, SIMPLE_TUNER_SETS, target)
+    # Its repeats come after the first time.
+    target["weight"] = 1 + int(target.get("weight", 0))
+    for other in others:
+        ours = "mask_dir" if other.get("conditioning_type") == "mask" else "conditioning_dir"
+        if ours in target:
+            found.without.append(f"conditioning_data: {other['id']} (one of each kind is trained)")
+        target.setdefault(ours, other["instance_data_dir"])
+    strategy = one.get("caption_strategy", "filename")
+    if strategy == "textfile":
+        # Each line of such a file is a caption.
+        target["multiline_captions"] = True
+    elif strategy == "instanceprompt":
+        found.without.append(
+            "caption_strategy: instanceprompt (caption files count before instance_prompt; remove them)"
+        )
+    else:
+        found.without.append(f"caption_strategy: {strategy} (write captions to files or a listing)")
+    if one.get("resolution_type") == "area":
+        # In megapixels.
+        target["resolution"] = round((float(target.get("resolution", 1)) * 1e6) ** 0.5 / 64) * 64
+    return target
