@@ -201,10 +201,19 @@ def _say_check(result: dict[str, Any]) -> Report:
         return report
     adapter = "no adapter: observed" if result["adapter"] is None else f"adapter {result['adapter']}; also observed"
     report.text(f"{result['pipeline']}, {result['transformer']} ({adapter}), objective {result['objective']}")
+    if result["trained_as"] is not None:
+        report.text(f"Its transformer is trained in {result['trained_as']}; it loads the weights and the LoRA.")
+    if result["picture"] is not None:
+        what = {"first frame": "the sample's first frame", "hole": "the sample's image with a hole"}.get(
+            result["picture"], "a reference picture"
+        )
+        report.text(f"Beside the caption it is given {what}.")
     names = ("time", "input", "prediction", "latents")
     for size in result["sizes"]:
         rows = [[name, size[name]] for name in names]
         rows.append(["captions", ", ".join(size["captions"])])
+        if size["pictures"]:
+            rows.append(["pictures", ", ".join(size["pictures"])])
         rows.append(["round trip", f"ends {size['round_trip']:.1e} from the latents of the target"])
         report.table((f"{size['size'][0]} x {size['size'][1]} pixels", "as seen in the pipeline's own loop"), rows)
     if "data" in result:

@@ -30,6 +30,7 @@ from .cut_captions import cut_captions
 from .families import Conditions, Family, stacked
 from .masks import mask_of, stacked_masks
 from .order import Drawn, MicroBatch
+from .own_pictures import own_picture, own_picture_of
 from .references import check_references, conditions_of, reference_of
 from .samples import Sample, pixels
 from .wording import Wording
@@ -112,7 +113,6 @@ class EncodedSamples:
         self._samples, self._sizes = samples, sizes
         self._sets = config.data_sets
         self._wording = [Wording(one) for one in self._sets]
-        self._has_references = any(one.attached.references for one in samples)
         # Of buckets, (h, w) of latents; seen in the first batch.
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
         # Of samples that cannot be decoded why, and how often another one took their place on this rank.
@@ -125,6 +125,9 @@ class EncodedSamples:
         self._late = 0
         self._notes: list[str] = []
         _check(pipe, family, samples, sizes, config)
+        # Of families that make a picture of the sample itself.
+        self._own_picture = own_picture_of(family)
+        self._has_references = self._own_picture is not None or any(one.attached.references for one in samples)
 
     # --- the cache ---------------------------------------------------------------------------------------
 
@@ -240,7 +243,9 @@ class EncodedSamples:
                 found.append((kind, one.name, one.offset, one.length, when))
         if sample.attached.mask is not None:
             found.append(self._config.unmasked_weight)
-        if sample.attached.references:
+        if self._own_picture is not None:
+            found.append(self._own_picture)
+        if self._is_referenced(sample):
             found.append(self._config.proportion_empty_prompts > 0)
         return found
 
@@ -338,6 +343,18 @@ class EncodedSamples:
         said = self._wording[sample.source].drawn(sample.said, seed)
         return NOTHING[self._family.conditioned_by] if said is None else said
 
+    def _is_referenced(self, sample: Sample) -> bool:
+        """Whether a picture stands beside a sample's caption."""
+        return self._own_picture is not None or bool(sample.attached.references)
+
+    def _reference(
+        self, sample: Sample, index: int, flip: bool, seed: int, seen: Tensor | None = None
+    ) -> Image | None:
+        """The picture beside a sample's caption; None: there is none. Raises `OSError` if it is corrupt."""
+        if self._own_picture is None:
+            return reference_of(sample, self._sizes[index], flip)
+        return own_picture(self._own_picture, self._pixels(sample, index, flip) if seen is None else seen, seed)
+
     def _every_condition(self, sample: Sample, index: int) -> Conditions:
         """Conditions of all captions that a sample can have; of reference images also mirrored, and without caption."""
         nothing = NOTHING[self._family.conditioned_by]
@@ -345,12 +362,12 @@ class EncodedSamples:
             (number, nothing if one is None else one)
             for number, one in enumerate(self._wording[sample.source].variants(sample.said))
         ]
-        has_references = bool(sample.attached.references)
+        has_references = self._is_referenced(sample)
         if has_references and self._config.proportion_empty_prompts > 0:
             words.append((None, nothing))
         found: Conditions = {}
         for flip in (False, True)[: 1 + (has_references and self._flips(sample))]:
-            references = [reference_of(sample, self._sizes[index], flip)] if has_references else None
+            references = [self._reference(sample, index, flip, index)] if has_references else None
             for number, one in words:
                 found |= self._conditions([one], _name_of(number, flip), references)
         return found
@@ -369,7 +386,7 @@ class EncodedSamples:
             return []
         length, size = self._config.max_sequence_length, self._sizes[0]
         longest = max(length) if isinstance(length, tuple) else length
-        blank = [new_image("RGB", (size[1], size[0]))] if self._has_references else None
+        blank = [new_image("RGBA", (size[1], size[0]))] if self._has_references else None
         words = (
             (sample.name, one)
             for sample in self._samples
@@ -410,13 +427,24 @@ class EncodedSamples:
             conditions = stacked(rows)
         mean, deviation = both.chunk(2, dim=1)
         noise = torch.stack([torch.randn(mean.shape[1:], generator=one) for one in generators]).to(both)
+        latents = self._family.scaled(self._pipe, mean + deviation * noise).to(self._device)
         return Batch(
-            latents=self._family.scaled(self._pipe, mean + deviation * noise).to(self._device),
+            latents=latents,
             conditions={name: value.to(self._device) for name, value in conditions.items()},
             generators=generators,
-            mask=stacked_masks(masks, mean),
+            mask=self._counting(stacked_masks(masks, mean), latents),
             weights=self._weights(micro, mean),
         )
+
+    def _counting(self, mask: Tensor | None, latents: Tensor) -> Tensor | None:
+        """A mask without what is given, such as a first frame."""
+        trained = getattr(self._family, "trained", None)
+        seen = None if trained is None else trained(latents)
+        if seen is None:
+            return mask
+        both = seen.expand_as(latents) if mask is None else seen * mask
+        along = tuple(range(1, both.dim()))
+        return both / both.mean(along, keepdim=True)
 
     @property
     def _is_kept(self) -> bool:
@@ -470,7 +498,8 @@ class EncodedSamples:
             try:
                 found = self._loaded(place, sample, flip, empty, words)
                 if not self._is_kept:
-                    found = found._replace(reference=reference_of(sample, self._sizes[place], flip))
+                    seen = found.values if self._cache is None else None
+                    found = found._replace(reference=self._reference(sample, place, flip, words, seen))
             except OSError as error:
                 self._skip(place, error)
                 continue
@@ -490,7 +519,7 @@ class EncodedSamples:
         encoded = self._kept(place)
         row: Conditions = {}
         if self._keeps_text:
-            has_references = bool(sample.attached.references)
+            has_references = self._is_referenced(sample)
             variant = None if empty else self._wording[sample.source].chosen(sample.said, words)
             about = self._kept(None) if empty and not has_references else encoded
             name = "condition" if empty and not has_references else _name_of(variant, flip and has_references)

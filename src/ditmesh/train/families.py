@@ -250,6 +250,28 @@ FAMILIES: dict[str | type, Family] = {
 
 
 _SHIPPED = frozenset(FAMILIES)
+# Pipelines for which the shipped adapters are; others of diffusers with the same transformers call them otherwise.
+_PLAIN = (
+    "StableDiffusion3Pipeline",
+    "FluxPipeline",
+    "PixArtAlphaPipeline",
+    "PixArtSigmaPipeline",
+    "DiTPipeline",
+    "WanPipeline",
+)
+
+
+def is_adapted(pipeline: type | None, transformer: str, several: bool) -> bool:
+    """Whether a shipped adapter is for a pipeline.
+
+    Args:
+        pipeline: its class; None: it is not known.
+        transformer: the name of its transformer's class.
+        several: whether it has a second transformer, or a timestep for every token.
+    """
+    published = None if pipeline is None else library_class(pipeline)
+    plain = published is None or published.__name__ in _PLAIN
+    return transformer in _SHIPPED and plain and not several
 
 
 def family_of(pipe: Any, config: TrainConfig) -> Family:
@@ -263,7 +285,9 @@ def family_of(pipe: Any, config: TrainConfig) -> Family:
     # A class of the user's own that has the name of one of diffusers' may be called in another way.
     key: str | type = published.__name__ if published is not None else kind.__name__
     family = FAMILIES.get(kind) or (FAMILIES.get(key) if published is not None or key not in _SHIPPED else None)
-    if family is not None:
+    several = getattr(pipe, "transformer_2", None) is not None or bool(pipe.config.get("expand_timesteps"))
+    shipped = kind not in FAMILIES and isinstance(key, str) and key in _SHIPPED
+    if family is not None and (not shipped or is_adapted(type(pipe), str(key), several)):
         return family
     from .observed.family import ObservedFamily
 

@@ -207,6 +207,21 @@ class NoiseObjective:
             )
         self._objective.check(config)
 
+    def keep_between(self, lowest: float, highest: float) -> None:
+        """Draw timesteps of rectified flow within bounds alone: those of one of several transformers.
+
+        Raises:
+            ConfigError: the objective is another one, or there is no timestep between the bounds.
+        """
+        times = self.scheduler.timesteps
+        kept = (times >= lowest) & (times <= highest)
+        if not self._objective.is_flow or not bool(kept.any()):
+            raise ConfigError(
+                f"objective={self.kind!r} has no timesteps from {lowest:g} to {highest:g} to be trained on"
+            )
+        self.scheduler.sigmas = self.scheduler.sigmas[: len(times)][kept]
+        self.scheduler.timesteps = times[kept]
+
     def __call__(self, latents: Tensor, generators: Sequence[torch.Generator]) -> Noised:
         """Add noise.
 

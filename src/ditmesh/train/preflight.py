@@ -87,18 +87,27 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
     check_trackers(config)
     if not info.transformer_class:
         raise ConfigError(f"{info.pipeline_class} has no transformer to train")
-    from .families import FAMILIES
-
-    if info.transformer_class not in [kind if isinstance(kind, str) else kind.__name__ for kind in FAMILIES]:
-        import diffusers
-
-        from .observed.family import check_observable
-
-        kind = getattr(diffusers, info.pipeline_class, None)
-        if isinstance(kind, type):
-            check_observable(kind, "transformer_2" in parts and info.index["transformer_2"][0] is not None, config)
+    _check_family(config, info, parts)
     _check_lora(config.lora, info, config)
     _check_stages(config.parallel, info)
+
+
+def _check_family(config: TrainConfig, info: ModelInfo, parts: list[str]) -> None:
+    """Reject pipelines that have no adapter and cannot be observed."""
+    import diffusers
+
+    from .families import FAMILIES, is_adapted
+    from .observed.family import check_observable
+
+    kind = getattr(diffusers, info.pipeline_class, None)
+    second = "transformer_2" in parts and info.index["transformer_2"][0] is not None
+    several = second or bool(info.index.get("expand_timesteps"))
+    names = [one if isinstance(one, str) else one.__name__ for one in FAMILIES]
+    known = isinstance(kind, type)
+    if info.transformer_class in names and (not known or is_adapted(kind, info.transformer_class, several)):
+        return
+    if known:
+        check_observable(kind, second, config)
 
 
 def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -> None:

@@ -165,7 +165,8 @@ class Trainer:
         config = config.of_island()
         self.config, self.pipe, self.device = config, pipe, torch.device(device)
         self.family = family_of(pipe, config)
-        self.objective = NoiseObjective(pipe.scheduler, config)
+        # Observed families know of samplers that have other levels than training has.
+        self.objective = NoiseObjective(getattr(self.family, "scheduler", pipe.scheduler), config)
         self.mesh = Mesh(config.placement, self.device, timeout)
         self._failed = False
         self._undo = ExitStack()
@@ -212,6 +213,10 @@ class Trainer:
         pipe.to(self.device)
         self.family.prepare(pipe)
         self.data = TrainingData(pipe, self.family, config, self.mesh, self.device, self._preparing)
+        bounds = getattr(self.family, "moments_of_training", None)
+        if bounds is not None:
+            # Of two transformers the one for high noise is trained.
+            self.objective.keep_between(*bounds)
         self.trained = trained_modules(pipe, config)
         # Weights are whole only until ranks have their shares of them.
         self._bytes = bytes_of(pipe, config)

@@ -7,7 +7,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...generate.model_info import find_model
 from ..config import TrainConfig
-from ..families import FAMILIES
+from ..families import FAMILIES, is_adapted
 from .family import ObservedFamily
 
 
@@ -29,9 +29,11 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
         pipe: its pipeline, if it is loaded.
 
     Returns:
-        ``model``, ``pipeline``, ``transformer``, ``adapter`` (its name; None: observed), ``objective``, and ``sizes``:
-        for every size ``size``, ``latents``, ``time``, ``input``, ``prediction``, ``captions`` (the arguments that
-        depend on them) and ``round_trip`` (how far from the chosen latents the loop ended, relative to the largest).
+        ``model``, ``pipeline``, ``transformer``, ``adapter`` (its name; None: observed), ``trained_as`` (the pipeline
+        that is trained in its place; None: itself), ``picture`` (what stands beside the caption: ``"first frame"``
+        or ``"hole"`` of the sample itself, ``"reference"``, or None), ``objective``, and ``sizes``: for every size ``size``, ``latents``, ``time``,
+        ``input``, ``prediction``, ``captions`` and ``pictures`` (the arguments that depend on them) and ``round_trip``
+        (how far from the chosen latents the loop ended, relative to the largest).
 
     Raises:
         ConfigError: one sentence that says what cannot be derived, or that the loop does not agree.
@@ -43,7 +45,8 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
     if not hasattr(pipe, "transformer"):
         raise ConfigError(f"{type(pipe).__name__} has no transformer to train")
     name = type(pipe.transformer).__name__
-    adapter = FAMILIES.get(name)
+    several = getattr(pipe, "transformer_2", None) is not None or bool(pipe.config.get("expand_timesteps"))
+    adapter = FAMILIES.get(name) if is_adapted(type(pipe), name, several) else None
     if adapter is not None and adapter.conditioned_by == "label":
         raise ConfigError(
             f"{type(pipe).__name__} is trained by labels, with the adapter {type(adapter).__name__}; --check derives "
@@ -63,6 +66,7 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
                 "prediction": words["prediction"],
                 "latents": words["latents"],
                 "captions": list(family.captions),
+                "pictures": list(family.pictured),
                 "round_trip": recipe.error,
             }
         )
@@ -71,6 +75,8 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
         "pipeline": type(pipe).__name__,
         "transformer": name,
         "adapter": None if adapter is None else type(adapter).__name__,
-        "objective": NoiseObjective(pipe.scheduler, config).kind,
+        "trained_as": None if family.base is None else family.base.__name__,
+        "picture": family.own_picture or ("reference" if family.reference else None),
+        "objective": NoiseObjective(family.scheduler, config).kind,
         "sizes": sizes,
     }

@@ -3,28 +3,63 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.digests import tensor_digest
 from ...errors import ConfigError
 from ..config import TrainConfig
 from ..families import Conditions, TextFamily, rows_of, stacked
 from ..objective import NoiseTables
-from .recipe import MOST_OFF, Recipe, derive, round_trip
+from .base import base_of, check_alike
+from .recipe import FINE_STEPS, MOST_OFF, Recipe, SeveralBranches, derive, round_trip
 from .watch import PipelineWatcher, replaced, sample_of, values_in
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # Arguments of pipelines that switch guidance off: the value that leaves one branch, by what is tried in turn.
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
 WITHOUT_GUIDANCE = (1.0, 0.0)
+# Other guidance, and the value without it.
+OFF: dict[str, Any] = {
+    "pag_scale": 0.0,
+    "stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "audio_guidance_scale": 1.0,
+    "audio_stg_scale": 0.0,
+    "audio_modality_scale": 1.0,
+    "guidance_rescale": 0.0,
+    "audio_guidance_rescale": 0.0,
+    "enable_temporal_reasoning": False,
+    "image_cond_noise_scale": 0.0,
+    # A flow map from a time to the same time is the flow.
+    "use_mean_velocity": False,
+}
 # Captions of unlike length: what they change in the transformer's arguments is a condition.
 CAPTIONS = ("", "a red fox")
+# Arguments of pipelines that take a picture beside the caption, the first of them that one has; and its mask.
+PICTURES = ("control_image", "image", "images", "cond_image")
+MASK = "mask_image"
+# Branches of guidance that pipelines may have for good.
+BRANCHES = (2, 3)
 # Solvers that add noise of their own, and the one without it that samples from the same levels.
-STOCHASTIC = {"DDPMScheduler": "DDIMScheduler", "CogVideoXDPMScheduler": "CogVideoXDDIMScheduler"}
+STOCHASTIC = {
+    "DDPMScheduler": "DDIMScheduler",
+    "CogVideoXDPMScheduler": "CogVideoXDDIMScheduler",
+    "EulerAncestralDiscreteScheduler": "EulerDiscreteScheduler",
+}
+# Those for which there is none.
+RENEWED = ("CosineDPMSolverMultistepScheduler",)
+# How far the first step in training may be from the pipeline's own, relative to the largest number: of whole
+# precision, and of half.
+MOST_OFF_FIRST = {torch.float32: 1e-4, torch.float64: 1e-4}
 
 
 def check_observable(kind: type, second: bool, config: TrainConfig) -> Mapping[str, inspect.Parameter]:
@@ -41,11 +76,8 @@ def check_observable(kind: type, second: bool, config: TrainConfig) -> Mapping[s
     name, parameters = kind.__name__, inspect.signature(kind.__call__).parameters
     if "prompt" not in parameters:
         raise ConfigError(f"{name} cannot be trained: it takes no prompt")
-    if second:
-        raise ConfigError(
-            f"{name} cannot be trained: a second transformer takes over at low noise; train one at a time, as a "
-            "pipeline without the other"
-        )
+    if second and not config.keeps_text:
+        raise ConfigError(f"train_modules: of {name} the transformer of high noise is trained; leave it out")
     if config.token_share < 1:
         raise ConfigError(f"token_share: the tokens of {name} are not known in training; leave it out")
     if trained := [one for one in config.train_modules if one != "transformer"]:
@@ -66,7 +98,7 @@ class ObservedFamily(TextFamily):
     Attributes:
         videos: latents are those of videos, (B, C, F, H, W).
         recipes: by the shape of a sample's latents.
-        captions: paths of the transformer's arguments that depend on the caption.
+        captions, pictured: paths of the transformer's arguments that depend on the caption, and on a picture beside it.
 
     Raises:
         ConfigError: it takes no prompt alone, or has no autoencoder.
@@ -75,22 +107,59 @@ class ObservedFamily(TextFamily):
     def __init__(self, pipe: Any, config: TrainConfig) -> None:
         self.name = type(pipe).__name__
         second = getattr(pipe, "transformer_2", None) is not None
-        parameters = check_observable(type(pipe), second, config)
-        self._parameters = set(parameters)
-        self.videos = "num_frames" in parameters
+        check_observable(type(pipe), second, config)
         self.recipes: dict[tuple[int, ...], Recipe] = {}
-        self._watcher = PipelineWatcher(pipe)
         self._config = config
+        self._own, self._base = pipe, base_of(pipe)
         self._guidance = WITHOUT_GUIDANCE[0]
         self.captions: list[str] = []
+        self.pictured: list[str] = []
         # The size at which captions are encoded.
         self._size: tuple[int, int] = (0, 0)
         self._on_device: dict[tuple[tuple[int, ...], torch.device], Recipe] = {}
         # By shape of latents the arguments of a call for two samples; None: it is called for one at a time.
         self._two: dict[tuple[int, ...], Mapping[str, Any] | None] = {}
+        self._watch(self._own)
 
-    def _request(self, said: Sequence[str], size: tuple[int, int], length: int | None = None) -> dict[str, Any]:
-        """Arguments of the pipeline's call for some captions."""
+    def _watch(self, pipe: Any, picture: str | None = None) -> None:
+        """Look at a pipeline: the own one or the one without its task; with a picture beside the caption, or none."""
+        self._parameters = set(inspect.signature(type(pipe).__call__).parameters)
+        self.videos = "num_frames" in self._parameters
+        self._watcher = PipelineWatcher(pipe)
+        self._picture = picture
+
+    @property
+    def scheduler(self) -> Any:
+        """The scheduler with the noise levels of training."""
+        levels = self._watcher.levels
+        return self._watcher.pipe.scheduler if levels is None else levels.scheduler
+
+    @property
+    def reference(self) -> str | None:
+        """The argument for a reference picture that a data set has for each sample; None: it takes none of those."""
+        return None if self.own_picture is not None else self._picture
+
+    @property
+    def own_picture(self) -> str | None:
+        """Which picture of the sample itself stands beside its caption: ``"first frame"``, ``"hole"``; None: none."""
+        if self._picture is None:
+            return None
+        return "first frame" if self.videos else "hole" if MASK in self._parameters else None
+
+    @property
+    def moments_of_training(self) -> tuple[float, float] | None:
+        """The lowest and the highest timestep at which the transformer is called; None: at all."""
+        return self._watcher.bounds
+
+    @property
+    def base(self) -> type | None:
+        """The class of the pipeline that is trained in the own one's place; None: it is the own one."""
+        return None if self._watcher.pipe is self._own else type(self._watcher.pipe)
+
+    def _request(
+        self, said: Sequence[str], size: tuple[int, int], length: int | None = None, picture: Image | None = None
+    ) -> dict[str, Any]:
+        """Arguments of the pipeline's call for some captions, and a picture beside them."""
         wanted: dict[str, Any] = {
             "prompt": list(said) if len(said) > 1 else said[0],
             "height": size[0],
@@ -100,9 +169,35 @@ class ObservedFamily(TextFamily):
             "num_frames": self._config.num_frames,
             "max_sequence_length": length,
             "use_resolution_binning": False,
+            **OFF,
             **dict.fromkeys(GUIDANCE, self._guidance),
         }
+        if self._picture is not None and picture is not None:
+            wanted |= self._pictures(picture)
         return {name: value for name, value in wanted.items() if name in self._parameters and value is not None}
+
+    def _pictures(self, picture: Image) -> dict[str, Any]:
+        """Arguments that hold a picture; what is transparent in it is to be painted, where a pipeline takes a mask."""
+        assert self._picture is not None
+        found: dict[str, Any] = {self._picture: picture.convert("RGB")}
+        if self._picture != "image" and "image" in self._parameters:
+            found["image"] = found[self._picture]
+        if MASK in self._parameters:
+            if "A" not in picture.getbands():
+                raise ConfigError(f"{self.name} takes a mask: pictures need transparent pixels where it is to paint")
+            found[MASK] = picture.getchannel("A").point([255] * 128 + [0] * 128)
+        return found
+
+    def _stand_in(self, size: tuple[int, int], number: int = 0) -> Image | None:
+        """A picture of large spots, half of it transparent; None: none stands beside the caption."""
+        if self._picture is None:
+            return None
+        import PIL.Image
+
+        spots = np.random.default_rng(number).integers(0, 256, (3, 3, 3), dtype=np.uint8)
+        found = PIL.Image.fromarray(spots).resize((size[1], size[0]), PIL.Image.Resampling.BICUBIC).convert("RGBA")
+        found.paste(0, (found.width // 2, 0, found.width, found.height))
+        return found
 
     # --- before the first step ------------------------------------------------------------------------------
 
@@ -113,25 +208,26 @@ class ObservedFamily(TextFamily):
             ConfigError: one sentence that says what cannot be derived, or that what was derived is wrong.
         """
         text = f"{self.name} at {size[0]} x {size[1]} pixels"
-        error: ConfigError | None = None
-        known = bool(self.recipes)
-        for guidance in (self._guidance,) if known else WITHOUT_GUIDANCE:
-            self._guidance = guidance
+        errors: list[ConfigError] = []
+        recipe: Recipe | None = None
+        for way in (None,) if self.recipes else self._ways():
+            if way is not None:
+                self._watch(way[0], way[1])
+                self._guidance = way[2]
             try:
                 recipe = self._observed(pipe, size)
                 break
             except ConfigError as caught:
-                error = error or caught
+                errors.append(caught)
             except Exception as caught:  # Of the pipeline's own.
-                error = error or ConfigError(f"its call fails ({type(caught).__name__}: {caught})")
-        else:
-            raise ConfigError(f"{text} cannot be trained: {error}") from error
-        if recipe.error > MOST_OFF:
-            raise ConfigError(
-                f"{text} cannot be trained: with the target of training in the place of the transformer's results, its "
-                f"own loop ends {recipe.error:.2g} (of the largest latent) from the latents of the target, so that "
-                "something of it is not understood"
-            )
+                errors.append(ConfigError(f"its call fails ({type(caught).__name__}: {caught})"))
+            if way is not None:
+                self.recipes.clear()
+                if self.base is not None:
+                    # What the own pipeline lacks is more to the point.
+                    errors.clear()
+        if recipe is None:
+            raise ConfigError(f"{text} cannot be trained: {errors[0]}") from errors[0]
         encoded = self._latents_of(pipe, size)
         if encoded != recipe.latents.shape:
             raise ConfigError(
@@ -139,28 +235,50 @@ class ObservedFamily(TextFamily):
                 f"{recipe.latents.shape}; change resolution or aspect_ratio_buckets"
             )
 
+    def _ways(self) -> Iterator[tuple[Any, str | None, float]]:
+        """What is looked at in turn: pipeline, argument of a picture, guidance."""
+        for pipe in (self._base, self._own):
+            if pipe is None:
+                continue
+            parameters = inspect.signature(type(pipe).__call__).parameters
+            picture = next((name for name in PICTURES if name in parameters), None)
+            has_pictures = any(one.has_references for one in self._config.data_sets)
+            for reference in dict.fromkeys((picture, None) if has_pictures else (None, picture)):
+                for guidance in WITHOUT_GUIDANCE:
+                    yield pipe, reference, guidance
+
     def _observed(self, pipe: Any, size: tuple[int, int]) -> Recipe:
         length = self._config.max_sequence_length
-        lengths = length if isinstance(length, tuple) else (length,)
-        request = self._request(CAPTIONS[1:], size, lengths[0])
-        recipe = derive(self._watcher, request)
-        recipe = replace(recipe, error=self._tried(pipe, request, recipe))
-        one = recipe.arguments
-        other = self._watcher.first_call(self._request(CAPTIONS[:1], size, lengths[0]))
-        fixed = {recipe.noisy, *(time.path for time in recipe.times)}
-        changed = [path for path in _differing(one, other) if path not in fixed]
-        unknown = [path for path in changed if not _is_number(dict(values_in(one)).get(path))]
-        if unknown:
-            raise ConfigError(f"{', '.join(unknown)} of the transformer depends on the caption, and is no tensor")
-        if not self.recipes:
-            self._size, self.captions = size, changed
-        elif changed != self.captions:
+        first = length[0] if isinstance(length, tuple) else length
+        picture = self._stand_in(size)
+        request = self._request(CAPTIONS[1:], size, first, picture)
+        recipe = self._derived(request)
+        recipe = self._best(request, recipe)
+        if recipe.error > MOST_OFF:
             raise ConfigError(
-                f"other arguments depend on the caption ({', '.join(changed)}) than at {self._size[0]} x "
+                "with the target of training in the place of the transformer's results, its own loop ends "
+                f"{recipe.error:.2g} (of the largest latent) from the latents of the target, so that something of it "
+                "is not understood"
+            )
+        if self.base is not None:
+            self._check_base(size, first, recipe)
+        one = recipe.arguments
+        changed = self._changed(recipe, self._request(CAPTIONS[:1], size, first, picture))
+        if not changed:
+            raise ConfigError("no argument of the transformer depends on the caption")
+        pictured = []
+        if self._picture is not None:
+            other = self._request(CAPTIONS[1:], size, first, self._stand_in(size, 1))
+            pictured = self._changed(recipe, other, recipe.given)
+        if not self.recipes:
+            self._size, self.captions, self.pictured = size, changed, pictured
+        elif (changed, pictured) != (self.captions, self.pictured):
+            raise ConfigError(
+                f"other arguments depend on the caption ({', '.join(changed + pictured)}) than at {self._size[0]} x "
                 f"{self._size[1]} pixels"
             )
-        else:
-            there = dict(values_in(self._watcher.first_call(self._request(CAPTIONS[1:], self._size, lengths[0]))))
+        elif self._picture is None:
+            there = dict(values_in(self._watcher.first_call(self._request(CAPTIONS[1:], self._size, first))))
             here = dict(values_in(one))
             both = [path for path in changed if not _equal(there.get(path), here[path])]
             if both:
@@ -169,11 +287,19 @@ class ObservedFamily(TextFamily):
         self.recipes[shape], self._two[shape] = recipe, None
         # Pipelines that take one prompt only are called for each sample.
         with suppress(Exception):
-            two = self._watcher.first_call(self._request(CAPTIONS[1:] * 2, size, lengths[0]))
+            two = self._watcher.first_call(self._request(CAPTIONS[1:] * 2, size, first, picture))
             merged([one, one], one, two)
             self._two[shape] = two
-        off = self._off_first_step(pipe, recipe, lengths[0])
-        if off > MOST_OFF:
+        off = float("inf")
+        if self._two[shape] is not None:
+            # Some take several prompts and compute one.
+            with suppress(Exception):
+                off = self._off_first_step(pipe, recipe, CAPTIONS[1], size, first)
+        most = MOST_OFF_FIRST.get(recipe.result.dtype, MOST_OFF)
+        if off > most:
+            self._two[shape] = None
+            off = self._off_first_step(pipe, recipe, CAPTIONS[1], size, first)
+        if off > most:
             del self.recipes[shape]
             raise ConfigError(
                 f"called as in training, for two images, the transformer predicts something else than in the first "
@@ -181,28 +307,104 @@ class ObservedFamily(TextFamily):
             )
         return recipe
 
-    def _off_first_step(self, pipe: Any, recipe: Recipe, length: int | None) -> float:
-        """How far the prediction of training is from the pipeline's own, at its first step."""
-        first, caption = recipe.first, CAPTIONS[1]
+    def _best(self, request: Mapping[str, Any], recipe: Recipe) -> Recipe:
+        """The recipe, tried; where it fails, with the other sign, and in a finer loop.
+
+        Some schedulers step along what they are given, and some against it: one of the two arrives. A solver's own
+        error is less in a loop of more steps, and that of a wrong recipe is not.
+        """
+        found = replace(recipe, error=self._tried(request, recipe))
+        if found.error <= MOST_OFF:
+            return found
+        turned = replace(recipe, prediction=replace(recipe.prediction, scale=-recipe.prediction.scale))
+        found = min(found, replace(turned, error=self._tried(request, turned)), key=lambda one: one.error)
+        if MOST_OFF < found.error < 10 * MOST_OFF:
+            found = replace(found, steps=FINE_STEPS)
+            found = replace(found, error=self._tried(request, found))
+        return found
+
+    def _derived(self, request: Mapping[str, Any]) -> Recipe:
+        """A recipe; of pipelines that cannot be without guidance, of its first branch."""
+        self._watcher.branches = 1
+        for branches in BRANCHES:
+            try:
+                return derive(self._watcher, request)
+            except SeveralBranches:
+                self._watcher.branches = branches
+        return derive(self._watcher, request)
+
+    def _changed(self, recipe: Recipe, request: Mapping[str, Any], given: Sequence[str] = ()) -> list[str]:
+        """Paths of what another request changes in the transformer's arguments, beside the sample and the time.
+
+        Args:
+            recipe: with the arguments of the one.
+            request: the other.
+            given: of what holds the sample, paths at which other numbers may be others.
+        """
+        one, other = recipe.arguments, self._watcher.first_call(request)
+        inputs = dict(recipe.inputs)
+        fixed = {*inputs, *(time.path for time in recipe.times)}
+        changed = [path for path in _differing(one, other) if path not in fixed]
+        here, there = dict(values_in(one)), dict(values_in(other))
+        for path in given:
+            apart = inputs[path].scale == 0
+            changed += [path] if not torch.equal(here[path].cpu()[apart], there[path].cpu()[apart]) else []
+        unknown = [path for path in changed if not _is_number(here.get(path))]
+        if unknown:
+            raise ConfigError(f"{', '.join(unknown)} of the transformer depends on the caption, and is no tensor")
+        return changed
+
+    def _check_base(self, size: tuple[int, int], length: int | None, recipe: Recipe) -> None:
+        """Compare the own pipeline's first call with that of the one in its place, where it can be made."""
+        kept = self._watcher, self._parameters, self._picture, self._guidance, self.videos
+        unlike: list[ConfigError] = []
+        for _, picture, guidance in [way for way in self._ways() if way[0] is self._own]:
+            self._watch(self._own, picture)
+            self._guidance, own = guidance, None
+            # Of the pipeline's own, where stand-ins are not what it takes.
+            with suppress(Exception):
+                own = self._watcher.first_call(self._request(CAPTIONS[1:], size, length, self._stand_in(size)))
+            try:
+                if own is not None:
+                    check_alike(type(self._own), own, recipe.arguments)
+                    unlike.clear()
+                    break
+            except ConfigError as error:
+                unlike.append(error)
+        self._watcher, self._parameters, self._picture, self._guidance, self.videos = kept
+        if unlike:
+            raise unlike[0]
+
+    def _off_first_step(
+        self, pipe: Any, recipe: Recipe, caption: str, size: tuple[int, int], length: int | None
+    ) -> float:
+        """How far the prediction of training for a caption is from the pipeline's own, at its first step."""
+        first = recipe.first
         latents = recipe.latents.moved(first.sample[None]).expand(2, *recipe.latents.shape)
-        wanted = recipe.latents.moved(first.output[None].to(latents))
+        wanted = recipe.latents.moved(recipe.prediction(recipe.result[None].to(latents)))
         times = torch.full((2,), first.timestep, dtype=torch.float64, device=latents.device)
+        picture = self._stand_in(size)
+        conditions = self.encode(pipe, [caption] * 2, length, None if picture is None else [picture] * 2)
         with torch.no_grad():
-            found = self.predict(pipe, pipe.transformer, latents, times, self.encode(pipe, [caption] * 2, length))
+            found = self.predict(pipe, pipe.transformer, latents, times, conditions)
+        there = (recipe.latents.scale != 0).to(wanted.device)
+        wanted, found = wanted[0][there], found[:, there]
         return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
 
-    def _tried(self, pipe: Any, request: Mapping[str, Any], recipe: Recipe) -> float:
+    def _tried(self, request: Mapping[str, Any], recipe: Recipe) -> float:
         """The error of the round trip, by a solver without noise of its own."""
         import diffusers
 
+        pipe = self._watcher.pipe
         own = pipe.scheduler
+        tables, renewed = NoiseTables(self.scheduler, self._config), type(own).__name__ in RENEWED
         calm = STOCHASTIC.get(type(own).__name__)
-        tables = NoiseTables(own, self._config)
-        if calm is None:
-            return round_trip(self._watcher, request, recipe, tables)
-        pipe.scheduler = getattr(diffusers, calm).from_config(own.config)
+        if calm is not None:
+            pipe.scheduler = getattr(diffusers, calm).from_config(own.config)
+        elif own.config.get("stochastic_sampling"):
+            pipe.scheduler = type(own).from_config(own.config, stochastic_sampling=False)
         try:
-            return round_trip(self._watcher, request, recipe, tables)
+            return round_trip(self._watcher, request, recipe, tables, renewed=renewed)
         finally:
             pipe.scheduler = own
 
@@ -223,29 +425,58 @@ class ObservedFamily(TextFamily):
     def scaled(self, pipe: Any, latents: Tensor) -> Tensor:
         """The autoencoder's latents as the loop ends in them, each number at its place in the autoencoder's form."""
         found = self._recipe(latents).latents
-        return (latents - found.base.to(latents)) / found.scale.to(latents)
+        scale = found.scale.to(latents)
+        return torch.where(scale != 0, (latents - found.base.to(latents)) / torch.where(scale != 0, scale, 1), 0)
 
-    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
-        """What the captions change in the transformer's arguments."""
+    def trained(self, latents: Tensor) -> Tensor | None:
+        """Ones where latents (B, ...) are predicted and zeros where they are given, (1, ...); None: all are."""
+        there = self._recipe(latents).latents.scale != 0
+        return None if bool(there.all()) else there.to(latents)[None]
+
+    def encode(
+        self, pipe: Any, said: Sequence[Any], length: int | None, references: Sequence[Image | None] | None = None
+    ) -> Conditions:
+        """What the captions, and pictures beside them, change in the transformer's arguments.
+
+        Args:
+            pipe: the pipeline.
+            said: captions.
+            length: tokens of a prompt.
+            references: a picture for every caption, of the size of its sample, where `reference` or `own_picture` is
+                not None. In a picture with a hole what is to be painted is transparent.
+
+        Raises:
+            ConfigError: a picture is missing, or lacks transparent pixels.
+        """
         rows = []
-        for caption in said:
-            values = dict(values_in(self._watcher.first_call(self._request([caption], self._size, length))))
+        for number, caption in enumerate(said):
+            picture = None if references is None else references[number]
+            if self._picture is not None and picture is None:
+                raise ConfigError(f"{self.name} draws from a picture beside the caption, and a sample has none")
+            size = self._size if picture is None else (picture.height, picture.width)
+            request = self._request([caption], size, length, picture)
+            values = dict(values_in(self._watcher.first_call(request)))
             self._watcher.forget()
-            rows.append({path: torch.as_tensor(values[path]) for path in self.captions})
+            paths = dict.fromkeys((*self.captions, *self.pictured))
+            rows.append({path: torch.as_tensor(values[path]) for path in paths})
         return stacked(rows)
 
     def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
         """The prediction for latents (B, C, [F,] H, W), in the same shape."""
         recipe = self._recipe(latents)
         template = dict(values_in(recipe.arguments))
-        noisy = recipe.into(recipe.back.moved(latents))
+        samples = recipe.back.moved(latents)
+        noisy = {path: into(samples) for path, into in recipe.inputs}
         calls = []
         for number, row in enumerate(rows_of(conditions, len(latents))):
-            changes: dict[str, Any] = {path: _like(template[path], row[path]) for path in self.captions}
-            changes[recipe.noisy] = noisy[number].to(template[recipe.noisy].dtype)
+            changes: dict[str, Any] = {path: _like(template[path], value) for path, value in row.items()}
+            for path, into in recipe.inputs:
+                value = noisy[path][number]
+                if path in row:
+                    value = torch.where(into.scale != 0, value, row[path].to(value))
+                changes[path] = value.to(template[path].dtype)
             for time in recipe.times:
-                value = time.of(timesteps[number].double())
-                changes[time.path] = _like(template[time.path], value.expand(_shape(template[time.path])))
+                changes[time.path] = _like(template[time.path], time.of(timesteps[number].double()))
             calls.append(replaced(recipe.arguments, changes))
         two = self._two[recipe.latents.shape]
         if len(calls) == 1 or (two is not None and len({_form(call) for call in calls}) == 1):
@@ -338,7 +569,20 @@ def _equal(one: Any, other: Any) -> bool:
             and one.shape == other.shape
             and bool(torch.equal(one, other))
         )
-    return type(one) is type(other) and bool(one == other)
+    return type(one) is type(other) and (bool(one == other) or _state(one) == _state(other) != ())
+
+
+def _state(value: Any) -> Any:
+    """What an object holds, such as a cache of keys, to tell it from another of its class; nothing if it has none."""
+    if isinstance(value, Tensor):
+        return tensor_digest(value)
+    if isinstance(value, Mapping):
+        return tuple((str(key), _state(one)) for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_state, value))
+    if isinstance(value, (int, float, str, type(None))):
+        return value
+    return (type(value).__name__, _state(vars(value))) if hasattr(value, "__dict__") else ()
 
 
 def _is_number(value: Any) -> bool:
@@ -348,10 +592,6 @@ def _is_number(value: Any) -> bool:
 def _like(template: Any, value: Tensor) -> Any:
     """A value as the pipeline passes it: of the template's type."""
     return value.to(template.dtype) if isinstance(template, Tensor) else type(template)(value.item())
-
-
-def _shape(template: Any) -> tuple[int, ...]:
-    return tuple(template.shape) if isinstance(template, Tensor) else ()
 
 
 def _form(arguments: Mapping[str, Any]) -> tuple[Any, ...]:

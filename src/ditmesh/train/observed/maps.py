@@ -39,15 +39,26 @@ class NumberMap:
     index: Tensor
 
     @property
-    def constant(self) -> bool:
-        """Whether the output holds nothing of the input."""
-        return not bool(self.scale.any())
+    def held(self) -> Tensor:
+        """Which numbers of the input stand in the output, of the input's shape."""
+        found = torch.zeros(_size(self.source), dtype=torch.bool)
+        found[self.index[self.scale != 0]] = True
+        return found.view(self.source)
 
     @property
-    def covers(self) -> bool:
-        """Whether every number of the input stands in the output exactly once."""
+    def held_once(self) -> Tensor:
+        """Which numbers of the input stand in the output exactly once, of the input's shape."""
         places = self.index[self.scale != 0]
-        return places.numel() == _size(self.source) and places.unique().numel() == places.numel()
+        return (torch.bincount(places, minlength=_size(self.source)) == 1).view(self.source)
+
+    def only(self, numbers: Tensor) -> NumberMap:
+        """The map of some numbers of the input alone; the others' places are constants.
+
+        Args:
+            numbers: of the input's shape; whether it stays.
+        """
+        stays = (self.scale != 0) & numbers.flatten()[self.index]
+        return replace(self, scale=self.scale * stays, index=self.index * stays)
 
     def __call__(self, value: Tensor) -> Tensor:
         """(B, *shape) of (B, *source), differentiable."""
@@ -59,19 +70,15 @@ class NumberMap:
         return found.view(len(value), *self.shape)
 
     def inverse(self) -> NumberMap:
-        """The input by the output's numbers.
-
-        Raises:
-            ConfigError: a number of the input does not reach the output, or does so twice.
-        """
-        if not self.covers:
-            raise ConfigError("not every number reaches it once, so that there is no way back")
+        """The input by the output's numbers; 0 for what does not stand there, the first place of what stands twice."""
         seen = self.scale.flatten() != 0
-        places, numbers = self.index.flatten()[seen], torch.arange(seen.numel())[seen]
-        back = torch.empty(_size(self.source), dtype=torch.long)
+        places, numbers = self.index.flatten()[seen].flip(0), torch.arange(seen.numel())[seen].flip(0)
+        back = torch.zeros(_size(self.source), dtype=torch.long)
         back[places] = numbers
-        scale = 1 / self.scale.flatten()[back]
+        held = self.held.flatten()
+        scale = torch.where(held, 1 / self.scale.flatten()[back], 0.0)
         base = -self.base.flatten()[back] * scale
+        back = back * held
         return NumberMap(
             self.shape, self.source, base.view(self.source), scale.view(self.source), back.view(self.source)
         )
@@ -142,12 +149,13 @@ class Fills:
     def __len__(self) -> int:
         return len(self.values)
 
-    def map_of(self, seen: Sequence[Tensor], what: str) -> NumberMap:
+    def map_of(self, seen: Sequence[Tensor], what: str, lenient: bool = False) -> NumberMap:
         """The map by what has come of every one of the fills.
 
         Args:
             seen: tensors without their batch dimension, in the order of `values`.
             what: the name of what is mapped, for the error.
+            lenient: numbers that are not of the form become constants; not all may.
 
         Raises:
             ConfigError: what has come is not of the form.
@@ -159,21 +167,24 @@ class Fills:
         tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
         scale[scale.abs() <= tolerance * largest] = 0
         safe = torch.where(scale == 0, 1, scale)
-        index, off = torch.zeros_like(scale, dtype=torch.long), 0.0
+        index, off = torch.zeros_like(scale, dtype=torch.long), torch.zeros_like(scale)
         for power, digit in enumerate(digits):
             exact = (digit - zeros) / safe
             whole = exact.round()
-            off = max(off, float(((exact - whole).abs() * (scale != 0)).max()))
+            off = torch.maximum(off, (exact - whole).abs() * (scale != 0))
             index += (whole.long() * BASE**power) * (scale != 0)
         size = _size(self.shape)
-        if off > 0.3 or not bool(((index >= 0) & (index < size)).all()):
+        mixed = ~(off <= 0.3) | (index < 0) | (index >= size)
+        if bool(mixed.any()) and not (lenient and bool((~mixed & (scale != 0)).any())):
             raise ConfigError(f"{what} mixes numbers: no number of it is one of the {size}, scaled and shifted")
+        scale, index = scale * ~mixed, index * ~mixed
         # Numbers such as 1 and 0.5 have come through float32.
         nice = (scale * 2**10).round() / 2**10
         scale = torch.where((scale - nice).abs() <= 1e-6 * largest, nice, scale)
-        found = NumberMap(self.shape, tuple(scale.shape), zeros.float(), scale.float(), index)
         expected = zeros + scale * self.values[-1].double().flatten()[index.flatten()].view(index.shape)
-        worst = float((expected - noise).abs().max()) / max(float(expected.abs().max()), 1e-12)
-        if worst > tolerance:
-            raise ConfigError(f"{what} is not a linear function of each number alone (off by {worst:.1e})")
-        return found
+        wrong = (expected - noise).abs() / max(float(expected.abs().max()), 1e-12)
+        bent = ~(wrong <= tolerance)
+        if bool(bent.any()) and not (lenient and bool((~bent & (scale != 0)).any())):
+            raise ConfigError(f"{what} is not a linear function of each number alone (off by {float(wrong.max()):.1e})")
+        scale, index = scale * ~bent, index * ~bent
+        return NumberMap(self.shape, tuple(scale.shape), zeros.float(), scale.float(), index)

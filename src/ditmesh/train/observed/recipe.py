@@ -9,7 +9,7 @@ scale, packing or time it does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,32 +20,68 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..objective import NoiseTables
 from .maps import Fills, NumberMap
-from .watch import PipelineWatcher, Watched, WatchedStep, replaced, tensors_in, values_in
+from .watch import SECOND, PipelineWatcher, Watched, WatchedStep, replaced, sample_of, tensors_in, values_in
 
 # How far from the chosen latents the pipeline's loop may end, relative to the largest: solvers of higher order, and
 # schedulers with whole timesteps, are off by some thousandths. Planted errors are off by a tenth and more.
 MOST_OFF = 0.02
-# Of affine times.
-TIME_TOLERANCE = 1e-3
+# Of affine times, and of those between the lines of a table.
+TIME_TOLERANCE, TABLE_TOLERANCE = 1e-3, 5e-3
+# The argument by which a transformer of several samples, pictures and sound, computes each by itself.
+ISOLATE = "isolate_modalities"
+# Steps of the loops that are looked at, of those in which a solver's own error is small, and of the one that shows
+# every level of noise.
+STEPS, FINE_STEPS, MANY_STEPS = 4, 40, 120
+# How the noise may spread that is in the sample of a solver which adds noise of its own.
+SPREAD = (0.6, 1.6)
+
+
+class SeveralBranches(ConfigError):
+    """The transformer is called for several branches of guidance at once, also without guidance."""
 
 
 @dataclass(frozen=True)
 class TimeArgument:
-    """An argument of the transformer that is the time: ``scale * t + shift`` of the scheduler's timestep ``t``."""
+    """An argument of the transformer that is the time: ``scale * t + shift`` of the scheduler's timestep ``t``.
+
+    Attributes:
+        path: of the argument.
+        scale, shift: of the argument's shape, float64; where a frame or a token is given, ``scale`` is 0.
+        table: timesteps, ascending, and what stands for them in ``t``'s place; None: ``t`` itself.
+    """
 
     path: str
-    scale: float
-    shift: float
+    scale: Tensor
+    shift: Tensor
+    table: tuple[np.ndarray, np.ndarray] | None = None
 
-    def of(self, timesteps: Tensor) -> Tensor:
-        """The transformer's time."""
-        return timesteps * self.scale + self.shift
+    def of(self, timestep: Tensor) -> Tensor:
+        """The argument at a timestep, which is a number in a tensor."""
+        if self.table is not None:
+            timestep = timestep.new_tensor(np.interp(float(timestep), *self.table))
+        return timestep * self.scale.to(timestep.device) + self.shift.to(timestep.device)
+
+    def moment(self, value: Any) -> float:
+        """The timestep of an argument."""
+        place = int(self.scale.abs().argmax())
+        seen = float(torch.as_tensor(value).flatten()[place])
+        moment = (seen - float(self.shift.flatten()[place])) / float(self.scale.flatten()[place])
+        if self.table is None:
+            return moment
+        times, values = self.table
+        order = values.argsort()
+        return float(np.interp(moment, values[order], times[order]))
 
     def describe(self) -> str:
         """It in words, such as ``timestep = t / 1000``."""
-        scale = {1.0: "t", 1e-3: "t / 1000", -1e-3: "-t / 1000", -1.0: "-t"}.get(self.scale, f"{self.scale:g} t")
-        text = scale if not self.shift else f"{self.shift:g} {'-' if scale[0] == '-' else '+'} {scale.lstrip('-')}"
-        return f"{self.path} = {text}"
+        moves = self.scale != 0
+        scale, shift = float(self.scale[moves][0]), float(self.shift[moves][0])
+        if self.table is not None:
+            return f"{self.path} = {self.table[1].min():.4g} to {self.table[1].max():.4g}, by a table of t"
+        word = {1.0: "t", 1e-3: "t / 1000", -1e-3: "-t / 1000", -1.0: "-t"}.get(scale, f"{scale:g} t")
+        text = word if not shift else f"{shift:g} {'-' if word[0] == '-' else '+'} {word.lstrip('-')}"
+        given = int((~moves).sum())
+        return f"{self.path} = {text}" + (f", but for {given} of {moves.numel()} numbers" if given else "")
 
 
 @dataclass(frozen=True)
@@ -54,31 +90,40 @@ class Recipe:
 
     Attributes:
         times: arguments that are the time; at least one.
-        noisy: path of the argument that holds the sampler's sample.
-        into: from a sample to that argument, of a call for one.
-        prediction: from the transformer's result to what the scheduler is given, both for one sample.
-        latents: from a sample to what the autoencoder decodes.
+        inputs: paths of the arguments that hold the sampler's sample, and from a sample to each, of a call for one.
+            Numbers of them that are none of the sample's are given, such as those of a first frame.
+        prediction: from the transformer's result to what the scheduler is given, both for one sample; a part of it
+            where the sample holds numbers that are given.
+        latents: from a sample to what the autoencoder decodes; constants are numbers that are given.
         back: the inverse of ``latents``.
         arguments: of the first call.
-        first: the first step, with what the transformer computed for it.
+        first: the first step.
+        result: the transformer's, in the first step.
         error: how far from the chosen latents the loop ended, relative to the largest; NaN: not tried.
+        steps: of the loop in which it is tried.
     """
 
     times: tuple[TimeArgument, ...]
-    noisy: str
-    into: NumberMap
+    inputs: tuple[tuple[str, NumberMap], ...]
     prediction: NumberMap
     latents: NumberMap
     back: NumberMap
     arguments: Mapping[str, Any] = field(repr=False)
     first: WatchedStep = field(repr=False)
+    result: Tensor = field(repr=False)
     error: float = float("nan")
+    steps: int = STEPS
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Inputs with numbers that are not the sample's."""
+        return tuple(path for path, into in self.inputs if not bool((into.scale != 0).all()))
 
     def on(self, device: torch.device) -> Recipe:
         """The recipe with its tensors on a device."""
         return replace(
             self,
-            into=self.into.on(device),
+            inputs=tuple((path, into.on(device)) for path, into in self.inputs),
             prediction=self.prediction.on(device),
             latents=self.latents.on(device),
             back=self.back.on(device),
@@ -89,7 +134,7 @@ class Recipe:
         """It in words, by what each is about."""
         return {
             "time": ", ".join(time.describe() for time in self.times),
-            "input": f"{self.noisy}: {self.into.describe()}",
+            "input": ", ".join(f"{path}: {into.describe()}" for path, into in self.inputs),
             "prediction": self.prediction.describe(),
             "latents": self.latents.describe(),
             "round trip": f"off by {self.error:.1e}",
@@ -107,30 +152,56 @@ def derive(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recipe:
         ConfigError: one sentence that says what of the pipeline is of no known form.
     """
     watcher.forget()
-    base = watcher.run({**request, "num_inference_steps": 3})
-    shape, result = _checked(base, watcher)
-    sample_fills, result_fills = Fills(shape), Fills(result)
-    steps = max(len(sample_fills), len(result_fills)) + 2
-    request = {**request, "num_inference_steps": steps}
+    watcher.fixed.clear()
+    watcher.by_parts = False
+    request = {**request, "num_inference_steps": STEPS}
     plain = watcher.run(request)
-    _checked(plain, watcher)
-    prediction = _prediction(watcher, request, result_fills)
-    noisy, into = _input(watcher, request, sample_fills, plain)
-    times = _times(plain, noisy)
-    last = len(plain.steps) - 1
+    if plain.calls and not plain.steps:
+        # Copies of the scheduler may step, one for every part of the sample.
+        watcher.by_parts = True
+        plain = watcher.run(request)
+    shape, result = _checked(plain, watcher)
+    samples, last = Fills(shape), len(plain.steps) - 1
     decoded = []
-    for fill in sample_fills.values:
+    for fill in samples.values:
         seen = watcher.run(request, samples=lambda step, fill=fill: fill if step == last else None).decoded
         assert seen is not None
         decoded.append(seen[0])
-    latents = sample_fills.map_of(decoded, "what the autoencoder decodes")
-    if not latents.covers:
-        raise ConfigError("the autoencoder decodes not every number of the sampler's last sample exactly once")
-    return Recipe(times, noisy, into, prediction, latents, latents.inverse(), base.calls[0].arguments, base.steps[0])
+    latents = samples.map_of(decoded, "what the autoencoder decodes", lenient=True)
+    inputs = _inputs(watcher, request, samples)
+    prediction = _prediction(watcher, request, Fills(result), shape)
+    counts = torch.stack([into.held for _, into in inputs]).sum(0)
+    if bool((counts > 1).any()):
+        raise ConfigError(f"several arguments hold the sample ({', '.join(path for path, _ in inputs)})")
+    held = counts > 0
+    live = latents.held_once & held & (prediction.scale != 0)
+    if not bool(live.any()):
+        raise ConfigError("no number of the sampler's sample is predicted, decoded and given to the transformer")
+    first = plain.calls[0]
+    there = dict(tensors_in(first.arguments))
+    inputs = tuple((path, _with_given(into.only(live), there[path])) for path, into in inputs)
+    prediction = replace(prediction, scale=prediction.scale * live, index=prediction.index * live)
+    if prediction.index[live].unique().numel() != int(live.sum()):
+        raise ConfigError("a number of the transformer's result is the prediction of two")
+    latents = latents.only(live)
+    # Of levels of noise that few steps do not have, such as the last ones.
+    every = watcher.run({**request, "num_inference_steps": MANY_STEPS})
+    _checked(every, watcher)
+    _check_given(every, inputs)
+    times, beside = _times(watcher, plain, every, [path for path, _ in inputs])
+    watcher.bounds = _bounds(watcher, every)
+    arguments, result = first.arguments, first.result
+    if beside:
+        arguments, result = _isolated(watcher, arguments, beside)
+    return Recipe(times, inputs, prediction, latents, latents.inverse(), arguments, plain.steps[0], result)
 
 
 def round_trip(
-    watcher: PipelineWatcher, request: Mapping[str, Any], recipe: Recipe, tables: NoiseTables, steps: int = 4
+    watcher: PipelineWatcher,
+    request: Mapping[str, Any],
+    recipe: Recipe,
+    tables: NoiseTables,
+    renewed: bool = False,
 ) -> float:
     """Run the pipeline's loop with the target of training in the place of every result of the transformer.
 
@@ -138,34 +209,40 @@ def round_trip(
         watcher, request: as for `derive`.
         recipe: what is tried.
         tables: noise levels and target of training.
+        renewed: the solver adds noise of its own in every step, so that the path is another one after each.
 
     Returns:
         How far from the path that training takes to the chosen latents it is at most, and from them at the decoder,
         relative to the largest number there.
     """
-    chosen = torch.randn(recipe.latents.source, generator=torch.Generator().manual_seed(1))
-    back, time = recipe.into.inverse(), recipe.times[0]
+    live = recipe.latents.held
+    chosen = torch.randn(recipe.latents.source, generator=torch.Generator().manual_seed(1)) * live
+    ways = [(path, into.inverse()) for path, into in recipe.inputs]
+    time = recipe.times[0]
     noise, worst = torch.empty(0), 0.0
 
     def target(call: int, arguments: Mapping[str, Any]) -> Tensor:
         nonlocal noise, worst
         values = dict(values_in(arguments))
-        noisy = back(values[recipe.noisy].float().cpu()[None])[0]
-        moment = (float(torch.as_tensor(values[time.path]).flatten()[0]) - time.shift) / time.scale
-        if not call:
-            # The loop begins with noise; where that is not all, it is what the chosen latents leave of it.
-            noise = tables.noise_of(noisy, chosen, moment)
-        path = tables.noisy_of(chosen, noise, moment)
-        worst = max(worst, _off(noisy, path))
+        moment = time.moment(values[time.path])
+        for number, (path, back) in enumerate(ways):
+            noisy = back(values[path].float().cpu()[None])[0]
+            if not number and (renewed or not call):
+                # The loop begins with noise; where that is not all, it is what the chosen latents leave of it.
+                noise = tables.noise_of(noisy, chosen, moment) * live
+                spread = float(noise[live].std())
+                worst = worst if not renewed or SPREAD[0] < spread < SPREAD[1] else max(worst, abs(spread - 1))
+            worst = max(worst, _off(noisy, tables.noisy_of(chosen, noise, moment) * back.scale.bool()))
         wanted = tables.target_of(chosen, noise, moment)
         full = torch.zeros(recipe.prediction.source).flatten()
         map_ = recipe.prediction
-        full[map_.index.flatten()] = ((wanted - map_.base) / map_.scale).flatten()
+        full[map_.index[live]] = wanted[live] / map_.scale[live]
         return full.view(recipe.prediction.source)
 
-    seen = watcher.run({**request, "num_inference_steps": steps}, results=target)
+    seen = watcher.run({**request, "num_inference_steps": recipe.steps}, results=target)
     assert seen.decoded is not None
-    return max(worst, _off(seen.decoded[0].float().cpu(), recipe.latents(chosen[None])[0]))
+    there = recipe.latents.scale != 0
+    return max(worst, _off(seen.decoded[0].float().cpu()[there], recipe.latents(chosen[None])[0][there]))
 
 
 def _off(found: Tensor, wanted: Tensor) -> float:
@@ -191,97 +268,194 @@ def _checked(seen: Watched, watcher: PipelineWatcher) -> tuple[tuple[int, ...], 
     return tuple(seen.steps[0].sample.shape), tuple(seen.calls[0].result.shape)
 
 
-def _answers(
-    fills: Fills, ask: Callable[[int], tuple[Watched, int]], take: Callable[[Watched, int], Tensor]
-) -> list[Tensor]:
-    """What has come of every fill; a run that has fewer steps than there are fills is followed by another one.
-
-    Args:
-        ask: runs with the fills from a number on; how many were used.
-        take: what has come of the fill of a number, counted from the first of the run.
-    """
-    found: list[Tensor] = []
-    while len(found) < len(fills):
-        seen, used = ask(len(found))
-        if used < 1:
+def _prediction(
+    watcher: PipelineWatcher, request: Mapping[str, Any], fills: Fills, shape: tuple[int, ...]
+) -> NumberMap:
+    """From the transformer's result to what the scheduler is given; 0 where it is something else."""
+    answers = []
+    for fill in fills.values:
+        # A sample of zeros: some schedulers are given a part of it.
+        seen = watcher.run(request, lambda call, _, fill=fill: fill, lambda step: torch.zeros(shape), steps=2)
+        if len(seen.steps) < 2:
             raise ConfigError("the loop has a single step")
-        found += [take(seen, number) for number in range(min(used, len(fills) - len(found)))]
-    return found
+        answers.append(seen.steps[1].output)
+    if answers[0].shape != shape:
+        raise ConfigError(f"the scheduler is given {tuple(answers[0].shape)} for a sample of {shape}")
+    found = fills.map_of(answers, "what the scheduler is given", lenient=True)
+    # What is not the transformer's result alone.
+    clean = found.base.abs() <= 1e-4 * found.scale.abs().max()
+    scale = found.scale * clean
+    if watcher.levels is not None:
+        # Its size is the sampler's; what the transformer predicts is of the size of latents.
+        sizes = scale[scale != 0].abs()
+        if not sizes.numel() or float(sizes.max() / sizes.min()) > 1 + TIME_TOLERANCE:
+            raise ConfigError("what the scheduler is given is not one multiple of the transformer's result")
+        scale = scale.sign() * watcher.levels.sign
+    return replace(found.without_base(), scale=scale, index=found.index * clean)
 
 
-def _prediction(watcher: PipelineWatcher, request: Mapping[str, Any], fills: Fills) -> NumberMap:
-    """From the transformer's result to what the scheduler is given."""
-
-    def ask(start: int) -> tuple[Watched, int]:
-        values = fills.values[start:]
-        seen = watcher.run(request, results=lambda call, _: values[min(call, len(values) - 1)])
-        return seen, len(seen.steps)
-
-    found = fills.map_of(
-        _answers(fills, ask, lambda seen, number: seen.steps[number].output), "what the scheduler is given"
-    )
-    if found.base.abs().max() > 1e-4 * found.scale.abs().max():
-        raise ConfigError("what the scheduler is given is not the transformer's result alone")
-    found = found.without_base()
-    if not bool((found.scale != 0).all()) or found.index.unique().numel() != found.index.numel():
-        raise ConfigError("a part of what the scheduler is given is not the transformer's")
-    return found
-
-
-def _input(watcher: PipelineWatcher, request: Mapping[str, Any], fills: Fills, plain: Watched) -> tuple[str, NumberMap]:
-    """The argument that holds the sample, and how."""
-
-    def ask(start: int) -> tuple[Watched, int]:
-        values = fills.values[start:]
-        seen = watcher.run(request, samples=lambda step: values[min(step, len(values) - 1)])
-        return seen, len(seen.calls) - 1
-
-    runs: list[tuple[Watched, int]] = []
-    _answers(fills, lambda start: runs.append(ask(start)) or runs[-1], lambda seen, number: torch.empty(0))
-    first, before = dict(tensors_in(runs[0][0].calls[1].arguments)), dict(tensors_in(plain.calls[1].arguments))
-    depends = [
-        path
-        for path, value in first.items()
-        if path in before and (value.shape != before[path].shape or not torch.equal(value, before[path]))
-    ]
+def _inputs(watcher: PipelineWatcher, request: Mapping[str, Any], fills: Fills) -> tuple[tuple[str, NumberMap], ...]:
+    """The arguments that hold the sample, and how."""
+    answers = []
+    for fill in fills.values:
+        seen = watcher.run(request, samples=lambda step, fill=fill: fill, calls=2)
+        if len(seen.calls) < 2:
+            raise ConfigError("the loop has a single step")
+        answers.append(dict(tensors_in(seen.calls[1].arguments)))
+    zeros, noise = answers[0], answers[-1]
+    depends = [path for path in zeros if path not in noise or not _equal(zeros[path], noise[path])]
     if not depends:
         raise ConfigError("no argument of the transformer holds the sampler's sample")
-    if len(depends) > 1:
-        raise ConfigError(f"several arguments depend on the sample ({', '.join(depends)})")
-    (path,) = depends
-    answers = [
-        dict(tensors_in(seen.calls[number + 1].arguments))[path] for seen, used in runs for number in range(used)
-    ][: len(fills)]
-    found = fills.map_of(answers, f"{path} of the transformer")
-    if not found.covers:
-        raise ConfigError(f"{path} of the transformer holds not every number of the sampler's sample exactly once")
-    return path, found
+    found = []
+    for path in depends:
+        try:
+            if any(one.get(path, zeros[path]).shape != zeros[path].shape or path not in one for one in answers):
+                raise ConfigError(f"{path} of the transformer is of another shape for another sample")
+            into = fills.map_of([one[path] for one in answers], f"{path} of the transformer")
+        except ConfigError as error:
+            if len(depends) == 1:
+                raise
+            raise ConfigError(f"several arguments depend on the sample ({', '.join(depends)}): {error}") from None
+        if bool((into.held & ~into.held_once).any()):
+            raise SeveralBranches(f"{path} of the transformer holds numbers of the sampler's sample more than once")
+        found.append((path, into))
+    return tuple(sorted(found, key=lambda one: -int(one[1].held.sum())))
 
 
-def _times(seen: Watched, noisy: str) -> tuple[TimeArgument, ...]:
-    """Arguments that change from step to step beside the sample: all must be times."""
-    every = [dict(values_in(call.arguments)) for call in seen.calls]
-    moments = np.array([step.timestep for step in seen.steps])
-    times = []
+def _with_given(into: NumberMap, seen: Tensor) -> NumberMap:
+    """The map with what stands in the argument where nothing of the sample does."""
+    return replace(into, base=torch.where(into.scale != 0, into.base, seen.float().cpu()))
+
+
+def _check_given(seen: Watched, inputs: Sequence[tuple[str, NumberMap]]) -> None:
+    """What stands beside the sample must be the same in every step, as training has it."""
+    for path, into in inputs:
+        first, *others = (dict(tensors_in(call.arguments))[path][into.scale == 0] for call in seen.calls)
+        if any(not torch.equal(first, one) for one in others):
+            raise ConfigError(f"{path} of the transformer holds given numbers that change from step to step")
+
+
+def _times(
+    watcher: PipelineWatcher, few: Watched, many: Watched, inputs: Sequence[str]
+) -> tuple[tuple[TimeArgument, ...], list[str]]:
+    """Arguments that change from step to step beside the sample: times, and what the model can be kept apart from."""
+    every = [dict(values_in(call.arguments)) for call in many.calls]
+    moments = np.array([step.timestep for step in many.steps])
+    times: list[TimeArgument] = []
+    beside: list[str] = []
     for path in every[0]:
         values = [one.get(path) for one in every]
-        if path == noisy or _same(values):
+        if path in inputs or _same(values):
             continue
         if not all(isinstance(value, (Tensor, float, int)) for value in values):
             raise ConfigError(f"{path} of the transformer changes from step to step, and is no number")
-        rows = [torch.as_tensor(value).double().flatten().cpu() for value in values]
-        if any(not len(row) or bool((row != row[0]).any()) for row in rows):
-            raise ConfigError(f"{path} of the transformer changes from step to step, and is not one number a call")
-        found = np.array([float(row[0]) for row in rows])
-        scale, shift = np.polyfit(moments, found, 1)
-        off = np.abs(scale * moments + shift - found).max() / max(np.abs(found).max(), 1e-12)
-        if off > TIME_TOLERANCE:
-            raise ConfigError(f"{path} of the transformer is no straight function of the scheduler's timestep")
-        scale, shift = _round(float(scale), 1e-5), _round(float(shift), 1e-3)
-        times.append(TimeArgument(path, scale, shift))
+        if len({torch.as_tensor(value).shape for value in values}) != 1:
+            raise ConfigError(f"{path} of the transformer changes its shape from step to step")
+        found = _affine(path, values, moments)
+        if found is None and watcher.levels is not None:
+            found = _tabled(path, values, moments, few)
+        if found is None and ISOLATE in every[0]:
+            beside.append(path)
+            continue
+        if found is None:
+            raise ConfigError(
+                f"{path} of the transformer is no straight function of the scheduler's timestep, number by number"
+            )
+        times.append(found)
     if not times:
         raise ConfigError("no argument of the transformer is the time")
-    return tuple(sorted(times, key=lambda time: "time" not in time.path))
+    return tuple(sorted(times, key=lambda time: "time" not in time.path)), beside
+
+
+def _bounds(watcher: PipelineWatcher, seen: Watched) -> tuple[float, float] | None:
+    """The timesteps at which the first of two transformers is called; None: there is one."""
+    if getattr(watcher.pipe, SECOND, None) is None:
+        return None
+    moments: tuple[list[float], list[float]] = ([], [])
+    for step, call in zip(seen.steps, seen.calls, strict=True):
+        moments[call.is_second].append(step.timestep)
+    first, second = moments
+    if not first or not second:
+        raise ConfigError(f"a second transformer is there, and of {MANY_STEPS} steps all are of one of the two")
+    if min(first) <= max(second):
+        raise ConfigError("a second transformer is there, which does not take over at low noise once for all")
+    # Training's timesteps lie closer than the loop's.
+    share = watcher.pipe.config.get("boundary_ratio")
+    count = watcher.pipe.scheduler.config.num_train_timesteps
+    boundary = min(first) if share is None else float(share) * count
+    if not max(second) < boundary <= min(first):
+        raise ConfigError(f"boundary_ratio={share} is not where the second transformer takes over")
+    return boundary, float(count)
+
+
+def _isolated(
+    watcher: PipelineWatcher, arguments: Mapping[str, Any], beside: Sequence[str]
+) -> tuple[Mapping[str, Any], Tensor]:
+    """Arguments of a call in which other samples, such as of sound, have no part, and what comes of it."""
+    watcher.fixed[ISOLATE] = True
+    alone = {**arguments, **watcher.fixed}
+    others = replaced(alone, {path: torch.randn_like(dict(tensors_in(arguments))[path]) for path in beside})
+    with torch.no_grad():
+        first, second = (sample_of(watcher.model(**one))[0] for one in (alone, others))
+    if not torch.equal(first, second):
+        raise ConfigError(
+            f"{', '.join(beside)} of the transformer is another sample, from which it cannot be kept apart"
+        )
+    return alone, first
+
+
+def _affine(path: str, values: Sequence[Any], moments: np.ndarray) -> TimeArgument | None:
+    """A time of which every number is a straight function of the timestep, or the same always."""
+    rows = torch.stack([torch.as_tensor(value).double().cpu() for value in values])
+    columns = rows.flatten(1).numpy()
+    if not columns.shape[1]:
+        return None
+    scale, shift = np.polyfit(moments, columns, 1)
+    off = np.abs(np.outer(moments, scale) + shift - columns).max() / max(np.abs(columns).max(), 1e-12)
+    if off > TIME_TOLERANCE:
+        return None
+    same = (columns == columns[:1]).all(0)
+    scales = [0.0 if fixed else _round(float(one), 1e-5) for one, fixed in zip(scale, same, strict=True)]
+    shifts = [
+        float(value) if fixed else _round(float(one), 1e-3)
+        for one, value, fixed in zip(shift, columns[0], same, strict=True)
+    ]
+    moving = [pair for pair, fixed in zip(zip(scales, shifts, strict=True), same, strict=True) if not fixed]
+    if any(
+        abs(one - other) > 1e-6 * abs(other) + 1e-9
+        for pair in moving
+        for one, other in zip(pair, moving[0], strict=True)
+    ):
+        # Numbers that move on straight lines of their own, such as a second sample, are no time.
+        return None
+    shape = rows.shape[1:]
+    return TimeArgument(
+        path,
+        torch.tensor(scales, dtype=torch.float64).view(shape),
+        torch.tensor(shifts, dtype=torch.float64).view(shape),
+    )
+
+
+def _tabled(path: str, values: Sequence[Any], times: np.ndarray, few: Watched) -> TimeArgument | None:
+    """A time that is one function of the timestep, by a table of it; in a loop of few steps it must hold."""
+    rows = torch.stack([torch.as_tensor(value).double().cpu() for value in values])
+    columns = rows.flatten(1).numpy()
+    if (columns != columns[:, :1]).any():
+        return None
+    order = times.argsort()
+    ones = torch.ones(rows.shape[1:], dtype=torch.float64)
+    found = TimeArgument(path, ones, torch.zeros_like(ones), (times[order], columns[order, 0]))
+    largest = np.abs(columns).max()
+    for step, call in zip(few.steps, few.calls, strict=True):
+        seen = float(torch.as_tensor(dict(values_in(call.arguments))[path]).flatten()[0])
+        held = float(found.of(torch.tensor(step.timestep)).flatten()[0])
+        if abs(held - seen) > TABLE_TOLERANCE * largest:
+            return None
+    return found
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _round(value: float, unit: float) -> float:

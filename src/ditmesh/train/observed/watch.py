@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -15,17 +16,27 @@ from ...core.arguments import Arguments
 from ...core.digests import tensor_digest
 from ...core.patching import Patch
 from ...errors import ConfigError
+from .levels import Levels, levels_of
 
 # Where pipelines keep their autoencoder.
 DECODERS = ("vae", "vqvae")
+# And a transformer for other levels of noise.
+SECOND = "transformer_2"
 
 
 @dataclass(frozen=True)
 class WatchedCall:
-    """A call of the transformer: its arguments by name, and its result or a stand-in, without batch dimension."""
+    """A call of a transformer.
+
+    Attributes:
+        arguments: by name.
+        result: its result or a stand-in, without batch dimension.
+        is_second: it was the pipeline's second transformer's.
+    """
 
     arguments: Mapping[str, Any]
     result: Tensor
+    is_second: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class WatchedStep:
     Attributes:
         call: number of the transformer's last call before it.
         output, sample: what the step was given, for one sample without its batch dimension.
-        timestep: as the scheduler was given it.
+        timestep: as the scheduler was given it; with `Levels`, that of training.
     """
 
     call: int
@@ -91,10 +102,22 @@ class PipelineWatcher:
 
     Args:
         pipe: left as it was after every run.
+
+    Attributes:
+        levels: how samples of its scheduler become those of training; None: they are the same.
+        bounds: the lowest and the highest timestep at which the first of two transformers is called; None: at all.
+        branches: of guidance that cannot be switched off; the first is the caption's, and the only one that is seen.
+        by_parts: copies of the scheduler step a part of the sample each, such as a frame; samples are then stacks of
+            parts.
+        fixed: arguments of the transformer that are always these, whatever the pipeline passes.
     """
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
+        self.levels: Levels | None = levels_of(pipe.scheduler)
+        self.fixed: dict[str, Any] = {}
+        self.bounds: tuple[float, float] | None = None
+        self.branches, self.by_parts = 1, False
         self.model: Any = pipe.transformer
         self._names = list(inspect.signature(self.model.forward).parameters)
         self._forms: dict[Any, Any] = {}
@@ -118,6 +141,7 @@ class PipelineWatcher:
         results: ResultOf | None = None,
         samples: SampleOf | None = None,
         calls: int | None = None,
+        steps: int | None = None,
     ) -> Watched:
         """Run the pipeline up to its decoder.
 
@@ -125,44 +149,84 @@ class PipelineWatcher:
             request: arguments of the pipeline's call, for one image or video.
             results, samples: stand-ins.
             calls: stop in the transformer's call of this number, counted from 1.
+            steps: stop in the scheduler's step of this number, counted from 1.
         """
         seen = Watched()
         scheduler = self.pipe.scheduler
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(self._names, args, strict=False)) | kwargs
+        def forward(*args: Any, is_second: bool = False, **kwargs: Any) -> Any:
+            given = dict(zip(self._names, args, strict=False)) | kwargs | self.fixed
             # Loops write into tensors that they have passed.
             arguments = replaced(given, {path: one.detach().clone() for path, one in tensors_in(given)})
+            arguments = first_branch(arguments, self.branches)
             number = len(seen.calls)
             if calls is not None and number + 1 >= calls:
                 seen.calls.append(WatchedCall(arguments, torch.empty(0)))
                 raise _Stop
             form = tuple(_forms_of(arguments))
             if form not in self._forms:
-                self._forms[form] = self.model(*args, **kwargs)
+                self._forms[form] = self.model(**given)
             output = self._forms[form]
             stand_in = None if results is None else results(number, arguments)
             if stand_in is not None:
-                output = _with_sample(output, stand_in)
-            seen.calls.append(WatchedCall(arguments, _first(_sample_of(output)).detach().clone()))
+                output = _with_sample(output, stand_in, self.branches)
+            result = _first(_sample_of(output)).detach().clone()
+            seen.calls.append(WatchedCall(arguments, result, is_second))
             return output
 
         def step(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
+            number = len(seen.steps)
+            again = bool(seen.steps) and seen.steps[-1].call == len(seen.calls) - 1
+            # Solvers write into what they are given.
+            output, sample = (_first(given[name]).detach().clone() for name in ("model_output", "sample"))
             result = stepped.original(*args, **kwargs)
-            values = [_first(given[name]).detach().clone() for name in ("model_output", "sample")]
-            seen.steps.append(WatchedStep(len(seen.calls) - 1, values[0], float(given["timestep"]), values[1]))
+            moment, now, later = self._moments(float(given["timestep"]))
+            if again:
+                # Some ask the scheduler for the latents that a result stands for, before they step.
+                number -= 1
+            else:
+                seen.steps.append(WatchedStep(len(seen.calls) - 1, output, moment, now * sample))
+                if len(seen.steps) == steps:
+                    raise _Stop
+            chosen = None if samples is None else samples(number)
+            return result if chosen is None else _stepped(result, chosen / later)
+
+        def copied(memo: dict[int, Any]) -> Any:
+            held = {key: one for key, one in vars(scheduler).items() if key not in ("step", "__deepcopy__")}
+            other = copy.copy(scheduler)
+            vars(other).clear()
+            vars(other).update(copy.deepcopy(held, memo))
+            if "step" in vars(scheduler) and self.by_parts:
+                real = other.step
+                vars(other)["step"] = lambda *args, **kwargs: step_part(real, *args, **kwargs)
+            return other
+
+        def step_part(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            call = len(seen.calls) - 1
+            output, sample = (_first(given[name]).detach().clone() for name in ("model_output", "sample"))
+            moment, part = float(given["timestep"]), 0
+            if seen.steps and seen.steps[-1].call == call:
+                last = seen.steps.pop()
+                part = len(last.sample)
+                if moment != last.timestep:
+                    raise ConfigError("parts of the sample are at different times")
+                output = torch.cat([last.output, output[None]])
+                sample = torch.cat([last.sample, sample[None]])
+            elif len(seen.steps) == steps:
+                raise _Stop
+            else:
+                output, sample = output[None], sample[None]
+            seen.steps.append(WatchedStep(call, output, moment, sample))
+            result = real(*args, **kwargs)
             chosen = None if samples is None else samples(len(seen.steps) - 1)
-            if chosen is None:
-                return result
-            before = result[0] if isinstance(result, tuple) else result.prev_sample
-            after = chosen.to(before).expand_as(before) if before.dim() > chosen.dim() else chosen.to(before)
-            if isinstance(result, tuple):
-                return (after, *result[1:])
-            return type(result)(**{**result, "prev_sample": after})
+            return result if chosen is None else _stepped(result, chosen[part])
 
         def decode(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
-            seen.decoded = latents.detach().clone()
+            # An autoencoder of images decodes a video frame by frame.
+            frames = latents.dim() == 4 and len(latents) > 1
+            seen.decoded = (latents.transpose(0, 1)[None] if frames else latents).detach().clone()
             raise _Stop
 
         def encode_prompt(*args: Any, **kwargs: Any) -> Any:
@@ -176,8 +240,17 @@ class PipelineWatcher:
             # Around the pipeline's own bookkeeping of its parts.
             undo.callback(vars(self.pipe).__setitem__, "transformer", self.model)
             vars(self.pipe)["transformer"] = _StandIn(self.model, forward)
+            other = getattr(self.pipe, SECOND, None)
+            if other is not None:
+                undo.callback(vars(self.pipe).__setitem__, SECOND, other)
+                vars(self.pipe)[SECOND] = _StandIn(
+                    other, lambda *args, **kwargs: forward(*args, is_second=True, **kwargs)
+                )
             stepped = Patch(scheduler, "step", step)
             undo.callback(stepped.undo)
+            if self.by_parts:
+                vars(scheduler)["__deepcopy__"] = copied
+                undo.callback(vars(scheduler).pop, "__deepcopy__")
             decoder = next((getattr(self.pipe, name) for name in DECODERS if getattr(self.pipe, name, None)), None)
             if decoder is not None:
                 undo.callback(Patch(decoder, "decode", decode).undo)
@@ -198,6 +271,16 @@ class PipelineWatcher:
                 self.pipe(**request)
         return seen
 
+    def _moments(self, timestep: float) -> tuple[float, float, float]:
+        """After a step: its timestep, and what samples before and after it are to be multiplied with."""
+        if self.levels is None:
+            return timestep, 1.0, 1.0
+        if self.levels.kind == "counted":
+            return self.levels.timestep(timestep, 0.0), 1.0, 1.0
+        scheduler = self.pipe.scheduler
+        now, later = (float(scheduler.sigmas[scheduler.step_index + shift]) for shift in (-1, 0))
+        return self.levels.timestep(timestep, now), self.levels.factor(now), self.levels.factor(later)
+
 
 def tensors_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a call's arguments, with its path."""
@@ -217,6 +300,15 @@ def replaced(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     for path, value in changes.items():
         held.set(path, value)
     return held.kwargs
+
+
+def _stepped(result: Any, chosen: Tensor) -> Any:
+    """What a scheduler's step has returned, with another sample."""
+    before = result[0] if isinstance(result, tuple) else result.prev_sample
+    after = chosen.to(before).expand_as(before) if before.dim() > chosen.dim() else chosen.to(before)
+    if isinstance(result, tuple):
+        return (after, *result[1:])
+    return type(result)(**{**result, "prev_sample": after})
 
 
 def sample_of(output: Any) -> Tensor:
@@ -240,11 +332,24 @@ def _first(value: Tensor | Sequence[Tensor]) -> Tensor:
     return value[0]
 
 
-def _with_sample(output: Any, sample: Tensor) -> Any:
-    """A transformer's output with another sample in every row."""
+def first_branch(arguments: Mapping[str, Any], branches: int) -> Mapping[str, Any]:
+    """Arguments of a call for several branches of guidance, one behind the other: those of the first."""
+    if branches == 1:
+        return arguments
+    rows = max((len(one) for _, one in tensors_in(arguments) if one.dim()), default=0)
+    counts = [len(one) for path, one in tensors_in(arguments) if one.dim() > 2 and len(one) % branches == 0]
+    rows = max(set(counts), key=counts.count) if counts else rows
+    changes = {path: one[: rows // branches] for path, one in tensors_in(arguments) if one.dim() and len(one) == rows}
+    return replaced(arguments, changes)
+
+
+def _with_sample(output: Any, sample: Tensor, branches: int = 1) -> Any:
+    """A transformer's output with another sample in every row; in rows of other branches nothing."""
     before = _sample_of(output)
     if isinstance(before, Tensor):
         value: Any = sample.to(before).expand_as(before).clone()
+        if branches > 1:
+            value[len(value) // branches :] = 0
     else:
         value = type(before)([sample.to(one).clone() for one in before])  # type: ignore[call-arg]
     if isinstance(output, (Tensor, list)):
