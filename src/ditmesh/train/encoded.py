@@ -347,9 +347,7 @@ class EncodedSamples:
         """Whether a picture stands beside a sample's caption."""
         return self._own_picture is not None or bool(sample.attached.references)
 
-    def _reference(
-        self, sample: Sample, index: int, flip: bool, seed: int, seen: Tensor | None = None
-    ) -> Image | None:
+    def _reference(self, sample: Sample, index: int, flip: bool, seed: int, seen: Tensor | None = None) -> Image | None:
         """The picture beside a sample's caption; None: there is none. Raises `OSError` if it is corrupt."""
         if self._own_picture is None:
             return reference_of(sample, self._sizes[index], flip)

@@ -126,14 +126,18 @@ class HeldOutLoss:
         mesh: Mesh,
         device: torch.device,
     ) -> None:
-        objective = NoiseObjective(pipe.scheduler, config)
+        scheduler = getattr(family, "scheduler", pipe.scheduler)
+        objective = NoiseObjective(scheduler, config)
         if objective.kind not in KINDS:
             raise ConfigError(
                 f"objective={objective.kind!r} has noise levels that are not known, at which a held-out loss is "
                 "measured; leave validation_data_dir and validation_split out"
             )
         self._mesh, self._device, self._count = mesh, device, len(samples)
-        self._tables = NoiseTables(pipe.scheduler, config)
+        self._tables = NoiseTables(scheduler, config)
+        bounds = getattr(family, "moments_of_training", None)
+        if bounds is not None:
+            objective.keep_between(*bounds)
         self._times = objective.scheduler.timesteps
         config = _measured(config)
         sizes = [buckets_of([sample.size], config.data_sets[sample.source])[0] for sample in samples]

@@ -1,7 +1,7 @@
 """Pictures beside a caption that are made of the sample itself: the first frame of a video, or an image with a hole.
 
-A family says by ``own_picture`` that its pipeline makes a video of a picture (``"first frame"``), or paints in a picture
-where a mask is white (``"hole"``), and takes the pictures by the parameter ``references`` of its `encode`.
+A family says by ``own_picture`` that its pipeline makes a video of a picture (``"first frame"``), or paints in a
+picture where a mask is white (``"hole"``), and takes the pictures by the parameter ``references`` of its `encode`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def own_picture(kind: str, values: Tensor, seed: int) -> Image.Image:
     if kind != "hole":
         return found
     drawn = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
-    sides = [max(1, round(side * (SIDES[0] + (SIDES[1] - SIDES[0]) * one))) for side, one in zip(found.size, drawn[:2], strict=True)]
-    left, top = (
-        round((side - hole) * one) for side, hole, one in zip(found.size, sides, drawn[2:], strict=True)
-    )
+    sides = [
+        max(1, round(side * (SIDES[0] + (SIDES[1] - SIDES[0]) * one)))
+        for side, one in zip(found.size, drawn[:2], strict=True)
+    ]
+    left, top = (round((side - hole) * one) for side, hole, one in zip(found.size, sides, drawn[2:], strict=True))
     alpha = Image.new("L", found.size, 255)
     alpha.paste(0, (left, top, left + sides[0], top + sides[1]))
     found.putalpha(alpha)

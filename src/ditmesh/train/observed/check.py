@@ -30,10 +30,10 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
 
     Returns:
         ``model``, ``pipeline``, ``transformer``, ``adapter`` (its name; None: observed), ``trained_as`` (the pipeline
-        that is trained in its place; None: itself), ``picture`` (what stands beside the caption: ``"first frame"``
-        or ``"hole"`` of the sample itself, ``"reference"``, or None), ``objective``, and ``sizes``: for every size ``size``, ``latents``, ``time``,
-        ``input``, ``prediction``, ``captions`` and ``pictures`` (the arguments that depend on them) and ``round_trip``
-        (how far from the chosen latents the loop ended, relative to the largest).
+        that is trained in its place; None: itself), ``picture`` (what stands beside the caption: ``"first frame"`` or
+        ``"hole"`` of the sample itself, ``"reference"``, or None), ``objective``, and ``sizes``: for every size
+        ``size``, ``latents``, ``time``, ``input``, ``prediction``, ``captions`` and ``pictures`` (the arguments that
+        depend on them) and ``round_trip`` (how far from the chosen latents the loop ended, relative to the largest).
 
     Raises:
         ConfigError: one sentence that says what cannot be derived, or that the loop does not agree.
