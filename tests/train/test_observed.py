@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -15,13 +16,16 @@ from ditmesh.errors import ConfigError
 from ditmesh.train.config import TrainConfig
 from ditmesh.train.export import export
 from ditmesh.train.families import family_of, rows_of, stacked
+from ditmesh.train.objective import NoiseObjective
 from ditmesh.train.observed.base import base_class
 from ditmesh.train.observed.check import checked_recipe
 from ditmesh.train.observed.family import CAPTIONS, ObservedFamily
 from ditmesh.train.observed.maps import Fills
 from ditmesh.train.observed.recipe import MOST_OFF
 from ditmesh.train.observed.watch import sample_of
+from ditmesh.train.own_pictures import own_picture
 from ditmesh.train.trainer import Trainer
+from support.exam import videos
 from support.observed import EXAMS, OTHER, observed, planted, settings
 from support.train import folder_of, save_pipeline
 from support.trainable import LEAST, REFUSED, UPSTREAM
@@ -254,6 +258,80 @@ def test_a_run_without_an_adapter(tmp_path: Path):
             losses[kept] = list(trainer.run().losses.values())
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
     assert losses[True][0] != losses[True][-1]
+
+
+def test_a_video_of_a_picture_is_trained_with_its_first_frame(tmp_path: Path):
+    """The given frame is the sample's, also from the cache; and does not count in the loss."""
+    EXAMS["LTXImageToVideoPipeline"].make().save_pretrained(tmp_path / "ltx")
+    (tmp_path / "data").mkdir()
+    for number in range(2):
+        frames = videos.film(9, 3 * number, 96, 96)
+        frames[0].save(tmp_path / "data" / f"{number}.gif", save_all=True, append_images=frames[1:])
+        (tmp_path / "data" / f"{number}.txt").write_text("a film")
+    losses = {}
+    for kept in (True, False):
+        config = settings(
+            pretrained_model_name_or_path=str(tmp_path / "ltx"),
+            train_data_dir=str(tmp_path / "data"),
+            output_dir=str(tmp_path / f"out-{kept}"),
+            resolution=96,
+            num_frames=9,
+            max_sequence_length=24,
+            train_batch_size=2,
+            max_train_steps=2,
+            learning_rate=1e-3,
+            cache_dir=str(tmp_path / "cache") if kept else None,
+        )
+        pipe = DiffusionPipeline.from_pretrained(tmp_path / "ltx")
+        pipe.set_progress_bar_config(disable=True)
+        with Trainer(config, pipe, timeout=100.0) as trainer:
+            assert isinstance(trainer.family, ObservedFamily)
+            assert trainer.family.own_picture == "first frame"
+            batch = trainer.data.batch(trainer.data.order.step(0)[0])
+            assert batch.mask is not None
+            # One of two frames of latents.
+            assert torch.equal(batch.mask[:, :, 0], torch.zeros_like(batch.mask[:, :, 0]))
+            assert torch.equal(batch.mask[:, :, 1], torch.full_like(batch.mask[:, :, 1], 2.0))
+            given = batch.conditions["hidden_states"]
+            assert not torch.equal(given[0], given[1])
+            losses[kept] = list(trainer.run().losses.values())
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+
+
+def test_an_image_with_a_hole():
+    values = torch.linspace(-1, 1, 3 * 40 * 64).view(3, 40, 64)
+    found = [own_picture("hole", values, seed) for seed in (0, 0, 1)]
+    holes = [torch.from_numpy(np.asarray(one.getchannel("A")).copy()) == 0 for one in found]
+    assert torch.equal(holes[0], holes[1])
+    assert not torch.equal(holes[0], holes[2])
+    assert all(0.05 < float(hole.float().mean()) < 0.6 for hole in holes)
+    shown = torch.from_numpy(np.asarray(own_picture("first frame", values[:, None], 0)).copy()).permute(2, 0, 1)
+    assert float((shown / 127.5 - 1 - values).abs().max()) < 0.005
+
+
+def test_one_of_two_transformers_is_trained_on_its_noise_levels():
+    pipe, family, _ = observed("WanPipeline two transformers")
+    assert isinstance(family_of(pipe, settings()), ObservedFamily)
+    assert family.moments_of_training == (875.0, 1000.0)
+    objective = NoiseObjective(family.scheduler, settings())
+    objective.keep_between(*family.moments_of_training)
+    draws = [torch.Generator().manual_seed(number) for number in range(32)]
+    noised = objective(torch.zeros(32, 4, 1, 2, 2), draws)
+    assert float(noised.timesteps.min()) >= 875
+    assert float(noised.timesteps.max()) > 950
+    # The level belongs to the timestep.
+    levels = noised.latents.flatten(1).std(1) / noised.target.flatten(1).std(1)
+    assert torch.allclose(levels, noised.timesteps.float() / 1000, atol=2e-3)
+    with pytest.raises(ConfigError, match="no timesteps from 2000 to 3000"):
+        objective.keep_between(2000, 3000)
+
+
+def test_an_adapter_is_for_its_own_pipelines():
+    for name, transformer in (("FluxControlNetPipeline", "Flux"), ("WanImageToVideoPipeline", "Wan")):
+        pipe = EXAMS[name].make()
+        assert type(pipe.transformer).__name__.startswith(transformer)
+        assert isinstance(family_of(pipe, settings()), ObservedFamily)
+        assert not isinstance(family_of(EXAMS[f"{transformer}Pipeline"].make(), settings()), ObservedFamily)
 
 
 def test_maps_of_numbers_and_their_way_back():
