@@ -107,7 +107,7 @@ def _check_family(config: TrainConfig, info: ModelInfo, parts: list[str]) -> Non
     if info.transformer_class in names and (not known or is_adapted(kind, info.transformer_class, several)):
         return
     if known:
-        check_observable(kind, second, config)
+        check_observable(kind, config)
 
 
 def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -> None:

@@ -62,12 +62,11 @@ RENEWED = ("CosineDPMSolverMultistepScheduler",)
 MOST_OFF_FIRST = {torch.float32: 1e-4, torch.float64: 1e-4}
 
 
-def check_observable(kind: type, second: bool, config: TrainConfig) -> Mapping[str, inspect.Parameter]:
-    """Refuse a pipeline that cannot be trained without an adapter, by its class; the parameters of its call.
+def check_observable(kind: type, config: TrainConfig) -> None:
+    """Refuse a pipeline that cannot be trained without an adapter, by its class.
 
     Args:
         kind: the pipeline's class.
-        second: whether it has a second transformer.
         config: the run.
 
     Raises:
@@ -76,8 +75,6 @@ def check_observable(kind: type, second: bool, config: TrainConfig) -> Mapping[s
     name, parameters = kind.__name__, inspect.signature(kind.__call__).parameters
     if "prompt" not in parameters:
         raise ConfigError(f"{name} cannot be trained: it takes no prompt")
-    if second and not config.keeps_text:
-        raise ConfigError(f"train_modules: of {name} the transformer of high noise is trained; leave it out")
     if config.token_share < 1:
         raise ConfigError(f"token_share: the tokens of {name} are not known in training; leave it out")
     if trained := [one for one in config.train_modules if one != "transformer"]:
@@ -85,7 +82,6 @@ def check_observable(kind: type, second: bool, config: TrainConfig) -> Mapping[s
             f"train_modules: {name} is trained without an adapter, which has no gradients of {', '.join(trained)}; "
             "leave it out"
         )
-    return parameters
 
 
 class ObservedFamily(TextFamily):
@@ -106,8 +102,7 @@ class ObservedFamily(TextFamily):
 
     def __init__(self, pipe: Any, config: TrainConfig) -> None:
         self.name = type(pipe).__name__
-        second = getattr(pipe, "transformer_2", None) is not None
-        check_observable(type(pipe), second, config)
+        check_observable(type(pipe), config)
         self.recipes: dict[tuple[int, ...], Recipe] = {}
         self._config = config
         self._own, self._base = pipe, base_of(pipe)
