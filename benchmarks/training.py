@@ -1,6 +1,6 @@
 """Training: the same curve on any ranks, memory of a long sequence, samples a second.
 
-    python benchmarks/training.py                           # all three; wants a quiet machine
+    python benchmarks/training.py                           # all of it; wants a quiet machine
     python benchmarks/training.py curves --reproducible     # one part
     python benchmarks/training.py speed --repeats 9 --json out.json
 
@@ -11,6 +11,10 @@ pictures. Ranks have one thread each; data are pictures that come with the packa
 *memory*: what one optimizer step adds to a process that holds the model: its largest resident memory during the step
 (VmHWM, reset before it) less its resident memory before it, so activations, gradients, the optimizer's state and
 buffers of messages all count. Each mesh has fresh processes. Linux only.
+*levers*: two data ranks with one setting changed after another, in turns, in fresh processes: seconds of a step, what
+steps add to a process at their peak (as in *memory*), and the share of a step in which a rank exchanges gradients or
+waits for the other one. So that this can be told apart, gradients are exchanged after the backward pass
+(`sharding: none`).
 *speed*: contenders take turns, so that noise falls on all alike; a ratio compares the samples a second of one turn, and
 the median of the ratios counts. accelerate's loop is that of diffusers' scripts, with latents and captions encoded
 before.
@@ -57,12 +61,22 @@ SPEED: dict[str, dict[str, Any] | None] = {
     "1 rank": {},
     "data=2": {"parallel": {"data": 2}},
     "data=2, ddp": {"parallel": {"data": 2}, "sharding": "ddp"},
+    "data=2, none": {"parallel": {"data": 2}, "sharding": "none"},
     "ulysses=2": {"parallel": {"ulysses": 2}},
     ACCELERATE: None,
 }
+# Each is the first with one setting changed.
+LEVERS: dict[str, dict[str, Any]] = {
+    "accumulation 1": {},
+    "accumulation 2": {"gradient_accumulation_steps": 2},
+    "accumulation 4": {"gradient_accumulation_steps": 4},
+    "accumulation 8": {"gradient_accumulation_steps": 8},
+    "mixed_precision: bf16": {"mixed_precision": "bf16"},
+    "gradient_checkpointing": {"gradient_checkpointing": True},
+}
 MICRO, PER_STEP = 4, 8  # samples of a forward, and of a step over all ranks
 # The autoencoder's latents have a quarter of the pixels along a side, and every latent is a token.
-SIDES = {"curves": 64, "memory": 256, "speed": 128}
+SIDES = {"curves": 64, "memory": 256, "speed": 128, "levers": 128}
 
 
 def ranks_of(settings: dict[str, Any] | None) -> int:
@@ -153,6 +167,41 @@ def resident(line: str) -> int:
         if entry.startswith(f"{line}:"):
             return int(entry.split()[1]) << 10
     raise RuntimeError(f"/proc/self/status has no {line}")
+
+
+def lever(given: dict[str, Any]) -> tuple[float, int, float]:
+    """Seconds of a step, bytes that steps add to this process, and the share of exchanging; without the first step."""
+    from diffusers import DiffusionPipeline
+
+    from ditmesh.train import TrainConfig
+    from ditmesh.train.trainer import Trainer
+
+    config = TrainConfig.read(given)
+    pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    ends: list[float] = []
+    waited: list[float] = []
+    peak: list[int] = []
+    with Trainer(config, pipe) as trainer:
+        trainer.data.encoded.fill_cache(trainer.mesh)
+        reduce = trainer.parallel.sync.reduce
+
+        def timed(shares: Any) -> None:
+            began = time.perf_counter()
+            reduce(shares)
+            waited.append(time.perf_counter() - began)
+
+        def ended(_: Any) -> None:
+            ends.append(time.perf_counter())
+            peak.append(resident("VmHWM") - before)
+
+        trainer.parallel.sync.reduce = timed
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        trainer.run(report=ended)
+    whole = ends[-1] - ends[0]
+    return whole / (len(ends) - 1), peak[-1], sum(waited[1:]) / whole
 
 
 def rate(given: dict[str, Any]) -> float:
@@ -306,7 +355,53 @@ def speed(options: argparse.Namespace, work: Path, console: Console) -> dict[str
     return {"samples a second": found}
 
 
-PARTS = {"curves": curves, "memory": memory, "speed": speed}
+def levers(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
+    """Seconds, memory and waiting of `LEVERS`, in turns."""
+    from ditmesh.launch import RankPool
+
+    model = str(larger_model(work / "model"))
+    found: dict[str, list[list[tuple[float, int, float]]]] = {name: [] for name in LEVERS}
+    for _ in range(options.repeats):
+        for name, settings in LEVERS.items():
+            more = {"train_batch_size": 1, "max_train_steps": 1 + (options.steps or 5), "sharding": "none"}
+            given = run_of("levers", model, work, {"parallel": {"data": 2}, **settings}, **more)
+            with RankPool(2, threads=1) as pool:
+                found[name].append(pool.run(lever, given))
+    first = next(iter(LEVERS))
+    table = Table(title="two data ranks, 1,024 image tokens, one sample a forward, one thread a rank, AdamW")
+    for column in ("", "samples a step", "s a step", "s a sample", "of the first", "MiB a rank adds", "exchanging"):
+        table.add_column(column, justify="right" if column else "left")
+    result: dict[str, Any] = {}
+    for name, turns in found.items():
+        samples = 2 * LEVERS[name].get("gradient_accumulation_steps", 1)
+        seconds = [max(one[0] for one in ranks) for ranks in turns]
+        # Of one turn each, so that noise falls on both alike.
+        base = [max(one[0] for one in ranks) for ranks in found[first]]
+        ratio = statistics.median(a / samples / (b / 2) for a, b in zip(seconds, base, strict=True))
+        size = max(one[1] for ranks in turns for one in ranks)
+        share = statistics.median(statistics.mean(one[2] for one in ranks) for ranks in turns)
+        step = statistics.median(seconds)
+        row = (
+            f"{samples}",
+            f"{step:.2f}",
+            f"{step / samples:.3f}",
+            f"{ratio:.2f}x",
+            f"{size / 2**20:.0f}",
+            f"{share:.0%}",
+        )
+        table.add_row(name, *row)
+        result[name] = {
+            "samples a step": samples,
+            "seconds a step": seconds,
+            "seconds a sample, of the first": ratio,
+            "bytes": size,
+            "share of exchanging": share,
+        }
+    console.print(table)
+    return result
+
+
+PARTS = {"curves": curves, "memory": memory, "speed": speed, "levers": levers}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["no", "bf16", "fp16"]
-Sharding = Literal["none", "ddp", "fsdp"]
+Sharding = Literal["auto", "none", "ddp", "fsdp"]
 
 
 class LoraConfig(BaseModel):
@@ -155,10 +155,11 @@ class TrainConfig(BaseModel):
         data_speeds: relative speeds of the data ranks, by which micro-batches are distributed: numbers, or ``auto``
             (measured over the last steps); None: equal. The distribution changes only the rounding of the curve.
         sharding: ``ddp`` or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none`` (gradients are averaged
-            after the backward pass).
+            after the backward pass); ``auto``: as ``ddp``, or ``none`` where that does not work.
         reproducible: bit-identical weights on any number of ranks, with a ``global_batch_size``; the same as
             ``parallel: {reproducible: true}``.
         gradient_checkpointing: recompute blocks in the backward pass.
+        compile: compile the transformer's blocks with torch.compile: ``true``, or a backend's name.
         mixed_precision: dtype of the forward and backward; weights stay float32.
         seed: seed of the samples' order, noise, noise levels, random weights and adapters.
 
@@ -266,9 +267,10 @@ class TrainConfig(BaseModel):
     parallel: ParallelConfig = ParallelConfig()
     islands: IslandsConfig | None = None
     data_speeds: Literal["auto"] | tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    sharding: Sharding = "none"
+    sharding: Sharding = "auto"
     reproducible: bool = False
     gradient_checkpointing: bool = False
+    compile: bool | str = False
     mixed_precision: Precision = "no"
     seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
 
@@ -345,12 +347,17 @@ class TrainConfig(BaseModel):
                 f"token_share={self.token_share:g} is for ranks with whole samples: of parallel use data alone, and "
                 "leave reproducible out, or leave token_share out"
             )
-        if self.in_order and self.sharding != "none":
+        if self.in_order and self.sharding not in ("auto", "none"):
             yield f"sharding={self.sharding!r} adds gradients up as ranks have them; reproducible needs 'none'"
         yield from self._problems_of_stages()
         if self.in_order:
             # Raises where the degrees are none of reproducible mode.
             _ = self.placement
+        if self.compile and (self.parallel.world_size > self.parallel.data or self.in_order):
+            yield (
+                f"compile={self.compile}: compiled blocks have no gradient of attention across ranks and choose "
+                "kernels by themselves; of parallel use data alone, and leave reproducible out, or leave compile out"
+            )
         if self.data_speeds is not None and self.sharding == "fsdp":
             yield (
                 "data_speeds: each forward of sharding: fsdp is a collective of all data ranks, which have as many; "

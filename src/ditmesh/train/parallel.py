@@ -14,6 +14,7 @@ from ..engine import parallelize
 from ..errors import ConfigError
 from ..layout import layout_of
 from .adapters import add_adapters
+from .compiling import compile_blocks_of
 from .config import TrainConfig
 from .dropout import TokenDropout, dropping, refusal
 from .frozen import host_digest
@@ -96,7 +97,9 @@ class ParallelTraining:
             )
         # Of the whole weights: `parallelize` cuts them.
         self.slices = TensorSlicesOf(model, mesh, "transformer.")
-        if mesh.world_size > 1 or config.in_order:
+        # Ranks that have whole samples only exchange gradients; attention that may cross ranks is no code to compile.
+        whole = bool(config.compile) and mesh.world_size == mesh.data.size
+        if (mesh.world_size > 1 or config.in_order) and not whole:
             inside = mesh.inside_stages()
             parallelize(cast(Any, model), inside.config, mesh=inside)
             undo.callback(restore)
@@ -107,6 +110,8 @@ class ParallelTraining:
             undo.callback(restore, self.stages.close)
             if mesh.rank == 0:
                 warn_of_bubble(mesh.pipe.size, config.accumulation)
+        if config.compile:
+            compile_blocks_of(model, config, undo)
         self.sync = GradientSync(trained, mesh, config.sharding, self.slices, self.stages)
         # FSDP2 replaces the parameters.
         self.slices.follow(trained.named_parameters())

@@ -62,6 +62,8 @@ class GradientSync:
         self.is_sum = mesh.config.reproducible
         self.share = 1.0 if self.is_sum else 1.0 / mesh.sequence.size
         self._kind: Sharding = "none" if group is None else sharding
+        if self._kind == "auto":
+            self._kind = "ddp" if self._overlaps(modules) else "none"
         self.transformer: nn.Module = (
             modules["transformer"] if "transformer" in modules else next(iter(modules.values()))
         )
@@ -76,7 +78,15 @@ class GradientSync:
                 f"sharding={sharding!r} is for the transformer alone; use sharding='none' to train others"
             )
         if self._kind == "ddp":
-            self.transformer = DistributedDataParallel(self.transformer, process_group=group)
+            # A parameter without a gradient in some step is no error, as with "none"; gradients are not kept twice.
+            more: dict[str, Any] = {
+                "find_unused_parameters": True,
+                "gradient_as_bucket_view": True,
+                "broadcast_buffers": False,
+            }
+            self.transformer = DistributedDataParallel(
+                self.transformer, process_group=group, **(more if sharding == "auto" else {})
+            )
             return
         from torch.distributed.fsdp import fully_shard
 
@@ -90,6 +100,13 @@ class GradientSync:
                 if not any(id(parameter) in outside for parameter in block.parameters()):
                     fully_shard(block, mesh=shards)
         fully_shard(self.transformer, mesh=shards)
+
+    def _overlaps(self, modules: nn.ModuleDict) -> bool:
+        """Whether DistributedDataParallel can exchange gradients during the backward pass."""
+        # It compares and broadcasts all weights, which quantised ones cannot be.
+        plain = all(type(p) is nn.Parameter and type(p.data) in (Tensor, nn.Parameter) for p in modules.parameters())
+        whole = not self.is_sum and self._mesh.config.pipe == 1
+        return whole and plain and list(modules) == ["transformer"]
 
     @contextmanager
     def accumulating(self, number: int, count: int, is_last: bool) -> Iterator[None]:
