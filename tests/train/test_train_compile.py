@@ -1,15 +1,16 @@
-"""Training with compiled blocks, and the exchange of gradients that `sharding: auto` chooses."""
+"""Training with compiled blocks, and the exchange of gradients during the backward pass."""
 
 from __future__ import annotations
 
 import diffusers
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torch.nn.parallel import DistributedDataParallel
 
 import ditmesh
 from ditmesh.train import TrainConfig
+from ditmesh.train.overlap import OverlappedSum
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings
 
@@ -28,18 +29,17 @@ def given(tmp_path_factory, model):
 
 
 def losses_of(given):
-    """Losses of a run, whether ranks had DistributedDataParallel, graphs that were compiled, and whether blocks have
-    their own forwards afterwards."""
+    """Losses of a run, whether gradients were sent during the backward pass, graphs that were compiled, and whether
+    blocks have their own forwards afterwards."""
     torch._dynamo.reset()
     counters["stats"].clear()
     config = TrainConfig.read(given)
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     own = [type(block).forward for block in pipe.transformer.transformer_blocks]
     with Trainer(config, pipe, timeout=200.0) as trainer:
-        wrapped = isinstance(trainer.parallel.sync.transformer, DistributedDataParallel)
-        losses = trainer.run().losses
+        losses, sent = watched(trainer)
     after = [block.forward.__func__ for block in pipe.transformer.transformer_blocks]
-    return losses, wrapped, counters["stats"]["unique_graphs"], after == own
+    return losses, sent, counters["stats"]["unique_graphs"], after == own
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_compiled_blocks_learn_as_eager_ones(given, alone, more):
 @pytest.mark.parametrize(
     "more",
     [
-        {"compile": "aot_eager", "gradient_checkpointing": True},
+        pytest.param({"compile": "aot_eager", "gradient_checkpointing": True}, marks=pytest.mark.matrix),
         pytest.param({"compile": True}, marks=pytest.mark.matrix),
         pytest.param({"compile": True, "sharding": "none"}, marks=pytest.mark.matrix),
         pytest.param({"compile": True, "sharding": "fsdp"}, marks=pytest.mark.matrix),
@@ -77,10 +77,10 @@ def test_compiled_blocks_learn_as_eager_ones(given, alone, more):
     ids=str,
 )
 def test_compiled_blocks_on_data_ranks(ranks, given, alone, more):
-    for losses, wrapped, graphs, restored in ranks(2).run(losses_of, given(parallel={"data": 2}, **more)):
+    for losses, sent, graphs, restored in ranks(2).run(losses_of, given(parallel={"data": 2}, **more)):
         assert 1 <= graphs <= 2
         assert restored
-        assert wrapped == ("sharding" not in more)
+        assert sent == ("sharding" not in more)
         assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-5
 
 
@@ -100,13 +100,65 @@ def test_an_unknown_backend_is_refused(given):
     [
         ({"parallel": {"data": 2}}, True),
         ({"parallel": {"ulysses": 2}}, True),
+        ({"parallel": {"data": 2}, "data_speeds": [3, 1]}, True),
+        ({"parallel": {"data": 2}, "train_modules": ["transformer", "text_encoder"]}, True),
+        ({"parallel": {"data": 2}, "sharding": "none"}, False),
         ({"parallel": {"data": 2}, "reproducible": True}, False),
-        ({"parallel": {"data": 2}, "train_modules": ["transformer", "text_encoder"]}, False),
+        pytest.param({"parallel": {"data": 2, "tensor": 2}}, True, marks=pytest.mark.matrix),
     ],
     ids=str,
 )
-def test_gradients_are_exchanged_during_the_backward_where_that_works(ranks, given, alone, more, overlaps):
-    for losses, wrapped, *_ in ranks(2).run(losses_of, given(**more)):
-        assert wrapped == overlaps
+def test_gradients_are_sent_during_the_backward_pass(ranks, given, alone, more, overlaps):
+    for losses, sent, *_ in ranks(ditmesh.ParallelConfig(**more["parallel"]).world_size).run(losses_of, given(**more)):
+        assert sent == overlaps
         if "train_modules" not in more:
             assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-5
+
+
+def watched(trainer):
+    """Losses of a run, and whether in every step gradients were under way when the backward pass had ended."""
+    overlapped, under_way = trainer.parallel.sync._overlapped, []
+    reduce = trainer.parallel.sync.reduce
+
+    def look(shares):
+        under_way.append(overlapped is not None and any(bucket.sent is not None for bucket in overlapped._buckets))
+        reduce(shares)
+
+    trainer.parallel.sync.reduce = look
+    return trainer.run().losses, all(under_way)
+
+
+def sums(micros):
+    """Gradients over two ranks: by `OverlappedSum`, and of all micro-batches added up by one device."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({
+        "large": torch.nn.Linear(700, 400), "small": torch.nn.Linear(400, 3), "unused": torch.nn.Linear(2, 2)
+    })  # fmt: skip
+    model["small"].weight.data = model["small"].weight.data.t().contiguous().t()
+
+    def backward(number):
+        values = torch.randn(2, 700, generator=torch.Generator().manual_seed(number))
+        model["small"](model["large"](values)).square().sum().backward()
+
+    overlapped = OverlappedSum(list(model.parameters()), dist.group.WORLD)
+    found = []
+    for _ in range(2):
+        mine = micros[dist.get_rank()]
+        for place, number in enumerate(mine):
+            overlapped.expect(place == len(mine) - 1)
+            backward(number)
+        overlapped.finish()
+        found.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad(set_to_none=True)
+    overlapped.close()
+    for number in sorted(one for some in micros for one in some):
+        backward(number)
+    whole = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return [max(float((a - b).abs().max()) for a, b in zip(one, whole, strict=True)) for one in found]
+
+
+@pytest.mark.parametrize("micros", [[[0], [1]], [[0, 1, 2], [3]], [[0, 1], []], [[], []]], ids=str)
+def test_sums_are_those_of_one_device(ranks, micros):
+    """With a weight that nothing uses, one that lies across, one that is sent alone, and ranks without samples."""
+    for errors in ranks(2).run(sums, micros):
+        assert max(errors) <= 1e-4

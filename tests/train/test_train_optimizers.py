@@ -26,6 +26,12 @@ MORE = {
     "Prodigy": {"learning_rate": 1.0, "optimizer_args": {"d0": 1e-4}},
     "AdamW8bit": {"optimizer_args": {"min_8bit_size": 256}},
 }
+RARE = [pytest.param(name, marks=pytest.mark.matrix) for name in ("torchao.optim.AdamW4bit", "torch.optim.RMSprop")]
+
+
+def rarely(*names):
+    """The names of optimizers, of which these are only in the matrix."""
+    return [pytest.param(name, marks=[pytest.mark.matrix] * (name in names)) for name in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,7 @@ def steps(given, until=None, compiles=True):
         return outcome.losses, t.weights_digest(), outcome.unsaved
 
 
-@pytest.mark.parametrize("name", [*NAMES, AO, "torchao.optim.AdamW4bit", "torch.optim.RMSprop"])
+@pytest.mark.parametrize("name", [*rarely("AdamW", "Adam", *SCHEDULE_FREE[1:]), AO, *RARE])
 def test_a_run_that_stopped_goes_on_to_the_bit(given, tmp_path, name):
     compiles = not name.startswith("torchao")
     whole, weights, unsaved = steps(given(name), compiles=compiles)
@@ -151,7 +157,9 @@ def test_muon_has_the_matrices_of_blocks(given, model):
     assert sorted(matrices + others) == sorted(names.values())
 
 
-@pytest.mark.parametrize("name", SCHEDULE_FREE)
+@pytest.mark.parametrize(
+    "name", [SCHEDULE_FREE[0], *(pytest.param(name, marks=pytest.mark.matrix) for name in SCHEDULE_FREE[1:])]
+)
 def test_a_schedule_free_average_is_what_is_validated_and_exported(given, tmp_path, name, monkeypatch):
     """Validation changes no bit of the curve, and the exported weights are those that `eval` of the optimizer gives."""
     seen, digests = [], []

@@ -154,8 +154,9 @@ class TrainConfig(BaseModel):
             is a run of its own, with the same settings beside ``islands.index``.
         data_speeds: relative speeds of the data ranks, by which micro-batches are distributed: numbers, or ``auto``
             (measured over the last steps); None: equal. The distribution changes only the rounding of the curve.
-        sharding: ``ddp`` or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none`` (gradients are averaged
-            after the backward pass); ``auto``: as ``ddp``, or ``none`` where that does not work.
+        sharding: ``auto`` (gradients are averaged during the backward pass), ``ddp`` (by DistributedDataParallel) or
+            ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none`` (gradients are averaged after the backward
+            pass).
         reproducible: bit-identical weights on any number of ranks, with a ``global_batch_size``; the same as
             ``parallel: {reproducible: true}``.
         gradient_checkpointing: recompute blocks in the backward pass.

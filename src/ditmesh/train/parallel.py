@@ -112,6 +112,6 @@ class ParallelTraining:
                 warn_of_bubble(mesh.pipe.size, config.accumulation)
         if config.compile:
             compile_blocks_of(model, config, undo)
-        self.sync = GradientSync(trained, mesh, config.sharding, self.slices, self.stages)
+        self.sync = GradientSync(trained, mesh, config.sharding, self.slices, undo, self.stages)
         # FSDP2 replaces the parameters.
         self.slices.follow(trained.named_parameters())

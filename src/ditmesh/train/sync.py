@@ -7,7 +7,7 @@ Data and sequence ranks hold the same weights and each a part of their gradient:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from ..strategies.tensor.slices import plan
 from .config import Sharding
 from .gradients import reduce_gradients
 from .ordered import OrderedGradients, weight_gradients
+from .overlap import OverlappedSum
 from .stages import TrainedStages
 
 
@@ -37,6 +38,7 @@ class GradientSync:
         mesh: the ranks.
         sharding: as in `TrainConfig`.
         slices: what tensor ranks hold.
+        undo: gets what takes hooks off the parameters.
         stages: what pipe ranks hold, if there are several.
 
     Attributes:
@@ -55,6 +57,7 @@ class GradientSync:
         mesh: Mesh,
         sharding: Sharding,
         slices: TensorSlicesOf,
+        undo: ExitStack,
         stages: TrainedStages | None = None,
     ) -> None:
         self._modules, self._mesh, self._slices, self._stages = modules, mesh, slices, stages
@@ -62,8 +65,7 @@ class GradientSync:
         self.is_sum = mesh.config.reproducible
         self.share = 1.0 if self.is_sum else 1.0 / mesh.sequence.size
         self._kind: Sharding = "none" if group is None else sharding
-        if self._kind == "auto":
-            self._kind = "ddp" if self._overlaps(modules) else "none"
+        self._overlapped: OverlappedSum | None = None
         self.transformer: nn.Module = (
             modules["transformer"] if "transformer" in modules else next(iter(modules.values()))
         )
@@ -71,22 +73,17 @@ class GradientSync:
             self._ordered = OrderedGradients(
                 [p for p in modules.parameters() if p.requires_grad], weight_gradients(self.transformer), mesh
             )
-        if self._kind == "none" or group is None:
+        if self._kind == "auto" and group is not None and not self.is_sum and mesh.config.pipe == 1:
+            self._overlapped = OverlappedSum((p for p in modules.parameters() if p.requires_grad), group)
+            undo.callback(self._overlapped.close)
+        if self._kind in ("auto", "none") or group is None:
             return
         if list(modules) != ["transformer"]:
             raise ConfigError(
                 f"sharding={sharding!r} is for the transformer alone; use sharding='none' to train others"
             )
         if self._kind == "ddp":
-            # A parameter without a gradient in some step is no error, as with "none"; gradients are not kept twice.
-            more: dict[str, Any] = {
-                "find_unused_parameters": True,
-                "gradient_as_bucket_view": True,
-                "broadcast_buffers": False,
-            }
-            self.transformer = DistributedDataParallel(
-                self.transformer, process_group=group, **(more if sharding == "auto" else {})
-            )
+            self.transformer = DistributedDataParallel(self.transformer, process_group=group)
             return
         from torch.distributed.fsdp import fully_shard
 
@@ -101,13 +98,6 @@ class GradientSync:
                     fully_shard(block, mesh=shards)
         fully_shard(self.transformer, mesh=shards)
 
-    def _overlaps(self, modules: nn.ModuleDict) -> bool:
-        """Whether DistributedDataParallel can exchange gradients during the backward pass."""
-        # It compares and broadcasts all weights, which quantised ones cannot be.
-        plain = all(type(p) is nn.Parameter and type(p.data) in (Tensor, nn.Parameter) for p in modules.parameters())
-        whole = not self.is_sum and self._mesh.config.pipe == 1
-        return whole and plain and list(modules) == ["transformer"]
-
     @contextmanager
     def accumulating(self, number: int, count: int, is_last: bool) -> Iterator[None]:
         """Around the forward and backward of one micro-batch of a step.
@@ -119,6 +109,8 @@ class GradientSync:
         model = self.transformer
         if self._kind == "fsdp":
             cast(Any, model).set_requires_gradient_sync(is_last)
+        if self._overlapped is not None:
+            self._overlapped.expect(is_last)
         if self._kind == "ddp" and not is_last:
             with cast(DistributedDataParallel, model).no_sync():
                 yield
@@ -135,7 +127,9 @@ class GradientSync:
         """
         if self.is_sum:
             self._ordered.reduce(shares)
-        elif self._kind == "none":
+        elif self._overlapped is not None:
+            self._overlapped.finish()
+        elif self._kind in ("auto", "none"):
             for parameter in self._modules.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     # A rank without micro-batches contributes zeros.
@@ -143,7 +137,7 @@ class GradientSync:
             reduce_gradients(self._modules, self._mesh)
         gradients = [p.grad for p in self._modules.parameters() if p.grad is not None]
         group = self._mesh.gradient_group
-        if not self.is_sum and group is not None and gradients:
+        if not self.is_sum and group is not None and gradients and self._overlapped is None:
             # DDP, FSDP2 and `reduce_gradients` take the mean.
             cast(Any, torch)._foreach_mul_(gradients, dist.get_world_size(group))
         if self._stages is not None:
