@@ -85,10 +85,13 @@ class GradientSync:
         if self._kind == "ddp":
             self.transformer = DistributedDataParallel(self.transformer, process_group=group)
             return
+        self._shard(group)
+
+    def _shard(self, group: dist.ProcessGroup) -> None:
         from torch.distributed.fsdp import fully_shard
 
         # torch remembers device meshes by ranks and names, and the groups of an earlier run are gone.
-        shards = DeviceMesh.from_group(group, mesh.device.type, mesh_dim_names=(f"gradients-{group.group_name}",))
+        shards = DeviceMesh.from_group(group, self._mesh.device.type, mesh_dim_names=(f"gradients-{group.group_name}",))
         layout = layout_of(self.transformer)
         # What a model uses outside of its block has to be gathered there, too: the whole model's gather does it.
         outside = set[int]() if layout is None else kept_parameters(self.transformer, layout)
