@@ -75,8 +75,9 @@ def test_a_split_is_not_trained_on_and_stays_when_samples_come(given, tmp_path):
 
 
 def test_the_held_out_loss_is_that_of_a_plain_loop(given, model, data, tmp_path):
-    """By hand: the pipeline's own encoders, diffusers' noise, and the transformer with the exported weights."""
-    result = train(given(validation_data_dir=str(data), validation_samples=3, max_train_steps=2))
+    """By hand: the pipeline's own encoders, diffusers' noise, and the exported weights, which are averages."""
+    result = train(given(validation_data_dir=str(data), validation_samples=3, max_train_steps=2, use_ema=True))
+    assert result["validated"] == "moving average of the weights"
     pipe = diffusers.DiffusionPipeline.from_pretrained(result["pipeline"])
     config = TrainConfig.read(
         given(validation_data_dir=str(data), validation_samples=3, output_dir=str(tmp_path / "b"))
