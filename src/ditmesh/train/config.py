@@ -376,7 +376,9 @@ class TrainConfig(BaseModel):
             return
         if self.in_order:
             yield f"reproducible adds gradients up block by block on one device; with pipe={pipe} leave it out"
-        if self.sharding != "none":
+        if self.validation_data_dir is not None or self.validation_split:
+            yield f"the held-out loss runs the whole transformer, and pipe={pipe} has cut it; leave validation_* out"
+        if self.sharding not in ("auto", "none"):
             yield (
                 f"sharding={self.sharding!r} shares out whole models, and pipe={pipe} has cut them into stages; use "
                 "sharding: none"
