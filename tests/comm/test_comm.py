@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.comm import Hosts, shared
+from support import ruled
+from support.ruled import transport
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.int64]
 
@@ -27,7 +29,7 @@ def opened(hosts: tuple[int, ...] = (), timeout: float = 60, **settings):
     with apart if hosts else nullcontext():
         mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=dist.get_world_size(), **settings), timeout=timeout)
     near = settings.get("shared_memory", True) and not hosts
-    assert mesh.ring.transport == ("shared memory" if near else "gloo")
+    assert mesh.ring.transport == transport("shared memory" if near else "gloo")
     return mesh, mesh.ring
 
 
@@ -152,6 +154,7 @@ def waiting_for_another_host() -> str | None:
     return said
 
 
+@ruled.shared_memory
 def test_who_waits_for_a_rank_of_another_host_says_who_passes_on_what_it_sends(ranks):
     _, near, taker, other = ranks(4).run(waiting_for_another_host)
     assert "rank 0" in near or "ring link" in near
@@ -195,6 +198,7 @@ def kept_messages() -> tuple[bool, int, int]:
     return whole and torch.equal(part, numbers(peer, 1000).view(10, 100)[3]), while_kept, slots
 
 
+@ruled.shared_memory
 def test_memory_is_used_again_only_when_its_message_is_forgotten(ranks):
     for whole, while_kept, slots in ranks(2).run(kept_messages):
         assert whole
@@ -219,6 +223,7 @@ def many() -> bool:
     return right
 
 
+@ruled.shared_memory
 def test_a_sender_far_ahead_waits(ranks):
     assert ranks(2).run(many) == [True, True]
 
@@ -239,6 +244,7 @@ def late() -> tuple[str, float] | None:
     return found
 
 
+@ruled.shared_memory
 def test_a_wait_has_a_deadline(ranks):
     message, took = ranks(2).run(late)[0]
     assert message == "timed out waiting 0.3 s for rank 1"
@@ -279,6 +285,7 @@ def bereft(handle: bool) -> tuple[str, float, float]:
     return message, value, took
 
 
+@ruled.shared_memory
 @pytest.mark.parametrize("handle", [True, False])
 def test_a_rank_that_has_ended_is_not_waited_for(ranks, handle):
     """What it sent before still arrives. Also where the system has no handles of processes."""
@@ -315,6 +322,7 @@ def files(closed: bool) -> list[int]:
     return [*found, handles()]
 
 
+@ruled.shared_memory
 @pytest.mark.parametrize("closed", [True, False])
 def test_nothing_stays_open(ranks, closed):
     for before, one, many, after in ranks(2).run(files, closed):
@@ -413,6 +421,7 @@ def hosts_of_all(same_name: bool) -> tuple[int, ...]:
         return hosts.find_hosts(None, True).numbers
 
 
+@ruled.shared_memory
 def test_hosts_are_told_apart_by_their_memory_and_not_by_their_names(ranks):
     assert ranks(3).run(hosts_of_all, True) == [(0, 0, 1)] * 3
     assert ranks(3).run(hosts_of_all, False) == [(0, 1, 2)] * 3

@@ -29,6 +29,8 @@ def made(config: dict[str, Any]) -> tuple[int, int, float]:
 
         first = joined()
         mesh.world.all_reduce(torch.ones(1))
+        # Who waits for the sum would hear of the failure.
+        dist.barrier()
         mesh.fail_request()
         mesh.begin_request()
         total = float(mesh.world.all_reduce(torch.ones(1))) + float(mesh.sequence.all_reduce(torch.ones(1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.comm.state import RequestState, raise_for_peer
+from nccl_rules.rules import ruled as by_the_rules
+from support import ruled
 from support.faults import PROMPT, processes, world_of
 from support.processes import alive
 from support.rule_drills import DEADLINE, NAP, drilled, killed
@@ -81,6 +84,27 @@ def test_a_rank_is_killed_and_the_others_notice():
         assert seconds < SOON
 
 
+def all_fail(times: int) -> list[float]:
+    """Every rank fails every request; what the ranks add up in each, and the seconds."""
+    with by_the_rules(delay="early"):
+        mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=dist.get_world_size()), timeout=DEADLINE)
+        sums, began = [], time.monotonic()
+        for _ in range(times):
+            mesh.begin_request()
+            sums.append(float(mesh.ring.all_reduce(torch.ones(1))))
+            dist.barrier()
+            mesh.fail_request()
+        mesh.close()
+    return [*sums, time.monotonic() - began]
+
+
+def test_all_ranks_fail_at_once(ranks):
+    """Every notice goes round while all ranks send one."""
+    for *sums, seconds in ranks(4).run(all_fail, 20, deadline=2 * DEADLINE):
+        assert sums == [4.0] * 20
+        assert seconds < SOON
+
+
 def test_errors_of_nccl_are_of_a_peer():
     error = dist.DistBackendError("NCCL communicator was aborted on rank 1.")
     with pytest.raises(ditmesh.PeerError, match=r"the ring link has failed this request, or has ended \(NCCL"):
@@ -123,6 +147,7 @@ def watchers(shared: bool) -> list[str]:
     return names
 
 
+@ruled.gloo
 @pytest.mark.parametrize("shared", [True, False])
 def test_no_thread_watches_where_a_closed_connection_tells(ranks, shared):
     for names in ranks(2).run(watchers, shared):

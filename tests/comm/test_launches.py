@@ -22,6 +22,7 @@ from ditmesh.comm.link import Link
 from ditmesh.comm.state import Traffic
 from ditmesh.core.partition import Partition, even_cut, weighted_cut
 from nccl_rules.fake_cuda import FREE
+from support import ruled
 
 HEADS, WIDTH = 24, 8
 
@@ -172,6 +173,7 @@ def both_ways(size: int) -> list[tuple[str, bool]]:
     return same
 
 
+@ruled.gloo
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_packed_message_has_the_bits_of_messages_one_by_one(ranks, size):
     for found in ranks(size).run(both_ways, size):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.launch import RankPool
+from support import ruled
 from support.faults import (
     DEADLINE,
     PROMPT,
@@ -206,6 +207,7 @@ def shapes(shared: bool) -> str:
     return how
 
 
+@ruled.needs("what gloo and shared memory make of another shape, which NCCL carries to the wrong place")
 @pytest.mark.parametrize("shared", [True, False])
 def test_another_shape_is_never_taken(ranks, shared):
     """Through shared memory a message says what it is; over gloo another one does not match, until the deadline."""

@@ -493,13 +493,28 @@ class RulesGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> _Operation:
+        """What torch's functional collectives call, with one pair."""
+        ((output, given),) = zip(outputs, inputs, strict=True)
+        return self.all_gather_single(output, given, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
     def _gather(self, outputs: Sequence[Tensor], given: Tensor) -> _Operation:
+        # In place, as FSDP has it: the source is its part of what comes.
+        inside = bool(given.numel()) and given.data_ptr() == outputs[self.rank()].data_ptr()
+        mine = _bytes_of(given).tobytes() if inside and given.is_contiguous() else None
+
         def run(wire: _Wire, shared: _Exchange) -> None:
-            for place, part in enumerate(shared.to_all(wire, shared.buffers[-1].bytes.tobytes())):
+            source = shared.buffers[-1].bytes.tobytes() if mine is None else mine
+            for place, part in enumerate(shared.to_all(wire, source)):
                 shared.buffers[place].write(part)
 
         agreed = ([part.numel() for part in outputs], str(given.dtype))
-        return self._collective("all_gather", run, outputs=outputs, inputs=[given], agreed=agreed)
+        inputs = [given] if mine is None else []
+        return self._collective("all_gather", run, outputs=outputs, inputs=inputs, agreed=agreed)
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, incoming: Sequence[int], outgoing: Sequence[int], opts: Any = None
@@ -748,6 +763,8 @@ class RulesGroup(dist.ProcessGroup):
         with _LOCK:
             if self in _GROUPS:
                 _GROUPS.remove(self)
+        # gloo's threads end with the last reference.
+        self.__dict__.pop("host", None)
 
     def _end(self, how: str, words: str) -> None:
         self._gone = self._gone or how

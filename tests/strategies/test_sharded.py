@@ -13,6 +13,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, RankFailed
 from ditmesh.forecast.candidates import resized
 from ditmesh.launch import RankPool
+from support import ruled
 from support.loading import absent, loaded
 from support.lora import fused, story
 from support.models import MAKERS
@@ -271,6 +272,7 @@ def peaks(big, config):
         return pool.run(memory_of, big[0], config)
 
 
+@ruled.needs("the memory of a process, where that group keeps copies")
 @pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.matrix)], ids=["memory", "gloo"])
 def test_no_rank_ever_holds_the_model(big, shared):
     """Loaded from slices, run, restored: at most 55 % of the weights, in private memory and in tensors."""

@@ -611,7 +611,8 @@ class Mesh:
         """Fail all requests from now on; returns the error to raise."""
         self._broken, error = sentence, self._fail(sentence)
         if self._watcher is not None:
-            self._watcher.close()
+            # The next rank may be the one that does not answer.
+            self._watcher.close(seconds=1.0)
         if self._control is not None:
             dist.destroy_process_group(self._control)
             self._control = None

@@ -14,8 +14,10 @@ import atexit
 import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,10 @@ _FAILED, _LEFT = range(2)
 _NOTICE = struct.Struct("<3q488s")
 # Seconds to wait for a thread at the end of a process, while the previous rank leaves the ring as well.
 _END = 1.0
+# Seconds to wait until the next rank knows that this one leaves the ring: its process may be stopped.
+_LEAVING = 30.0
+# Notices under way to the next rank before this one waits for the first of them.
+_UNDER_WAY = 64
 
 _WATCHING: weakref.WeakSet[FailureWatcher] = weakref.WeakSet()
 
@@ -54,32 +60,74 @@ class FailureWatcher:
             group: a gloo group of all ranks, used by nothing else, without a deadline. It is given back in `close`.
             receive: called with every notice of another rank, in the watcher's thread; a bound method.
         """
-        self._group, self._rank, self._size = group, dist.get_rank(), dist.get_world_size()
+        self._group, self._rank, size = group, dist.get_rank(), dist.get_world_size()
+        self._following = _Following(group, (self._rank + 1) % size)
         self._open = True
-        thread = threading.Thread(target=_listen, args=(group, weakref.WeakMethod(receive), self._rank, self._size))
+        arguments = group, self._following, weakref.WeakMethod(receive), self._rank, size
+        thread = threading.Thread(target=_listen, args=arguments)
         thread.name, thread.daemon = "ditmesh-failure-watcher", True
         self._thread = thread
         thread.start()
         _WATCHING.add(self)
 
     def tell(self, request: int, reason: str) -> None:
-        """Tell all other ranks that this one has failed a request."""
+        """Tell all other ranks that this one has failed a request; returns at once."""
         if self._open:
-            _send(self._group, (self._rank + 1) % self._size, _FAILED, Notice(self._rank, request, reason))
+            self._following.post(_FAILED, Notice(self._rank, request, reason))
 
-    def close(self) -> None:
-        """Leave the ring; the thread ends when the previous rank has left it, too."""
+    def close(self, seconds: float = _LEAVING) -> None:
+        """Leave the ring; the thread ends when the previous rank has left it, too.
+
+        Args:
+            seconds: how long to wait until the next rank knows. After them it takes this one's process for ended.
+        """
         if self._open:
             self._open = False
-            _send(self._group, (self._rank + 1) % self._size, _LEFT, Notice(self._rank, None, ""))
+            self._following.post(_LEFT, Notice(self._rank, None, ""))
+            self._following.wait(seconds)
             with suppress(ValueError):
                 dist.destroy_process_group(self._group)
+            # gloo's threads end with the last reference, and a closed mesh may be held for long.
+            del self._group, self._following
+
+
+class _Following:
+    """The next rank of the ring, to which notices are sent without waiting for it.
+
+    gloo ends a send when the other side receives. Ranks that waited for that before they receive themselves would wait
+    for one another for ever when all of them fail at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self._group, self.rank = group, rank
+        # With their buffers.
+        self._posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def post(self, kind: int, notice: Notice) -> None:
+        """Send a notice; if the receiver has ended, its successor has seen the closed connection."""
+        request = -1 if notice.request is None else notice.request
+        words = _NOTICE.pack(kind, notice.rank, request, notice.reason.encode()[: _NOTICE.size - 24])
+        box = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        with suppress(RuntimeError):
+            self._posted.append((self._group.send([box], self.rank, 0), box))
+            if len(self._posted) > _UNDER_WAY:
+                self._posted.popleft()[0].wait()
+
+    def wait(self, seconds: float) -> None:
+        """Until everything has arrived, or for so many seconds each."""
+        with suppress(RuntimeError, IndexError):
+            while True:
+                self._posted.popleft()[0].wait(timedelta(seconds=seconds))
 
 
 def _listen(
-    group: dist.ProcessGroup, receive: weakref.WeakMethod[Callable[[Notice], None]], rank: int, size: int
+    group: dist.ProcessGroup,
+    following: _Following,
+    receive: weakref.WeakMethod[Callable[[Notice], None]],
+    rank: int,
+    size: int,
 ) -> None:
-    previous, following = (rank - 1) % size, (rank + 1) % size
+    previous = (rank - 1) % size
     kind = _FAILED
     while kind == _FAILED:
         box = torch.empty(_NOTICE.size, dtype=torch.uint8)
@@ -91,20 +139,13 @@ def _listen(
             kind, notice = _LEFT, Notice(previous, None, "its process has ended")
         else:
             if kind == _LEFT:
-                return
+                break
         # Before the abort, which may take a moment.
-        if following != notice.rank:
-            _send(group, following, _FAILED, notice)
+        if following.rank != notice.rank:
+            following.post(_FAILED, notice)
         if (call := receive()) is not None:
             call(notice)
-
-
-def _send(group: dist.ProcessGroup, to: int, kind: int, notice: Notice) -> None:
-    """Send a notice; if the receiver has ended, its successor has seen the closed connection."""
-    request = -1 if notice.request is None else notice.request
-    words = _NOTICE.pack(kind, notice.rank, request, notice.reason.encode()[: _NOTICE.size - 24])
-    with suppress(RuntimeError):
-        group.send([torch.frombuffer(bytearray(words), dtype=torch.uint8)], to, 0).wait()
+    following.wait(_END)
 
 
 @atexit.register
@@ -115,6 +156,6 @@ def stop_watching() -> None:
     """
     watchers = list(_WATCHING)
     for watcher in watchers:
-        watcher.close()
+        watcher.close(_END)
     for watcher in watchers:
         watcher._thread.join(_END)

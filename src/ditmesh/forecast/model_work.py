@@ -40,6 +40,11 @@ from .costs.work import AttentionWork, BlockWork, Cut, Gather, Linear, Operation
 
 # Rows of the picture and text tokens. Some models want squares and multiples of 32 tokens.
 SIDE, TEXT = 32, 32
+# They make memory, or look at it in another way: no kernel runs.
+_FREE = {
+    *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+    *("_unsafe_view", "_reshape_alias", "lift_fresh", "detach_"),
+}
 
 
 @dataclass
@@ -120,9 +125,9 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if views or not made:
-            return out
         name = func._overloadpacket.__name__
+        if views or not made or name in _FREE:
+            return out
         if name in ("mm", "addmm"):
             rows, inputs = args[name == "addmm"].shape
             self._note("linear", (rows,), (inputs, args[1 + (name == "addmm")].shape[1]))
