@@ -298,6 +298,31 @@ def _gradients(
     )
 
 
+@contextmanager
+def attention_as_one_kernel(device: FakeDevice) -> Iterator[None]:
+    """Count torch's attention as one kernel, which it is on a GPU; here it is taken apart.
+
+    To be entered before ditmesh puts its own function in the place of torch's.
+    """
+    from ditmesh.core import intercept
+
+    attend = intercept.sdpa
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        before = device.launches.copy()
+        found = attend(*args, **kwargs)
+        device.launches.clear()
+        device.launches.update(before)
+        device.launches["attention"] += 1
+        return found
+
+    with (
+        mock.patch.object(intercept, "sdpa", counted),
+        mock.patch.object(nn.functional, "scaled_dot_product_attention", counted),
+    ):
+        yield
+
+
 STAND_INS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
@@ -325,7 +350,7 @@ def move_(module: nn.Module) -> nn.Module:
 class Messages:
     """What stands in for ``torch.distributed`` in `ditmesh.comm.link`: values travel, over gloo.
 
-    Refuses, as NCCL does, tensors on the host.
+    Refuses, as NCCL does, tensors on the host. A collective, a batch and a single message are a kernel each.
     """
 
     def __init__(self, device: FakeDevice) -> None:
@@ -338,28 +363,41 @@ class Messages:
         assert tensor.is_cuda, "NCCL carries no tensors of the host"
         return self._device.values(tensor)
 
+    def _launched(self, name: str) -> None:
+        self._device.launches[name] += 1
+
     def isend(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
+        self._launched("isend")
         return dist.isend(self._sent(tensor), *others, **named)
 
     def irecv(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
+        self._launched("irecv")
         return dist.irecv(self._sent(tensor), *others, **named)
 
     def P2POp(self, move: Any, tensor: Tensor, *others: Any) -> dist.P2POp:  # noqa: N802 - torch's name
         return dist.P2POp(dist.isend if move == self.isend else dist.irecv, self._sent(tensor), *others)
 
+    def batch_isend_irecv(self, moves: list[dist.P2POp]) -> Any:
+        self._launched("batch_isend_irecv")
+        return dist.batch_isend_irecv(moves)
+
     def all_to_all_single(self, output: Tensor, given: Tensor, *others: Any, **named: Any) -> Any:
+        self._launched("all_to_all")
         return dist.all_to_all_single(self._sent(output), self._sent(given), *others, **named)
 
     def all_gather_single(self, output: Tensor, given: Tensor, *others: Any, **named: Any) -> Any:
+        self._launched("all_gather")
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(self._sent(output), self._sent(given), *others, **named)
 
     all_gather_into_tensor = all_gather_single
 
     def broadcast(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
+        self._launched("broadcast")
         return dist.broadcast(self._sent(tensor), *others, **named)
 
     def all_reduce(self, tensor: Tensor, *others: Any, **named: Any) -> Any:
+        self._launched("all_reduce")
         return dist.all_reduce(self._sent(tensor), *others, **named)
 
 

@@ -12,6 +12,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.core.partition import Partition
 from ditmesh.strategies.heads import check_heads
 from ditmesh.strategies.tensor.slices import plan
+from support import ruled
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, sizes, tiny
 from support.parity import parity
 from support.sample import sampled
@@ -91,6 +92,7 @@ def compiled(name, backend):
     return found
 
 
+@ruled.needs("collectives in compiled graphs, whose tensors torch keeps until they are done")
 @pytest.mark.parametrize(
     ("model", "backend"),
     [

@@ -19,7 +19,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.layout.conventions import Size
 from ditmesh.strategies.sequence import SequenceParallel
 from ditmesh.train import reduce_gradients
-from nccl_rules.fake_cuda import Look, cuda, move_, unavailable
+from nccl_rules.fake_cuda import Look, attention_as_one_kernel, cuda, move_, unavailable
 from nccl_rules.fake_world import one_of
 from support import gradients, more_pipelines, pipelines
 from support.models import RAGGED, inputs, sizes, tiny
@@ -157,7 +157,7 @@ class Steady:
 
     Attributes:
         looks: what the host would have waited for, by place and operation.
-        launches: kernels, attention by torch's function counted as one.
+        launches: kernels, with those of exchanges.
         kernels: the same by operation.
         sent: bytes.
         refused: why ditmesh does not run this; then nothing else is said.
@@ -185,7 +185,7 @@ def alone(
         move_(model)
         calls = _moved(calls, {})
         try:
-            with ditmesh.parallelized(model, {**config, "shared_memory": False}):
+            with attention_as_one_kernel(device), ditmesh.parallelized(model, {**config, "shared_memory": False}):
                 engine = ditmesh.engine_of(model)
                 engine.begin_request(steps)
                 for call in calls:
@@ -199,11 +199,7 @@ def alone(
                 engine.end_request()
         except (ditmesh.InputError, ditmesh.ConfigError) as error:
             return Steady(refused=f"{type(error).__name__}: {error}")
-    return Steady(looks, kernels.total() - OF_ATTENTION * kernels["_safe_softmax"], dict(kernels), sent)
-
-
-# torch's own choice of a fused kernel needs a GPU: here its attention is two scalings, two products and a softmax.
-OF_ATTENTION = 4
+    return Steady(looks, kernels.total(), dict(kernels), sent)
 
 
 def trained(name: str, config: dict[str, Any], again: bool) -> tuple[float, str, dict[str, int]]:

@@ -196,15 +196,16 @@ class _HeadRun:
     step: int
 
     def of(self, part_bshd: Tensor) -> Tensor:
-        """For every rank its heads: (ranks, n, B, count * D) of (B, n, H, D)."""
+        """For every rank its heads: (ranks, n, B, count * D) of (B, n, H, D), or (ranks, n, count, D) of one sample."""
         if self.step == self.count or self.ranks == 1:
             heads = part_bshd.narrow(2, self.start, self.ranks * self.count)
             by_rank = heads.unflatten(2, (self.ranks, self.count)).permute(2, 1, 0, 3, 4)
         else:
             heads = part_bshd.narrow(2, self.start, (self.ranks - 1) * self.step + self.count)
             by_rank = heads.unfold(2, self.count, self.step).permute(2, 1, 0, 4, 3)
-        # 4-D: CUDA's cat takes tensors of more dimensions one by one.
-        return by_rank.flatten(3)
+        # 4-D: CUDA's cat takes tensors of more dimensions one by one. One sample needs no copy for it, also where heads
+        # lie apart in memory.
+        return by_rank.flatten(2, 3) if by_rank.shape[2] == 1 else by_rank.flatten(3)
 
 
 def _even_runs(starts: Sequence[int], counts: Sequence[int]) -> list[_HeadRun]:

@@ -463,6 +463,7 @@ class BatchRows(Strategy):
         for axis in ("data", "cfg"):
             if (size := config.degrees[axis]) > 1:
                 yield step.transfer(f"predictions ({axis})", (axis,), "all_gather", own * (size - 1), 1)
+                yield from step.exchanged(1, 1)
 
     def apply(self, undo: ExitStack) -> None:
         context = self.context

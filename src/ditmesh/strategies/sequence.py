@@ -42,6 +42,12 @@ from .tokens import TokenStrategy
 
 # A rank's share of a text stream below this is not worth cutting: its matrices get too thin.
 MIN_TEXT_TOKENS = 4
+# Kernels of an exchange between GPUs. Queries, keys and values are packed by one, and put together by one each; what
+# comes back is packed by one, and put together by one; each way is a collective. A gather packs, carries and puts together.
+TRADING = {"to heads": 5, "to tokens": 3}
+GATHERING = 3
+# Attention kernels of GPUs take heads of multiples of this width.
+KERNEL_WIDTH = 8
 # A long sequence is cut between multiples of this many tokens: kernels like it, and their edges stay the same.
 UNIT = 16
 
@@ -644,11 +650,19 @@ class ExactSequence(TokenStrategy):
                 yield step.transfer(
                     "keys gathered (ring)", ("ring",), "all_gather", sent * (config.ring - 1), times=times
                 )
+                yield from step.exchanged(GATHERING, times)
                 continue
-            behind = step.attention_seconds(one) / config.ring
-            yield step.transfer("keys (ring)", ("ring",), "shift", sent, times * (config.ring - 1), behind)
+            behind, hops = step.attention_seconds(one) / config.ring, config.ring - 1
+            yield step.transfer("keys (ring)", ("ring",), "shift", sent, times * hops, behind)
+            # Keys and values are made contiguous, and then travel as one batch.
+            yield from step.exchanged(2 + hops, times)
             results = step.size_of(one, queries=1, keys=0) / config.sequence / step.workload.element
-            yield step.pointwise("merging (ring)", 6 * results, times * (config.ring - 1))
+            # Four kernels merge, without the sum of the last weights; in half precision one more widens what comes.
+            merging = 5 * hops + 1 if step.workload.element < 4 else 4 * hops - 1
+            yield from step.pointwise("merging (ring)", 6 * results * hops, times, merging)
+            if one.width % KERNEL_WIDTH:
+                # Queries, keys and values are filled up for every kernel.
+                yield from step.exchanged(3 * config.ring, times)
         yield from gathered(step)
 
 
@@ -669,6 +683,7 @@ def traded(step: StepForecast, pieces: int = 1) -> Iterator[Term]:
         for what, size in sizes.items():
             sent, calls = size * part / chunks, times * pieces
             yield step.transfer(f"{what} (ulysses)", ("ulysses",), "all_to_all", sent, calls)
+            yield from step.exchanged(TRADING[what], calls * chunks)
             if chunks > 1:
                 name = f"{what} (ulysses, other chunks)"
                 yield step.transfer(name, ("ulysses",), "all_to_all", sent, calls * (chunks - 1), beside)
@@ -695,3 +710,4 @@ def gathered(step: StepForecast) -> Iterator[Term]:
         elements = sum(one.of(image, text) for one in held)
     own = share.rows * elements / config.sequence * step.workload.element
     yield step.transfer("tokens gathered", ("ring", "ulysses"), "all_gather", own * (config.sequence - 1), share.calls)
+    yield from step.exchanged(1, share.calls)

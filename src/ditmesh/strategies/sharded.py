@@ -573,6 +573,7 @@ class ShardedModels(Strategy):
             weights = (block.parameters - block.sliced + block.sliced / share.tensor) * element
             lacking = weights * (size - 1) / size
             yield step.transfer(name, (SHARD,), "all_gather", lacking, count * runs, behind=beside)
+            yield from step.exchanged(1, count * runs)
         if outside := step.work.outside * element * (size - 1) / size:
             # Nothing runs beside them: they are asked for when their layer is called.
             yield step.transfer(name, (SHARD,), "all_gather", outside, share.rest * share.calls)

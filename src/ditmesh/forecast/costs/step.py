@@ -36,6 +36,9 @@ ROUTES: dict[Collective, Route] = {
     "broadcast": "from last",
 }
 
+# The term of all kernels that a rank's host launches, its own and those of exchanges.
+LAUNCHES = "kernel launches"
+
 # What stands for an axis where ranks send one another their parts of weights that would be equal on them.
 SHARD = "shard"
 
@@ -229,7 +232,7 @@ class StepForecast:
         for block, count in self.kinds():
             self._add(totals, block, count * self.share.calls, self.share.pieces, whole=False)
         self._add(totals, self.work.rest, self.share.rest * self.share.calls, 1, whole=True)
-        names = {"linear": "matrix products", "pointwise": "elementwise", "launch": "kernel launches"}
+        names = {"linear": "matrix products", "pointwise": "elementwise", "launch": LAUNCHES}
         terms = [
             Term(names.get(kind, kind), kind, seconds * self.contention * self.hardware.scale.get(kind, 1.0))
             for kind, seconds in totals.items()
@@ -298,7 +301,21 @@ class StepForecast:
         totals["linear"] += times * pieces * part * one.flops.of(image, text) / device.matmul
         totals["launch"] += times * pieces * one.kernels * device.launch
 
-    def pointwise(self, name: str, elements: float, times: float) -> Term:
-        """A term for so many elements that are read or written, each of so many times."""
-        seconds = elements * self.workload.element / self.hardware.device.bandwidth + self.hardware.device.launch
-        return Term(name, "pointwise", times * seconds * self.contention * self.hardware.scale.get("pointwise", 1.0))
+    def pointwise(self, name: str, elements: float, times: float, kernels: int = 1) -> Iterator[Term]:
+        """Terms for so many elements that are read or written by so many kernels, each of so many times."""
+        seconds = elements * self.workload.element / self.hardware.device.bandwidth
+        yield Term(name, "pointwise", times * seconds * self.contention * self.hardware.scale.get("pointwise", 1.0))
+        yield self.launches(kernels, times)
+
+    def launches(self, kernels: float, times: float) -> Term:
+        """The term of so many kernels beside the model's own, each of so many times."""
+        seconds = times * kernels * self.hardware.device.launch
+        return Term(LAUNCHES, "launch", seconds * self.contention * self.hardware.scale.get("launch", 1.0))
+
+    def exchanged(self, kernels: float, times: float) -> Iterator[Term]:
+        """The term of the kernels of an exchange between GPUs: what packs, carries and takes apart.
+
+        On a CPU they are part of what a transfer was measured to take.
+        """
+        if self.hardware.device.ahead:
+            yield self.launches(kernels, times)

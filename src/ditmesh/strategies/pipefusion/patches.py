@@ -471,6 +471,6 @@ class PatchTokens(PipeStrategy, TokenStrategy):
             if config.ring > 1:
                 sent = keys * (config.ring - 1) / config.ring / share.pieces
                 yield step.transfer("keys gathered (ring)", ("ring",), "all_gather", sent, times * share.pieces)
-            yield step.pointwise("copies of keys", 2 * keys / step.workload.element, times)
+            yield from step.pointwise("copies of keys", 2 * keys / step.workload.element, times)
             yield Term("keys kept", "memory", memory=keys * times)
         yield from gathered(step)

@@ -321,5 +321,10 @@ class Displaced(StaleStrategy):
                 own *= compression.size(one.width) / step.workload.element
             behind = compute / calls if step.stale else 0.0
             yield step.transfer("keys (displaced)", ("ring",), "all_gather", own * (config.ring - 1), times, behind)
-            yield step.pointwise("copies of keys", 2 * keys / step.workload.element, times)
+            # Of every stream own keys are copied, travel as one batch, and all are put into the buffer.
+            streams = 2 if block.text else 1
+            yield from step.pointwise(
+                "copies of keys", 2 * keys / step.workload.element, times, streams * (config.ring + 1)
+            )
+            yield from step.exchanged(2 * streams, times)
         yield from gathered(step)
