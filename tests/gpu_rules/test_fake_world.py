@@ -18,7 +18,7 @@ from support.on_fake_cuda import alone
 
 STALE = {"warmup": "fixed(1)"}
 DISPLACED = {"exchange": "displaced", **STALE}
-# Stages are no part of it: they find out by real values how a picture falls into patches.
+STAGES = {"patches": 3, **STALE}
 CONFIGS: list[dict[str, Any]] = [
     *({axis: degree} for axis in ("ulysses", "ring", "tensor") for degree in (2, 4, 8)),
     {"data": 2},
@@ -40,6 +40,18 @@ CONFIGS: list[dict[str, Any]] = [
     {"cfg": 2, "ring": 4, **DISPLACED},
     {"data": 2, "ring": 2, **DISPLACED},
     {"tensor": 2, "ring": 2, **DISPLACED},
+    {"data": 2, "ring": 2},
+    {"data": 2, "tensor": 2},
+    {"data": 2, "cfg": 2},
+    {"data": 2, "cfg": 2, "ulysses": 2},
+    {"pipe": 2, **STAGES},
+    {"pipe": 4, "patches": 4, **STALE},
+    {"cfg": 2, "pipe": 2, **STAGES},
+    {"data": 2, "pipe": 2, **STAGES},
+    {"pipe": 2, "ulysses": 2, **STAGES},
+    {"pipe": 2, "ring": 2, **STAGES},
+    {"pipe": 2, "tensor": 2, **STAGES},
+    {"cfg": 2, "pipe": 2, "ulysses": 2, **STAGES},
 ]
 REPRODUCIBLE = [{"ulysses": 2, "reproducible": True}, {"ring": 2, "reproducible": True}]
 CASES = [(name, config) for name in MAKERS for config in CONFIGS]
@@ -49,7 +61,7 @@ ALLOWED = {"LTX2 STG": {"strategies/sequence.py"}}
 # Every kind of strategy and ten classes.
 QUICK = {
     *(("DiT", 0), ("Flux", 4), ("Wan", 7), ("PixArt", 9), ("LTX2", 10), ("SD3", 12), ("Mochi", 14), ("Sana", 15)),
-    *(("QwenImage", 24), ("Chroma", 26)),
+    *(("QwenImage", 24), ("Chroma", 26), ("Flux", 34), ("SD3", 38), ("Wan", 39), ("Chroma", 41)),
 }
 
 

@@ -1,0 +1,49 @@
+"""Strategies on links that are held to NCCL's rules: no rule is broken, and pictures have the bits that gloo gives.
+
+`make test-rules` runs the other tests of several ranks so.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support import on_rules
+from support.faults import STRATEGIES, world_of
+from support.gradients import trained
+
+TWO = [name for name in STRATEGIES if world_of(name) == 2]
+OF_FOUR = [name for name in STRATEGIES if world_of(name) == 4]
+
+
+@pytest.mark.parametrize("strategy", [*TWO, *(pytest.param(name, marks=pytest.mark.matrix) for name in OF_FOUR)])
+def test_pictures_have_the_bits_of_gloo(ranks, strategy):
+    pool = ranks(world_of(strategy))
+    (carrier, truth), *_ = pool.run(on_rules.picture, strategy, "gloo")
+    assert carrier == "gloo"
+    for mode in ("eager", "lazy"):
+        for carrier, drawn in pool.run(on_rules.picture, strategy, mode):
+            assert carrier == "rules"
+            assert torch.equal(drawn, truth), mode
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_training_steps_of_fsdp2(ranks, mode):
+    """torch's own collectives among ours: gathers in place, reduce-scatters, gathers of distributed tensors."""
+    for error, name in ranks(2).run(on_rules.by_rules, mode, trained, "Flux", {"ulysses": 2}, "FSDP2", True):
+        assert error <= 1e-4, name
+
+
+def test_torch_finds_no_mismatch(ranks):
+    """Under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares every collective of a group."""
+    strategies = ["ulysses", "ring", "pipe", "displaced", "tensor", "cfg"]
+    plain = [ranks(2).run(on_rules.picture, strategy, "gloo")[0][1] for strategy in strategies]
+    for found in ranks(2).run(on_rules.checked, strategies):
+        for (compares, drawn), truth in zip(found, plain, strict=True):
+            assert compares
+            assert torch.equal(drawn, truth)
+
+
+def test_torch_finds_a_planted_mismatch(ranks):
+    for said in ranks(2).run(on_rules.planted):
+        assert "Detected mismatch between collectives on ranks" in said, said
