@@ -6,7 +6,6 @@ import pytest
 from test_parity import name_of
 
 from ditmesh.config import ParallelConfig
-from support import ruled
 from support.gradients import (
     STALE,
     mixed_precision,

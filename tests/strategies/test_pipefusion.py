@@ -292,8 +292,8 @@ def test_guidance_rescale_waits_in_every_stale_step(ranks):
         assert count == flushes
 
 
-# A rank that is behind hears of the other's failure before it comes to its own, and gives up what it waits for. Over gloo
-# what the other rank had sent before still arrives.
+# A rank that is behind hears of the other's failure before it comes to its own, and gives up what it waits for. Over
+# gloo what the other rank had sent before still arrives.
 ENDED = (KeyError, ditmesh.PeerError) if RULED else KeyError
 
 

@@ -23,7 +23,10 @@ def picture(strategy: str, mode: str) -> tuple[str, torch.Tensor]:
     """
     name, config = STRATEGIES[strategy]
     pipe = pipeline(name)
-    with nullcontext() if mode == "gloo" else ruled(mode), ditmesh.parallelized(pipe, {**config, "shared_memory": False}):
+    with (
+        nullcontext() if mode == "gloo" else ruled(mode),
+        ditmesh.parallelized(pipe, {**config, "shared_memory": False}),
+    ):
         drawn_by(pipe, name)
         drawn = drawn_by(pipe, name)
         mesh = ditmesh.engine_of(pipe).mesh

@@ -13,6 +13,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from ditmesh import zoo
 from ditmesh.errors import ConfigError
+from ditmesh.train.adapters import add_adapters
 from ditmesh.train.config import TrainConfig
 from ditmesh.train.export import export
 from ditmesh.train.families import family_of, rows_of, stacked
@@ -152,8 +153,7 @@ def test_what_is_trained_as_another_pipeline_loads_in_the_own(name: str, tmp_pat
             trained.save_pretrained(tmp_path / "transformer")
             fresh.register_modules(transformer=type(trained).from_pretrained(tmp_path / "transformer"))
         else:
-            assert config.lora is not None
-            trained.add_adapter(config.lora.for_peft())
+            add_adapters(pipe, config)
             for number, (path, weight) in enumerate(trained.named_parameters()):
                 if ".lora_B" in path:
                     weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)))
