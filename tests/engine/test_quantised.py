@@ -15,6 +15,7 @@ from ditmesh.core.digests import weights_fingerprint
 from ditmesh.errors import DitmeshError
 from ditmesh.strategies.pipefusion.stages import parts_of
 from ditmesh.strategies.sharded import ShardedWeights, _bytes_of
+from support import ruled
 from support.models import RAGGED, inputs, relative_error, run, tiny
 
 TOLERANCE = 1e-5
@@ -165,6 +166,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused():
         ditmesh.parallelize(model, {})
 
 
+@ruled.needs("collectives in compiled graphs, whose tensors torch keeps until they are done")
 @pytest.mark.parametrize(
     "how",
     [*(pytest.param(how, marks=pytest.mark.matrix) for how in ("compile after", "blocks before")), "blocks after"],

@@ -9,7 +9,8 @@ import pytest
 from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
 from nccl_rules.fake_cuda import unavailable
-from support.on_fake_cuda import trained
+from support.on_fake_cuda import trained, training_run
+from support.train import folder_of
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -44,3 +45,26 @@ def test_a_training_step(fresh_ranks, name, config, again):
     for error, parameter, looks in fresh_ranks.run(trained, name, config, again):
         assert error <= 1e-4, parameter
         assert looks == {}
+
+
+# Both are logged, and a step whose numbers are not finite changes no weight.
+READ = {"ditmesh train/trainer.py _local_scalar_dense": 1, "ditmesh train/sync.py _local_scalar_dense": 1}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({}, id="data=2"),
+        *(
+            pytest.param(config, id=" ".join(map(str, config.values())), marks=pytest.mark.matrix)
+            for config in ({"ulysses": 2}, {"train_batch_size": 1, "gradient_accumulation_steps": 2})
+        ),
+    ],
+)
+def test_the_trainers_loop(fresh_ranks, tmp_path, config):
+    """Losses are those of CPUs; of its own the host waits for the loss and the norm of the gradient of a step alone."""
+    folder_of(tmp_path, 8)
+    for truth, found, looks in fresh_ranks.run(training_run, str(tmp_path), config):
+        assert found == pytest.approx(truth, rel=1e-4)
+        ours = {what: count for what, count in looks.items() if what.startswith("ditmesh")}
+        assert ours == READ

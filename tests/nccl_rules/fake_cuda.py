@@ -430,6 +430,7 @@ def cuda() -> Iterator[FakeDevice]:
             (digests, "_samples", lambda tensors: samples([device.values(one) for one in tensors])),
             # A tensor of a GPU is a plain one, at an address of its own.
             (values, "PLAIN", (*values.PLAIN, FakeTensor)),
+            (Tensor, "pin_memory", lambda tensor, *_: tensor),
             (Tensor, "data_ptr", lambda tensor: address(device.values(tensor))),
             (dist, "all_gather_object", _on_host(dist.all_gather_object)),
             (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),

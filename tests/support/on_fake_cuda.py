@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import traceback
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -19,13 +21,16 @@ from ditmesh.config import ParallelConfig
 from ditmesh.layout.conventions import Size
 from ditmesh.strategies.pipefusion.stages import StageWeights
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.train import reduce_gradients
+from ditmesh.train import TrainConfig, reduce_gradients
+from ditmesh.train.trainer import Trainer
+from ditmesh.zoo import path as find
 from nccl_rules.fake_cuda import Look, attention_as_one_kernel, cuda, move_, unavailable
 from nccl_rules.fake_world import one_of
 from support import gradients, more_pipelines, pipelines
 from support.models import RAGGED, inputs, sizes, tiny
 from support.stale import moving
 from support.syncs import OURS
+from support.train import settings
 
 STEPS = 5
 
@@ -238,3 +243,48 @@ def trained(name: str, config: dict[str, Any], again: bool) -> tuple[float, str,
                 values = device.values if device is not None else torch.clone
                 found.append({key: values(p.grad) for key, p in model.named_parameters() if p.grad is not None})
     return (*gradients.error(found[1], found[0]), looks)
+
+
+def training_run(
+    folder: str, config: dict[str, Any], steps: int = 3
+) -> tuple[list[float], list[float], dict[str, int]]:
+    """Steps of a `Trainer` on CPUs and on fake CUDA devices.
+
+    Args:
+        folder: with the data set.
+        config: settings beside those of `support.train.settings`.
+
+    Returns:
+        Both losses, and what the host waits for in the last step, by owner, file and operation.
+    """
+    assert unavailable() is None
+    losses, looks = [], Counter()
+    optimizer_step = Trainer._optimizer_step
+
+    def moved(pipe: Any, *_: Any, **__: Any) -> Any:
+        for one in pipe.components.values():
+            if isinstance(one, nn.Module):
+                move_(one)
+        return pipe
+
+    for on_cuda in (False, True):
+        given = settings(Path(folder), Path(folder, f"out-{on_cuda}"), max_train_steps=steps, **config)
+        made = TrainConfig.read(given)
+        pipe = DiffusionPipeline.from_pretrained(find(made.pretrained_model_name_or_path))
+        with cuda() if on_cuda else nullcontext() as device, ExitStack() as stack:
+            if device is not None:
+                stack.enter_context(mock.patch.object(DiffusionPipeline, "to", moved))
+
+            def step(self: Trainer, *given: Any, device: Any = device) -> Any:
+                if device is not None:
+                    device.looks.clear()
+                done = optimizer_step(self, *given)
+                if device is not None:
+                    looks.clear()
+                    looks.update(f"{x.owner} {x.place.partition(':')[0]} {x.operation}" for x in device.looks)
+                return done
+
+            stack.enter_context(mock.patch.object(Trainer, "_optimizer_step", step))
+            trainer = stack.enter_context(Trainer(made, pipe, "cuda" if on_cuda else "cpu", timeout=100.0))
+            losses.append(list(trainer.run().losses.values()))
+    return losses[0], losses[1], dict(looks)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..comm.mesh import Mesh
 from ..comm.uneven import RankProgress, Show, uneven_work
 from ..core.digests import digest, tensor_digest
+from ..core.staging import onto
 from ..errors import ConfigError, InputError
 from .cache import VERSION, DamagedFile, SampleCache
 from .config import TrainConfig
@@ -399,7 +400,7 @@ class EncodedSamples:
     @torch.no_grad()
     def _moments(self, values: Tensor) -> Tensor:
         """(B, 2C, [f,] h, w): mean and standard deviation of the latents of pictures or videos (B, 3, [F,] H, W)."""
-        return self._family.moments(self._pipe, values.to(self._device, self._pipe.vae.dtype))
+        return self._family.moments(self._pipe, onto(values, self._device, self._pipe.vae.dtype))
 
     # --- batches -----------------------------------------------------------------------------------------
 
@@ -424,11 +425,12 @@ class EncodedSamples:
         else:
             conditions = stacked(rows)
         mean, deviation = both.chunk(2, dim=1)
-        noise = torch.stack([torch.randn(mean.shape[1:], generator=one) for one in generators]).to(both)
-        latents = self._family.scaled(self._pipe, mean + deviation * noise).to(self._device)
+        noise = torch.stack([torch.randn(mean.shape[1:], generator=one) for one in generators])
+        noise = onto(noise, both.device, both.dtype)
+        latents = onto(self._family.scaled(self._pipe, mean + deviation * noise), self._device)
         return Batch(
             latents=latents,
-            conditions={name: value.to(self._device) for name, value in conditions.items()},
+            conditions={name: onto(value, self._device) for name, value in conditions.items()},
             generators=generators,
             mask=self._counting(stacked_masks(masks, mean), latents),
             weights=self._weights(micro, mean),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core.library import library_class
+from ..core.staging import onto
 from ..errors import ConfigError, did_you_mean
 from .config import TrainConfig
 
@@ -102,11 +103,11 @@ class RectifiedFlow(Objective):
         places = (torch.cat(density) * len(scheduler.timesteps)).long().clamp(max=len(scheduler.timesteps) - 1)
         # What the scheduler's numbers lead to is noise, or, with inverted ones, the latents.
         start, end = (noise, latents) if scheduler.config.get("invert_sigmas") else (latents, noise)
-        levels = scheduler.sigmas[places].to(latents)
+        levels = onto(scheduler.sigmas[places], latents.device, latents.dtype)
         factor = levels.view(-1, *[1] * (latents.dim() - 1))
         return Noised(
             latents=start + factor * (end - start),
-            timesteps=scheduler.timesteps[places].to(latents.device),
+            timesteps=onto(scheduler.timesteps[places], latents.device),
             target=end - start,
             weights=compute_loss_weighting_for_sd3(config.weighting_scheme, levels).float(),
         )
@@ -123,7 +124,8 @@ class Epsilon(Objective):
         from diffusers.training_utils import compute_snr
 
         steps = scheduler.config["num_train_timesteps"]
-        timesteps = torch.cat([torch.randint(steps, (1,), generator=one) for one in generators]).to(latents.device)
+        timesteps = torch.cat([torch.randint(steps, (1,), generator=one) for one in generators])
+        timesteps = onto(timesteps, latents.device)
         weights = torch.ones(len(latents), device=latents.device)
         if config.snr_gamma is not None:
             weights = self._min_snr(compute_snr(scheduler, timesteps), config.snr_gamma)
@@ -229,7 +231,8 @@ class NoiseObjective:
             latents: (B, C, ...) clean, scaled.
             generators: one a sample, on the CPU, so that a sample's noise does not depend on its batch or device.
         """
-        noise = torch.stack([torch.randn(latents.shape[1:], generator=one) for one in generators]).to(latents)
+        noise = torch.stack([torch.randn(latents.shape[1:], generator=one) for one in generators])
+        noise = onto(noise, latents.device, latents.dtype)
         return self._objective(latents, noise, self.scheduler, generators, self._config)
 
 

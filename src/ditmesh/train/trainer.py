@@ -26,6 +26,7 @@ from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..comm.state import raise_for_peer
 from ..comm.uneven import RankProgress
 from ..core.digests import digest, tensor_digest
+from ..core.staging import onto
 from ..engine import restore
 from ..errors import InputError
 from ..strategies.determinism import deterministic
@@ -455,7 +456,8 @@ class Trainer:
         total = math.prod(size // step for size, step in zip(shape, patch, strict=True))
         chosen = micro.samples if subset.per_sample else micro.samples[:1]
         seeds = [self.data.encoded.seed_of(drawn, "tokens") for drawn in chosen]
-        tokens = torch.stack([random_tokens(total, config.token_share, seed) for seed in seeds]).to(latents.device)
+        tokens = torch.stack([random_tokens(total, config.token_share, seed) for seed in seeds])
+        tokens = onto(tokens, latents.device)
         subset.keep(tokens, total)
         return on_grid(tokens, shape, patch)
 
