@@ -43,7 +43,7 @@ from .tokens import TokenStrategy
 # A rank's share of a text stream below this is not worth cutting: its matrices get too thin.
 MIN_TEXT_TOKENS = 4
 # Kernels of an exchange between GPUs. Queries, keys and values are packed by one, and put together by one each; what
-# comes back is packed by one, and put together by one; each way is a collective. A gather packs, carries, and puts
+# comes back is packed by one, and put together by one; each way is a collective. A gather packs, carries and puts
 # together.
 TRADING = {"to heads": 5, "to tokens": 3}
 GATHERING = 3
