@@ -53,13 +53,8 @@ READ = {"ditmesh train/trainer.py _local_scalar_dense": 1, "ditmesh train/sync.p
 
 @pytest.mark.parametrize(
     "config",
-    [
-        pytest.param({}, id="data=2"),
-        *(
-            pytest.param(config, id=" ".join(map(str, config.values())), marks=pytest.mark.matrix)
-            for config in ({"ulysses": 2}, {"train_batch_size": 1, "gradient_accumulation_steps": 2})
-        ),
-    ],
+    [{"parallel": {"data": 2}}, pytest.param({"parallel": {"ulysses": 2}}, marks=pytest.mark.matrix)],
+    ids=lambda config: ParallelConfig(**config["parallel"]).describe(),
 )
 def test_the_trainers_loop(fresh_ranks, tmp_path, config):
     """Losses are those of CPUs; of its own the host waits for the loss and the norm of the gradient of a step alone."""
