@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 # The names of the files' metadata entry and of the parameters of adapters.
 METADATA = "lora_adapter_metadata"
@@ -88,6 +89,8 @@ def adapters_of(model: nn.Module) -> list[str]:
 
 def adapted(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
     """The components with adapters, by name."""
+    from torch import nn
+
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module) and adapters_of(part):
             yield name, part
