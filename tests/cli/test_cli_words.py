@@ -144,7 +144,7 @@ def test_words_that_are_alike_are_all_offered() -> None:
         ("--tensor 2 --set lora.rank=4", "tensor=2 cuts weights, and not the adapters of lora"),
         ("--set lora.target_modules=[to_q,to_qq]", "no linear layer 'to_qq'; did you mean 'to_q'?; it has "),
         ("--set lora.ranks=4", "'lora.ranks' is no training setting; did you mean 'rank'?"),
-        ("--set pretrained_model_name_or_path=fashion-dit --set lora.rank=4", "DiTPipeline has no LoRA"),
+        ("--set lora.base_lora=nowhere.safetensors --set lora.rank=4", "nowhere.safetensors"),
         ("--set train_modules=[text_encodr]", "has no module 'text_encodr'; did you mean 'text_encoder"),
         ("--set learning_rate=fast", "learning_rate='fast': not a number"),
         ("--set lr_scheduler=cosin", "did you mean 'cosine'?"),

@@ -51,7 +51,7 @@ def train(
     ] = False,
     samples: Annotated[
         Path | None,
-        common_option("--samples", metavar="FILE.png", help="With --check: write the samples of the first step there."),
+        common_option("--samples", metavar="FILE.png", help="Write the samples of the first step there, with --check."),
     ] = None,
     other: Annotated[
         Path | None,
