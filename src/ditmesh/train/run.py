@@ -52,7 +52,8 @@ def train(
         sentences, ``overflowed`` (the steps of this run that changed no weight: gradients overflowed in float16),
         ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
         validation: the share of pictures whose nearest training picture is their caption's own; None without one),
-        ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None).
+        ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None), ``sent``
+        (bytes that the first rank has sent to other islands; None without islands).
 
     Raises:
         ConfigError, InputError: settings, data and model do not fit.
@@ -79,6 +80,7 @@ def train(
             trainer.data.report.log(logger)
         outcome = trainer.run(report=reported, validate=validation.run if config.validation_prompts else None)
         bits = trainer.weights_digest() if config.in_order else None
+        sent = None if trainer.islands is None else trainer.islands.link.sent
         with trainer.update.averaged():
             weights = trainer.weights()
             speaks = trainer.speaks
@@ -99,6 +101,7 @@ def train(
         "unsaved": outcome.unsaved,
         "changed": outcome.changed,
         "overflowed": outcome.overflowed,
+        "sent": sent,
         "pipeline": str(folder),
         "nearest": validation.nearest,
         "weights": bits,
