@@ -64,6 +64,8 @@ READ = {
 def test_the_trainers_loop(fresh_ranks, tmp_path, config):
     """Losses are those of CPUs; copies to the device are not waited for, and no tensor is on the host."""
     folder_of(tmp_path, 8)
+    # AdamW's first steps go by signs, and at a usual rate what rounding has turned shows in the third loss.
+    config = {**config, "learning_rate": 1e-5}
     for truth, found, looks in fresh_ranks.run(training_run, str(tmp_path), config):
         assert found == pytest.approx(truth, rel=1e-4)
         assert {what for what in looks if what.startswith("ditmesh")} <= READ

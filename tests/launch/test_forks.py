@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
+from typing import Any
 
 import diffusers
 import pytest
@@ -247,8 +248,10 @@ def test_training_goes_by_class():
     config = TrainConfig.model_construct()
     # A class that is not diffusers' own has no adapter: it would be observed, were this a pipeline.
     with pytest.raises(ditmesh.ConfigError, match="it takes no prompt"):
-        family_of(types.SimpleNamespace(transformer=fork()[0]), config)
-    assert family_of(types.SimpleNamespace(transformer=tiny("PixArt")), config) is FAMILIES["PixArtTransformer2DModel"]
+        family_of(types.SimpleNamespace(transformer=fork()[0], config={}), config)
+    parts: dict[str, Any] = dict.fromkeys(("tokenizer", "text_encoder", "vae", "scheduler"))
+    pipe = diffusers.PixArtSigmaPipeline(transformer=tiny("PixArt"), **parts)
+    assert family_of(pipe, config) is FAMILIES["PixArtTransformer2DModel"]
     kind = type("DDPMScheduler", (diffusers.DDPMScheduler,), {"add_noise": lambda self, *_: None})
     with pytest.raises(ditmesh.ConfigError, match="no scheduler of diffusers"):
         _tables(kind())

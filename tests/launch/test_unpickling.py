@@ -63,6 +63,9 @@ COLLECTIVES = {
     "train/ordered.py",
     "train/speeds.py",
     "train/trainer.py",
+    "train/islands.py",
+    "train/parallel.py",
+    "train/stages.py",
 }
 
 MODULES = ("pickle", "cloudpickle", "dill", "marshal", "joblib", "shelve", "cPickle", "_pickle")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..core.digests import digest, tensor_digest
+from ..core.staging import onto
 from ..errors import ConfigError, InputError
 from ..generate.loading import build_empty, fill_weights, weight_files
 from ..generate.model_info import ModelInfo
@@ -216,7 +217,7 @@ class FrozenLinear(nn.Linear):
         """Rows of the weight, from and to, in ``dtype``: some at a time."""
         if self.on_host:
             device = cast(Tensor, self._like).device
-            stored = {name: value.to(device, non_blocking=True) for name, value in self.on_host.items()}
+            stored = {name: onto(value, device) for name, value in self.on_host.items()}
         else:
             stored = {name: cast(Tensor, getattr(self, name)) for name in self._scalars}
         parts = {name: value[0] if self._scalars[name] else value for name, value in stored.items()}
