@@ -33,7 +33,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "generate/preview.py": "the colours were brought to the host",
         "serve/worker/rendezvous.py": "messages of a gloo group",
         "tools/study/running.py": "read from a file",
-        "train/own_pictures.py": "the picture was brought to the host",
         "train/run.py": "pictures read from files",
     },
 }

@@ -31,7 +31,7 @@ def own_picture(kind: str, values: Tensor, seed: int) -> Image.Image:
     """
     first = values if values.dim() == 3 else values[:, 0]
     whole = ((first.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-    found = Image.fromarray(whole.permute(1, 2, 0).contiguous().numpy())
+    found = Image.fromarray(whole.permute(1, 2, 0).contiguous().cpu().numpy())
     if kind != "hole":
         return found
     drawn = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()

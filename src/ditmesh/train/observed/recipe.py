@@ -407,7 +407,7 @@ def _isolated(
 def _affine(path: str, values: Sequence[Any], moments: np.ndarray) -> TimeArgument | None:
     """A time of which every number is a straight function of the timestep, or the same always."""
     rows = torch.stack([torch.as_tensor(value).double().cpu() for value in values])
-    columns = rows.flatten(1).numpy()
+    columns = rows.flatten(1).cpu().numpy()
     if not columns.shape[1]:
         return None
     scale, shift = np.polyfit(moments, columns, 1)
@@ -439,7 +439,7 @@ def _affine(path: str, values: Sequence[Any], moments: np.ndarray) -> TimeArgume
 def _tabled(path: str, values: Sequence[Any], times: np.ndarray, few: Watched) -> TimeArgument | None:
     """A time that is one function of the timestep, by a table of it; in a loop of few steps it must hold."""
     rows = torch.stack([torch.as_tensor(value).double().cpu() for value in values])
-    columns = rows.flatten(1).numpy()
+    columns = rows.flatten(1).cpu().numpy()
     if (columns != columns[:, :1]).any():
         return None
     order = times.argsort()
