@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def _opened(given: dict[str, Any], timeout: float = 100.0) -> Trainer:
     from ditmesh.zoo import path as find
 
     config = TrainConfig.read(given)
-    pipe = diffusers.DiffusionPipeline.from_pretrained(find(config.pretrained_model_name_or_path))
+    name = config.pretrained_model_name_or_path
+    pipe = diffusers.DiffusionPipeline.from_pretrained(name if Path(name).is_dir() else find(name))
     pipe.set_progress_bar_config(disable=True)
     return Trainer(config, pipe, timeout=timeout)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from ditmesh.errors import ConfigError, InputError, RankFailed
 from ditmesh.launch import RankPool
 from ditmesh.train import TrainConfig
 from ditmesh.train.island_link import BLOCK, Compressor
+from ditmesh.zoo import path as find
 from support.islands import free_port, spelt_out, weights_of
 from support.train import folder_of, settings
 
@@ -180,6 +182,22 @@ def test_islands_that_do_not_fit_together_are_refused_alike(pools, data, tmp_pat
     for error in found:
         assert isinstance(error, (InputError, RankFailed))
         assert "islands 0 and 1 differ in learning_rate: 0.001 and 0.002; give all islands the same" in str(error)
+
+
+def test_islands_with_other_weights_are_refused(pools, data, tmp_path):
+    """A model may lie in another folder on every host, and has to be the same one."""
+    given = runs(data, tmp_path / "out", DILOCO)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(find("emoji-sd3"))
+    pipe.save_pretrained(tmp_path / "same")
+    with torch.no_grad():
+        pipe.transformer.proj_out.bias[0] += 1e-3
+    pipe.save_pretrained(tmp_path / "other")
+    moved = {**given[1], "pretrained_model_name_or_path": str(tmp_path / "same"), "max_train_steps": 1}
+    found = on_islands(pools(1), weights_of, {**given[0], "max_train_steps": 1}, moved)
+    assert_equal(found[0]["weights"], found[1]["weights"])
+    other = {**given[1], "pretrained_model_name_or_path": str(tmp_path / "other")}
+    for error in on_islands(pools(1), weights_of, given[0], other):
+        assert "islands 0 and 1 differ in weights: " in str(error)
 
 
 def test_an_island_that_fails_ends_the_others_in_a_sentence(pools, data, tmp_path):

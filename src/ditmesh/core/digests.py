@@ -373,7 +373,9 @@ def sampled_fingerprint(pipe: Any) -> str:
     for component, module in getattr(pipe, "components", {}).items():
         for name, weight in module.state_dict().items() if isinstance(module, nn.Module) else ():
             state.update(f"{component}.{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
-            state.update(sample.to("cpu", torch.float32).numpy().tobytes())
+            for path, part in leaves_of(weight):
+                flat = part.reshape(-1)
+                sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+                state.update(path.encode())
+                state.update(b"" if part.is_meta else sample.to("cpu", torch.float32).numpy().tobytes())
     return state.hexdigest()[:16]

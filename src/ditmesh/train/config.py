@@ -420,7 +420,16 @@ class TrainConfig(BaseModel):
 
     def of_all_islands(self) -> dict[str, Any]:
         """The settings that all islands have in common, as JSON data."""
-        own = ("output_dir", "cache_dir", "train_data_dir", "train_data", "resume_from_checkpoint", "report_to")
+        # Weights and samples are compared themselves.
+        own = {"pretrained_model_name_or_path", "train_data_dir", "train_data", "class_data_dir", "mask_dir"}
+        own |= {
+            "conditioning_dir",
+            "validation_data_dir",
+            "output_dir",
+            "cache_dir",
+            "resume_from_checkpoint",
+            "report_to",
+        }
         found = {name: value for name, value in self.model_dump(mode="json").items() if name not in own}
         found["islands"] = {name: value for name, value in (found["islands"] or {}).items() if name != "index"}
         return found

@@ -25,7 +25,7 @@ from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..comm.state import raise_for_peer
 from ..comm.uneven import RankProgress
-from ..core.digests import digest, tensor_digest
+from ..core.digests import digest, sampled_fingerprint, tensor_digest
 from ..core.staging import onto
 from ..engine import restore
 from ..errors import InputError
@@ -218,6 +218,8 @@ class Trainer:
         if bounds is not None:
             # Of two transformers the one for high noise is trained.
             self.objective.keep_between(*bounds)
+        # Of whole weights, before ranks have their shares of them.
+        self._fingerprint = sampled_fingerprint(pipe) if config.archipelago is not None else ""
         self.trained = trained_modules(pipe, config)
         # Weights are whole only until ranks have their shares of them.
         self._bytes = bytes_of(pipe, config)
@@ -241,7 +243,8 @@ class Trainer:
         equal = self.config.sharding != "fsdp"
         found = Islands(joined, self.mesh, self.update.parameters, equal, self._timeout)
         self._undo.callback(found.close)
-        found.compare({**self.config.of_all_islands(), "data": self.data.digest, "steps": self.data.steps})
+        weights = {"weights": self._fingerprint, "trained weights": tensor_digest(found.weights.read()).hex()[:16]}
+        found.compare({**self.config.of_all_islands(), **weights, "data": self.data.digest, "steps": self.data.steps})
         return found
 
     # --- the loop ----------------------------------------------------------------------------------------
