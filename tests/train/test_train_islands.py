@@ -195,6 +195,7 @@ def test_islands_with_other_weights_are_refused(pools, data, tmp_path):
     moved = {**given[1], "pretrained_model_name_or_path": str(tmp_path / "same"), "max_train_steps": 1}
     found = on_islands(pools(1), weights_of, {**given[0], "max_train_steps": 1}, moved)
     assert_equal(found[0]["weights"], found[1]["weights"])
+    given = runs(data, tmp_path / "others", DILOCO)
     other = {**given[1], "pretrained_model_name_or_path": str(tmp_path / "other")}
     for error in on_islands(pools(1), weights_of, given[0], other):
         assert "islands 0 and 1 differ in weights: " in str(error)

@@ -422,14 +422,8 @@ class TrainConfig(BaseModel):
         """The settings that all islands have in common, as JSON data."""
         # Weights and samples are compared themselves.
         own = {"pretrained_model_name_or_path", "train_data_dir", "train_data", "class_data_dir", "mask_dir"}
-        own |= {
-            "conditioning_dir",
-            "validation_data_dir",
-            "output_dir",
-            "cache_dir",
-            "resume_from_checkpoint",
-            "report_to",
-        }
+        own |= {"conditioning_dir", "validation_data_dir", "output_dir", "cache_dir", "report_to"}
+        own.add("resume_from_checkpoint")
         found = {name: value for name, value in self.model_dump(mode="json").items() if name not in own}
         found["islands"] = {name: value for name, value in (found["islands"] or {}).items() if name != "index"}
         return found
