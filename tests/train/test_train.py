@@ -102,12 +102,13 @@ def shared_out(given, seconds):
 @pytest.mark.matrix
 @pytest.mark.parametrize("sharding", ["none", "ddp"])
 def test_a_slow_rank_has_less_to_do(ranks, data, tmp_path, sharding):
-    given = settings(data, tmp_path, global_batch_size=6, train_batch_size=1, max_train_steps=2, sharding=sharding)
-    given |= {"parallel": {"data": 2}, "checkpointing_steps": 9}
+    given = settings(data, tmp_path / "even", global_batch_size=6, train_batch_size=1, max_train_steps=2)
+    given |= {"parallel": {"data": 2}, "checkpointing_steps": 9, "sharding": sharding}
     (even, counts), (_, other) = ranks(2).run(shared_out, given, 0.0)
     assert counts == other == [3, 3]
     for speeds, seconds, first in (("auto", 3.0, 3), ([5, 1], 0.0, 5)):
-        (losses, fast), (same, slow) = ranks(2).run(shared_out, {**given, "data_speeds": speeds}, seconds)
+        more = {"data_speeds": speeds, "output_dir": str(tmp_path / str(speeds))}
+        (losses, fast), (same, slow) = ranks(2).run(shared_out, {**given, **more}, seconds)
         assert losses == same
         # Measured in the first step.
         assert (fast, slow) == ([first, 5], [6 - first, 1]) or (speeds == "auto" and slow[1] < 3 and fast[1] > 3)
