@@ -78,7 +78,8 @@ class Half(nn.Module):
         for block in self.blocks:
             text, image = block(hidden_states=image, encoder_hidden_states=text, temb=moment)
         if self.is_first:
-            return image, text
+            # torch's pipeline receives into buffers with the strides of what it was sent.
+            return image.contiguous(), text.contiguous()
         image = self.parts["proj_out"](self.parts["norm_out"](image, moment))
         side, patch = int(image.shape[1] ** 0.5), self.patch
         tiles = image.view(len(image), side, side, patch, patch, self.channels)
