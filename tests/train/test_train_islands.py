@@ -81,7 +81,13 @@ LOCAL_SGD = {"every": EVERY, "learning_rate": 1.0, "momentum": 0.0}
 
 @pytest.mark.parametrize(
     "islands",
-    [DILOCO, LOCAL_SGD, {**DILOCO, "compress": "int8"}, {**DILOCO, "start": 2}, {"every": 3, "delay": 1}],
+    [
+        DILOCO,
+        LOCAL_SGD,
+        {**DILOCO, "compress": "int8"},
+        {**DILOCO, "start": 2, "compress": "int8"},
+        {"every": 3, "delay": 1},
+    ],
     ids=str,
 )
 def test_two_islands_are_the_algorithm_spelt_out_to_the_bit(pools, data, tmp_path, islands):

@@ -53,17 +53,16 @@ class Part:
 
     def picture(self) -> Image.Image:
         """The image, upright sRGB. Raises `OSError` if it is corrupt."""
-        try:
-            with self.open() as file:
-                return read_image(file, self.name)
-        except InputError as error:
-            raise OSError(str(error)) from None
+        return self._read(read_image)
 
     def mask(self) -> Image.Image:
         """The image as levels of grey, upright: white is what counts. Raises `OSError` if it is corrupt."""
+        return self._read(read_mask)
+
+    def _read(self, read: Callable[[BinaryIO, str], Image.Image]) -> Image.Image:
         try:
             with self.open() as file:
-                return read_mask(file, self.name)
+                return read(file, self.name)
         except InputError as error:
             raise OSError(str(error)) from None
 

@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from ..errors import InputError
+from ..errors import InputError, reason_of
 from .island_settings import IslandsConfig
 
 # Values with one scale.
 BLOCK = 1024
-# Bytes for each value.
-SIZES = {"none": 4.0, "bf16": 2.0, "int8": 1 + 4 / BLOCK}
 
 
 class IslandError(InputError):
@@ -54,14 +52,18 @@ class IslandLink:
         except (RuntimeError, ValueError) as error:
             raise IslandError(
                 f"island {config.index} has not met the other {config.count - 1} at {config.meet} within {timeout:g} s "
-                f"({_short(error)}); start all islands with the same islands.meet, and indices 0 to {config.count - 1}"
+                f"({reason_of(error)[:200]}); start all islands with the same islands.meet, and indices 0 to {config.count - 1}"
             ) from error
 
     def gather(self, mine: Tensor) -> PendingGather:
         """Begin to send a tensor of bytes to the other islands; the same shape on all."""
         every = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            work = self._group.allgather([every], [mine])
+        except RuntimeError as error:
+            raise self.lost(error) from error
         self.sent += mine.numel() * (self.size - 1)
-        return PendingGather(self, self._group.allgather([every], [mine]), every)
+        return PendingGather(self, work, every)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """The value of every island, of what JSON holds."""
@@ -76,7 +78,7 @@ class IslandLink:
     def lost(self, error: Exception) -> IslandError:
         """The error of an exchange that failed."""
         return IslandError(
-            f"another island than {self.index} is gone, or did not come within {self._timeout:g} s ({_short(error)}); "
+            f"another island than {self.index} is gone, or did not come within {self._timeout:g} s ({reason_of(error)[:200]}); "
             "start all islands again with --resume"
         )
 
@@ -143,7 +145,3 @@ class Compressor:
         blocks = -(-count // BLOCK)
         scales, codes = coded[: 4 * blocks].view(torch.float32), coded[4 * blocks :].view(torch.int8)
         return (codes.view(blocks, BLOCK).float() * scales[:, None]).view(-1)[:count]
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -139,8 +139,9 @@ class Islands:
         self._optimizer = torch.optim.SGD(
             [self._outer], config.learning_rate, momentum=config.momentum, nesterov=config.momentum > 0
         )
-        # Changes, or gradients, that are under way: the gather, the weights they were sent with, and the step.
+        # Changes that are under way: the gather, the weights they were sent with, and the step; and late gradients.
         self._under_way: tuple[PendingGather, Tensor, int] | None = None
+        self._gradients: PendingGather | None = None
         self._seconds, self._began, self._counted = 0.0, time.perf_counter(), 0
 
     # --- before the first step -----------------------------------------------------------------------------------
@@ -181,15 +182,14 @@ class Islands:
             Whether there are gradients to be applied: in the first step with late gradients there are none.
         """
         if self.is_synchronous(step):
-            self.weights.write_gradients(self._mean(self._send(self.weights.gradients())))
+            self.weights.write_gradients(self._mean(self._send_gradients()))
             return True
         if self.config.exchange != "late_gradients":
             return True
-        before, sent = self._under_way, self.weights.gradients()
-        self._under_way = self._send(sent), sent, step
+        before, self._gradients = self._gradients, self._send_gradients()
         if before is None:
             return False
-        self.weights.write_gradients(self._mean(before[0]))
+        self.weights.write_gradients(self._mean(before))
         return True
 
     def after_step(self, steps: int, last: bool) -> OuterStep | None:
@@ -221,8 +221,8 @@ class Islands:
 
     @property
     def settled(self) -> bool:
-        """Whether all islands have equal weights now, which is when a checkpoint can be written."""
-        return self._under_way is None or self.config.exchange == "late_gradients"
+        """Whether no changes are under way, which is when a checkpoint can be written."""
+        return self._under_way is None
 
     def _rebase(self) -> None:
         """Begin to count changes from the present weights."""
@@ -230,12 +230,16 @@ class Islands:
             self._outer.copy_(self.weights.read())
         self._began, self._counted = time.perf_counter(), 0
 
-    def _send(self, values: Tensor) -> PendingGather:
-        return self.link.gather(self._compressor.encode(values[self._share].contiguous()))
+    def _send(self, changes: Tensor) -> PendingGather:
+        return self.link.gather(self._compressor.encode(changes[self._share].contiguous()))
 
-    def _mean(self, pending: PendingGather) -> Tensor:
+    def _send_gradients(self) -> PendingGather:
+        # Not compressed: what rounding takes from gradients is no part of a change of weights.
+        return self.link.gather(self.weights.gradients()[self._share].contiguous().view(torch.uint8))
+
+    def _mean(self, gradients: PendingGather) -> Tensor:
         """The mean over the islands, in their order, so that all have the same bits."""
-        return self._whole(self._decoded(pending).mean(0))
+        return self._whole(torch.stack([one.view(torch.float32) for one in gradients.wait()]).mean(0))
 
     def _decoded(self, pending: PendingGather) -> Tensor:
         count = self._share.stop - self._share.start
