@@ -9,7 +9,7 @@ from torch import Tensor
 def onto(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor on a device; ``dtype``: cast there.
 
-    To a GPU it goes through pinned memory of torch's own allocator, which gives it to nobody else before the copy is
+    To a GPU it goes through pinned memory of torch's own allocator, which lends it again only after the copy is
     done. From ordinary memory CUDA would first wait for all that the device has to do.
     """
     device = torch.device(device)

@@ -72,8 +72,8 @@ class TrainConfig(BaseModel):
         from_scratch: start from random weights of the same configuration.
         base_precision: with ``lora``, the bits of the transformer's frozen linear layers: ``bf16``, ``fp16``, or
             quantised: ``int8``, ``fp8`` (torchao), ``nf4`` (bitsandbytes); None: as they are.
-        base_offload: with ``lora``, the share of these layers whose weights stay in host memory and are copied to the
-            device for each forward and backward pass.
+        base_offload: with ``lora``, the share of these layers that keep their weights in host memory and copy
+            them to the device for each forward and backward pass.
 
     Data
         train_data_dir: a folder of images or videos with ``metadata.jsonl``, another listing or caption files, or a
@@ -178,7 +178,7 @@ class TrainConfig(BaseModel):
         validation_data_dir: a folder of samples that are not trained on, read as ``train_data_dir`` is; their loss is
             measured every ``validation_steps``, at 8 fixed noise levels.
         validation_split: the share of ``train_data_dir`` that is held out for this, chosen by names.
-        validation_samples: the largest number of held-out samples whose loss is measured.
+        validation_samples: the loss is measured on at most so many held-out samples.
         report_to: ``csv`` is always written; ``tensorboard`` also writes TensorBoard files, and other trackers of
             accelerate (``wandb``, ``trackio``, ``comet_ml``, ``mlflow``, ...) get the same numbers. One, or a list.
     """

@@ -33,7 +33,7 @@ class TrainingData:
 
     Attributes:
         report: what is trained on and what is not.
-        held_out: samples that are not trained on, whose loss is measured.
+        held_out: samples for the held-out loss, which are not trained on.
         samples, corrupt: what can be read, and a sentence for every other sample.
         digest: of names, sizes and captions.
         encoded: the samples for the transformer.

@@ -262,7 +262,7 @@ class _Product(torch.autograd.Function):
 
 
 def layers_to_freeze(model: nn.Module) -> list[str]:
-    """Names of the linear layers whose weights are kept in fewer bits: those in blocks, and wide ones elsewhere."""
+    """Names of the linear layers with weights in fewer bits: those in blocks, and wide ones elsewhere."""
     lists = tuple(f"{name}." for name, module in model.named_modules() if name and isinstance(module, nn.ModuleList))
     exact = tuple(getattr(type(model), "_keep_in_fp32_modules", None) or ())
     found, seen = [], set[int]()

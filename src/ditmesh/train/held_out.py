@@ -114,7 +114,7 @@ class HeldOutLoss:
         device: of this rank.
 
     Raises:
-        ConfigError: the objective is one whose noise levels are not known.
+        ConfigError: the noise levels of the objective are not known.
     """
 
     def __init__(

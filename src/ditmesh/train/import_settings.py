@@ -134,7 +134,7 @@ class ImportedRun:
     """A run of another trainer.
 
     Attributes:
-        tool: whose file it is.
+        tool: the trainer that reads the file.
         settings: ours.
         without: a sentence for every setting that has no counterpart, or a value that ours does not take.
         missing: names of settings that have to be given.

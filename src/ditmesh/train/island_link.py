@@ -52,7 +52,8 @@ class IslandLink:
         except (RuntimeError, ValueError) as error:
             raise IslandError(
                 f"island {config.index} has not met the other {config.count - 1} at {config.meet} within {timeout:g} s "
-                f"({reason_of(error)[:200]}); start all islands with the same islands.meet, and indices 0 to {config.count - 1}"
+                f"({reason_of(error)[:200]}); start all islands with the same islands.meet, and indices 0 to "
+                f"{config.count - 1}"
             ) from error
 
     def gather(self, mine: Tensor) -> PendingGather:
@@ -78,8 +79,8 @@ class IslandLink:
     def lost(self, error: Exception) -> IslandError:
         """The error of an exchange that failed."""
         return IslandError(
-            f"another island than {self.index} is gone, or did not come within {self._timeout:g} s ({reason_of(error)[:200]}); "
-            "start all islands again with --resume"
+            f"another island than {self.index} is gone, or did not come within {self._timeout:g} s "
+            f"({reason_of(error)[:200]}); start all islands again with --resume"
         )
 
     def close(self) -> None:

@@ -26,11 +26,11 @@ LARGE = 1 << 20
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are sent together; a large one is alone.
+    """Parameters that send their gradients together; a large one is alone.
 
     Attributes:
         parameters: of one dtype.
-        missing: ids of those whose gradients are not done in this step.
+        missing: ids of the parameters that wait for their gradients in this step.
         sent: what is being summed up, and the work.
         versions: of the gradients when they were sent.
     """
@@ -82,7 +82,7 @@ class OverlappedSum:
                 self._undo.callback(parameter.register_post_accumulate_grad_hook(self._done).remove)
 
     def expect(self, is_last: bool) -> None:
-        """Say whether the next backward pass is this rank's last one of a step, whose gradients are sent."""
+        """Say whether the next backward pass is this rank's last one of a step: its gradients are sent."""
         self._is_last = is_last
         if is_last:
             self._next = 0
