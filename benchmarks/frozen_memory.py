@@ -46,7 +46,7 @@ STEPS = 2
 
 def frozen_at_random(model: Any, seed: int) -> None:
     """Give a model without memory random weights: NF4 where `ditmesh train` has it, else float32."""
-    from ditmesh.train.frozen import BLOCK, SCALES, FrozenLinear, Nf4, layers_to_freeze, quantised
+    from ditmesh.train.model.frozen import BLOCK, SCALES, FrozenLinear, Nf4, layers_to_freeze, quantised
 
     draw = torch.Generator().manual_seed(seed)
     # Tables and the mean of scales, of weights with a deviation of 0.02.
@@ -108,8 +108,8 @@ def trained(name: str, side: int, scale: float, config: dict[str, int]) -> dict[
     import ditmesh
     from ditmesh.layout.conventions import CallVariant, Conventions, Size
     from ditmesh.train import reduce_gradients
-    from ditmesh.train.adapters import peft_config, targets_of
     from ditmesh.train.config import LoraConfig
+    from ditmesh.train.model.adapters import peft_config, targets_of
 
     give_freed_memory_back()
     # What libraries hold once they are in use.

@@ -228,7 +228,7 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
     from diffusers.training_utils import compute_density_for_timestep_sampling
 
     from ditmesh.train import TrainConfig
-    from ditmesh.train.samples import Samples, pixels
+    from ditmesh.train.data.samples import Samples, pixels
 
     size, rank = dist.get_world_size(), dist.get_rank()
     # It takes the process group that is there.
@@ -285,7 +285,7 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
 def curves(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
     """Losses of `CURVES`, and their largest relative difference to those of one rank."""
     from ditmesh.launch import RankPool
-    from ditmesh.train.charts import lines_chart
+    from ditmesh.train.logs.charts import lines_chart
 
     found: dict[str, list[float]] = {}
     for name, settings in CURVES.items():

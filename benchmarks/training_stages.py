@@ -94,7 +94,7 @@ def rate_of_torch(given: dict[str, Any]) -> tuple[float, float]:
 
     from ditmesh.strategies.pipefusion.stages import balanced
     from ditmesh.train import TrainConfig
-    from ditmesh.train.samples import Samples, pixels
+    from ditmesh.train.data.samples import Samples, pixels
 
     config, rank = TrainConfig.read(given), dist.get_rank()
     pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)

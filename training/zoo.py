@@ -24,7 +24,7 @@ import yaml
 from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
-from ditmesh.train.logs import read_log
+from ditmesh.train.logs.training_log import read_log
 from training.emoji import EmojiDiT, EmojiFlux, EmojiSD3
 from training.fashion import FashionDiT
 from training.loop import console

@@ -13,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 import ditmesh
 from ditmesh.launch import RankPool
 from ditmesh.train import reduce_gradients
-from ditmesh.train.frozen import FrozenLinear, freeze
+from ditmesh.train.model.frozen import FrozenLinear, freeze
 from nccl_rules.fake_cuda import cuda, move_, unavailable
 from support import gradients
 from support.models import inputs, sizes, tiny

@@ -51,7 +51,7 @@ def test_a_training_step(fresh_ranks, name, config, again):
 # comparison of tensors a step is still there.
 READ = {
     "ditmesh train/trainer.py _local_scalar_dense",
-    "ditmesh train/sync.py _local_scalar_dense",
+    "ditmesh train/gradients/sync.py _local_scalar_dense",
     "ditmesh core/values.py equal",
 }
 

@@ -33,8 +33,8 @@ EXCEPTIONS = {
 }
 # Of checkpoints in the format of torch: what is in them is checked before it is read, or read with a list of names.
 CHECKPOINTS = {
-    ("train/checkpoint.py", "Checkpoints.load", "torch.distributed.checkpoint.state_dict_loader.load"),
-    ("train/storage.py", "_IndexUnpickler", "pickle.Unpickler"),
+    ("train/checkpoints/checkpoint.py", "Checkpoints.load", "torch.distributed.checkpoint.state_dict_loader.load"),
+    ("train/checkpoints/storage.py", "_IndexUnpickler", "pickle.Unpickler"),
 }
 
 # Where ranks exchange objects, which torch pickles: files of which every call is a message of one process group.
@@ -56,16 +56,16 @@ COLLECTIVES = {
     "strategies/same_latents.py",
     "strategies/text_encoders.py",
     "tools/verify/ranks.py",
-    "train/agreement.py",
-    "train/checkpoint.py",
-    "train/encoded.py",
-    "train/precision.py",
-    "train/ordered.py",
-    "train/speeds.py",
+    "train/data/agreement.py",
+    "train/checkpoints/checkpoint.py",
+    "train/data/encoded.py",
+    "train/optimizer/precision.py",
+    "train/gradients/ordered.py",
+    "train/gradients/speeds.py",
     "train/trainer.py",
-    "train/islands.py",
+    "train/islands/islands.py",
     "train/parallel.py",
-    "train/stages.py",
+    "train/gradients/stages.py",
 }
 
 MODULES = ("pickle", "cloudpickle", "dill", "marshal", "joblib", "shelve", "cPickle", "_pickle")

@@ -16,8 +16,8 @@ from test_media import RED, SAMPLES, close, file_of, mp4_of, turned
 
 from ditmesh.errors import InputError
 from ditmesh.train import TrainConfig
+from ditmesh.train.data.samples import DataReport, Samples
 from ditmesh.train.run import train
-from ditmesh.train.samples import DataReport, Samples
 from ditmesh.train.trainer import Preparing, Progress
 from support.train import settings
 

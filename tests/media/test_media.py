@@ -26,7 +26,7 @@ from ditmesh.request import PictureRequest
 from ditmesh.serve.http.errors import Refused
 from ditmesh.serve.http.uploads import Uploads
 from ditmesh.train import TrainConfig
-from ditmesh.train.samples import Samples, pixels
+from ditmesh.train.data.samples import Samples, pixels
 from support.train import settings
 
 # Shown 48 wide and 96 high: red above blue.

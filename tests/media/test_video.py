@@ -294,7 +294,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
 
     from ditmesh.errors import ConfigError
     from ditmesh.train import TrainConfig
-    from ditmesh.train.samples import Samples
+    from ditmesh.train.data.samples import Samples
     from ditmesh.train.trainer import Trainer
 
     frames, data = moving(6), tmp_path / "data"

@@ -416,7 +416,7 @@ def cuda() -> Iterator[FakeDevice]:
     """A fake ``cuda`` device of this process, or of this rank: links take the path of NCCL."""
     from ditmesh.comm import link as link_module
     from ditmesh.core import digests, values
-    from ditmesh.train import gradients
+    from ditmesh.train.gradients import reduce as gradients
 
     device, feed, samples = FakeDevice(), _on_host(digests._feed_bytes), _on_host(digests._samples)
     address = Tensor.data_ptr

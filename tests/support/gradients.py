@@ -28,7 +28,7 @@ from ditmesh.layout.conventions import Size
 from ditmesh.strategies.determinism import deterministic
 from ditmesh.strategies.tensor.parallel import TensorParallel, _adapter_parameters, _base_parameters
 from ditmesh.train import reduce_gradients
-from ditmesh.train.ordered import OrderedGradients, weight_gradients
+from ditmesh.train.gradients.ordered import OrderedGradients, weight_gradients
 from support import lora
 from support.models import inputs, sizes, tiny
 

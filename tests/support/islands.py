@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ditmesh.train import TrainConfig
-from ditmesh.train.island_link import Compressor
-from ditmesh.train.order import SampleOrder
+from ditmesh.train.data.order import SampleOrder
+from ditmesh.train.islands.link import Compressor
 from ditmesh.train.trainer import Trainer
 
 

@@ -22,8 +22,8 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.layout import layout_of
 from ditmesh.strategies.pipefusion.stages import blocks_of
 from ditmesh.train import TrainConfig
+from ditmesh.train.gradients.stages import TrainedStages
 from ditmesh.train.parallel import ParallelTraining
-from ditmesh.train.stages import TrainedStages
 from ditmesh.train.trainer import Trainer
 from support import lora
 from support.gradients import error, fresh, in_double, loss_of

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import ditmesh
 from ditmesh.generate.files import adapter, load_adapters
 from ditmesh.train import TrainConfig
-from ditmesh.train.adapters import TRAINED, add_adapters, save_adapters, targets_of
+from ditmesh.train.checkpoints.export import export
 from ditmesh.train.config import LoraConfig
-from ditmesh.train.export import export
+from ditmesh.train.model.adapters import TRAINED, add_adapters, save_adapters, targets_of
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.exam import Exam, images, others, videos

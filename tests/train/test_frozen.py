@@ -15,9 +15,10 @@ import ditmesh
 from ditmesh.core.digests import weights_fingerprint
 from ditmesh.generate.files import adapter, load_adapters
 from ditmesh.generate.model_info import find_model
-from ditmesh.train import TrainConfig, frozen
-from ditmesh.train.export import export
-from ditmesh.train.frozen import FrozenLinear, freeze, quantised, read_pipeline_frozen, weights_in_state_dicts
+from ditmesh.train import TrainConfig
+from ditmesh.train.checkpoints.export import export
+from ditmesh.train.model import frozen
+from ditmesh.train.model.frozen import FrozenLinear, freeze, quantised, read_pipeline_frozen, weights_in_state_dicts
 from ditmesh.train.preflight import check_settings
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer

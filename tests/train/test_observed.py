@@ -13,10 +13,11 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from ditmesh import zoo
 from ditmesh.errors import ConfigError
-from ditmesh.train.adapters import add_adapters
+from ditmesh.train.checkpoints.export import export
 from ditmesh.train.config import TrainConfig
-from ditmesh.train.export import export
+from ditmesh.train.data.own_pictures import own_picture
 from ditmesh.train.families import family_of, rows_of, stacked
+from ditmesh.train.model.adapters import add_adapters
 from ditmesh.train.objective import NoiseObjective
 from ditmesh.train.observed.base import base_class
 from ditmesh.train.observed.check import checked_recipe
@@ -24,7 +25,6 @@ from ditmesh.train.observed.family import CAPTIONS, ObservedFamily
 from ditmesh.train.observed.maps import Fills
 from ditmesh.train.observed.recipe import MOST_OFF
 from ditmesh.train.observed.watch import sample_of
-from ditmesh.train.own_pictures import own_picture
 from ditmesh.train.trainer import Trainer
 from support.exam import videos
 from support.observed import EXAMS, OTHER, observed, planted, settings

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.train import TrainConfig
-from ditmesh.train.checkpoint import broken
-from ditmesh.train.logs import read_log
+from ditmesh.train.checkpoints.checkpoint import broken
+from ditmesh.train.logs.training_log import read_log
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find

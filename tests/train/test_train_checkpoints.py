@@ -18,7 +18,7 @@ import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.launch import RankPool
 from ditmesh.train import TrainConfig
-from ditmesh.train.checkpoint import MANIFEST, Checkpoints, broken
+from ditmesh.train.checkpoints.checkpoint import MANIFEST, Checkpoints, broken
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, settings
 
@@ -143,16 +143,16 @@ def test_the_name_is_given_last_and_the_last_good_one_stays(tmp_path, monkeypatc
             raise OSError(28, "No space left on device")
         rename(source, target)
 
-    monkeypatch.setattr("ditmesh.train.checkpoint.os.replace", broken_off)
+    monkeypatch.setattr("ditmesh.train.checkpoints.checkpoint.os.replace", broken_off)
     for count in (0, 1, 2):
         # Of the file of digests, of the one that makes room, of the checkpoint.
         left[:] = [False] * 9 + [True] * count
         assert "No space left" in saved(tmp_path, 3, None, background)
-        monkeypatch.setattr("ditmesh.train.checkpoint.os.replace", rename)
+        monkeypatch.setattr("ditmesh.train.checkpoints.checkpoint.os.replace", rename)
         found = Checkpoints(tmp_path, Mesh(ditmesh.ParallelConfig())).find("latest")
         assert found.name == "checkpoint-3"
         assert broken(found) is None
-        monkeypatch.setattr("ditmesh.train.checkpoint.os.replace", broken_off)
+        monkeypatch.setattr("ditmesh.train.checkpoints.checkpoint.os.replace", broken_off)
 
 
 # --- on other ranks --------------------------------------------------------------------------------------------

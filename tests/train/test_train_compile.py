@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import ditmesh
 from ditmesh.train import TrainConfig
-from ditmesh.train.overlap import OverlappedSum
+from ditmesh.train.gradients.overlap import OverlappedSum
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings
 

@@ -9,9 +9,9 @@ from diffusers.training_utils import compute_snr
 
 import ditmesh
 from ditmesh.train import TrainConfig
+from ditmesh.train.data.order import Drawn, MicroBatch, SampleOrder, buckets_of, shares
+from ditmesh.train.data.samples import Samples, pixels
 from ditmesh.train.objective import OBJECTIVES, Noised, NoiseObjective, Objective, register, sample_losses
-from ditmesh.train.order import Drawn, MicroBatch, SampleOrder, buckets_of, shares
-from ditmesh.train.samples import Samples, pixels
 from support.train import emoji, folder_of, settings, tar_of
 
 # --- configurations --------------------------------------------------------------------------------------------

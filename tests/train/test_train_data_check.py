@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from ditmesh.cli.main import main
-from ditmesh.train.contact_sheet import MOST_CELLS, SeenSample, write_sheet
+from ditmesh.train.data.contact_sheet import MOST_CELLS, SeenSample, write_sheet
 from support.train import emoji, folder_of, settings
 
 

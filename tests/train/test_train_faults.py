@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 import ditmesh
 from ditmesh.launch import RankPool
 from ditmesh.train import TrainConfig
-from ditmesh.train.checkpoint import broken
-from ditmesh.train.logs import read_log
+from ditmesh.train.checkpoints.checkpoint import broken
+from ditmesh.train.logs.training_log import read_log
 from ditmesh.train.trainer import Trainer
 from support.faults import DEADLINE, PROMPT, Injected, held, injected, more_than
 from support.processes import interruptible, marked, ranks_of, wait_until_gone

@@ -182,7 +182,7 @@ def test_every_name_of_ours_exists_and_every_name_stands_on_the_page():
         for ours in names.values():
             top = ours.partition(".")[0]
             assert top in TrainConfig.model_fields
-    from ditmesh.train.data_settings import DataSetConfig
+    from ditmesh.train.data.settings import DataSetConfig
 
     for names in (tools.KOHYA_SETS, tools.AI_TOOLKIT_SETS, tools.SIMPLE_TUNER_SETS):
         assert set(names.values()) <= set(DataSetConfig.model_fields)

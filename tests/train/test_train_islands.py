@@ -15,7 +15,7 @@ import torch
 from ditmesh.errors import ConfigError, InputError, RankFailed
 from ditmesh.launch import RankPool
 from ditmesh.train import TrainConfig
-from ditmesh.train.island_link import BLOCK, Compressor
+from ditmesh.train.islands.link import BLOCK, Compressor
 from ditmesh.zoo import path as find
 from support.islands import free_port, spelt_out, weights_of
 from support.train import folder_of, settings

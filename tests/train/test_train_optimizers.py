@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import ditmesh
 from ditmesh.train import TrainConfig
-from ditmesh.train.optimizers import NAMES, MuonWithAdamW, check_optimizer, make_optimizer, plain_tensors
+from ditmesh.train.optimizer.optimizers import NAMES, MuonWithAdamW, check_optimizer, make_optimizer, plain_tensors
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings

@@ -10,7 +10,7 @@ import torch
 
 import ditmesh
 from ditmesh.train import TrainConfig
-from ditmesh.train.logs import read_log
+from ditmesh.train.logs.training_log import read_log
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings
 

@@ -21,9 +21,9 @@ from ditmesh.comm import PeerError
 from ditmesh.comm.mesh import Mesh
 from ditmesh.comm.uneven import uneven_work
 from ditmesh.train import TrainConfig
-from ditmesh.train.agreement import agreed_samples
-from ditmesh.train.cache import DamagedFile, SampleCache
-from ditmesh.train.samples import Samples
+from ditmesh.train.data.agreement import agreed_samples
+from ditmesh.train.data.cache import DamagedFile, SampleCache
+from ditmesh.train.data.samples import Samples
 from ditmesh.train.trainer import Preparing, Trainer
 from support.train import folder_of, save_pipeline, settings
 

@@ -18,11 +18,11 @@ import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.core.files import digest_of_file, folder_written_whole, lock_of
 from ditmesh.train import TrainConfig
-from ditmesh.train.checkpoint import MANIFEST, Checkpoints
-from ditmesh.train.export import check_room
-from ditmesh.train.folder import AT_ONCE, NO_MATTER, OTHER_WEIGHTS, check_output
-from ditmesh.train.logs import read_log
-from ditmesh.train.resuming import EFFECTS, ResumeReport
+from ditmesh.train.checkpoints.checkpoint import MANIFEST, Checkpoints
+from ditmesh.train.checkpoints.export import check_room
+from ditmesh.train.checkpoints.folder import AT_ONCE, NO_MATTER, OTHER_WEIGHTS, check_output
+from ditmesh.train.checkpoints.resuming import EFFECTS, ResumeReport
+from ditmesh.train.logs.training_log import read_log
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings
@@ -409,7 +409,7 @@ def test_an_export_that_fails_leaves_the_older_one_and_the_weights(begun, tmp_pa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ditmesh.train.export._card", full)
+        patch.setattr("ditmesh.train.checkpoints.export._card", full)
         with pytest.raises(ditmesh.InputError, match=r"No space left .*weights of step 2 are in .*checkpoint-2: "):
             exported(again)
         # Neither the last checkpoint can be written.

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ditmesh.train.config import LoraConfig, TrainConfig
-from ditmesh.train.data_settings import DataSetConfig
-from ditmesh.train.island_settings import IslandsConfig
+from ditmesh.train.data.settings import DataSetConfig
+from ditmesh.train.islands.settings import IslandsConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-settings.md"
 HEAD = """# Settings of a training run

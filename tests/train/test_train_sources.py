@@ -19,13 +19,13 @@ import ditmesh
 from ditmesh import ParallelConfig
 from ditmesh.comm.mesh import Mesh
 from ditmesh.train import TrainConfig
-from ditmesh.train.encoded import EncodedSamples
+from ditmesh.train.data.encoded import EncodedSamples
+from ditmesh.train.data.order import Drawn, MicroBatch, SampleOrder, Sets
+from ditmesh.train.data.sources import found_samples, sources_of
+from ditmesh.train.data.wording import Wording
 from ditmesh.train.families import FAMILIES, StableDiffusion3, family_of
 from ditmesh.train.objective import Noised, sample_losses
-from ditmesh.train.order import Drawn, MicroBatch, SampleOrder, Sets
-from ditmesh.train.sources import found_samples, sources_of
 from ditmesh.train.trainer import Trainer
-from ditmesh.train.wording import Wording
 from support.train import emoji, folder_of, settings, weights_after
 
 SIZES = [(64, 64)] * 7 + [(32, 96)] * 4

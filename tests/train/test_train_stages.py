@@ -16,8 +16,8 @@ import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.generate.model_info import find_model
 from ditmesh.train import TrainConfig
+from ditmesh.train.gradients.stages import warn_of_bubble
 from ditmesh.train.preflight import check_run, check_settings
-from ditmesh.train.stages import warn_of_bubble
 from support.stages import FAULTS, curve, faulty_step, refused, staged_step
 from support.train import folder_of, settings
 

@@ -12,7 +12,7 @@ import torch
 import ditmesh
 from ditmesh.layout import layout_of
 from ditmesh.train import TrainConfig
-from ditmesh.train.token_subset import TokenSubset, on_grid, random_tokens
+from ditmesh.train.model.token_subset import TokenSubset, on_grid, random_tokens
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
 from support.models import inputs, sizes, tiny

@@ -18,12 +18,12 @@ from rich.console import Console
 import ditmesh
 from ditmesh.cli.train import StepLines
 from ditmesh.train import TrainConfig
-from ditmesh.train.charts import HELD_OUT, LOSS, MEAN, NORM, RATE, smoothed, training_chart, validation_grid
-from ditmesh.train.held_out import LEVELS
-from ditmesh.train.logs import COLUMNS, TrainingLog, read_log
+from ditmesh.train.data.held_out import LEVELS
+from ditmesh.train.data.samples import Samples, pixels
+from ditmesh.train.logs.charts import HELD_OUT, LOSS, MEAN, NORM, RATE, smoothed, training_chart, validation_grid
+from ditmesh.train.logs.trackers import check_trackers
+from ditmesh.train.logs.training_log import COLUMNS, TrainingLog, read_log
 from ditmesh.train.run import train
-from ditmesh.train.samples import Samples, pixels
-from ditmesh.train.trackers import check_trackers
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings
 

@@ -96,7 +96,7 @@ def train(
     from ..generate.model_info import find_model
     from ..generate.run import PRELOAD
     from ..launch import begin_local_ranks, launcher, resolve_device, torchrun_rank
-    from ..train.folder import check_output
+    from ..train.checkpoints.folder import check_output
     from ..train.preflight import check_run, check_settings
 
     there = torchrun_rank()
@@ -181,7 +181,7 @@ def _checked(config: Path, changes: Sequence[str], samples: Path | None) -> dict
     chosen = TrainConfig.read(run)
     if not is_run:
         return checked_recipe(chosen)
-    from ..train.data_check import checked_data, conditioned_by_label
+    from ..train.data.check import checked_data, conditioned_by_label
     from ..train.preflight import check_folders
 
     check_folders(chosen)

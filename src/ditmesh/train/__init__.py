@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import TrainConfig
     from .families import FAMILIES
-    from .gradients import reduce_gradients
+    from .gradients.reduce import reduce_gradients
 
 __all__ = ["FAMILIES", "TrainConfig", "reduce_gradients"]
 
 # Loaded on first use: the command reads a run's configuration before it waits for torch.
-_LAZY = {"FAMILIES": "families", "TrainConfig": "config", "reduce_gradients": "gradients"}
+_LAZY = {"FAMILIES": "families", "TrainConfig": "config", "reduce_gradients": "gradients.reduce"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, did_you_mean, nearest_problem, reason_of, what_is_wrong
-from .data_settings import DataSetConfig, of_class_images
-from .island_settings import IslandsConfig
+from .data.settings import DataSetConfig, of_class_images
+from .islands.settings import IslandsConfig
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -18,7 +18,7 @@ import yaml
 
 from ..errors import ConfigError, InputError, reason_of
 from .config import TrainConfig
-from .data_settings import DataSetConfig
+from .data.settings import DataSetConfig
 
 # Names of a run by those of another tool; a dot leads into ``lora``.
 DIFFUSERS = {

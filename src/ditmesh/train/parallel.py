@@ -13,15 +13,15 @@ from ..core.alignment import aligned
 from ..engine import parallelize
 from ..errors import ConfigError
 from ..layout import layout_of
-from .adapters import add_adapters
-from .compiling import compile_blocks_of
 from .config import TrainConfig
-from .dropout import TokenDropout, dropping, refusal
-from .frozen import host_digest
-from .speeds import DataSpeeds
-from .stages import TrainedStages, warn_of_bubble
-from .sync import GradientSync, TensorSlicesOf
-from .token_subset import TokenSubset
+from .gradients.speeds import DataSpeeds
+from .gradients.stages import TrainedStages, warn_of_bubble
+from .gradients.sync import GradientSync, TensorSlicesOf
+from .model.adapters import add_adapters
+from .model.compiling import compile_blocks_of
+from .model.dropout import TokenDropout, dropping, refusal
+from .model.frozen import host_digest
+from .model.token_subset import TokenSubset
 
 
 def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:

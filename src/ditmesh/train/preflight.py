@@ -80,8 +80,8 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
     from .objective import check_objective
 
     check_objective(config.objective)
-    from .optimizers import check_optimizer
-    from .trackers import check_trackers
+    from .logs.trackers import check_trackers
+    from .optimizer.optimizers import check_optimizer
 
     check_optimizer(config)
     check_trackers(config)
@@ -117,8 +117,8 @@ def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -
     import diffusers
 
     from ..layout.describe import on_meta
-    from .adapters import check_base, check_modules, targets_of
-    from .frozen import check_precision
+    from .model.adapters import check_base, check_modules, targets_of
+    from .model.frozen import check_precision
 
     check_precision(config.base_precision)
     pipeline: Any = getattr(diffusers, info.pipeline_class, None)
@@ -136,7 +136,7 @@ def _check_stages(config: ParallelConfig, info: ModelInfo) -> None:
     from ..layout import layout_of
     from ..layout.describe import on_meta
     from ..strategies.pipefusion.stages import first_cut
-    from .stages import refusal
+    from .gradients.stages import refusal
 
     model = on_meta(info.transformer_class, info.transformer)
     layout = layout_of(model)

@@ -17,12 +17,12 @@ from ..generate.job import PictureJob
 from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from ..zoo.references import nearest, shrink
-from .charts import validation_grid
+from .checkpoints.export import export
 from .config import TrainConfig
-from .export import export
-from .frozen import read_pipeline_frozen
-from .logs import averaged_words
-from .samples import pixels
+from .data.samples import pixels
+from .logs.charts import validation_grid
+from .logs.training_log import averaged_words
+from .model.frozen import read_pipeline_frozen
 from .trainer import Trainer
 
 logger = logging.getLogger(__name__)

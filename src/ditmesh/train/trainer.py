@@ -30,25 +30,25 @@ from ..core.staging import onto
 from ..engine import restore
 from ..errors import InputError
 from ..strategies.determinism import deterministic
-from .checkpoint import Checkpoints, facts_of
+from .checkpoints.checkpoint import Checkpoints, facts_of
+from .checkpoints.export import bytes_of, check_room
+from .checkpoints.folder import RunFolder, settings_of
+from .checkpoints.resuming import Differences, ResumeReport, differences
 from .config import TrainConfig
-from .data import TrainingData
-from .export import bytes_of, check_room
+from .data.held_out import HeldOutLoss
+from .data.order import MicroBatch, shares
+from .data.training_data import TrainingData
 from .families import Conditions, family_of
-from .folder import RunFolder, settings_of
-from .held_out import HeldOutLoss
-from .island_log import IslandLog
-from .islands import Islands
-from .logs import TrainingLog
+from .gradients.stages import TrainedStages
+from .islands.islands import Islands
+from .islands.log import IslandLog
+from .logs.trackers import check_trackers
+from .logs.training_log import TrainingLog
+from .model.token_subset import on_grid, random_tokens
 from .objective import NoiseObjective, sample_losses
-from .optimizers import begin_state, facts_of_state, fill_state, known_state, rate_of, state_of
-from .order import MicroBatch, shares
+from .optimizer.optimizers import begin_state, facts_of_state, fill_state, known_state, rate_of, state_of
+from .optimizer.update import WeightUpdate
 from .parallel import ParallelTraining, trained_modules
-from .resuming import Differences, ResumeReport, differences
-from .stages import TrainedStages
-from .token_subset import on_grid, random_tokens
-from .trackers import check_trackers
-from .update import WeightUpdate
 
 logger = logging.getLogger(__name__)
 

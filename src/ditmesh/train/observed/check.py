@@ -38,8 +38,8 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
     Raises:
         ConfigError: one sentence that says what cannot be derived, or that the loop does not agree.
     """
+    from ..data.order import bucket_sizes
     from ..objective import NoiseObjective
-    from ..order import bucket_sizes
 
     pipe = loaded_pipeline(config) if pipe is None else pipe
     if not hasattr(pipe, "transformer"):

@@ -1,0 +1,328 @@
+"""Crash-safe checkpoints that any mesh can load.
+
+A checkpoint is a folder of safetensors files, which torch.distributed.checkpoint writes and reads: every rank writes
+its share, and the ranks that load it cut the tensors as their own mesh needs them. It is written under another name and
+renamed when all of it is on the disk; `manifest.json` has the digests of all files, and what is no tensor. Reading a
+checkpoint runs no code that is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from ...comm.mesh import Mesh
+from ...core.files import digest_of_file, written_whole
+from ...errors import InputError
+from .storage import TensorPlanner, names_in, reader, sizes_of, writer
+
+MANIFEST = "manifest.json"
+# torch's warning when a single process saves.
+_ALONE = "torch.distributed is disabled"
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        folder: where they are.
+        mesh: the ranks that write them together.
+        keep: how many of the newest stay; None: all.
+    """
+
+    def __init__(self, folder: str | Path, mesh: Mesh, keep: int | None = None) -> None:
+        self.folder, self._mesh, self._keep = Path(folder), mesh, keep
+        # Threads exchange over it while the ranks train.
+        self._group = mesh.new_host_group()
+        self._stager: DefaultStager | None = None
+        # The result of the checkpoint that is being written.
+        self._under_way: Future[str | None] | None = None
+
+    def save(
+        self, step: int, state: dict[str, Any], background: bool = False, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write a checkpoint; `wait` returns the result and must precede the next `save`. Collective.
+
+        Args:
+            step: optimizer steps done.
+            state: nested mappings of tensors and DTensors; of a stage its own.
+            facts: what is no tensor, as JSON can hold it; `facts_of` returns it.
+            background: copy the state to host memory (pinned where there is a GPU) and return; a thread writes the
+                copy. After the first one the same memory is used again.
+        """
+        assert self._under_way is None, "one checkpoint at a time"
+        self._under_way = Future()
+        try:
+            self._write(step, state, background, facts or {})
+        except BaseException:
+            # Another rank has failed: no rank waits for this one.
+            self._under_way = None
+            raise
+
+    def _write(self, step: int, state: dict[str, Any], background: bool, facts: Mapping[str, Any]) -> None:
+        part, problem = self.folder / f".checkpoint-{step}.part", None
+        try:
+            if self._mesh.rank == 0:
+                self._clear()
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"{part} cannot be written ({_cause(error)})"
+        # If one rank cannot begin, the others would wait for it.
+        problem = self._first(problem)
+        if problem is not None:
+            self._settle(step, problem)
+            return
+        # Stages have tensors of their own.
+        sizes = {name: size for one in self._mesh.pipe.all_gather_object(sizes_of(state)) for name, size in one.items()}
+        options: dict[str, Any] = {"storage_writer": writer(part, sizes), "process_group": self._group}
+        options["no_dist"] = self._mesh.world_size == 1
+        if not background:
+            try:
+                with _one_process_is_meant():
+                    save(state, **options)
+            except (Exception, CheckpointException) as error:
+                problem = f"{part} cannot be written ({_cause(error)})"
+            self._settle(step, problem or self._finished(step, part, facts))
+            return
+        if self._stager is None:
+            # The thread could not take the filter back: filters belong to the process.
+            warnings.filterwarnings("ignore", _ALONE)
+            pinned = self._mesh.device.type != "cpu"
+            self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        written = cast("Future[Any]", async_save(state, async_stager=self._stager, **options))
+
+        def settle(_: Any) -> None:
+            error = written.exception()
+            problem = (
+                self._finished(step, part, facts) if error is None else f"{part} cannot be written ({_cause(error)})"
+            )
+            self._settle(step, problem)
+
+        written.add_done_callback(settle)
+
+    def _settle(self, step: int, problem: str | None) -> None:
+        """Record the checkpoint's result; runs in the writing thread."""
+        if problem is not None and self._mesh.rank == 0:
+            logger.warning("no checkpoint of step %d: %s; training goes on", step, problem)
+        assert self._under_way is not None
+        self._under_way.set_result(problem)
+
+    def wait(self) -> str | None:
+        """Wait until the checkpoint has been written. Collective.
+
+        Returns:
+            Why it could not be written, naming the file, on all ranks alike; None when it is there, or none was being
+            written. What was there before is untouched then.
+        """
+        if self._under_way is None:
+            return None
+        problem = self._first(self._under_way.result())
+        self._under_way = None
+        if problem is not None and self._mesh.rank == 0:
+            with contextlib.suppress(OSError):
+                self._clear()
+        return problem
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written, and free groups and memory."""
+        if self._under_way is not None:
+            self._under_way.result()
+        if self._stager is not None:
+            self._stager.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _finished(self, step: int, part: Path, facts: Mapping[str, Any]) -> str | None:
+        """Finish a checkpoint that all ranks have written: digests, rename, deletion of old ones. Runs on rank 0."""
+        if self._mesh.rank != 0:
+            return None
+        try:
+            with written_whole(part / MANIFEST) as file:
+                file.write_text(json.dumps({**facts, "step": step, "files": _digests(part)}), encoding="utf-8")
+            self._name(part)
+        except Exception as error:
+            return f"{part} cannot be written ({_cause(error)})"
+        if self._keep is not None:
+            # Not those of later steps: of a run that was there before, perhaps.
+            older = [folder for number, folder in self._newest_first() if number < step]
+            for folder in older[self._keep - 1 :]:
+                shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+    def _name(self, part: Path) -> None:
+        """Rename a complete checkpoint; an existing one of that name is removed when the new one is safe."""
+        final = self.folder / part.name.removeprefix(".").removesuffix(".part")
+        old = part.with_suffix(".old")
+        if final.exists():
+            os.replace(final, old)
+        os.replace(part, final)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _clear(self) -> None:
+        """Remove incomplete checkpoints, and rename complete ones that lack only their final name."""
+        for part in self.folder.glob(".checkpoint-*"):
+            if part.suffix == ".part" and broken(part) is None:
+                self._name(part)
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _first(self, problem: str | None) -> str | None:
+        return next((one for one in self._mesh.world.all_gather_object(problem) if one is not None), None)
+
+    def _newest_first(self) -> Iterator[tuple[int, Path]]:
+        found = [
+            (int(match[1]), path) for path in self.folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))
+        ]
+        yield from sorted(found, reverse=True)
+
+    def find(self, wanted: str, runs: Sequence[tuple[str | None, int | None]] | None = None) -> Path | None:
+        """The checkpoint to resume from: ``latest`` (the newest complete one) or a folder. Collective.
+
+        Args:
+            wanted: which.
+            runs: of ``latest``: the runs whose checkpoints count, each up to a step (None: all of its); by `facts_of`
+                under ``"run"``. None: any.
+
+        Returns:
+            Its folder; None when there is none yet.
+
+        Raises:
+            InputError: the named folder is no whole checkpoint; says which file is wrong.
+        """
+        answer: str | InputError | None = None
+        if self._mesh.rank == 0:
+            try:
+                with contextlib.suppress(OSError):
+                    self._clear()
+                answer = self._found(wanted, runs)
+            except InputError as error:
+                answer = error
+        answer = self._mesh.world.broadcast_object(answer)
+        if isinstance(answer, InputError):
+            raise answer
+        return None if answer is None else Path(answer)
+
+    def _found(self, wanted: str, runs: Sequence[tuple[str | None, int | None]] | None) -> str | None:
+        if wanted != "latest":
+            folder = Path(wanted) if Path(wanted).is_dir() else self.folder / wanted
+            problem = broken(folder)
+            if problem is not None:
+                raise InputError(f"{wanted!r} is not a checkpoint to resume from: {problem}")
+            return str(folder)
+        for step, folder in self._newest_first():
+            problem = broken(folder)
+            if problem is None and runs is not None:
+                its = facts_of(folder).get("run")
+                if not any(its == run and (until is None or step <= until) for run, until in runs):
+                    logger.warning("%s is left aside: another run has written it", folder)
+                    continue
+            if problem is None:
+                return str(folder)
+            logger.warning("%s is left aside: %s; going on from the one before", folder, problem)
+        return None
+
+    def load(self, folder: Path, state: dict[str, Any]) -> int:
+        """Fill ``state`` in place from a checkpoint, whichever mesh wrote it. Collective.
+
+        Returns:
+            The optimizer steps it had done.
+
+        Raises:
+            InputError: it lacks something that ``state`` has, or is no checkpoint.
+        """
+        try:
+            with _one_process_is_meant():
+                load(
+                    state,
+                    storage_reader=reader(folder),
+                    planner=TensorPlanner(),
+                    process_group=self._group,
+                    no_dist=self._mesh.world_size == 1,
+                )
+        except CheckpointException as error:
+            raise InputError(f"{folder} does not fit this run: {_cause(error)}") from None
+        return int(facts_of(folder)["step"])
+
+    def names(self, folder: Path) -> set[str]:
+        """The names of all tensors in a checkpoint, the same on all ranks. Collective.
+
+        Raises:
+            InputError: it is no checkpoint.
+        """
+        answer: set[str] | InputError | None = None
+        if self._mesh.rank == 0:
+            try:
+                answer = names_in(folder)
+            except InputError as error:
+                answer = error
+        answer = self._mesh.world.broadcast_object(answer)
+        if isinstance(answer, InputError):
+            raise answer
+        return cast("set[str]", answer)
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """The data of a checkpoint besides tensors: ``step``, and what was given to `Checkpoints.save`."""
+    found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    return {name: value for name, value in found.items() if name != "files"}
+
+
+@contextlib.contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _ALONE)
+        yield
+
+
+def broken(folder: Path) -> str | None:
+    """The file of a checkpoint that is missing or damaged; None: none."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files, _ = dict(manifest["files"]), int(manifest["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{folder / MANIFEST} cannot be read ({_cause(error)})"
+    try:
+        there = _digests(folder)
+    except OSError as error:
+        return str(error)
+    for name, digest in files.items():
+        if name not in there:
+            return f"{folder / name} is missing"
+        if there[name] != digest:
+            return f"{folder / name} is not what was written"
+    return None
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.iterdir()) if path.name != MANIFEST and not path.name.endswith(".tmp"))
+    return {path.name: digest_of_file(path) for path in files}
+
+
+def _cause(error: BaseException) -> str:
+    """The operating system's message, if any."""
+    if isinstance(error, CheckpointException):
+        # It is no Exception, and holds what ranks have raised.
+        error = next(iter(error.failures.values()))[0]
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    said = str(seen or error).strip()
+    return said.splitlines()[-1] if said else type(error).__name__

@@ -1,0 +1,231 @@
+"""Images that belong to a sample beside its own: a mask of the loss, reference images of edit and control models.
+
+They are named by a column of a listing, by a key of the JSON file beside an image, by the suffix in a tar
+(``0001.mask.png``), or have the image's name in a folder of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from PIL import Image
+
+from ...errors import InputError
+from ...media.files import open_part
+from ...media.images import SUFFIXES, image_size, read_image, read_mask
+from ..config import TrainConfig
+
+# How far the shape of a mask may be from its image's: a pixel of a small image.
+MOST_ASKEW = 0.02
+
+
+@dataclass(frozen=True)
+class Part:
+    """The bytes of an image: a file, a part of one, or what a function returns.
+
+    Attributes:
+        name: for messages.
+        file: where the bytes are.
+        offset, length: of the bytes in the file; the whole file when length is -1.
+        content: reads the bytes from somewhere else.
+    """
+
+    name: str
+    file: Path
+    offset: int = 0
+    length: int = -1
+    content: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
+
+    def open(self) -> BinaryIO:
+        """The bytes, opened for reading.
+
+        Raises:
+            InputError: they cannot be read.
+        """
+        if self.content is not None:
+            return BytesIO(self.content())
+        return open_part(self.file, self.name, self.offset, self.length)
+
+    def picture(self) -> Image.Image:
+        """The image, upright sRGB. Raises `OSError` if it is corrupt."""
+        return self._read(read_image)
+
+    def mask(self) -> Image.Image:
+        """The image as levels of grey, upright: white is what counts. Raises `OSError` if it is corrupt."""
+        return self._read(read_mask)
+
+    def _read(self, read: Callable[[BinaryIO, str], Image.Image]) -> Image.Image:
+        try:
+            with self.open() as file:
+                return read(file, self.name)
+        except InputError as error:
+            raise OSError(str(error)) from None
+
+    def size(self) -> tuple[int, int]:
+        """(height, width) as it is seen. Raises `InputError` if it is no image."""
+        with self.open() as file:
+            return image_size(file, self.name)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """The images that belong to a sample.
+
+    Attributes:
+        mask: of the loss; None: all of the image counts.
+        references: for the transformer's conditions.
+    """
+
+    mask: Part | None = None
+    references: tuple[Part, ...] = ()
+
+    def check(self, name: str, size: tuple[int, int]) -> None:
+        """Reject images that cannot be read, and masks of another shape than their image.
+
+        Args:
+            name: of the sample.
+            size: (height, width) of its image, in pixels.
+
+        Raises:
+            InputError: one sentence.
+        """
+        for one in self.references:
+            one.size()
+        if self.mask is None:
+            return
+        height, width = self.mask.size()
+        if abs(height * size[1] / (width * size[0]) - 1) > max(MOST_ASKEW, 1 / min(*size, height, width)):
+            raise InputError(
+                f"{name} is left out: it has {size[1]} x {size[0]} pixels, and its mask {self.mask.name} "
+                f"{width} x {height}, which is another shape; draw the mask over the image"
+            )
+
+
+class AttachedImages:
+    """Finds the images that belong to the samples of a data set.
+
+    Args:
+        config: of the data set.
+
+    Attributes:
+        columns: the columns or keys that name masks and reference images; None: none do.
+        unmasked: names of samples without a mask, in a data set that has masks.
+
+    Raises:
+        InputError: a folder of them is none.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.columns = config.mask_column, config.conditioning_image_column
+        self.unmasked: list[str] = []
+        self._wants_masks = config.mask_dir is not None or config.mask_column is not None
+        self._wants_references = config.has_references
+        settings = (("mask_dir", config.mask_dir), ("conditioning_dir", config.conditioning_dir))
+        self._folders = [None if place is None else _files_of(place, name) for name, place in settings]
+        self._places = [Path(place).resolve() for _, place in settings if place is not None]
+
+    @property
+    def named_columns(self) -> tuple[str, ...]:
+        """The columns that name images."""
+        return tuple(one for one in self.columns if one is not None)
+
+    @property
+    def any(self) -> bool:
+        """Whether the data set has any."""
+        return self._wants_masks or self._wants_references
+
+    def holds(self, folder: str | Path) -> bool:
+        """Whether a folder is one of them: the files in it are no samples."""
+        return bool(self._places) and Path(folder).resolve() in self._places
+
+    def named(self, row: Mapping[str, Any], find: Callable[[str], str | None], where: str) -> dict[str, list[str]]:
+        """Names of files that a row of a listing, or the keys of a JSON file, gives, by column.
+
+        Args:
+            row: columns and values.
+            find: the name of a file below the data set's folder by what the row calls it; None: it is not there.
+            where: for messages.
+
+        Raises:
+            InputError: a file is not there.
+        """
+        found: dict[str, list[str]] = {}
+        for column in self.named_columns:
+            value = row.get(column)
+            if value is None or value == "":
+                continue
+            wanted = value if isinstance(value, (list, tuple)) else [value]
+            for one in wanted:
+                name = find(one) if isinstance(one, str) else None
+                if name is None:
+                    raise InputError(f"{where}: {column} names {str(one)[:80]!r}, which is not there")
+                found.setdefault(column, []).append(name)
+        return found
+
+    def of(self, name: str, parts: Mapping[str, Sequence[Part]], size: tuple[int, int]) -> Attached:
+        """What belongs to a sample.
+
+        Args:
+            name: of the sample.
+            parts: images by column, if columns name some.
+            size: (height, width) of its image, in pixels.
+
+        Raises:
+            InputError: one cannot be read, or there is no reference image; one sentence.
+        """
+        mask, references = (list(parts.get(column or "", ())) for column in self.columns)
+        for found, files in zip((mask, references), self._folders, strict=True):
+            beside = None if files is None or found else files.get(_stem(name))
+            found += [] if beside is None else [beside]
+        if self._wants_references and not references:
+            raise InputError(f"{name} is left out: there is no conditioning image of it")
+        if len(mask) > 1:
+            raise InputError(f"{name} is left out: it has {len(mask)} masks; give one")
+        if self._wants_masks and not mask:
+            self.unmasked.append(name)
+        attached = Attached(mask[0] if mask else None, tuple(references))
+        try:
+            attached.check(name, size)
+        except InputError as error:
+            said = str(error)
+            raise InputError(said if said.startswith(name) else f"{name} is left out: {said}") from None
+        return attached
+
+
+def _stem(name: str) -> str:
+    """A sample's name below its folder without suffix; of a tar's entry, its key."""
+    entry = name.rpartition(".tar:")[2]
+    if entry != name:
+        where, _, file = entry.rpartition("/")
+        return f"{where}/{file.partition('.')[0]}".lstrip("/")
+    return os.path.splitext(name)[0]
+
+
+def _files_of(folder: str, setting: str) -> dict[str, Part]:
+    """The images below a folder by their names without suffix."""
+    place = Path(folder)
+    if not place.is_dir():
+        raise InputError(f"{setting}={folder!r} is no folder")
+    found: dict[str, Part] = {}
+    for where, folders, files in os.walk(place, followlinks=True):
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        for one in sorted(files):
+            name = os.path.normpath(os.path.join(os.path.relpath(where, place), one))
+            if one.startswith(".") or not one.lower().endswith(SUFFIXES):
+                continue
+            twin = found.setdefault(os.path.splitext(name)[0], Part(name, place / name))
+            if twin.name != name:
+                raise InputError(f"{setting}={folder!r} has {twin.name} and {name} for one image; leave one there")
+    if not found:
+        raise InputError(f"{setting}={folder!r} has no image ({', '.join(SUFFIXES)} are looked for)")
+    return found
+
+
+def renamed(parts: Iterable[Part], prefix: str) -> tuple[Part, ...]:
+    """Parts with a prefix before their names."""
+    return tuple(replace(one, name=f"{prefix}{one.name}") for one in parts)

@@ -1,0 +1,46 @@
+"""Pictures beside a caption that are made of the sample itself: the first frame of a video, or an image with a hole.
+
+A family says by ``own_picture`` that its pipeline makes a video of a picture (``"first frame"``), or paints in a
+picture where a mask is white (``"hole"``), and takes the pictures by the parameter ``references`` of its `encode`.
+"""
+
+from __future__ import annotations
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ..families import Family
+
+# Sides of a hole, in shares of the image's.
+SIDES = (0.25, 0.75)
+
+
+def own_picture_of(family: Family) -> str | None:
+    """Which picture a family makes conditions of; observed ones know after `check_size`."""
+    return getattr(family, "own_picture", None)
+
+
+def own_picture(kind: str, values: Tensor, seed: int) -> Image.Image:
+    """The picture of a sample.
+
+    Args:
+        kind: ``"first frame"``, or ``"hole"``: with a transparent rectangle.
+        values: (3, H, W) of an image, (3, F, H, W) of a video, in [-1, 1].
+        seed: of the rectangle.
+    """
+    first = values if values.dim() == 3 else values[:, 0]
+    whole = ((first.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    found = Image.fromarray(whole.permute(1, 2, 0).contiguous().cpu().numpy())
+    if kind != "hole":
+        return found
+    drawn = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
+    sides = [
+        max(1, round(side * (SIDES[0] + (SIDES[1] - SIDES[0]) * one)))
+        for side, one in zip(found.size, drawn[:2], strict=True)
+    ]
+    left, top = (round((side - hole) * one) for side, hole, one in zip(found.size, sides, drawn[2:], strict=True))
+    alpha = Image.new("L", found.size, 255)
+    alpha.paste(0, (left, top, left + sides[0], top + sides[1]))
+    found.putalpha(alpha)
+    return found

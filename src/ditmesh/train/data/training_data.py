@@ -1,0 +1,122 @@
+"""The data of a run: its samples, encoded, in the order in which steps see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...comm.mesh import Mesh
+from ...comm.uneven import RankProgress
+from ...errors import ConfigError, InputError
+from ..config import TrainConfig
+from ..families import Family
+from .agreement import agreed_samples
+from .encoded import Batch, EncodedSamples
+from .held_out import wants_held_out, with_held_out
+from .order import MicroBatch, SampleOrder
+from .sources import found_samples, lines_of, sources_of
+
+
+class TrainingData:
+    """The data set of a run, the same on all ranks. Collective.
+
+    Args:
+        pipe: encodes samples.
+        family: how the pipeline is called in training.
+        config: the run.
+        mesh: the ranks.
+        device: of this rank.
+        show: called with what is done and how far each rank is.
+
+    Attributes:
+        report: what is trained on and what is not.
+        held_out: samples for the held-out loss, which are not trained on.
+        samples, corrupt: what can be read, and a sentence for every other sample.
+        digest: of names, sizes and captions.
+        encoded: the samples for the transformer.
+        order: the micro-batches of every step.
+        steps: optimizer steps of the run.
+
+    Raises:
+        ConfigError, InputError: settings, data and model do not fit.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        family: Family,
+        config: TrainConfig,
+        mesh: Mesh,
+        device: torch.device,
+        show: Callable[[str, list[RankProgress]], None],
+    ) -> None:
+        check_frames(pipe, family, config)
+        found = agreed_samples(
+            mesh,
+            lambda advance: found_samples(config, family.conditioned_by, advance),
+            lambda ranks: show("reading the data set", ranks),
+        )
+        found.check(config)
+        found, self.held_out = with_held_out(found, family.conditioned_by, config, mesh, show)
+        sources = sources_of(config, found)
+        self.samples, self.corrupt = found.good, list(found.corrupt)
+        self.digest = sources.digest
+        self.encoded = EncodedSamples(pipe, family, self.samples, sources.sizes, config, device)
+        per_step = config.batch // config.train_batch_size
+        joined = config.archipelago
+        island = (0, 1) if joined is None else (joined.index, joined.count)
+        self.order = SampleOrder(sources.sizes, config.seed, config.train_batch_size, per_step, sources.sets, island)
+        held_out = len(self.held_out) if wants_held_out(config) else None
+        report, more = found.report(held_out), lines_of(sources, self.order.of_sets(len(sources.configs)))
+        cut = self.encoded.cut_captions()
+        lines = (*report.lines, *more, *(f"  {one}" for one in cut))
+        self.report = replace(report, lines=lines, odd=report.odd or bool(cut))
+        self.steps = config.max_train_steps or self.order.steps(config.num_train_epochs)
+
+    def batch(self, micro: MicroBatch) -> Batch:
+        """The samples of a micro-batch, encoded.
+
+        Raises:
+            InputError: a sample's caption or label cannot be encoded; names it.
+        """
+        try:
+            return self.encoded.batch(micro)
+        except (TypeError, ValueError, LookupError) as error:
+            if isinstance(error, InputError):
+                raise
+            cause = error
+        for drawn in micro.samples:
+            try:
+                self.encoded.batch(MicroBatch((drawn,), micro.size))
+            except (TypeError, ValueError, LookupError) as error:
+                sample = self.samples[drawn.index]
+                raise InputError(
+                    f"sample {sample.name!r} cannot be encoded ({type(error).__name__}: {error}); its caption or "
+                    f"label is {sample.said!r}"
+                ) from error
+        names = ", ".join(repr(self.samples[drawn.index].name) for drawn in micro.samples)
+        raise InputError(f"samples {names} cannot be encoded together ({cause})") from cause
+
+
+def check_frames(pipe: Any, family: Family, config: TrainConfig) -> None:
+    """Reject a number of frames that the pipeline cannot have.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    count, name = config.num_frames, type(pipe).__name__
+    if family.videos and count is None:
+        raise ConfigError(f"{name} makes videos; say of how many frames with num_frames")
+    if count is None:
+        return
+    if not family.videos:
+        raise ConfigError(f"num_frames={count}: {name} generates images; leave num_frames out")
+    if config.validation_prompts:
+        raise ConfigError(f"validation_prompts are drawn as pictures, and {name} makes videos; leave them out")
+    step = pipe.vae.config.get("scale_factor_temporal") or 1
+    if (count - 1) % step:
+        less = count - (count - 1) % step
+        raise ConfigError(f"num_frames={count}: {name} takes {step}k + 1 frames; use {less} or {less + step}")

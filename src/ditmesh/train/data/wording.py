@@ -1,0 +1,77 @@
+"""The caption that a sample is trained with: one of several, with a trigger word, tags shuffled or left out.
+
+What is random is drawn from a generator of the sample's own, so that it does not depend on the ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import TrainConfig
+
+# As ai-toolkit's captions have it.
+TRIGGER = "[trigger]"
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a data set's captions become what is trained.
+
+    Args:
+        config: of the data set.
+    """
+
+    config: TrainConfig
+
+    def variants(self, said: Any) -> tuple[Any, ...]:
+        """All captions that a sample can have; of labels and missing captions the one, as it is.
+
+        With tags that are shuffled or left out, those with all tags in their order.
+        """
+        every = said if isinstance(said, tuple) else (said,)
+        return tuple(self._whole(one) if isinstance(one, str) and one.strip() else one for one in every)
+
+    def drawn(self, said: Any, seed: int) -> Any:
+        """The caption of a sample in one step.
+
+        Args:
+            said: caption, several, label or None.
+            seed: of the sample in this step.
+        """
+        chance = random.Random(seed)
+        if isinstance(said, tuple):
+            said = said[self.chosen(said, seed)]
+        if not self.config.varies_tags or not isinstance(said, str) or not said.strip():
+            return self.variants(said)[0]
+        # A choice among several captions is drawn from the same seed, and in the same way without tags.
+        chance.random()
+        return self._around(self._varied(self._triggered(said), chance))
+
+    def chosen(self, said: Any, seed: int) -> int:
+        """Which of several captions is drawn; 0 of one."""
+        return int(random.Random(seed).random() * len(said)) if isinstance(said, tuple) else 0
+
+    def _whole(self, text: str) -> str:
+        return self._around(self._triggered(text))
+
+    def _around(self, text: str) -> str:
+        return f"{self.config.caption_prefix}{text}{self.config.caption_suffix}"
+
+    def _triggered(self, text: str) -> str:
+        word = self.config.trigger_word
+        if word is None or TRIGGER in text:
+            return text if word is None else text.replace(TRIGGER, word)
+        return text if word in text else f"{word}, {text}"
+
+    def _varied(self, text: str, chance: random.Random) -> str:
+        config = self.config
+        tags = [one.strip() for one in text.split(config.tag_separator)]
+        kept, rest = tags[: config.keep_tokens], tags[config.keep_tokens :]
+        if config.shuffle_tags:
+            chance.shuffle(rest)
+        if config.tag_dropout:
+            rest = [one for one in rest if chance.random() >= config.tag_dropout]
+        space = "" if config.tag_separator.endswith(" ") else " "
+        return f"{config.tag_separator}{space}".join([*kept, *rest])

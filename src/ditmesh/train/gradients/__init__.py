@@ -1,0 +1,1 @@
+"""Gradients of a step over the ranks: summed, ordered, sharded, passed through stages."""

@@ -1,0 +1,1 @@
+"""Training on islands: outer steps over slow links."""

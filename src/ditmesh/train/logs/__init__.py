@@ -1,0 +1,1 @@
+"""Logs of a run: a CSV file, charts, trackers."""

@@ -1,0 +1,328 @@
+"""Adapters in training: where they go, frozen ones below them, and how they are saved."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ...errors import ConfigError, InputError, did_you_mean
+from ...generate.files import adapter, usual_lora
+from ...generate.loras import METADATA, activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
+from ..config import LoraConfig, TrainConfig
+from .frozen import freeze, weights_in_state_dicts
+
+# The name of the adapter that is trained.
+TRAINED = "default"
+# The attention projections of text encoders in transformers, as diffusers' training scripts adapt them.
+ENCODER_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+# --- where adapters go --------------------------------------------------------------------------------------------
+
+
+def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
+    """The linear layers of a transformer with an adapter, as peft takes them: names, or a regular expression.
+
+    Args:
+        model: the transformer, perhaps without memory for its weights.
+        lora: what is asked for.
+
+    Raises:
+        ConfigError: it has no such layers; names those that there are.
+    """
+    linear, wanted = _linears(model), lora.target_modules
+    if isinstance(wanted, str):
+        if wanted == "all-linear":
+            return _exactly(linear, model)
+        try:
+            fitting = [name for name in linear if re.fullmatch(wanted, name)]
+        except re.error as error:
+            raise ConfigError(f"lora.target_modules={wanted!r} is no regular expression ({error})") from None
+        if not fitting:
+            raise ConfigError(
+                f"lora.target_modules={wanted!r} is the whole name of no linear layer of {type(model).__name__}; begin "
+                f"it with .* or give a list: it has {_in_short(linear)}"
+            )
+        return wanted
+    missing = [target for target in wanted if not any(_ends(name, target) for name in linear)]
+    if "target_modules" not in lora.model_fields_set and len(missing) == len(wanted):
+        found = _projections(model, linear)
+        if not found:
+            raise ConfigError(
+                f"lora: no attention projections are known in {type(model).__name__}; name linear layers with "
+                f"target_modules: it has {_in_short(linear)}"
+            )
+        return _exactly(found, model)
+    if missing and "target_modules" in lora.model_fields_set:
+        ends = list(dict.fromkeys(map(_without_block, linear)))
+        target = missing[0]
+        near = did_you_mean(target, {".".join(end.split(".")[-target.count(".") - 1 :]) for end in ends})
+        raise ConfigError(
+            f"lora.target_modules: {type(model).__name__} has no linear layer {target!r}{near}; it has "
+            f"{_in_short(linear)}"
+        )
+    return list(wanted)
+
+
+def _linears(model: nn.Module) -> list[str]:
+    """Names of linear layers that are called: torch's own attention reads the weights of its layers."""
+    own = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not name.startswith(tuple(own))
+    ]
+
+
+def _projections(model: nn.Module, linear: Iterable[str]) -> list[str]:
+    """Linear layers inside attention modules: those with a processor, as diffusers makes them, or with the name."""
+    homes = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if name and (hasattr(module, "processor") or "Attention" in type(module).__name__)
+    )
+    return [name for name in linear if homes and name.startswith(homes)]
+
+
+def _exactly(names: Iterable[str], model: nn.Module) -> str:
+    """A regular expression for these modules and no other, short where all blocks are alike."""
+    wanted = set(names)
+    kinds = dict.fromkeys(re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(name)) for name in sorted(wanted))
+    short = "|".join(kinds)
+    if {name for name, _ in model.named_modules() if re.fullmatch(short, name)} == wanted:
+        return short
+    return "|".join(map(re.escape, sorted(wanted)))
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _in_short(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(map(_without_block, names)))
+
+
+def _without_block(name: str) -> str:
+    """What follows the number of a block: ``attn.to_q`` of ``transformer_blocks.3.attn.to_q``."""
+    parts = name.split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdigit()), -1)
+    inner = parts[number + 1 :] if number + 1 < len(parts) else parts
+    return ".".join(inner)
+
+
+def peft_config(lora: LoraConfig, targets: list[str] | str) -> Any:
+    """The adapters as peft has them.
+
+    Raises:
+        InputError: peft is not installed.
+    """
+    try:
+        from peft import LoKrConfig
+        from peft import LoraConfig as PeftConfig
+    except ImportError:
+        raise InputError("lora needs peft, which is not installed; pip install peft") from None
+    alpha = cast(int, lora.rank if lora.alpha is None else lora.alpha)
+    if lora.type == "lokr":
+        return LoKrConfig(
+            r=lora.rank, alpha=alpha, decompose_factor=lora.decompose_factor, target_modules=cast(Any, targets)
+        )
+    return PeftConfig(
+        r=lora.rank,
+        lora_alpha=alpha,
+        lora_dropout=lora.dropout,
+        init_lora_weights="gaussian",
+        use_dora=lora.type == "dora",
+        use_rslora=lora.rslora,
+        target_modules=targets,
+    )
+
+
+# --- checks before anything is loaded -----------------------------------------------------------------------------
+
+
+def encoders_with_lora(kind: type[Any]) -> list[str]:
+    """The text encoders of a pipeline class into which diffusers loads a LoRA."""
+    known = getattr(kind, "_lora_loadable_modules", None) or ()
+    return [name for name in known if name.startswith("text_encoder")]
+
+
+def check_modules(kind: type[Any], config: TrainConfig) -> None:
+    """Reject adapters that cannot be loaded again.
+
+    Raises:
+        ConfigError: naming the module.
+    """
+    assert config.lora is not None
+    others = [name for name in config.train_modules if name != "transformer"]
+    known = encoders_with_lora(kind)
+    for name in others:
+        if name not in known:
+            there = f"it loads them into transformer{''.join(f', {one}' for one in known)}"
+            raise ConfigError(
+                f"train_modules: diffusers loads no adapter into {name} of {kind.__name__} ({there}); leave it out"
+            )
+    if others and config.lora.type != "lora":
+        raise ConfigError(
+            f"lora.type={config.lora.type!r}: diffusers loads plain LoRA alone into {others[0]}; take type: lora, or "
+            "leave train_modules out"
+        )
+
+
+def check_base(lora: LoraConfig) -> None:
+    """Reject ``base_lora`` that is not there.
+
+    Raises:
+        InputError: naming the file.
+    """
+    for text in lora.base_lora:
+        _base(text)
+
+
+def _base(text: str) -> tuple[Path, float]:
+    try:
+        file = adapter("lora", text)
+    except InputError as error:
+        raise InputError(str(error).replace("--lora", "lora.base_lora:", 1)) from None
+    return Path(file.path), file.scale
+
+
+# --- adapters on a pipeline ---------------------------------------------------------------------------------------
+
+
+def add_adapters(pipe: Any, config: TrainConfig) -> None:
+    """Put the adapters of a run on a pipeline's modules, over ``base_lora``; only the new ones want gradients.
+
+    The weights below them are put into the form of ``base_precision`` and ``base_offload``.
+
+    Raises:
+        ConfigError: they do not fit the model.
+        InputError: peft is not installed, or ``base_lora`` cannot be read.
+    """
+    lora = config.lora
+    assert lora is not None
+    check_modules(type(pipe), config)
+    # Whole weights say which layers there are, not layers with adapters.
+    targets = {name: _targets(pipe, name, lora) for name in config.train_modules}
+    below = _load_base(pipe, lora)
+    freeze(pipe.transformer, config.base_precision, config.base_offload)
+    for name, where in targets.items():
+        _add(getattr(pipe, name), peft_config(lora, where))
+    for _, part in adapted(pipe):
+        activate(part, adapters_of(part), {**below, TRAINED: 1.0})
+        for path, parameter in part.named_parameters():
+            parameter.requires_grad_(TRAINED in path.split("."))
+
+
+def _targets(pipe: Any, name: str, lora: LoraConfig) -> list[str] | str:
+    return targets_of(pipe.transformer, lora) if name == "transformer" else list(ENCODER_TARGETS)
+
+
+def _add(model: nn.Module, config: Any) -> None:
+    try:
+        if hasattr(model, "add_adapter"):
+            cast(Any, model).add_adapter(config, TRAINED)
+        else:
+            from peft import inject_adapter_in_model
+
+            inject_adapter_in_model(config, model, TRAINED)
+    except ValueError as error:
+        said = str(error).splitlines()[0]
+        if "Target module" in said and "not supported" in said and adapters_of(model):
+            said = "an adapter of another type is below it; set lora.fuse_base_lora: true"
+        raise ConfigError(f"lora: {said}") from None
+
+
+def _load_base(pipe: Any, lora: LoraConfig) -> dict[str, float]:
+    """Load ``base_lora``; the names of those that stay beside the weights, with their scales."""
+    below: dict[str, float] = {}
+    for number, text in enumerate(lora.base_lora):
+        file, scale = _base(text)
+        name = f"base{number}"
+        try:
+            with weights_in_state_dicts(pipe.transformer):
+                load_lora(pipe, file, name)
+        except MemoryError:
+            raise
+        except Exception as error:  # An untrusted file can raise any exception.
+            said = " ".join(str(error).split())[:300] or type(error).__name__
+            raise InputError(
+                f"lora.base_lora: {str(file)!r} cannot be loaded into {type(pipe).__name__} ({said})"
+            ) from error
+        if not any(name in names for names in loras_of(pipe).values()):
+            raise InputError(f"lora.base_lora: {str(file)!r} adapts no layer of {type(pipe).__name__}; leave it out")
+        below[name] = scale
+    if lora.fuse_base_lora:
+        _fuse(pipe, below)
+        return {}
+    return below
+
+
+def _fuse(pipe: Any, scales: Mapping[str, float]) -> None:
+    """Add adapters to the weights below them and take them off."""
+    from diffusers.utils.peft_utils import recurse_remove_peft_layers
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for _, part in adapted(pipe):
+        own = adapters_of(part)
+        activate(part, own, scales)
+        for layer in part.modules():
+            if isinstance(layer, BaseTunerLayer):
+                cast(Any, layer).merge(adapter_names=own)
+        recurse_remove_peft_layers(part)
+        del cast(Any, part).peft_config
+        if hasattr(part, "_hf_peft_config_loaded"):
+            cast(Any, part)._hf_peft_config_loaded = False
+
+
+# --- saving -------------------------------------------------------------------------------------------------------
+
+
+def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig, folder: Path) -> None:
+    """Save the trained adapters in diffusers' format, with their settings.
+
+    Where diffusers has no method to load adapters into a transformer of this class, they are saved for peft's
+    ``PeftModel.from_pretrained`` as well.
+
+    Args:
+        pipe: with the adapters.
+        weights: trained, by name in the pipeline, whole.
+        config: the run.
+        folder: exists.
+    """
+    from peft import get_peft_model_state_dict
+
+    kind = type(pipe)
+    layers: dict[str, dict[str, Tensor]] = {}
+    about: dict[str, dict[str, Any]] = {}
+    for name in config.train_modules:
+        own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
+        model = getattr(pipe, name)
+        layers[name] = {
+            path: value.contiguous() for path, value in get_peft_model_state_dict(model, own, TRAINED).items()
+        }
+        # Without it, loading takes alpha for the rank.
+        about[name] = _as_json(model.peft_config[TRAINED].to_dict())
+    if pipeline_has(kind):
+        given = {f"{name}_lora_layers": value for name, value in layers.items()}
+        kind.save_lora_weights(
+            str(folder), **given, **{f"{name}_lora_adapter_metadata": value for name, value in about.items()}
+        )
+        return
+    packed = {f"transformer.{path}": value for path, value in layers["transformer"].items()}
+    told = {f"transformer.{key}": value for key, value in about["transformer"].items()}
+    save_file(packed, folder / usual_lora(), {"format": "pt", METADATA: json.dumps(told, indent=2, sort_keys=True)})
+    if not hasattr(pipe.transformer, "load_lora_adapter"):
+        prefixed = {f"base_model.model.{path}": value for path, value in layers["transformer"].items()}
+        save_file(prefixed, folder / "adapter_model.safetensors", {"format": "pt"})
+        text = json.dumps({**about["transformer"], "inference_mode": True}, indent=2, sort_keys=True)
+        (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}

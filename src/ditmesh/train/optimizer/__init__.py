@@ -1,0 +1,1 @@
+"""Update of the weights: optimizers, learning rates, loss scales."""

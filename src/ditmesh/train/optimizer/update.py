@@ -1,0 +1,174 @@
+"""Update of the weights: optimizer, learning rate, loss scale and moving average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers.optimization import get_wsd_schedule
+
+from ...comm.mesh import Mesh
+from ...errors import ConfigError
+from ..config import TrainConfig
+from ..gradients.sync import GradientSync
+from .optimizers import check_optimizer, finite_parts, make_optimizer, set_rate, turn_to_training, weights_to_use
+from .precision import LEAST_SCALE, MeshGradScaler, not_finite
+
+
+class WeightUpdate:
+    """The optimizer of a run with its schedule, loss scale and moving average.
+
+    Args:
+        trained: modules by name, parallelised and sharded already.
+        config: the run.
+        mesh: the ranks.
+        steps: optimizer steps of the run.
+
+    Attributes:
+        parameters: what is trained.
+        optimizer: as `TrainConfig.optimizer` says.
+        schedule: of the learning rate.
+        scaler: of the loss; does nothing without ``mixed_precision: fp16``.
+        average: the moving average of the weights; None without ``use_ema``.
+
+    Raises:
+        ConfigError: no parameter is trained, or the schedule does not fit the run.
+    """
+
+    def __init__(self, trained: nn.ModuleDict, config: TrainConfig, mesh: Mesh, steps: int) -> None:
+        self._trained, self._config, self._mesh = trained, config, mesh
+        self.parameters = [p for p in trained.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ConfigError("nothing is trained: no parameter asks for a gradient")
+        check_optimizer(config)
+        self.optimizer = make_optimizer(trained, config)
+        turn_to_training(self.optimizer)
+        self.schedule = _schedule(self.optimizer, config, steps)
+        self.scaler = MeshGradScaler(mesh, config.mixed_precision == "fp16")
+        self.average = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
+
+    def apply(self, sync: GradientSync, step: int, followed: bool = True) -> tuple[float, bool]:
+        """Change the weights by the gradients that they hold. Collective.
+
+        Args:
+            sync: clips the gradients of all ranks.
+            step: number of the step from 1, for messages.
+            followed: the moving average follows the weights.
+
+        Returns:
+            The norm of the gradient before clipping; and whether gradients have overflowed, and no weight was changed.
+
+        Raises:
+            FloatingPointError: a gradient is not finite.
+        """
+        self.scaler.unscale_(self.optimizer)
+        overflowed = self.scaler.overflowed(self.optimizer)
+        norm = sync.clip(0.0 if overflowed else self._config.max_grad_norm)
+        if not overflowed and not math.isfinite(norm):
+            gradients = ((name, p.grad) for name, p in self._trained.named_parameters() if p.grad is not None)
+            name = not_finite(gradients, self._mesh)
+            where = "of all parameters together" if name is None else f"in {name}"
+            raise FloatingPointError(self.unchanged(f"the norm of the gradient of step {step} is {norm} ({where})"))
+        if overflowed and self.scaler.get_scale() < LEAST_SCALE:
+            raise FloatingPointError(
+                self.unchanged(
+                    f"the gradients of step {step} overflow in float16 even at a loss scale of "
+                    f"{self.scaler.get_scale():g} (mixed_precision: bf16 has float32's range)"
+                )
+            )
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if followed:
+            # In a skipped step, too, as in diffusers' scripts.
+            self.follow(1)
+        return norm, overflowed
+
+    def follow(self, steps: int) -> None:
+        """Let the moving average follow the present weights for so many steps."""
+        for _ in range(steps if self.average is not None else 0):
+            cast(EMAModel, self.average).step(self.parameters)
+
+    def unchanged(self, why: str) -> str:
+        """The error message of a step with numbers that are not finite."""
+        config = self._config
+        return (
+            f"{why}: no weight was changed by this step, and the last checkpoint in {config.output_dir} stays; "
+            f"use a lower learning_rate (now {config.learning_rate:g}) or max_grad_norm "
+            f"({config.max_grad_norm:g}) and --resume"
+        )
+
+    def bad_weights(self) -> str | None:
+        """The name of a saved tensor that is not finite; None: none. Collective."""
+
+        def held() -> Iterator[tuple[str, Tensor]]:
+            trained = [(name, p) for name, p in self._trained.named_parameters() if p.requires_grad]
+            yield from trained
+            averages = self.average.shadow_params if self.average is not None else []
+            for (name, _), average in zip(trained, averages, strict=False):
+                yield f"the average of {name}", average
+            yield from finite_parts(self.optimizer, trained)
+
+        return not_finite(held(), self._mesh)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context with the weights that are saved: an average, if there is one; modules are in evaluation mode."""
+        training = [module for module in self._trained.values() if module.training]
+        if self.average is not None:
+            self.average.store(self.parameters)
+            self.average.copy_to(self.parameters)
+        for module in training:
+            module.eval()
+        try:
+            with weights_to_use(self.optimizer):
+                yield
+        finally:
+            for module in training:
+                module.train()
+            if self.average is not None:
+                self.average.restore(self.parameters)
+
+    @property
+    def named(self) -> dict[str, nn.Parameter]:
+        """What is trained, by name."""
+        return {name: p for name, p in self._trained.named_parameters() if p.requires_grad}
+
+    def schedule_from(self, step: int) -> None:
+        """Continue the learning rate after ``step`` of the schedule."""
+        self.schedule.last_epoch = step
+        for group, rate, factor in zip(
+            self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
+        ):
+            group["initial_lr"] = rate
+            set_rate(group, float(rate) * factor(step))
+
+
+def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps: int) -> LambdaLR:
+    if config.lr_decay_steps is None:
+        try:
+            return get_scheduler(
+                config.lr_scheduler,
+                optimizer=optimizer,
+                num_warmup_steps=config.lr_warmup_steps,
+                num_training_steps=steps,
+                num_cycles=config.lr_num_cycles,
+                power=config.lr_power,
+            )
+        except ValueError as error:
+            raise ConfigError(f"lr_scheduler={config.lr_scheduler!r}: {error}") from None
+    if config.lr_warmup_steps + config.lr_decay_steps > steps:
+        raise ConfigError(
+            f"lr_warmup_steps={config.lr_warmup_steps} and lr_decay_steps={config.lr_decay_steps} are more than "
+            f"the run's {steps} steps; use fewer"
+        )
+    return get_wsd_schedule(
+        optimizer, config.lr_warmup_steps, config.lr_decay_steps, num_training_steps=steps, decay_type="linear"
+    )
