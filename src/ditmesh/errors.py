@@ -143,6 +143,19 @@ def nearest_problem(problems: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     return max(problems, key=nearness)
 
 
+def shortened(error: BaseException, at_most: int = 200, with_kind: bool = False) -> str:
+    """The message of an error on one line, for use inside another message.
+
+    Args:
+        error: an exception of any library.
+        at_most: characters that are kept.
+        with_kind: begin with the name of its class; an error without a message always does.
+    """
+    said = " ".join(str(error).split())
+    kind = type(error).__name__
+    return (f"{kind}: {said}" if with_kind and said else said or kind)[:at_most]
+
+
 def reason_of(error: BaseException) -> str:
     """Why a file cannot be read or written: the system's message without the file's name."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())

@@ -98,7 +98,7 @@ def test_a_picture_depends_on_its_own_seed_alone(
     other = tmp_path / "b" / "0000-a-red-fox-seed1.png"
     assert str(one) in said
     assert str(other) in said
-    assert "1 picture in" in said
+    assert "1 image in" in said
     assert "2 devices (ring=2" in said
     assert pixels(one).shape == (32, 48, 3)
     assert abs(pixels(one) - pixels(other)).max() <= 1
@@ -182,7 +182,7 @@ def test_ctrl_c_and_sigterm_keep_what_is_drawn_and_leave_nothing_else(
     assert drawn
     assert list(temporary.iterdir()) == []
     # The pictures are named: those that were reported, which may be all but the last.
-    named = int(re.search(r"(\d+) of 100000 pictures were generated before: ", said)[1])
+    named = int(re.search(r"(\d+) of 100000 images were generated before: ", said)[1])
     assert len(drawn) - 1 <= named <= len(drawn)
     assert f"were generated before: {', '.join(map(str, drawn[: min(named, 8)]))}" in said
     for path in drawn:
@@ -365,7 +365,7 @@ def test_a_rank_that_dies_is_reported_and_pictures_are_kept(
     said = capfd.readouterr().err
     assert code == 1
     assert "rank 1 of 2 was killed by SIGKILL" in said
-    assert "of 300 pictures were generated before" in said
+    assert "of 300 images were generated before" in said
     assert [pid for pid in pids if processes.alive(pid)] == []
     assert all(read_receipt(path).prompt == "fox" for path in tmp_path.glob("*.png"))
 

@@ -373,6 +373,6 @@ def test_a_fresh_command_says_nothing_that_is_not_ours(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     assert lines[0].endswith("0000-a-red-fox-seed0.png")
-    assert re.match(r"1 picture in .* s to start, .* s to load, .* s in all", lines[1])
+    assert re.match(r"1 image in .* s to start, .* s to load, .* s in all", lines[1])
     assert lines[2].startswith("one device (1 thread): ")
     assert processes.wait_until_gone(mark, 10) == []

@@ -335,7 +335,7 @@ def test_generate_on_a_server(url: str, tmp_path: Path, capfd: pytest.CaptureFix
     assert set(json.loads(capfd.readouterr().out)["pictures"][0]) == {"path", "prompt", "seed", "together", "place"}
     assert len(list(tmp_path.iterdir())) == 36
     assert run("generate", "a", "--server", url, "--out", tmp_path) == 0
-    assert "1 picture in" in capfd.readouterr().out
+    assert "1 image in" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def everywhere(
             tokens or of all.
         queries, keys: the streams of either, by sequence rank.
         link: the sequence ranks.
-        ranks: whose queries.
+        ranks: the ranks that hold the queries.
         steady: whether the mask is made of what it was made of in the step before, as in `per_token`.
 
     Returns:

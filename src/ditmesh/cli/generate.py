@@ -322,7 +322,7 @@ def progress(
         if made:
             names = ", ".join(picture.path for picture in made[:NAMED])
             more = f" and {len(made) - NAMED} more in {job.out}" if len(made) > NAMED else ""
-            print(f"{len(made)} of {job.total} pictures were generated before: {names}{more}", file=sys.stderr)
+            print(f"{len(made)} of {job.total} images were generated before: {names}{more}", file=sys.stderr)
         raise
 
 
@@ -386,7 +386,7 @@ def _say(result: dict[str, Any]) -> Report:
 
     report = Report()
     report.points([picture["path"] for picture in result["pictures"]])
-    what = "video" if any(picture.get("frames") for picture in result["pictures"]) else "picture"
+    what = "video" if any(picture.get("frames") for picture in result["pictures"]) else "image"
     config = ParallelConfig(**result["config"]).describe()
     devices, threads = count(result["devices"], "device"), count(result["threads"] or 0, "thread")
     on_cpu = result["device"] == "cpu" and result["threads"]

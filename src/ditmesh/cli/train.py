@@ -389,7 +389,7 @@ def _say(result: dict[str, Any]) -> Report:
         of = "" if result["validated"] is None else f", of the {result['validated']}"
         report.text(f"held-out loss {result['validation_loss']:.4f}{of}")
     if result["nearest"] is not None:
-        report.text(f"{result['nearest']:.0%} of the validation pictures are nearest to their own training picture")
+        report.text(f"{result['nearest']:.0%} of the validation images are nearest to their own training image")
     if result["weights"] is not None:
         report.text(f"digest of the weights, the same on any number of devices: {result['weights']}")
     report.points([f"changed: {one}" for one in result["changed"]])

@@ -147,7 +147,7 @@ class CallChain:
     the call, too. The patch is there only while there are layers.
 
     Args:
-        module: whose forward it is.
+        module: the module that the forward belongs to.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from ..core.files import digest_of_file
-from ..errors import InputError
+from ..errors import InputError, shortened
 from ..media.files import read_whole
 from ..media.images import read_image, read_mask
 from ..media.videos import read_frames
@@ -485,7 +485,7 @@ def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> d
             raise
         except Exception as error:
             # An untrusted file can raise any exception.
-            raise InputError(f"--controlnet {file.path!r} cannot be loaded ({_in_short(error)})") from error
+            raise InputError(f"--controlnet {file.path!r} cannot be loaded ({shortened(error, 300)})") from error
         return {"controlnet": network}
     return {}
 
@@ -497,10 +497,6 @@ def _encoder_options(pipe: Any, file: InputFile) -> dict[str, Any]:
     if "image_encoder_folder" in inspect.signature(pipe.load_ip_adapter).parameters:
         return {"image_encoder_folder": path}
     return {"image_encoder_pretrained_model_name_or_path": path, "image_encoder_dtype": pipe.transformer.dtype}
-
-
-def _in_short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 # How files of LoRA call the first of a layer's two matrices.
@@ -558,7 +554,7 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
         except Exception as error:
             # An untrusted file can raise any exception.
             what = f"--{file.role} {file.path!r}"
-            raise InputError(f"{what} cannot be loaded into {type(pipe).__name__} ({_in_short(error)})") from error
+            raise InputError(f"{what} cannot be loaded into {type(pipe).__name__} ({shortened(error, 300)})") from error
     if names:
         adapted = loras_of(pipe)
         if {name for component in adapted.values() for name in component} != set(names):

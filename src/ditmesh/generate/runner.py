@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .._version import library_versions
 from ..core.steps import loop_steps
-from ..errors import InputError
+from ..errors import InputError, shortened
 from ..launch import MessageSink
 from ..launch.chatter import chatter_off
 from ..request import request_fields
@@ -337,7 +337,7 @@ def load_pipeline(
         raise
     except Exception as error:
         # Untrusted files can raise any exception.
-        said = " ".join(str(error).split())[:400] or type(error).__name__
+        said = shortened(error, 400)
         if isinstance(error, UnpicklingError):
             said = "a file of weights is a pickled program and not only tensors, and is not run"
         elif not isinstance(error, (OSError, ValueError, ImportError)):

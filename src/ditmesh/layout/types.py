@@ -92,7 +92,7 @@ class Count:
 
     Attributes:
         arg: the argument, ``"num_tokens"``.
-        stream: whose tokens it counts, ``"image"``.
+        stream: the stream that it counts tokens of, ``"image"``.
         part: which of them: the ``"first"`` so many, the ``"last"`` so many (those behind a film's history), or
             ``"all"``; then another number is refused.
     """
@@ -126,7 +126,7 @@ class Leaf:
             One that is put in later runs as under the rule ``"gathered"``.
         args: of the rule ``"gathered"``: the module's arguments that hold tokens, and along which dimension.
         dim: of the rule ``"gathered"``: dimension of the tokens in what the module returns.
-        stream: whose tokens.
+        stream: the stream that the tokens belong to.
     """
 
     module: str

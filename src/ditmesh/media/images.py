@@ -23,7 +23,7 @@ from functools import lru_cache
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..errors import InputError
+from ..errors import InputError, shortened
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -162,7 +162,7 @@ def opened_image(
         raise
     except Exception as error:
         # Pillow can raise any exception for an untrusted file.
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = shortened(error)
         raise InputError(f"{name} is corrupt and cannot be decoded ({reason}); save the image again") from None
 
 
@@ -305,7 +305,7 @@ def _transform(profile: bytes) -> tuple[str, Any]:
             raise ValueError(f"its space is {space}")
         made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB")
     except (ImageCms.PyCMSError, OSError, TypeError) as error:
-        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+        raise ValueError(shortened(error)) from None
     if mode in ("RGB", "L"):
         # Most profiles are sRGB under one name or another: their images keep their values to the last bit.
         steps = np.arange(0, 256, 15, dtype=np.uint8)

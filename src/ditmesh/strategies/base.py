@@ -83,7 +83,7 @@ class Context(Parts):
         mesh: those that share a request: without the data axis where every data rank brings its own.
         models: the transformers that the ranks share.
         clock: says which call of them is in progress.
-        pipe: whose request is in progress, or was the latest; None for bare transformers.
+        pipe: the pipeline of the request in progress, or of the latest one; None for bare transformers.
     """
 
     def __init__(self, config: ParallelConfig, job: Mesh, models: list[ParallelModel]) -> None:

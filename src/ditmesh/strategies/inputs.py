@@ -30,7 +30,7 @@ from ..config import ParallelConfig
 from ..core.arguments import Arguments, parameter_names
 from ..core.digests import WeightDigests, compared, digest, name_of
 from ..core.generators import default_states, set_default_states
-from ..errors import InputDifferenceWarning, InputError
+from ..errors import InputDifferenceWarning, InputError, shortened
 from .base import CallArguments, Context, Strategy
 from .pipefusion.stages import IN_PIECES, blocks_of, spread_parameters
 from .sharded import ShardedWeights
@@ -180,7 +180,7 @@ class AgreedInputs:
                 own.inputs[name] = compared(value) if self.policy == "strict" or not callable(value) else None
             own.generators = digest(default_states(self.mesh.device)) if given is not None else ""
         except Exception as error:
-            own = _Digests(f"{doing} cannot be compared ({_words(error)})")
+            own = _Digests(f"{doing} cannot be compared ({shortened(error, with_kind=True)})")
         return sections, parts, own
 
     def _sections(self) -> tuple[Sections, Sections]:
@@ -277,7 +277,7 @@ class AgreedInputs:
                     packed[name] = pickle.dumps(tree_map(_packed, own[name]))
                 message = packed, default_states(self.mesh.device)
             except Exception as error:
-                failed = f"argument {name} cannot be sent to other ranks ({_words(error)})"
+                failed = f"argument {name} cannot be sent to other ranks ({shortened(error, with_kind=True)})"
         message, refused = link.broadcast_object([message, failed])
         if refused:
             raise InputError(f"{refused}; make it on every rank and use inputs='strict', or leave it out")
@@ -294,7 +294,7 @@ class AgreedInputs:
                     undo.callback(set_default_states, self.mesh.device, default_states(self.mesh.device))
                     set_default_states(self.mesh.device, states)
             except Exception as error:
-                failed = f"argument {name} cannot be received ({_words(error)})"
+                failed = f"argument {name} cannot be received ({shortened(error, with_kind=True)})"
         _refuse_failed(link.all_gather_object(failed), link)
         return received
 
@@ -340,10 +340,6 @@ def _in_words(names: Sequence[str]) -> str:
     names = [name for name in names if name]
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f": {', '.join(names[:NAMED])}{more}" if names else ""
-
-
-def _words(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _digest_of(section: Mapping[str, str]) -> str:

@@ -61,7 +61,7 @@ class TileWeights:
     """The weights of a block, as every tile of this rank has them: the same values with gradients of their own.
 
     Args:
-        block: whose parameters are replaced while a tile computes.
+        block: the module; its parameters are replaced while a tile computes.
         here: numbers of this rank's tiles.
         runs: the tiles of every rank.
         gradients: takes the tiles' gradients.

@@ -56,7 +56,7 @@ class Term:
         sent: bytes that a rank sends in a step.
         memory: bytes that a rank holds.
         through: name of the link.
-        axes: whose ranks exchange it, or `SHARD`.
+        axes: the axes of the ranks that exchange it, or `SHARD`.
         route: from whom to whom; see `Route`.
     """
 
@@ -189,7 +189,7 @@ class StepForecast:
 
         Args:
             name: of the term.
-            axes: whose ranks take part, or `SHARD`.
+            axes: the axes of the ranks that take part, or `SHARD`.
             collective: what they call.
             sent: bytes that one rank sends in each call.
             times: calls of a step.

@@ -29,7 +29,7 @@ def measured(
 
     Args:
         pool: as many ranks as every configuration has.
-        subject: whose transformer runs, with random weights and inputs.
+        subject: the model; its transformer runs with random weights and inputs.
         some: predictions.
         hardware: what they were made with.
         rounds: turns of each.

@@ -29,7 +29,7 @@ from ...core.patching import Patch
 from ...core.request import RequestLeft
 from ...core.values import Values, seen
 from ...engine import DENOISERS, Engine, engine_of
-from ...errors import InputError, LayoutError
+from ...errors import InputError, LayoutError, shortened
 from ...generate.loras import loras_of, set_loras, switch_loras
 from ...layout import TokenLayout
 from ...layout.forms import form_of, holds_tensors, samples_of
@@ -726,7 +726,10 @@ class Batcher:
             together = split_result(pending.call(*args, **kwargs), [rows.count, other.count], rows.listed)
             answer = self._compared(name, alone, together)
         except Exception as error:
-            failed, answer = error, f"{name} cannot take rows of two requests at a time ({_short(error)})"
+            failed, answer = (
+                error,
+                f"{name} cannot take rows of two requests at a time ({shortened(error, with_kind=True)})",
+            )
         every = self._exchange(answer)
         if failed is not None or any(every):
             self.close_request(failed)
@@ -753,10 +756,6 @@ def _samples(pending: PendingCall) -> int:
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a transformer's result, in order."""
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-
-
-def _short(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _why_alone(pipe: Any, engine: Engine) -> str:

@@ -17,7 +17,7 @@ from ...comm.mesh import Mesh
 from ...core.digests import WeightDigests, digest
 from ...engine import Engine, engine_of, parallelize
 from ...engine.first_call import FirstCall
-from ...errors import ConfigError, InputError
+from ...errors import ConfigError, InputError, shortened
 from ...generate.arguments import check_call
 from ...generate.files import PICTURES, InputFile, adapter, check_mask, partial_fits, pipeline_for
 from ...generate.job import PictureJob, check_config, check_content, check_layout, job_for
@@ -189,7 +189,7 @@ class LoadedModel:
             own = copied(template.pipe)
             run = PipelineTask(own, self._trial(template).arguments, 0, self.device)
         except Exception as error:
-            batcher.why = f"it cannot be tried ({_short(error)}); requests run one after the other"
+            batcher.why = f"it cannot be tried ({shortened(error)}); requests run one after the other"
             return
         with torch.no_grad():
             while not run.ended and not batcher.why:
@@ -202,7 +202,7 @@ class LoadedModel:
 
     def _agree(self, failed: Exception | None) -> None:
         """Whether the test image works on all ranks; otherwise requests run one after the other."""
-        every = self._exchange("" if failed is None else _short(failed))
+        every = self._exchange("" if failed is None else shortened(failed))
         if any(every):
             self.batcher.close_request(failed)
             reason = next(filter(None, every))
@@ -348,10 +348,6 @@ class LoadedModel:
             numbers = [int(name.removeprefix("lora")) for name, _ in prepared.adapters]
             facts["weights_digest"] = adapted_digest(self._weights, numbers)
         return self._runners[self.kind][0].receipt(prepared, 0, made, **facts)
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _whole(value: Any) -> int | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm import PeerError
-from ...errors import LayoutError
+from ...errors import LayoutError, shortened
 from ..types import RankState
 from .protocol import Command, FailureCode, Message, Stop
 
@@ -221,7 +221,7 @@ class RankRendezvous:
 
 def failure_of(error: BaseException) -> FailureReason:
     """The error's text for a report."""
-    said = " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
+    said = shortened(error, MAX_MESSAGE)
     memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said
     if memory:
         return FailureReason(

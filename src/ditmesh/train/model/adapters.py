@@ -11,7 +11,7 @@ from typing import Any, cast
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...errors import ConfigError, InputError, did_you_mean
+from ...errors import ConfigError, InputError, did_you_mean, shortened
 from ...generate.files import adapter, usual_lora
 from ...generate.loras import METADATA, activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
 from ..config import LoraConfig, TrainConfig
@@ -250,7 +250,7 @@ def _load_base(pipe: Any, lora: LoraConfig) -> dict[str, float]:
         except MemoryError:
             raise
         except Exception as error:  # An untrusted file can raise any exception.
-            said = " ".join(str(error).split())[:300] or type(error).__name__
+            said = shortened(error, 300)
             raise InputError(
                 f"lora.base_lora: {str(file)!r} cannot be loaded into {type(pipe).__name__} ({said})"
             ) from error
