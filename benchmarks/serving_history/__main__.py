@@ -6,16 +6,16 @@
     python benchmarks serving_history --kinds kill-in-write,clock-jump --faults 40
     python benchmarks serving_history --check h.jsonl                # check a history that is there
 
-Clients of three keys submit jobs, read, follow, cancel, list and fetch, and record each request and answer in a history
-(tests/support/history.py says what its checker proves). Meanwhile a schedule that depends on the seed alone brings
-faults: processes are killed and stopped, the disk is full, fails, or tears a page of the database and ends the server in
-the middle of a write (tests/support/fault_points.py), its lock is held, the clock jumps, clients are slow or vanish, a
-second server is started on the folder, a rank has no memory. A server that has ended is started again. *Back* is the
-time from the end of both faults until a job that is asked for then is done.
+Clients of three keys submit jobs, read, follow, cancel, list and fetch, and record each request and answer in a
+history (tests/support/history.py says what its checker proves). Meanwhile a schedule that depends on the seed alone
+brings faults: processes are killed and stopped, the disk is full, fails, or tears a page of the database and ends the
+server in the middle of a write (tests/support/fault_points.py), its lock is held, the clock jumps, clients are slow or
+vanish, a second server is started on the folder, a rank has no memory. A server that has ended is started again. *Back*
+is the time from the end of both faults until a job that is asked for then is done.
 
-The usual server is the real HTTP side, queue and dispatcher with ranks that are processes without a model, forked from a
-process that has imported everything, so that a restart takes a moment; `--ranks model` is the whole program. The folder
-is in memory. The exit code is 1 when anything is found.
+The usual server is the real HTTP side, queue and dispatcher with ranks that are processes without a model, forked from
+a process that has imported everything, so that a restart takes a moment; `--ranks model` is the whole program. The
+folder is in memory. The exit code is 1 when anything is found.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE))
 sys.path.append(str(HERE.parents[1] / "tests"))
 
 import psutil
-from rich.console import Console
-from rich.table import Table
-
 from clients import Asker, Client, Judge, Owner, receipt_digest
 from drills import Drills
-from harness import command_line, write_figures
+from rich.console import Console
+from rich.table import Table
 from server import Supervised
+
+from harness import command_line, write_figures
 from support.fault_points import FaultPoints, missing
 from support.history import Checker, History, Recorder
 
@@ -111,8 +112,8 @@ class Run:
         self.wish = wish_of_model if model else wish_without_model
         self.probe = Asker(lambda: self.server.port, probe, self.recorder, self.judge)
         self.drills = Drills(
-            self.server, self.faults, str(state / "queue.sqlite"), self.recorder, self.probe, arguments.seed,
-            arguments.longest,
+            self.server, self.faults, str(state / "queue.sqlite"), self.recorder, self.probe, self.wish,
+            arguments.seed, arguments.longest,
         )  # fmt: skip
         self.resources: list[dict[str, float]] = []
         self._over = threading.Event()
@@ -128,7 +129,7 @@ class Run:
         """Everything up to the last read."""
         if not self.server.wait_until_up():
             raise SystemExit(f"the server did not start: {self.server.said[-3:]}")
-        if self.drills._back(time.monotonic()) is None:
+        if self.drills.back(time.monotonic()) is None:
             raise SystemExit(f"the server does no job: {self.server.said[-3:]}")
         clients = [
             Client(
@@ -305,7 +306,7 @@ def measured(arguments: argparse.Namespace, base: Path) -> dict[str, Any]:
         "starts": run.server.starts,
         "exits": dict(run.server.exits),
         "second_servers": dict(run.drills.ended_second),
-        "log": dict(Counter(line.partition(" ")[2][:160] for line in run.server.said).most_common(15)),
+        "log": dict(run.server.log().most_common(25)),
         "growth": slopes(run.resources),
         **compared,
         **checked(history, arguments.slack),
@@ -327,7 +328,9 @@ def show(result: dict[str, Any]) -> None:
         table.add_row("processes of the server", str(result["starts"]))
         for name, of in result["growth"].items():
             if isinstance(of, dict):
-                table.add_row(f"{name} a minute", f"{of['slope']:+.3f} ± {of['error']:.3f} ({of['last']:.0f} at the end)")
+                table.add_row(
+                    f"{name} a minute", f"{of['slope']:+.3f} ± {of['error']:.3f} ({of['last']:.0f} at the end)"
+                )
     for name, number in result["kinds_of_operations"].items():
         table.add_row(name, str(number))
     table.add_row("anomalies", str(sum(result["anomalies"].values())))
@@ -360,10 +363,8 @@ def main() -> None:
     else:
         if (why := missing()) is not None:
             parser.error(why)
-        known = set(Drills.__dataclass_fields__) and {*(arguments.kinds or ())}
         with tempfile.TemporaryDirectory(dir=SHARED if SHARED.is_dir() else None) as base:
             result = {"machine": machine, **measured(arguments, Path(base))}
-        del known
     show(result)
     write_figures(result, arguments.json)
     if result["anomalies"] or result.get("not_back") or result.get("largest_difference", 0) > 1:

@@ -290,7 +290,9 @@ class Client(Asker):
             self._submit()
             return
         if what == "list":
-            self.list(draw.choice([1, 5, 20, 50]), draw.choice([None, None, "queued", "running", "succeeded", "cancelled"]))
+            self.list(
+                draw.choice([1, 5, 20, 50]), draw.choice([None, None, "queued", "running", "succeeded", "cancelled"])
+            )
             return
         if what == "peek":
             foreign = [id for other in self._others for id in [*other.recent][-3:]]

@@ -13,19 +13,20 @@ import sqlite3
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
-
 from clients import Asker
 from server import Supervised
+
 from support import fault_points as points
 from support.history import Recorder
 
-# Seconds within which the service has to be back.
-BACK = 60.0
+# Seconds within which the service has to be back, and for a second server to refuse.
+BACK, SECOND = 60.0, 40.0
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Drills:
         database: its queue.
         recorder: takes the faults, too.
         probe: an owner that only asks whether the server is back.
+        wish: makes a request.
         seed: of the schedule.
         most: seconds for which a fault lasts.
     """
@@ -47,10 +49,12 @@ class Drills:
     database: str
     recorder: Recorder
     probe: Asker
+    wish: Callable[[random.Random, int], dict[str, Any]]
     seed: int
     most: float = 1.5
     found: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    ended_second: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -64,10 +68,9 @@ class Drills:
             "stop-rank": lambda: self._stopped(self._some(self.server.ranks())),
             "stop-all": lambda: self._stopped([one.pid for one in self.server.family()]),
             "kill-in-write": lambda: self._at(points.TEAR, points.WRITE, 30),
-            "kill-at-sync": lambda: self._at(self.random.choice([points.KILL_BEFORE, points.KILL_AFTER]), points.SYNC, 15),
+            "kill-at-sync": lambda: self._at(self._around(), points.SYNC, 15),
             "kill-at-rename": lambda: self._at(
-                self.random.choice([points.KILL_BEFORE, points.KILL_AFTER]),
-                points.RENAME | points.CREATE | points.MKDIR | points.UNLINK, 8,
+                self._around(), points.RENAME | points.CREATE | points.MKDIR | points.UNLINK, 8
             ),
             "terminate-in-write": lambda: self._at(points.TERMINATE, points.WRITE | points.SYNC | points.RENAME, 30),
             "full-disk": lambda: self._failing(errno.ENOSPC, points.GROWS),
@@ -133,32 +136,34 @@ class Drills:
                 stack.close()
         self.faults.clear()
         ended = time.monotonic()
-        back = self._back(ended)
+        back = self.back(ended)
         if back is None:
             self.problems.append(f"{one} with {other}: the service was not back after {BACK:g} s")
         for number in numbers:
-            self.recorder.answer(number, "ok", back=back)
-        self.found.append({"faults": [one, other], "back_seconds": back, "problem": problem})
+            self.recorder.answer(number, "ok")
+        done, accepted = (None, None) if back is None else (back["done"], back["accepted"])
+        self.found.append(
+            {"faults": [one, other], "back_seconds": done, "accepted_seconds": accepted, "problem": problem}
+        )
 
     def _begin(self, stack: contextlib.ExitStack, kind: str) -> None:
         around = self.kinds[kind]()
         if around is not None:
             stack.enter_context(around)
 
-    def _back(self, since: float) -> float | None:
-        """Seconds until a job that is asked for now is done; None: too many."""
-        tag = str(next(self._probes))
-        wish = {"prompt": "back?", "seed": int(tag), "n": 1, "steps": 1}
-        self.probe.owner.wishes[tag] = wish
+    def back(self, since: float) -> dict[str, float] | None:
+        """Seconds until a job that is asked for now is accepted, and until it is done; None: too many."""
+        tag, found = str(next(self._probes)), dict[str, float]()
         while time.monotonic() - since < BACK:
+            wish = self.wish(self.random, int(tag)) | {"n": 1}
+            self.probe.owner.wishes[tag] = wish
             job = self.probe.submit(tag, wish)
             while job is not None and time.monotonic() - since < BACK:
+                found.setdefault("accepted", time.monotonic() - since)
                 if job["status"] == "succeeded":
-                    return time.monotonic() - since
+                    return found | {"done": time.monotonic() - since}
                 if job["status"] == "failed":
                     tag = str(next(self._probes))
-                    wish = {**wish, "seed": int(tag)}
-                    self.probe.owner.wishes[tag] = wish
                     break
                 time.sleep(0.02)
                 job = self.probe.status(job["id"])
@@ -229,6 +234,9 @@ class Drills:
 
     # ---- files and the clock
 
+    def _around(self) -> int:
+        return self.random.choice([points.KILL_BEFORE, points.KILL_AFTER])
+
     def _at(self, action: int, kinds: int, most: int) -> None:
         self.faults.at(action, self.random.randint(1, most), kinds)
 
@@ -265,38 +273,21 @@ class Drills:
     def _second_server(self) -> Iterator[None]:
         """Another server on the same folder: it has to refuse, unless the first one is just not there."""
         command = self.server.command(0)
-        said = subprocess.Popen(
+        second = subprocess.Popen(
             command, env=self.server.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        threading.Thread(target=self._judge_second, args=(said,), daemon=True).start()
         try:
             yield
         finally:
-            self.seconds.append(said)
-
-    @property
-    def seconds(self) -> list[Any]:
-        """Processes of second servers."""
-        return self.__dict__.setdefault("_seconds", [])
-
-    def _judge_second(self, said: Any) -> None:
-        """Count how it ended; one that serves is ended, so that the folder is free again."""
-        try:
-            _, error = said.communicate(timeout=40)
-        except subprocess.TimeoutExpired:
-            said.terminate()
-            _, error = said.communicate()
-            self.ended_second["served while the first one was away"] += 1
-            return
-        refused = "is used by another server" in error
-        self.ended_second["refused" if refused else f"exit code {said.returncode}: {error.strip()[-120:]}"] += 1
-
-    @property
-    def ended_second(self) -> Any:
-        """How second servers ended."""
-        from collections import Counter
-
-        return self.__dict__.setdefault("_ended_second", Counter())
+            try:
+                _, said = second.communicate(timeout=SECOND)
+            except subprocess.TimeoutExpired:
+                # It had found the folder free; now the first one finds it taken.
+                second.kill()
+                _, said = second.communicate()
+                said = "served while the first one was away"
+            refused = "is used by another server" in said
+            self.ended_second["refused" if refused else said.strip()[-160:]] += 1
 
     # ---- the network
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -48,7 +49,18 @@ class Supervised:
 
     def command(self, port: int, keys: Path | None = None) -> list[str]:
         """Of a server with a model, or of a second server on the same folder."""
-        command = [sys.executable, "-m", "ditmesh", "serve", "--devices", "2", "--threads", "1", "--log-level", "warning"]
+        command = [
+            sys.executable,
+            "-m",
+            "ditmesh",
+            "serve",
+            "--devices",
+            "2",
+            "--threads",
+            "1",
+            "--log-level",
+            "warning",
+        ]
         command += ["--folder", str(self._folder), "--max-batch", "4", "--grace", "2", "--port", str(port)]
         return [*command, "--keys", str(keys or self._keys), "--stall", "20"]
 
@@ -81,6 +93,18 @@ class Supervised:
             return [one.pid for one in psutil.Process(self.pid).children()]
         return []
 
+    def log(self) -> Counter[str]:
+        """Lines of its log without numbers, and of a traceback the last line."""
+        found, inside = Counter[str](), False
+        for line in self.said:
+            if line.startswith(("Traceback", "  ")) or not line:
+                inside = inside or line.startswith("Traceback")
+                continue
+            text = re.sub(r"\d+(\.\d+)?", "N", re.sub(r"job_[0-9a-f]{32}", "job_...", line))[:200]
+            found[f"RAISED {text}" if inside else text.partition(" ")[2]] += 1
+            inside = False
+        return found
+
     def end(self) -> None:
         """For good."""
         self._over = True
@@ -111,7 +135,11 @@ class Supervised:
     def _spawned(self) -> None:
         while not self._over:
             self._process = subprocess.Popen(
-                self.command(self.port), env=self._environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                self.command(self.port),
+                env=self._environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
             self.starts += 1
             threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True).start()

@@ -897,6 +897,11 @@ def test_what_cannot_be_done_is_refused_with_the_names_of_the_fields(tmp_path: P
             assert await service.jobs("", status="queued") == []
         with pytest.raises(Stopping):
             await service.submit(JobRequest(prompt="fox"), "")
+        # Connections may be open for a while yet.
+        service.live_jobs.clear()
+        for late in (service.job(job.id, ""), service.jobs(""), service.result(job.id, 0, "")):
+            with pytest.raises(Stopping, match="the server is stopping; ask again"):
+                await late
 
     asyncio.run(main())
     with pytest.raises(InputError, match="2 models have 1 names"):

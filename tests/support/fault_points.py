@@ -56,6 +56,17 @@ class FaultPoints:
         )
         name = os.fsencode(os.path.realpath(folder))
         page.write_bytes(LAYOUT.pack(0, 0, 0, 0, 0, 0, 0) + name.ljust(FOLDER, b"\0"))
+        self._attach(page)
+
+    @classmethod
+    def own(cls) -> FaultPoints:
+        """Those of this process, which was started with `environment`."""
+        found = cls.__new__(cls)
+        found._library = Path(os.environ["LD_PRELOAD"])
+        found._attach(Path(os.environ["DITMESH_FAULT_POINTS"]))
+        return found
+
+    def _attach(self, page: Path) -> None:
         self._page = page
         with page.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)

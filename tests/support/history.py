@@ -32,7 +32,8 @@ FOREVER = float("inf")
 # Faults that end or stop ranks: a job may lose its attempt; those of them that are the machine's memory; and those in
 # which the server's clock is not the clients'.
 OF_MEMORY, OF_CLOCK = frozenset({"out-of-memory"}), frozenset({"clock-jump"})
-# Refusals after which a request may have been recorded all the same: the disk failed while it was written.
+# Refusals after which a request may have been recorded all the same: the disk failed while it was written. A sync that
+# fails leaves its transaction in SQLite's log, where the next process finds it whole.
 UNSURE = frozenset({500, 503, 507})
 # Faults under which a job fails by the server's documentation: in its first attempt and in its second; and failures in
 # a row after which all waiting jobs fail.
@@ -61,6 +62,11 @@ class Operation:
     told: Mapping[str, Any]
     invoked: float
     answered: float
+
+
+def perhaps(one: Operation) -> bool:
+    """Whether an operation may have happened."""
+    return one.outcome != "no" or one.told.get("status") in UNSURE
 
 
 @dataclass(frozen=True)
@@ -284,7 +290,9 @@ class Checker:
     def _identity(self, book: Book) -> None:
         """A job is what was asked for, and stays it."""
         for one in ("n", "seed", "tag", "steps"):
-            values = {json.dumps(view.told[one]): view.operation for view in book.views if view.told.get(one) is not None}
+            values = {
+                json.dumps(view.told[one]): view.operation for view in book.views if view.told.get(one) is not None
+            }
             if len(values) > 1:
                 self._found("changed", f"{book.id}: {one} is {' and '.join(sorted(values))}", *values.values())
         asked = self.submits.get(book.tag)
@@ -297,8 +305,10 @@ class Checker:
                 said = f"{book.id}: {name} is {book.views[0].told[name]}, and {wanted} was asked for"
                 self._found("changed", said, asked[0].number)
         if any(one.owner != book.owner for one in asked):
-            self._found("foreign", f"{book.id} was asked for by {asked[0].owner} and is {book.owner}'s", asked[0].number)
-        sure = [one for one in asked if one.outcome != "no" or one.told.get("status") in UNSURE]
+            self._found(
+                "foreign", f"{book.id} was asked for by {asked[0].owner} and is {book.owner}'s", asked[0].number
+            )
+        sure = [one for one in asked if perhaps(one)]
         if not sure:
             self._found("ghost", f"{book.id} is there, and the server had refused it", *_numbers(asked))
         elif all(one.outcome == "no" for one in sure):
@@ -372,9 +382,7 @@ class Checker:
 
     def _cancelled(self, book: Book) -> None:
         """After a confirmed cancel nothing more is done."""
-        confirmed = [
-            one for one in book.cancels if one.outcome == "ok" and one.told["job"]["status"] == "cancelled"
-        ]
+        confirmed = [one for one in book.cancels if one.outcome == "ok" and one.told["job"]["status"] == "cancelled"]
         if not confirmed:
             return
         first = min(confirmed, key=lambda one: one.answered)
@@ -399,7 +407,11 @@ class Checker:
         digests: dict[int, tuple[str, int]] = {}
         for fetch in book.fetches:
             index = fetch.asked["index"]
-            if fetch.outcome == "no" and fetch.told.get("status") == 404 and ready.get(str(index), FOREVER) < fetch.invoked:
+            if (
+                fetch.outcome == "no"
+                and fetch.told.get("status") == 404
+                and ready.get(str(index), FOREVER) < fetch.invoked
+            ):
                 said = f"{book.id}: picture {index} was done and is not there"
                 self._found("result-lost", said, fetch.number)
             if fetch.outcome != "ok":
@@ -430,7 +442,7 @@ class Checker:
             if self.finished:
                 self._found("lost", f"{book.id} is {last['status']} at the end", number)
         elif last["status"] == "cancelled":
-            if not any(one.outcome != "no" for one in book.cancels):
+            if not any(perhaps(one) for one in book.cancels):
                 self._found("unasked", f"{book.id} is cancelled, and no client has asked for that", number)
         elif last["status"] == "succeeded":
             if len(last["done"]) != last["n"]:
@@ -462,7 +474,7 @@ class Checker:
             if book.tag:
                 by_tag[book.tag].append(book)
         for tag, books in by_tag.items():
-            kept = [book for book in books if not any(one.outcome != "no" for one in book.cancels)]
+            kept = [book for book in books if not any(perhaps(one) for one in book.cancels)]
             if len(kept) > 1 or len(books) > 1 + sum(len(book.cancels) > 0 for book in books):
                 said = f"one key has {len(books)} jobs: {', '.join(book.id for book in books)}"
                 self._found("two-jobs", said, *_numbers(self.submits.get(tag, ())))
@@ -512,7 +524,9 @@ class Checker:
             newest = [job for job in newest if job[1] > min(bounds)]
         missing = [id for _, _, id in newest if id not in present]
         if missing:
-            self._found("list", f"a list lacks {missing[0]}, which was accepted before ({len(missing)} in all)", one.number)
+            self._found(
+                "list", f"a list lacks {missing[0]}, which was accepted before ({len(missing)} in all)", one.number
+            )
 
     def _isolation(self) -> None:
         for one in self.history.of("peek"):
@@ -596,7 +610,9 @@ def _common(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, flo
     return found
 
 
-def _without(intervals: Sequence[tuple[float, float]], cuts: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _without(
+    intervals: Sequence[tuple[float, float]], cuts: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
     if not cuts:
         return [*intervals]
     edges = [(-FOREVER, cuts[0][0]), *((one[1], other[0]) for one, other in pairwise(cuts)), (cuts[-1][1], FOREVER)]

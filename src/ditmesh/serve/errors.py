@@ -7,6 +7,9 @@ from pathlib import Path
 
 from ..errors import ServerError
 
+# Seconds after which a client should retry if the server is stopping.
+AWAY = 10.0
+
 
 class QueueFull(ServerError):
     """No more jobs are taken for now.

@@ -13,16 +13,13 @@ from .._version import __version__
 from ..errors import InputError, did_you_mean
 from ..launch import Launcher, connection, device_of_launcher, launcher, threads_of_launcher
 from ..launch.pool import PRELOAD
-from .errors import IdempotencyKey, NoRanks, Stopping
+from .errors import AWAY, IdempotencyKey, NoRanks, Stopping
 from .offers import ModelSpec, ServedModel
 from .queue.dispatch import Dispatcher
 from .queue.jobs import JobStore
 from .settings import ServiceSettings
 from .types import Job, JobRequest, ModelCard, ServerState
 from .worker.replicas import LONGEST_BACKOFF
-
-# Seconds after which a client should retry if the server is stopping.
-AWAY = 10.0
 
 
 class Service(JobStore):

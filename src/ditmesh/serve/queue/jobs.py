@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ...errors import InputError
-from ..errors import IdempotencyKey, ResultFile, StorageError, UnknownJob
+from ..errors import AWAY, IdempotencyKey, ResultFile, Stopping, StorageError, UnknownJob
 from ..offers import ServedModel
 from ..settings import ServiceSettings
 from ..types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
@@ -151,10 +151,11 @@ class JobStore:
         # The error of the first of them.
         self._write_error = StorageError("nothing is unwritten")
         self._background: set[asyncio.Future[Any]] = set()
+        self._closed = False
 
     async def open(self) -> None:
         """Open the folder, and resume the jobs of an earlier run. Raises `ConfigError`, `StorageError`."""
-        self._disk = ThreadPoolExecutor(1, "ditmesh-disk")
+        self._disk, self._closed = ThreadPoolExecutor(1, "ditmesh-disk"), False
         try:
             self.queue = await self.on_disk(Queue, self._folder, self._settings)
             try:
@@ -198,11 +199,16 @@ class JobStore:
         """End all event streams, and close the folder."""
         for live in self.live_jobs.values():
             live.log.close()
-        await self.on_disk(self.queue.close)
+        # Behind what was asked for before.
+        self._closed = True
+        await asyncio.get_running_loop().run_in_executor(self._disk, self.queue.close)
         self._disk.shutdown()
 
     async def on_disk(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in the thread that reads and writes the folder."""
+        """Run a function in the thread that reads and writes the folder. Raises `Stopping`: it is closed."""
+        if self._closed:
+            # Clients whose connections are still open ask on.
+            raise Stopping("the server is stopping; ask again in a moment", AWAY)
         return await asyncio.get_running_loop().run_in_executor(self._disk, partial(function, *args))
 
     # ---- what becomes of jobs

@@ -1,0 +1,676 @@
+"""The queue and the dispatcher against models, in any order of events; and a crash after every change of a file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ditmesh.serve.errors import IdempotencyKey, KeyReused, NoSpace, QueueFull, StorageError
+from ditmesh.serve.offers import ModelSpec
+from ditmesh.serve.queue import dispatch
+from ditmesh.serve.queue.queue import Queue
+from ditmesh.serve.queue.results import ResultFiles
+from ditmesh.serve.service import Service
+from ditmesh.serve.settings import ServiceSettings
+from ditmesh.serve.types import ENDED, Job, JobError, JobImage, JobRequest
+from ditmesh.serve.worker.protocol import (
+    Cancel,
+    Cancelled,
+    Finished,
+    Load,
+    ModelReady,
+    Start,
+    TaskBegan,
+    TaskFailed,
+    TaskStepped,
+)
+from ditmesh.serve.worker.replicas import RanksDown, RanksUp
+from support.fault_points import fault_points, missing
+from support.serve import PNG
+from support.train import importing_tests
+
+SHARED = "/dev/shm" if Path("/dev/shm").is_dir() else None
+OWNERS, KEYS = st.sampled_from("ab"), st.sampled_from(["k0", "k1", "k2"])
+ANY = st.integers(0, 2**16)
+KEEP = 100.0
+
+
+def image(index: int) -> JobImage:
+    return JobImage(index=index, seed=7 + index, url=f"/{index}")
+
+
+def copied(folder: str) -> str:
+    """The folder as kill -9 leaves it: what is on the disk now, and no lock."""
+    other = tempfile.mkdtemp(dir=SHARED)
+    shutil.copytree(folder, other, dirs_exist_ok=True)
+    return other
+
+
+# ---- the queue
+
+
+@dataclasses.dataclass
+class KnownJob:
+    """What the model knows of a job."""
+
+    owner: str
+    n: int
+    status: str = "queued"
+    attempt: int = 1
+    running: set[int] = dataclasses.field(default_factory=set)
+    done: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    ended: float = 0.0
+
+    @property
+    def live(self) -> bool:
+        return self.status not in ENDED
+
+    def give_back(self) -> None:
+        self.running.clear()
+        if self.live:
+            self.status = "running" if self.done else "queued"
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """The queue with the files of its results."""
+
+    @initialize()
+    def begin_with_nothing(self) -> None:
+        self.folder = tempfile.mkdtemp(dir=SHARED)
+        self.now, self.names = 1e9, iter(range(10**6))
+        self.known: dict[str, KnownJob] = {}
+        self.keys: dict[tuple[str, str], tuple[str, str]] = {}
+        self.options = ServiceSettings(keep=KEEP, max_queue=12, max_per_owner=7)
+        self.open()
+
+    def open(self) -> None:
+        self.queue = Queue(self.folder, self.options, lambda: self.now)
+        self.files = ResultFiles(self.folder, self.options, lambda: self.now)
+
+    def teardown(self) -> None:
+        if hasattr(self, "queue"):
+            self.queue.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def pick(self, number: int, what: Any) -> str | None:
+        found = [id for id, job in self.known.items() if what(job)]
+        return found[number % len(found)] if found else None
+
+    @rule(
+        owner=OWNERS,
+        n=st.integers(1, 3),
+        key=st.none() | KEYS,
+        digest=st.sampled_from("xy"),
+        priority=st.integers(-1, 1),
+    )
+    def submit(self, owner: str, n: int, key: str | None, digest: str, priority: int) -> None:
+        id = f"j{next(self.names)}"
+        request = JobRequest(model="m", prompt="a fox", seed=7, n=n, priority=priority)
+        before = self.keys.get((owner, key)) if key else None
+        if before is not None and (before[0] not in self.known or self.known[before[0]].status == "cancelled"):
+            before = None
+        waiting = [job.n - len(job.done) for job in self.known.values() if job.live]
+        mine = [job.n - len(job.done) for job in self.known.values() if job.live and job.owner == owner]
+        full = sum(waiting) + n > 12 or sum(mine) + n > 7
+        given = None if key is None else IdempotencyKey(key, digest)
+        try:
+            job = self.queue.submit(id, request, owner, 1.0, key=given)
+        except KeyReused:
+            assert before is not None
+            assert before[1] != digest
+        except QueueFull:
+            assert before is None
+            assert full
+        else:
+            if before is not None:
+                assert (job.id, digest) == before
+                return
+            assert not full
+            assert (job.id, job.status) == (id, "queued")
+            self.known[id] = KnownJob(owner, n)
+            if key:
+                self.keys[owner, key] = id, digest
+
+    @rule()
+    def begin(self) -> None:
+        head = self.queue.head()
+        waits = {id for id, job in self.known.items() if job.live and len(job.running) + len(job.done) < job.n}
+        assert (head is not None) == bool(waits)
+        if head is not None:
+            assert head.id in waits
+            job, picture = self.known[head.id], self.queue.begin(head.id)
+            assert picture in set(range(job.n)) - job.running - set(job.done)
+            # Jobs that ranks have failed under go first.
+            assert job.attempt > 1 or all(self.known[id].attempt == 1 for id in waits)
+            job.running.add(picture)
+            job.status = "running"
+
+    @rule(number=ANY)
+    def finish(self, number: int) -> None:
+        id = self.pick(number, lambda job: job.running)
+        if id is not None:
+            job = self.known[id]
+            picture = sorted(job.running)[number % len(job.running)]
+            data = PNG + f"{id} {picture}".encode()
+            file = self.files.write(id, picture, data)
+            told = self.queue.finish(id, picture, file, image(picture))
+            assert told is not None
+            job.running.discard(picture)
+            job.done[picture] = data
+            if len(job.done) == job.n:
+                job.status, job.ended = "succeeded", self.now
+            assert told.status == job.status
+            # A second report of it changes nothing.
+            assert self.queue.finish(id, picture, file, image(picture)) is None
+
+    @rule(number=ANY, counts=st.booleans())
+    def interrupt(self, number: int, counts: bool) -> None:
+        id = self.pick(number, lambda job: job.live and job.running)
+        if id is not None:
+            job = self.known[id]
+            told = self.queue.interrupt(id, job.running, counts)
+            job.attempt += counts
+            job.give_back()
+            assert told is not None
+            assert (told.status, told.attempt) == (job.status, job.attempt)
+
+    @rule(number=ANY, how=st.sampled_from(["cancelled", "failed"]))
+    def end(self, number: int, how: str) -> None:
+        id = self.pick(number, lambda job: True)
+        if id is not None:
+            job = self.known[id]
+            told = (
+                self.queue.cancel(id)
+                if how == "cancelled"
+                else self.queue.fail(id, JobError(code="internal", message=""))
+            )
+            assert (told is not None) == job.live
+            if job.live:
+                job.status, job.ended = how, self.now
+                job.running.clear()
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, KEEP + 1, -50.0]))
+    def time_passes(self, seconds: float) -> None:
+        """The calendar may also be set back."""
+        self.now += seconds
+
+    @rule()
+    def sweep(self) -> None:
+        due = {id for id, job in self.known.items() if not job.live and job.ended + KEEP <= self.now}
+        assert set(self.queue.expired()) == due
+        self.queue.forget(due)
+        for id in due:
+            del self.known[id]
+        self.files.sweep(self.queue.ids(), self.queue.inputs())
+        assert {path.name for path in Path(self.folder, "results").iterdir()} <= self.known.keys()
+
+    @rule(kill=st.booleans())
+    def starts_again(self, kill: bool) -> None:
+        old = self.folder
+        if kill:
+            self.folder = copied(old)
+        self.queue.close()
+        if kill:
+            shutil.rmtree(old)
+        self.open()
+        assert self.queue.aside is None
+        for job in self.known.values():
+            job.give_back()
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        assert self.queue.ids() == self.known.keys()
+        for id, known in self.known.items():
+            job = self.queue.job(id, known.owner)
+            assert (job.status, job.attempt) == (known.status, known.attempt)
+            assert {one.index for one in job.images if one.url is not None} == known.done.keys()
+            for picture, data in known.done.items():
+                assert self.files.path(id, self.queue.file(id, picture))[0].read_bytes() == data
+        for owner in "ab":
+            own = [id for id, job in self.known.items() if job.owner == owner]
+            assert [job.id for job in self.queue.jobs(owner)] == own[::-1]
+        counts = [sum(job.status == status for job in self.known.values()) for status in ("queued", "running")]
+        assert [self.queue.queued, self.queue.running] == counts
+        assert self.queue.places().keys() == {id for id, job in self.known.items() if job.status == "queued"}
+
+
+# ---- the dispatcher
+
+
+class PlayedReplica:
+    """A replica whose ranks do what the machine lets them do."""
+
+    def __init__(self, name: str, make: Any, say: Any, limits: Any = None, function: Any = None) -> None:
+        self.name, self._say = name, say
+        self.up, self.models, self.running = False, set[str](), {}
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        self.up = False
+
+    def join(self, seconds: float = 0.0) -> None: ...
+
+    def say(self, message: Any) -> None:
+        self._say(self, message)
+
+    def send(self, command: Any) -> None:
+        """Commands to ranks that are gone are dropped."""
+        if not self.up:
+            return
+        if isinstance(command, Load):
+            self.models = {command.spec.name}
+            card = {"pipeline": "Fake", "batching": True, "steps": 4}
+            self.say(ModelReady(command.spec.name, card, {}, "", ()))
+        elif isinstance(command, Start):
+            assert command.task.model in self.models
+            assert command.task.id not in self.running
+            self.running[command.task.id] = command.task, 0
+        elif isinstance(command, Cancel) and command.id in self.running:
+            _, step = self.running.pop(command.id)
+            self.say(Cancelled(command.id, step))
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    """The service on two replicas that the machine plays, on a disk that may refuse to write."""
+
+    @initialize()
+    def begin_with_nothing(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.folder = tempfile.mkdtemp(dir=SHARED)
+        self.known: dict[str, dict[str, Any]] = {}
+        self.keys: dict[str, str] = {}
+        self.refused: set[str] = set()
+        self.names = iter(range(10**6))
+        self.downs = 0
+        self.fails = False
+        self.open()
+
+    def open(self) -> None:
+        options = ServiceSettings(
+            launcher="support.serve:ThreadRanks", device="cpu", replicas=2, max_batch=2, max_queue=20, max_per_owner=20
+        )
+        with mock.patch.object(dispatch, "Replica", PlayedReplica):
+            self.service = Service([ModelSpec("sd3", "emoji-sd3")], self.folder, options)
+        self.run(self.service.start())
+        # The disk fails as the machine says.
+        change, write = self.service.queue._change, self.service.results.write
+
+        @contextlib.contextmanager
+        def changed() -> Any:
+            if self.fails:
+                raise NoSpace("the disk is full")
+            with change() as db:
+                yield db
+
+        def written(*arguments: Any) -> str:
+            if self.fails:
+                raise NoSpace("the disk is full")
+            return write(*arguments)
+
+        self.service.queue._change, self.service.results.write = changed, written
+        self.settle()
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(work)
+
+    def settle(self) -> None:
+        """Until the dispatcher has nothing left to do."""
+
+        async def quiet() -> None:
+            calm = 0
+            while calm < 3:
+                await self.service.on_disk(lambda: None)
+                await asyncio.sleep(0)
+                busy = (
+                    self.service._dispatcher._inbox.qsize()
+                    or self.service.wake.is_set()
+                    or self.service.change.locked()
+                )
+                calm = 0 if busy else calm + 1
+
+        self.run(quiet())
+
+    @property
+    def replicas(self) -> list[Any]:
+        return [slot.replica for slot in self.service._dispatcher.slots]
+
+    def tasks(self) -> list[tuple[Any, str]]:
+        return [(replica, id) for replica in self.replicas for id in replica.running]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "service"):
+            return
+        try:
+            self.all_ends()
+        finally:
+            self.run(self.service.stop(0.0))
+            self.loop.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def all_ends(self) -> None:
+        """When nothing fails any more every job ends."""
+        self.fails = False
+        self.run(self.service._flush_unwritten())
+        for _ in range(500):
+            for replica in self.replicas:
+                if not replica.up:
+                    replica.up = True
+                    replica.say(RanksUp())
+            self.service.wake.set()
+            self.settle()
+            for replica, id in self.tasks():
+                self.finished(replica, id)
+            self.settle()
+            if all(self.job(id).status in ENDED for id in self.known):
+                break
+        for id, known in self.known.items():
+            job = self.job(id)
+            allowed = {"succeeded"} | ({"cancelled"} if known["cancelled"] else set())
+            allowed |= {"failed"} if known["refused"] or self.downs > 1 else set()
+            assert job.status in allowed, (job, known)
+            if job.status == "succeeded":
+                assert all(one.url is not None for one in job.images)
+                for one in job.images:
+                    file = self.run(self.service.result(id, one.index, ""))
+                    assert file.path.read_bytes() == PNG + f"{id}/{one.index}".encode()
+
+    def job(self, id: str) -> Job:
+        return self.run(self.service.job(id, ""))
+
+    # ---- what clients do
+
+    @rule(n=st.integers(1, 3), key=st.none() | KEYS)
+    def submit(self, n: int, key: str | None) -> None:
+        given = None if key is None else IdempotencyKey(key, "same")
+        before = self.keys.get(key or "")
+        try:
+            job = self.run(self.service.submit(JobRequest(prompt="fox", n=n, steps=4), "", given))
+        except QueueFull:
+            return
+        except StorageError:
+            assert self.fails or self.service.has_unwritten
+            return
+        if before is not None and not self.known[before]["cancelled"]:
+            assert job.id == before
+            return
+        if job.id not in self.known:
+            self.known[job.id] = {"cancelled": False, "refused": False, "done": set(), "status": "queued", "attempt": 1}
+        if key:
+            self.keys[key] = job.id
+        self.settle()
+
+    @rule(number=ANY)
+    def cancel(self, number: int) -> None:
+        if self.known:
+            id = [*self.known][number % len(self.known)]
+            try:
+                job = self.run(self.service.cancel(id, ""))
+            except StorageError:
+                assert self.fails
+                return
+            assert job.status in ENDED
+            self.known[id]["cancelled"] |= job.status == "cancelled"
+            self.settle()
+            if job.status == "cancelled":
+                assert not any(task.startswith(id) for _, task in self.tasks())
+
+    # ---- what ranks do
+
+    @rule(number=ANY)
+    def ranks_start(self, number: int) -> None:
+        replica = self.replicas[number % 2]
+        if not replica.up:
+            replica.up, replica.models = True, set()
+            replica.say(RanksUp())
+            self.settle()
+
+    @rule(number=ANY, why=st.sampled_from(["rank 0 was killed", "rank 0 stalled"]))
+    def ranks_end(self, number: int, why: str) -> None:
+        replica = self.replicas[number % 2]
+        if replica.up:
+            replica.up = False
+            replica.running.clear()
+            replica.models.clear()
+            self.downs += 1
+            replica.say(RanksDown(why=why))
+            self.settle()
+
+    @precondition(lambda self: bool(self.tasks()))
+    @rule(number=ANY, what=st.sampled_from(["step", "finish", "finish", "refuse", "memory", "give back"]))
+    def ranks_report(self, number: int, what: str) -> None:
+        tasks = self.tasks()
+        replica, id = tasks[number % len(tasks)]
+        task, step = replica.running[id]
+        if what == "step":
+            replica.say(TaskBegan(id, 4))
+            if step < 3:
+                replica.running[id] = task, step + 1
+                replica.say(TaskStepped(id, step + 1, 4, len(replica.running)))
+        elif what == "finish":
+            self.finished(replica, id)
+        elif what == "give back":
+            del replica.running[id]
+            replica.say(Cancelled(id, step))
+        else:
+            del replica.running[id]
+            self.known[id.partition("/")[0]]["refused"] = True
+            replica.say(TaskFailed(id, "invalid_request" if what == "refuse" else "out_of_memory", "no"))
+        self.settle()
+
+    def finished(self, replica: Any, id: str) -> None:
+        del replica.running[id]
+        replica.say(Finished(id, PNG + id.encode(), 64, 64, {}))
+
+    @rule()
+    def late_report(self) -> None:
+        """Of a task that is not known (any more)."""
+        self.replicas[0].say(Finished("job_none/0", PNG, 64, 64, {}))
+        self.settle()
+
+    # ---- what the machine does
+
+    @rule(fails=st.booleans())
+    def disk(self, fails: bool) -> None:
+        self.fails = fails
+        if not fails:
+            self.run(self.service._flush_unwritten())
+            self.service.wake.set()
+        self.settle()
+
+    @rule()
+    def killed(self) -> None:
+        """kill -9, and a new server on what is on the disk."""
+        old, service = self.folder, self.service
+        self.folder = copied(old)
+        for replica in self.replicas:
+            replica.up = False
+        self.fails = False
+        self.run(service.stop(0.0))
+        shutil.rmtree(old, ignore_errors=True)
+        for known in self.known.values():
+            # What was only in memory may be lost; what was told to be done was on the disk.
+            known["attempt"] = 1
+        self.open()
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "service"):
+            return
+        tasks = [id for _, id in self.tasks()]
+        assert len(set(tasks)) == len(tasks), "a picture is made twice"
+        for replica in self.replicas:
+            assert len(replica.running) <= 2 * 2
+        for id, known in self.known.items():
+            job = self.job(id)
+            done = {one.index for one in job.images if one.url is not None}
+            assert known["done"] <= done
+            assert known["attempt"] <= job.attempt
+            if known["status"] in ENDED:
+                assert job.status == known["status"]
+                assert known["done"] == done
+            if known["cancelled"]:
+                assert job.status == "cancelled"
+            known.update(done=done, status=job.status, attempt=job.attempt)
+            if job.status in ENDED:
+                assert not any(task.startswith(id) for task in tasks)
+        listed = [job.id for job in self.run(self.service.jobs("", 1000))]
+        assert listed == [*self.known][::-1]
+
+
+FEW = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=[*HealthCheck])
+MANY = settings(FEW, max_examples=400, stateful_step_count=60)
+
+
+@pytest.mark.parametrize("machine", [QueueMachine, DispatcherMachine])
+def test_any_order_of_events(machine: Any) -> None:
+    run_state_machine_as_test(machine, settings=FEW)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("machine", [QueueMachine, DispatcherMachine])
+def test_any_order_of_many_events(machine: Any) -> None:
+    run_state_machine_as_test(machine, settings=MANY)
+
+
+# ---- a crash at every change of a file
+
+CRASHES = """
+import itertools, json, os, shutil, signal, sys
+from pathlib import Path
+from ditmesh.serve.errors import IdempotencyKey
+from ditmesh.serve.queue import queue, results
+from ditmesh.serve.types import Input, JobImage, JobRequest
+from support import fault_points as points
+
+folder, actions = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",")]
+kinds, every = int(sys.argv[3]), int(sys.argv[4])
+faults = points.FaultPoints.own()
+
+def image(index):
+    return JobImage(index=index, seed=index, url=f"/{index}")
+
+def opened():
+    return queue.Queue(folder / "server"), results.ResultFiles(folder / "server")
+
+def life(say):
+    jobs, files = opened()
+    for number in range(3):
+        id, key = f"j{number}", IdempotencyKey(f"k{number}", "same")
+        digest = files.put_input(f"input {number}".encode())
+        asked = JobRequest(model="m", prompt="x", n=2, seed=0, inputs=(Input(role="image", digest=digest),))
+        jobs.submit(id, asked, "me", 1.0, key=key)
+        say("accepted", id, digest)
+        if number == 1:
+            jobs.begin(id)
+            jobs.cancel(id)
+            say("cancelled", id)
+            continue
+        for index in (jobs.begin(id), jobs.begin(id)):
+            jobs.finish(id, index, files.write(id, index, f"{id} {index}".encode()), image(index))
+            say("done", id, index)
+    jobs.forget(["j0"])
+    say("forgotten", "j0")
+    files.remove("j0")
+    jobs.close()
+
+def child(out):
+    life(lambda *said: os.write(out, (json.dumps(said) + "\\n").encode()))
+    os._exit(0)
+
+def verify(said):
+    jobs, files = opened()
+    assert jobs.aside is None
+    assert not [*folder.rglob(".*.tmp")], "unfinished files"
+    files.sweep(jobs.ids(), jobs.inputs())
+    gone = {one[1] for one in said if one[0] == "forgotten"}
+    # The last promise may be one step ahead of what was said.
+    almost = {"j0"} if said and said[-1] == ["done", "j2", 1] else set()
+    for what, id, *rest in said:
+        if id in gone or (id in almost and id not in jobs.ids()):
+            continue
+        job = jobs.job(id, "me")
+        assert jobs.repeated("me", IdempotencyKey(f"k{id[1]}", "same")) is not None or job.status == "cancelled"
+        if what == "accepted":
+            assert files.input(rest[0]).read_bytes() == f"input {id[1]}".encode()
+        if what == "cancelled":
+            assert job.status == "cancelled"
+        if what == "done":
+            assert files.path(id, jobs.file(id, rest[0]))[0].read_bytes() == f"{id} {rest[0]}".encode()
+    for id in jobs.ids():
+        for one in jobs.job(id).images:
+            if one.url is not None:
+                assert files.path(id, jobs.file(id, one.index))[0].read_bytes() == f"{id} {one.index}".encode()
+    while (head := jobs.head()) is not None:
+        index = jobs.begin(head.id)
+        jobs.finish(head.id, index, files.write(head.id, index, f"{head.id} {index}".encode()), image(index))
+    assert all(jobs.job(id).status in ("succeeded", "cancelled") for id in jobs.ids())
+    jobs.close()
+
+points_seen = 0
+for action in actions:
+    for at in itertools.count(1, every):
+        shutil.rmtree(folder / "server", ignore_errors=True)
+        ours, theirs = os.pipe()
+        faults.at(action, at, kinds)
+        if (pid := os.fork()) == 0:
+            child(theirs)
+        os.close(theirs)
+        said = [json.loads(line) for line in os.fdopen(ours).read().splitlines()]
+        ended = os.waitpid(pid, 0)[1]
+        faults.clear()
+        verify(said)
+        if not ended:
+            break
+        assert ended == signal.SIGKILL, ended
+        points_seen += 1
+print(points_seen)
+"""
+
+
+@pytest.mark.skipif(missing() is not None, reason=missing() or "")
+@pytest.mark.parametrize(
+    ("actions", "kinds", "every", "least"),
+    [
+        pytest.param("3", "2,4", 1, 50, id="after each sync and rename"),
+        pytest.param("2,3,4", "1,2,4,8,16,32,64", 5, 100, id="around some of all changes"),
+        pytest.param("2,3,4", "1,2,4,8,16,32,64", 1, 500, id="around all changes", marks=pytest.mark.matrix),
+    ],
+)
+def test_a_crash_loses_nothing_that_was_promised(actions: str, kinds: str, every: int, least: int) -> None:
+    """In SQLite's calls as well: before a change, after it, and in the middle of a write."""
+    mask = sum(int(kind) for kind in kinds.split(","))
+    with tempfile.TemporaryDirectory(dir=SHARED) as folder, fault_points(folder) as faults:
+        run = subprocess.run(
+            [sys.executable, "-P", "-c", CRASHES, folder, actions, str(mask), str(every)],
+            env=faults.environment(importing_tests() | {"PYTHONFAULTHANDLER": "1"}),
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout) >= least
