@@ -35,10 +35,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE))
-sys.path.append(str(HERE.parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 
 import psutil
 from clients import Asker, Client, Judge, Owner, receipt_digest
