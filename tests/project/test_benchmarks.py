@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support import hosts
+from support import fault_points, hosts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -51,7 +51,7 @@ def test_the_runner_knows_all_benchmarks(tmp_path: Path) -> None:
     listed = script("__main__.py").stdout.splitlines()
     shared = {"__main__", "harness", "machine", "quiet"}
     files = {path.stem for path in BENCHMARKS.glob("*.py")} - shared
-    assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check"}
+    assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check", "serving_history"}
     unknown = script("__main__.py", "exakt")
     assert unknown.returncode == 1
     assert "there is no benchmark 'exakt'; use one of big_model, exact, " in unknown.stderr
@@ -217,6 +217,32 @@ def test_the_faults_of_a_server_under_load_lose_nothing(tmp_path: Path) -> None:
     result = json.loads(figures.read_text())
     assert [one["fault"] for one in result["faults"]] == ["kill-rank", "kill-http", "stop-rank", "full-disk"]
     assert (result["accepted"], result["lost"], result["wrong"], result["bad"]) == (40, [], 0, [])
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(fault_points.missing() is not None, reason=fault_points.missing() or "")
+@pytest.mark.parametrize("more", [["--faults", 42], ["--ranks", "model", "--faults", 8, "--operations", 300]])
+def test_what_clients_see_of_a_server_while_everything_fails_has_no_anomaly(tmp_path: Path, more: list[Any]) -> None:
+    figures, history = tmp_path / "out.json", tmp_path / "history.jsonl"
+    few = ["--operations", 1000, "--seed", 3, "--seconds", 400, "--json", figures, "--history", history]
+    ended = script("serving_history", *few, *more)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert result["anomalies"] == {}
+    assert result["not_back"] == []
+    assert result["faults"] >= 8
+    if "model" not in more:
+        assert len(result["kinds_of_faults"]) >= 19
+    # A history that lost an answer is not accepted.
+    lines = history.read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if '"f":"submit"' in line and '"owner":"a"' in line)
+    number = json.loads(lines[first])["op"]
+    kept = [line for line in lines if f'"op":{number},' not in line]
+    history.write_text("\n".join(kept) + "\n")
+    checked = script("serving_history", "--check", history)
+    assert checked.returncode == 1
+    assert "no client has asked for it" in checked.stdout
 
 
 @pytest.mark.matrix

@@ -50,7 +50,7 @@ from support.serve import PNG
 from support.train import importing_tests
 
 SHARED = "/dev/shm" if Path("/dev/shm").is_dir() else None
-OWNERS, KEYS = st.sampled_from("ab"), st.sampled_from(["k0", "k1", "k2"])
+OWNERS, KEYS = st.sampled_from("ab"), st.sampled_from(["k0", "k1"])
 ANY = st.integers(0, 2**16)
 KEEP = 100.0
 
@@ -119,8 +119,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(
         owner=OWNERS,
         n=st.integers(1, 3),
-        key=st.none() | KEYS,
-        digest=st.sampled_from("xy"),
+        key=st.one_of(st.none(), KEYS, KEYS),
+        digest=st.sampled_from("xxxy"),
         priority=st.integers(-1, 1),
     )
     def submit(self, owner: str, n: int, key: str | None, digest: str, priority: int) -> None:
@@ -402,7 +402,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     # ---- what clients do
 
-    @rule(n=st.integers(1, 3), key=st.none() | KEYS)
+    @rule(n=st.integers(1, 3), key=st.one_of(st.none(), KEYS, KEYS))
     def submit(self, n: int, key: str | None) -> None:
         given = None if key is None else IdempotencyKey(key, "same")
         before = self.keys.get(key or "")
@@ -527,7 +527,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             job = self.job(id)
             done = {one.index for one in job.images if one.url is not None}
             assert known["done"] <= done
-            assert known["attempt"] <= job.attempt
+            # The job under which ranks fail twice fails.
+            assert known["attempt"] <= job.attempt <= 2
             if known["status"] in ENDED:
                 assert job.status == known["status"]
                 assert known["done"] == done
@@ -540,7 +541,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert listed == [*self.known][::-1]
 
 
-FEW = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=[*HealthCheck])
+FEW = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[*HealthCheck])
 MANY = settings(FEW, max_examples=400, stateful_step_count=60)
 
 
