@@ -1,6 +1,7 @@
-"""What stale strategies cost on the embedded models: the tables of docs/findings.md.
+"""What stale strategies cost on small trained models: the tables and figures of docs/findings.md.
 
     python benchmarks/quality.py                           # all of it; hours of one core
+    python benchmarks/quality.py --part experiment --images 1 --json benchmarks/measured/experiment.json
     python benchmarks/quality.py --part policies --images 1
     python benchmarks/quality.py --json out.json           # and every figure
 
@@ -11,13 +12,22 @@ one draws each once more from another seed, and the tables are made of what is t
 
 ``policies``: which steps should be synchronous? Policies with the same number of synchronous steps, on N = 4 and 8.
 ``roots``: fixed warm-ups on N = 2, 4, 8 and 16. ``singles``: which single step matters.
+
+``experiment``: 50 steps, N = 2, 4, 8, fixed warm-ups from none to 40 steps, first and last steps, adaptive; DDIM and
+DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``samplers``: three
+more. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the noise in place of the velocity.
+``tokens``: one recipe at 64 and 1,024 tokens. ``counts``: fewer steps. Models that are not embedded (epsilon, 64 and
+1,024 tokens) are those of `training/relatives.py`, looked for in ``--models``; where one is not there, its table is
+left out. `benchmarks/figures.py` draws the figures of the page from the JSON files.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +52,9 @@ class Table:
         devices, warmups: everything is combined with everything.
         which: also single steps, on the first number of devices.
         rounds: seeds at most; None: as many as are asked for.
+        strategies: of `ditmesh study`.
+        captions: pictures of one request.
+        detail: also errors of attention, and on the same latents.
     """
 
     part: str
@@ -52,11 +65,15 @@ class Table:
     warmups: tuple[str, ...]
     which: bool = False
     rounds: int | None = None
+    strategies: tuple[str, ...] = ("displaced",)
+    captions: int = CAPTIONS
+    detail: bool = False
 
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"{self.part}-{self.model}-{self.sampler}"
+        more = f"-{self.steps}" if self.part == "counts" else ""
+        return f"{self.part}-{self.model}-{self.sampler}{more}"
 
 
 def policies(steps: int) -> tuple[str, ...]:
@@ -75,25 +92,63 @@ def policies(steps: int) -> tuple[str, ...]:
 FLOW, SMALL, LARGE = ("emoji-sd3", "euler", 12), ("emoji-dit-s", "ddim", 20), ("emoji-dit-l", "ddim", 20)
 MULTISTEP = ("emoji-dit-s", "dpm", 20)
 ROOTS = ("fixed(1)", "fixed(2)", "fixed(4)", "fixed(8)")
+# The experiment: 50 steps, as is usual for DiT-XL/2.
+LONG = 50
+WARMUPS = ("fixed(0)", "fixed(1)", "fixed(4)", "fixed(10)", "fixed(40)")
+# What the same number of synchronous steps is worth elsewhere.
+PLACED = ("first_last(1, 4)", "adaptive(0.001, 5)")
+NUMBERS = (2, 4, 8)
+# Models of `training/relatives.py`.
+RELATIVES = ("dit-64-tokens", "dit-1024-tokens", "dit-epsilon")
+
+
+def compressed(*names: str) -> tuple[str, ...]:
+    """Strategies of `ditmesh study` with messages compressed in each of these ways: any that ``compress`` knows."""
+    return tuple(f"displaced-{name}" for name in names)
+
+
 TABLES = [
     *(Table("policies", *model, (4, 8), policies(model[2])) for model in (FLOW, SMALL, LARGE, MULTISTEP)),
     *(Table("singles", *model, (4,), (), which=True, rounds=1) for model in (FLOW, SMALL)),
     *(Table("roots", *model, (2, 4, 8, 16), ROOTS, rounds=2) for model in (FLOW, SMALL)),
+    Table("experiment", "emoji-dit-s", "ddim", LONG, NUMBERS, (*WARMUPS, *PLACED)),
+    Table("experiment", "emoji-dit-s", "dpm", LONG, NUMBERS, WARMUPS),
+    Table("detail", "emoji-dit-s", "ddim", LONG, (4,), WARMUPS[:4], captions=4, detail=True, rounds=1),
+    Table(
+        "strategies",
+        *("emoji-dit-s", "ddim", LONG, NUMBERS, ("fixed(1)",)),
+        strategies=("naive", "pipefusion", *compressed("int8", "int4")),
+    ),
+    *(Table("samplers", "emoji-dit-s", sampler, LONG, (4,), ("fixed(1)",)) for sampler in ("unipc", "euler", "ddpm")),
+    *(Table("counts", "emoji-dit-s", "ddim", steps, NUMBERS, ("fixed(1)",)) for steps in (10, 20)),
+    Table("objectives", "emoji-sd3", "euler", LONG, NUMBERS, ("fixed(1)", "fixed(10)", "fixed(40)")),
+    Table("objectives", "dit-epsilon", "ddim", LONG, NUMBERS, ("fixed(1)", "fixed(10)", "fixed(40)")),
+    Table("detail", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
+    Table("detail", "dit-epsilon", "ddim", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
+    *(Table("tokens", name, "ddim", LONG, NUMBERS, ("fixed(1)",)) for name in RELATIVES[:2]),
 ]
+PARTS = tuple(dict.fromkeys(table.part for table in TABLES))
 
 
-def plan_of(table: Table, rounds: int) -> Any:
+def folder_of(table: Table, models: Path) -> Path:
+    """Where a table's model is."""
+    from ditmesh import zoo
+
+    return models / table.model / "out" if table.model in RELATIVES else zoo.path(table.model)
+
+
+def plan_of(table: Table, rounds: int, models: Path) -> Any:
     """The study's plan; that of fewer rounds is the beginning of that of more."""
     from ditmesh import zoo
     from ditmesh.generate.job import class_numbers
     from ditmesh.generate.model_info import find_model
     from ditmesh.tools.study import plan
 
-    folder, known = zoo.path(table.model), zoo.EMBEDDED[table.model]
-    info = find_model(folder)
-    captions = zoo.captions(table.model)
-    every = len(captions) // CAPTIONS
-    prompts = captions[every // 2 :: every][:CAPTIONS]
+    folder = folder_of(table, models)
+    parent = "emoji-dit-s" if table.model in RELATIVES else table.model
+    info, known, captions = find_model(folder), zoo.EMBEDDED[parent], zoo.captions(parent)
+    every = len(captions) // table.captions
+    prompts = captions[every // 2 :: every][: table.captions]
     setup = plan.Setup(
         model=str(folder),
         name=table.model,
@@ -108,17 +163,17 @@ def plan_of(table: Table, rounds: int) -> Any:
         devices=table.devices,
         warmups=table.warmups,
         samplers=(table.sampler,),
-        strategies=("displaced",),
+        strategies=table.strategies,
         prompts=prompts,
         labels=class_numbers(prompts, info),
         images=rounds,
-        batch=CAPTIONS,
+        batch=table.captions,
         which=table.which,
-        detail=False,
+        detail=table.detail,
     )
 
 
-def measure(tables: list[Table], out: Path, rounds: int) -> None:
+def measure(tables: list[Table], out: Path, rounds: int, models: Path) -> None:
     """Draw what is missing, round by round."""
     from rich.console import Console
 
@@ -135,12 +190,12 @@ def measure(tables: list[Table], out: Path, rounds: int) -> None:
                 if cell is not None:
                     console.print(f"round {count}, {table.name}: {cell.describe()}", markup=False)
 
-            run_cells(plan_of(table, count), Store(out / table.name), on_cell=told)
+            run_cells(plan_of(table, count, models), Store(out / table.name), on_cell=told)
 
 
-def finished(tables: list[Table], out: Path, rounds: int) -> Iterator[tuple[Table, Any]]:
+def finished(tables: list[Table], out: Path, rounds: int, models: Path) -> Iterator[tuple[Table, Any]]:
     """What is there of every table, in rounds that are whole; with the study's page beside its cells."""
-    from ditmesh.tools.study.analysis import Results
+    from ditmesh.tools.study.analysis import StudyResults
     from ditmesh.tools.study.page import write
     from ditmesh.tools.study.store import Store
 
@@ -149,10 +204,10 @@ def finished(tables: list[Table], out: Path, rounds: int) -> Iterator[tuple[Tabl
             continue
         store = Store(out / table.name)
         for count in range(min(rounds, table.rounds or rounds), 0, -1):
-            plan = plan_of(table, count)
+            plan = plan_of(table, count, models)
             cells = [store.get(cell, plan.setup) for cell in plan.cells]
             if all(cell is not None for cell in cells):
-                results = Results(plan, [cell for cell in cells if cell is not None])
+                results = StudyResults(plan, [cell for cell in cells if cell is not None])
                 write(results, out / table.name)
                 yield table, results
                 break
@@ -164,19 +219,68 @@ def seeds_of(results: Any) -> tuple[int, list[int]]:
     return len(seeds), sorted(set(seeds))
 
 
-def figures_of(results: Any) -> dict[str, Any]:
-    """Everything that is printed of a study, as plain data."""
-    sampler, strategy = results.plan.samplers[0], "displaced"
+def figures_of(results: Any, pictures: Path) -> dict[str, Any]:
+    """Everything that is printed or drawn of a study, as plain data; its pictures are in a folder."""
+    plan = results.plan
+    sampler, strategy = plan.samplers[0], plan.strategies[0]
     return {
         "pictures": seeds_of(results)[0],
         "seeds": seeds_of(results)[1],
         "prompts": sorted({prompt for _, prompt, _ in results.synchronous}),
-        "rows": [asdict(row) for row in results.rows()],
+        "rows": [row_of(results, at, pictures) for at in results.asked()],
         "against_others": results.against_others(),
         "single_steps": results.single_steps(),
         "rule": results.rule(sampler, strategy),
         "root_pairs": results.root_pairs(sampler, strategy),
     }
+
+
+def row_of(results: Any, at: Any, pictures: Path) -> dict[str, Any]:
+    """A combination: means, every picture's PSNR, the prediction's error by step, and details where they were asked for."""
+    from ditmesh.tools.study.analysis import mean
+
+    errors = [(error.value, error.error) for error in results.prediction_errors(at)]
+    first = results.by[at][0]
+    details = ("attention_error", "same_latents", "token_error")
+    return rounded(
+        asdict(results.row(at))
+        | {"each": list(results.psnr_of(at).values()), "prediction_error": errors}
+        | {"flip": asdict(mean(flips(results, at, pictures)))}
+        | {"synchronous_steps": [step["step"] for step in first.get("steps", ()) if step["synchronous"]]}
+        | {name: first[name] for name in details if name in first}
+    )
+
+
+def flips(results: Any, at: Any, pictures: Path) -> list[float]:
+    """FLIP of every picture against the synchronous one; empty without the package.
+
+    FLIP (Andersson et al. 2020, HPG) of 8-bit pictures as on a screen at 67 pixels a degree: 0 is the same picture.
+    ``pip install flip-evaluator==1.7`` has all that it needs.
+    """
+    if find_spec("flip_evaluator") is None:
+        return []
+    import flip_evaluator
+    import numpy as np
+    from PIL import Image
+
+    def read(name: str) -> Any:
+        with Image.open(pictures / name) as image:
+            return np.asarray(image.convert("RGB"), dtype=np.float32) / 255
+
+    exact = [results.synchronous[at[0], one["prompt"], one["seed"]] for one in results.pictures(at)]
+    return [
+        float(flip_evaluator.evaluate(read(truth["file"]), read(one["file"]), "LDR")[1])
+        for one, truth in zip(results.pictures(at), exact, strict=True)
+    ]
+
+
+def rounded(value: Any, digits: int = 5) -> Any:
+    """The same with numbers of so many digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {name: rounded(each, digits) for name, each in value.items()}
+    return [rounded(each, digits) for each in value] if isinstance(value, list | tuple) else value
 
 
 def show(table: Table, results: Any) -> None:
@@ -209,6 +313,9 @@ def show(table: Table, results: Any) -> None:
                 print(f"{'':7}{steps_of(results, row)}")
         print(f"nearest picture of the synchronous runs: {row.right_synchronous:.3f}")
         return
+    if table.part not in ("singles", "roots"):
+        show_rows(results)
+        return
     for single in results.single_steps():
         print(f"N = {single['devices']}, step: gain when synchronous beside the first; PSNR when it alone is stale")
         for step, gain, left in zip(single["steps"], single["gain"], single["psnr_with_one_stale"], strict=True):
@@ -218,6 +325,17 @@ def show(table: Table, results: Any) -> None:
             print(f"{row.devices:>2}  {row.warmup:<10}{format(row.psnr, '.2f'):>15}")
         for sentence in findings(results, {(table.sampler, "displaced"): results.rule(table.sampler, "displaced")})[1:]:
             print(sentence)
+
+
+def show_rows(results: Any) -> None:
+    """Print every combination."""
+    print(f"{'strategy':<16}{'N':>2}  {'policy':<20}{'synchronous':>12}{'PSNR':>15}{'SSIM':>9}{'1000 ST-LPIPS':>15}")
+    for row in results.rows():
+        perceptual = "" if row.perceptual.value is None else format(thousandfold(row.perceptual), ".2f")
+        print(
+            f"{row.strategy:<16}{row.devices:>2}  {row.warmup:<20}{row.synchronous:>12.1f}{format(row.psnr, '.2f'):>15}"
+            f"{row.ssim.value:>9.4f}{perceptual:>15}"
+        )
 
 
 def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:
@@ -279,11 +397,12 @@ def compare(found: list[tuple[Table, Any]]) -> None:
 def main() -> None:
     """Measure and print."""
     parser = command_line(__doc__)
-    parser.add_argument("--part", action="append", choices=("policies", "singles", "roots"), help="default: all")
+    parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     parser.add_argument("--model", action="append", help="default: all that the tables name")
     parser.add_argument("--sampler", action="append", help="default: all that the tables name")
     parser.add_argument("--images", type=int, default=3, help="pictures of every caption, each with its own seed")
     parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="what is finished")
+    parser.add_argument("--models", type=Path, default=Path("runs/relatives"), help="what training/relatives.py made")
     parser.add_argument("--show", action="store_true", help="draw nothing; tables of what is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -293,10 +412,11 @@ def main() -> None:
         if table.part in (options.part or [table.part])
         and table.model in (options.model or [table.model])
         and table.sampler in (options.sampler or [table.sampler])
+        and (folder_of(table, options.models) / "model_index.json").exists()
     ]
     if not options.show:
-        measure(tables, options.out, options.images)
-    found = list(finished(tables, options.out, options.images))
+        measure(tables, options.out, options.images, options.models)
+    found = list(finished(tables, options.out, options.images, options.models))
     machine = describe_machine()
     print(f"{machine['text']}; one thread; ranks simulated, to the bit")
     for table, results in found:
@@ -304,7 +424,15 @@ def main() -> None:
     compare(found)
     figures = {
         "machine": machine,
-        "tables": [{"table": asdict(table), **figures_of(results)} for table, results in found],
+        "tables": [
+            {"table": asdict(table), **figures_of(results, options.out / table.name / "cells")}
+            for table, results in found
+        ],
+        "relatives": {
+            name: json.loads(record.read_text(encoding="utf-8"))
+            for name in RELATIVES
+            if (record := options.models / name / "out" / "training.json").exists()
+        },
         "compared": [{"what": what, **asdict(apart)} for what, apart in comparisons(found)],
     }
     write_figures(figures, options.json)

@@ -6,9 +6,10 @@ import functools
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,7 @@ class Runner:
             if taps is not None:
                 result["attention_error"] = taps.attention_errors()
                 result["same_latents"] = taps.same_latents(len(predictions))
+                result["token_error"] = token_errors(predictions, kept["predictions"], len(cell.prompts))
         result["seconds"] = time.perf_counter() - began
         result["evaluations"] = len(kept["predictions"])
         result["pictures"] = self._compare(cell, key, pictures, kept["pictures"].numpy())
@@ -310,6 +312,32 @@ class Taps:
             for number, (model, args, kwargs, output) in enumerate(self._calls):
                 _add(sums[number // per], output.float(), _first(model(*args, **kwargs)).float())
         return [_relative(each) for each in sums]
+
+
+def token_errors(predictions: Sequence[Tensor], exact: Sequence[Tensor], pictures: int) -> list[list[list[float]]]:
+    """Where in the picture the prediction is wrong, for every evaluation: (evaluations, rows, columns).
+
+    Args:
+        predictions, exact: of every evaluation, (n, C, h, w), (n, C, frames, h, w), or packed tokens (n, S, C), which are
+            taken for a square where S is one, and for a single column otherwise.
+        pictures: of the first so many rows.
+
+    Returns:
+        The root mean square error of every place over pictures, channels and frames, over that of what is exact of the
+        whole picture, so that its root mean square over all places is the relative error of the step. Four digits.
+    """
+    found = []
+    for ours, truth in zip(predictions, exact, strict=True):
+        apart, whole = ((ours - truth)[:pictures].float().square(), truth[:pictures].float().square())
+        if apart.ndim == 3:
+            side = isqrt(apart.shape[1])
+            shape = (side, side) if side * side == apart.shape[1] else (apart.shape[1], 1)
+            places = apart.mean((0, 2)).view(shape)
+        else:
+            places = apart.mean([dim for dim in range(apart.ndim) if dim < apart.ndim - 2])
+        relative = (places / whole.mean().clamp_min(1e-30)).sqrt()
+        found.append([[float(f"{value:.4g}") for value in row] for row in relative.tolist()])
+    return found
 
 
 def _add(sums: list[float], ours: Tensor, exact: Tensor) -> None:

@@ -1,0 +1,136 @@
+"""Relatives of ``emoji-dit-s``, for studies: the same classes in other numbers of tokens, and another objective.
+
+    python -m training.relatives NAME --data DIR
+
+Each begins with the weights of ``emoji-dit-s`` and is trained on by ``ditmesh train``; nothing else differs but what its
+name says. That is how `DiT-XL/2` at 512 pixels is to the one at 256 (Peebles and Xie 2022, arXiv:2212.09748): weights
+of the same shapes, four times the tokens. None of them is embedded in the package: `benchmarks/quality.py` reads them
+from ``DIR/NAME/out``. A run can be interrupted and started again with the same arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    DDIMScheduler,  # pyright: ignore[reportPrivateImportUsage]
+    DiTPipeline,  # pyright: ignore[reportPrivateImportUsage]
+    DiTTransformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch import nn
+
+from ditmesh import zoo
+from ditmesh.train.logs import read_log
+from ditmesh.zoo.references import views
+from training import evaluate_dit, export, export_dit
+from training.data import CLASSES, Pictures, load
+from training.emoji import EmojiDiT, write_folder
+from training.loop import console
+from training.zoo import train
+
+PARENT = "emoji-dit-s"
+# Of the side of a picture, which is mostly in one corner of its ground.
+VIEWED = 7 / 8
+
+
+class Relative(EmojiDiT):
+    """``emoji-dit-s``, trained on at another size or for another objective; a recipe of :mod:`training.zoo`.
+
+    Args:
+        side: pixels of a picture's side; a token is four by four of them.
+        objective: what the transformer predicts, as a scheduler's ``prediction_type`` calls it.
+        settings: of `ditmesh.train.TrainConfig`, where they differ from the parent's.
+    """
+
+    def __init__(self, side: int, objective: str = "v_prediction", **settings: Any) -> None:
+        super().__init__(layers=6, rate=1e-3)
+        self.side, self.objective = side, objective
+        self.image_tokens = (side // 4) ** 2
+        self.settings = self.settings | {"resolution": side, "lr_warmup_steps": 30} | settings
+
+    def _pictures(self, folder: Path) -> Pictures:
+        return load(folder, round(self.side * VIEWED), CLASSES)
+
+    def write_data(self, folder: Path) -> Path:
+        """All views of all classes at this size; returns their folder."""
+        rows = (
+            (f"{label:02d}-{number}.png", view, {"label": label})
+            for label, seen in enumerate(views(self._pictures(folder).chosen, self.side))
+            for number, view in enumerate(seen)
+        )
+        write_folder(folder / "data", rows)
+        return folder / "data"
+
+    def make_pipeline(self, folder: Path) -> DiTPipeline:
+        """The parent with another number of tokens, or another meaning of what it returns."""
+        parent: Any = DiTPipeline.from_pretrained(zoo.path(PARENT), torch_dtype=torch.float32)
+        config = dict(parent.transformer.config) | {"sample_size": self.side // 4}
+        transformer: Any = DiTTransformer2DModel.from_config(config)
+        # The table of positions follows from the size, and is no part of the weights.
+        transformer.load_state_dict(parent.transformer.state_dict())
+        for module in transformer.modules():
+            if isinstance(module, nn.Module) and hasattr(module, "dropout_prob"):
+                module.dropout_prob = 0.0  # the trainer drops labels, the same ones for all blocks
+        scheduler = DDIMScheduler.from_config(parent.scheduler.config, prediction_type=self.objective)
+        return DiTPipeline(transformer, parent.vae, scheduler)  # pyright: ignore[reportArgumentType]
+
+    def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
+        """Share of drawings whose nearest training view is of their class, with DDIM; see `evaluate_dit`."""
+        return evaluate_dit.evaluate(out, samplers=("DDIM",))
+
+
+RELATIVES = {
+    "dit-64-tokens": Relative(32, max_train_steps=500, lr_decay_steps=200, token_share=1.0),
+    "dit-1024-tokens": Relative(
+        128,
+        max_train_steps=300,
+        lr_decay_steps=100,
+        train_batch_size=8,
+        token_share=0.125,
+        token_share_until=0.93,
+    ),
+    "dit-epsilon": Relative(
+        64, "epsilon", max_train_steps=500, lr_decay_steps=150, train_batch_size=16, token_share_until=0.9
+    ),
+}
+
+
+def run(name: str, folder: Path) -> Path:
+    """Train a relative if it is not there; returns the pipeline's folder, with ``training.json`` in it."""
+    out, recipe = folder / name / "out", RELATIVES[name]
+    if (out / "training.json").exists():
+        return out
+    trained = train(recipe, folder / name)
+    export.copy_pipeline(trained, out, ("transformer", "vae"))
+    export_dit.write_classes(recipe._pictures(folder / name), out)
+    rows = read_log(folder / name / "run" / "loss.csv")
+    record = {
+        "name": name,
+        "parent": PARENT,
+        "settings": recipe.settings | {"objective": recipe.objective},
+        "image_tokens": recipe.image_tokens,
+        "steps": len(rows),
+        "minutes": round(sum(row["seconds"] for row in rows) / 60, 1),
+        "evaluation": recipe.evaluate(out, folder / name),
+    }
+    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m training.relatives", description=__doc__)
+    parser.add_argument("name", choices=sorted(RELATIVES))
+    parser.add_argument("--data", type=Path, required=True, help="downloads, checkpoints and the models")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    console.print(str(run(given.name, given.data)))
+
+
+if __name__ == "__main__":
+    main()
