@@ -1,7 +1,8 @@
 """One step of transformers at their true sizes, with random weights: two ranks compared with one. CPU ranks, Linux.
 
 PixArt-Sigma (0.6 billion parameters) at 1024 x 1024 pixels, 4,096 image and 300 text tokens, and Wan 2.1 1.3B at
-832 x 480 pixels and 17 frames, 7,800 image and 512 text tokens. Configurations are those of `ditmesh plan`. Weights are
+832 x 480 pixels and 17 frames, 7,800 image and 512 text tokens. Configurations are those of `ditmesh plan`; that of DiT-XL/2
+(675 million parameters, 256 tokens at 256 x 256 pixels, with --scale 2 1,024 at 512 x 512) is the paper's. Weights are
 made once, in bfloat16, in a temporary folder, and computed with in float32 (``--dtype``): matrices are N(0, 0.02),
 norms 1, and what scales and shifts in blocks N(0, 0.5), so that no block is without consequence. A rank reads its part
 of them (`ditmesh.generate.loading.load_transformer`), every form in processes of its own, one thread each.
@@ -78,12 +79,27 @@ class Case:
 
 # Width, height and frames.
 SIZES = {"pixart-sigma": (1024, 1024, 1), "wan-1.3b": (832, 480, 17)}
+# DiT-XL/2 (Peebles and Xie 2022, arXiv:2212.09748), which the catalogue of `ditmesh plan` has not.
+XL2 = "dit-xl-2"
+XL2_SETTINGS = {
+    "num_layers": 28,
+    "num_attention_heads": 16,
+    "attention_head_dim": 72,
+    "in_channels": 4,
+    "out_channels": 8,
+    "patch_size": 2,
+    "num_embeds_ada_norm": 1000,
+}
 
 
 def case_of(name: str, scale: float, blocks: int | None) -> Case:
     """A model of the catalogue, with sides of the picture scaled, and some of its blocks or all (None)."""
     from ditmesh.forecast.catalogue import shape
 
+    if name == XL2:
+        side = max(1, round(16 * scale))
+        settings = XL2_SETTINGS | {"sample_size": 2 * side} | ({} if blocks is None else {"num_layers": blocks})
+        return Case(name, "DiTTransformer2DModel", settings, (16 * side, 16 * side), side, side, 1, 0)
     known, (width, height, frames) = shape(name), SIZES[name]
     rows, cols = (max(1, round(side * scale / known.pixels)) for side in (height, width))
     settings = known.config if blocks is None else {**known.config, "num_layers": blocks}
@@ -130,8 +146,12 @@ def inputs_of(model: Any, case: Case, dtype: torch.dtype) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     config, frames = model.config, (case.frames,) if "3D" in case.transformer else ()
     patch = config.patch_size[-1] if isinstance(config.patch_size, (list, tuple)) else config.patch_size
-    width = getattr(config, "text_dim", None) or config.caption_channels
     latents = (1, config.in_channels, *frames, case.rows * patch, case.cols * patch)
+    if case.name == XL2:
+        noise = torch.randn(latents, generator=generator).to(dtype)
+        number = {"timestep": torch.tensor([500]), "class_labels": torch.tensor([388])}
+        return {"hidden_states": noise, **number, "return_dict": False}
+    width = getattr(config, "text_dim", None) or config.caption_channels
     given: dict[str, Any] = {
         "hidden_states": torch.randn(latents, generator=generator).to(dtype),
         "encoder_hidden_states": torch.randn((1, case.text, width), generator=generator).to(dtype),
@@ -247,7 +267,7 @@ def main() -> None:
     from ditmesh.launch import guarded_folder
 
     parser = command_line(f"{__doc__}{DURATION}")
-    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES), help="default: both")
+    parser.add_argument("--models", nargs="+", choices=[*SIZES, XL2], default=list(SIZES), help="default: all but DiT-XL/2")
     parser.add_argument("--forms", nargs="+", default=list(FORMS), help=f"default: {', '.join(FORMS)}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--blocks", type=int, help="of the transformer; default: all")

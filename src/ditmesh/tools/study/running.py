@@ -9,9 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from itertools import pairwise
 from math import isqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -165,8 +166,10 @@ def load(setup: Setup) -> Any:
     return load_pipeline(setup.model, setup.name, setup.dtype, setup.device)
 
 
-def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tensor]]:
-    """The images of a cell, and the sampler's input in every evaluation.
+def generate(
+    pipe: Any, setup: Setup, cell: Cell, on_step: Callable[[], object] | None = None
+) -> tuple[np.ndarray, list[Tensor]]:
+    """The images of a cell, and the sampler's input in every evaluation, at each of which ``on_step`` is called.
 
     Pictures are float32 (n, h, w, 3), videos (n, frames, h, w, 3), with values from 0 to 1.
     """
@@ -203,6 +206,8 @@ def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tens
     def recorded(step: SchedulerStep) -> None:
         # PipeFusion's patches may still be on their way: here they are waited for.
         predictions.append(whole_of(step.prediction).detach().float().cpu().clone())
+        if on_step is not None:
+            on_step()
 
     events = StepEvents(pipe.scheduler, recorded)
     try:
@@ -401,19 +406,51 @@ def rank_of_cell(setup: Setup, cell: Cell) -> tuple[np.ndarray | None, dict[str,
     set_sampler(pipe, cell.sampler, pipe.scheduler)
     parallelize(pipe, cell.config())
     try:
-        engine = engine_of(pipe)
         generate(pipe, setup, cell)
-        with _collectives_timed() as spent:
-            dist.barrier()
-            engine.mesh.traffic.reset()
-            began = time.perf_counter()
-            pictures, _ = generate(pipe, setup, cell)
-            total = time.perf_counter() - began
-        sent = dict(engine.mesh.traffic.bytes_sent)
+        pictures, times = timed_request(pipe, setup, cell, engine_of(pipe).mesh)
     finally:
         restore(pipe)
-    times = {"seconds": total, "in_collectives": sum(spent), "bytes_sent": sum(sent.values()), "sent": sent}
     return (pictures if dist.get_rank() == 0 else None), times
+
+
+def timed_request(pipe: Any, setup: Setup, cell: Cell, mesh: Any) -> tuple[np.ndarray, dict[str, Any]]:
+    """The images of a request on real ranks, and this rank's seconds and bytes, in all and by step.
+
+    A step ends where the sampler is given its prediction; the last one does not hold the decoder. ``work_processor`` is
+    the processor time of this thread outside of collectives, which other processes on the machine hardly change.
+    """
+    import torch.distributed as dist
+
+    with _collectives_timed() as spent:
+        dist.barrier()
+        mesh.traffic.reset()
+        marks = [_Mark.now(spent)]
+        pictures, _ = generate(pipe, setup, cell, on_step=lambda: marks.append(_Mark.now(spent)))
+        total = time.perf_counter() - marks[0].seconds
+    sent = dict(mesh.traffic.bytes_sent)
+    steps = [
+        {
+            "seconds": after.seconds - before.seconds,
+            "in_collectives": after.inside - before.inside,
+            "work_processor": after.busy - before.busy,
+        }
+        for before, after in pairwise(marks)
+    ]
+    times = {"seconds": total, "in_collectives": sum(each for each, _ in spent), "bytes_sent": sum(sent.values())}
+    return pictures, times | {"sent": sent, "steps": steps}
+
+
+class _Mark(NamedTuple):
+    """Seconds by the clock, of them inside collectives, and this thread's processor seconds outside of them."""
+
+    seconds: float
+    inside: float
+    busy: float
+
+    @classmethod
+    def now(cls, spent: Sequence[tuple[float, float]]) -> _Mark:
+        inside, busy = (sum(each) for each in zip(*spent, strict=True)) if spent else (0.0, 0.0)
+        return cls(time.perf_counter(), inside, time.thread_time() - busy)
 
 
 @contextmanager
@@ -430,11 +467,11 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _collectives_timed() -> Iterator[list[float]]:
-    """Seconds of every operation of a link: sending, and waiting for other ranks."""
+def _collectives_timed() -> Iterator[list[tuple[float, float]]]:
+    """Seconds of every operation of a link, by the clock and of this thread: sending, and waiting for other ranks."""
     from ...comm.link import Link, Transfer
 
-    spent: list[float] = []
+    spent: list[tuple[float, float]] = []
     inside = False
 
     def timed(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -443,12 +480,12 @@ def _collectives_timed() -> Iterator[list[float]]:
             nonlocal inside
             if inside:
                 return inner(*args, **kwargs)
-            inside, began = True, time.perf_counter()
+            inside, began, busy = True, time.perf_counter(), time.thread_time()
             try:
                 return inner(*args, **kwargs)
             finally:
                 inside = False
-                spent.append(time.perf_counter() - began)
+                spent.append((time.perf_counter() - began, time.thread_time() - busy))
 
         return run
 

@@ -1,0 +1,239 @@
+"""One seed over degrees and sizes: bits in reproducible mode, and how differences of exact strategies grow.
+
+    python benchmarks/sameness.py --json benchmarks/measured/sameness.json
+    python benchmarks/sameness.py --part growth --tokens 256 1024 --steps 4
+
+``bits``: `emoji-flux` (trained), eight prompts in one request, on 1 device and with ``ulysses`` and ``data`` of 2, 4 and 8,
+each with and without ``reproducible``: how many pictures have the bits of one device with the same setting, and the largest
+difference of a pixel.
+
+``growth``: a FLUX-shaped transformer with random weights, 3 blocks, at several numbers of image tokens (16 by 16 pixels
+each in FLUX's own case: 256 tokens are 256 x 256 pixels, 4,096 are 1024 x 1024). Euler steps of a flow from the same noise;
+after 1, 4 and 20 steps the largest difference of the latents from one device, over their largest magnitude. With the same
+runs: seconds of a step. Strategies take turns, and a ratio is of one device's step over the slowest rank's, of the medians;
+``work`` is the same of processor seconds outside of collectives, which other work on the machine hardly changes. Random
+weights amplify rounding less or more than trained ones: what is compared is strategies and sizes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+from harness import command_line, write_figures
+from machine import describe_machine
+from memory_model import counted
+
+PROMPTS = 8
+DEGREES = (2, 4, 8)
+TOKENS = (256, 1024, 4096)
+MODEL = {
+    "patch_size": 1,
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 8,
+    "joint_attention_dim": 64,
+    "pooled_projection_dim": 32,
+    "axes_dims_rope": (4, 6, 6),
+}
+TEXT = 32
+AFTER = (1, 4, 20)
+ALONE = "one device"
+# ``data`` has a batch of two, of which every rank draws one.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ulysses=2": {"ulysses": 2},
+    "ring=2": {"ring": 2},
+    "tensor=2": {"tensor": 2},
+    "data=2": {"data": 2},
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Bits
+
+
+def pictures(config: dict[str, Any], steps: int) -> Any:
+    """Eight pictures of one request: (8, 64, 64, 3) float32."""
+    import numpy as np
+    from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
+
+    import ditmesh
+    from ditmesh import zoo
+
+    name = "emoji-flux"
+    pipe = DiffusionPipeline.from_pretrained(zoo.path(name))
+    pipe.set_progress_bar_config(disable=True)
+    known, captions = zoo.EMBEDDED[name], zoo.captions(name)
+    every = len(captions) // PROMPTS
+    with ditmesh.parallelized(pipe, config):
+        made = pipe(
+            captions[every // 2 :: every][:PROMPTS],
+            num_inference_steps=steps,
+            guidance_scale=known.guidance_scale,
+            max_sequence_length=known.max_sequence_length,
+            generator=[torch.Generator().manual_seed(seed) for seed in range(PROMPTS)],
+            output_type="np",
+        ).images
+    return np.asarray(made, dtype=np.float32)
+
+
+def bits(steps: int) -> list[dict[str, Any]]:
+    """One row for every mesh and mode."""
+    import numpy as np
+
+    from ditmesh.launch import RankPool
+
+    found = []
+    modes = {"reproducible": True, "fast": False}
+    with RankPool(1, "cpu", threads=1) as pool:
+        alone = {mode: pool.run(pictures, {"reproducible": on}, steps)[0] for mode, on in modes.items()}
+    for degree in DEGREES:
+        with RankPool(degree, "cpu", threads=1) as pool:
+            for axis in ("ulysses", "data"):
+                for mode, on in modes.items():
+                    every = pool.run(pictures, {axis: degree, "reproducible": on}, steps)
+                    same = [bool(np.array_equal(a, b)) for a, b in zip(every[0], alone[mode], strict=True)]
+                    row = {
+                        "mesh": f"{axis}={degree}",
+                        "mode": mode,
+                        "equal": sum(same),
+                        "largest": float(np.abs(every[0] - alone[mode]).max()),
+                        "ranks_agree": all(np.array_equal(each, every[0]) for each in every),
+                    }
+                    found.append(row)
+                    print(
+                        f"{row['mesh']:<12}{mode:<14}{row['equal']} of {PROMPTS} pictures have one device's bits; largest "
+                        f"difference {row['largest']:.2g}; ranks {'agree' if row['ranks_agree'] else 'DIFFER'}",
+                        flush=True,
+                    )
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Growth
+
+
+def flow(config: dict[str, Any], tokens: int, steps: int, rows: int) -> dict[str, Any]:
+    """Euler steps on this rank: latents after some of them, and seconds of every step."""
+    import diffusers
+
+    import ditmesh
+    from ditmesh.core.alive import LiveBytes
+    from ditmesh.layout.conventions import CallVariant, Conventions, Size
+    from ditmesh.tools.study.running import _collectives_timed
+
+    torch.manual_seed(0)
+    model: Any = diffusers.FluxTransformer2DModel(**MODEL).eval()  # pyright: ignore[reportPrivateImportUsage]
+    with torch.no_grad():
+        # What is returned is as large as what comes in, or nothing would flow.
+        model.proj_out.weight.mul_(8)
+    side = int(tokens**0.5)
+    given = Conventions(model, CallVariant("bsc")).inputs(Size(side, side, TEXT, batch=rows))
+    state = torch.randn((rows, tokens, MODEL["in_channels"]), generator=torch.Generator().manual_seed(1))
+    kept, seconds, work = {}, [], []
+    with ditmesh.parallelized(model, config), torch.no_grad():
+        with _collectives_timed() as spent:
+            for step in range(max(steps)):
+                began, busy, inside = time.perf_counter(), time.thread_time(), sum(each for _, each in spent)
+                given |= {"hidden_states": state, "timestep": torch.full((rows,), 1.0 - step / max(steps))}
+                velocity = model(**given)[0]
+                seconds.append(time.perf_counter() - began)
+                work.append(time.thread_time() - busy - (sum(each for _, each in spent) - inside))
+                state = state - velocity / max(steps)
+                if step + 1 in steps:
+                    kept[step + 1] = state.clone()
+        # Counting bytes takes time, so a step of its own.
+        alive = LiveBytes([*model.parameters(), *model.buffers()])
+        with alive, counted(alive):
+            model(**given)
+    return {"latents": kept, "seconds": seconds, "work": work, "peak": alive.peak}
+
+
+def growth(tokens: tuple[int, ...], steps: tuple[int, ...], turns: int, write: Any) -> list[dict[str, Any]]:
+    """One row for every size and strategy."""
+    from ditmesh.launch import RankPool
+
+    found: list[dict[str, Any]] = []
+    with RankPool(1, "cpu", threads=1) as single, RankPool(2, "cpu", threads=1) as pair:
+        for count in tokens:
+            alone = {rows: [single.run(flow, {}, count, steps, rows)[0]] for rows in (1, 2)}
+            several = {name: [pair.run(flow, config, count, steps, _rows(config))] for name, config in STRATEGIES.items()}
+            for _ in range(turns - 1):
+                # Speed takes turns; what is drawn is the same.
+                for rows, some in alone.items():
+                    some.append(single.run(flow, {}, count, steps[:-1] or steps, rows)[0])
+                for name, config in STRATEGIES.items():
+                    several[name].append(pair.run(flow, config, count, steps[:-1] or steps, _rows(config)))
+            for name, config in STRATEGIES.items():
+                reference = alone[_rows(config)]
+                row: dict[str, Any] = {"tokens": count, "strategy": name}
+                row["difference"] = {
+                    str(after): relative(several[name][0][0]["latents"][after], reference[0]["latents"][after])
+                    for after in steps
+                }
+                for what in ("seconds", "work"):
+                    # The first step of a run finds its memory.
+                    one = statistics.median(value for run in reference for value in run[what][1:])
+                    ours = max(
+                        statistics.median(value for run in several[name] for value in run[rank][what][1:])
+                        for rank in range(2)
+                    )
+                    row[what] = {"one device": one, "ranks": ours, "ratio": one / ours}
+                row["peak_bytes"] = [reference[0]["peak"], max(each["peak"] for each in several[name][0])]
+                found.append(row)
+                write(found)
+                said = ", ".join(f"{after}: {value:.1e}" for after, value in row["difference"].items())
+                print(
+                    f"{count:>6} tokens  {name:<12}difference after steps {said}; {row['seconds']['ratio']:.2f}x by the "
+                    f"clock, {row['work']['ratio']:.2f}x in work; peak {row['peak_bytes'][1] / 1e6:.0f} MB against "
+                    f"{row['peak_bytes'][0] / 1e6:.0f}",
+                    flush=True,
+                )
+    return found
+
+
+def _rows(config: dict[str, Any]) -> int:
+    return 2 if "data" in config else 1
+
+
+def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """Largest difference over the largest magnitude."""
+    return float((ours - truth).abs().max() / truth.abs().max())
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = command_line(__doc__)
+    parser.add_argument("--part", action="append", choices=("bits", "growth"), help="default: both")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="square numbers")
+    parser.add_argument("--steps", type=int, nargs="+", default=list(AFTER), help="after which latents are compared")
+    parser.add_argument("--picture-steps", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {"machine": describe_machine(), "model": MODEL, "text": TEXT}
+    parts = options.part or ["growth", "bits"]
+
+    def kept(rows: list[dict[str, Any]]) -> None:
+        figures["growth"] = rows
+        write_figures(figures, options.json)
+
+    if "growth" in parts:
+        growth(tuple(options.tokens), tuple(options.steps), options.turns, kept)
+    if "bits" in parts:
+        figures["bits"] = bits(options.picture_steps)
+    write_figures(figures, options.json)
+    print(figures["machine"]["text"])
+
+
+if __name__ == "__main__":
+    main()
