@@ -20,8 +20,10 @@ from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.model_info import find_model
 from ditmesh.quality import perceptual
-from ditmesh.tools.study import analysis, plan, running, samplers
+from ditmesh.tools.study import analysis, maps, plan, running, samplers
 from ditmesh.tools.study.analysis import Mean, StudyResults
+from ditmesh.tools.study.page import write
+from ditmesh.tools.study.predicted import SIDES, CostModel
 from ditmesh.tools.study.store import Store
 from support.html import Reader
 from support.launchers import KeptRanks
@@ -59,7 +61,8 @@ def test_files(small):
     assert len(rows) == 2 * len(data["cells"])
     assert all((small / "cells" / row["file"]).is_file() for row in rows)
     page = (small / "report.html").read_text()
-    for section in ("What the figures say", "Quality", "Pictures", "Step by layer", "Which steps matter"):
+    sections = ("What the figures say", "Quality", "Pictures", "Step by layer", "Where in the picture", "Which steps matter")
+    for section in sections:
         assert f">{section}</h2>" in page
     assert not re.findall(r'(?:src|href)="(?!data:|#section-)', page)
     assert all(sentence in page.replace("&#x27;", "'") for sentence in data["findings"][:1])
@@ -134,6 +137,12 @@ def test_measures_by_step(small):
     # The synchronous step is right, on its own trajectory and on the same latents; the stale ones are not.
     assert max(one["prediction_error"][0]) < 1e-4 < 1e-3 < min(one["prediction_error"][1])
     assert one["same_latents"][0] < 1e-4 < 1e-3 < min(one["same_latents"][1:])
+    # By place in the latents: its mean square over all places is that of the whole prediction.
+    places = np.array(one["token_error"])
+    assert places.shape == (3, 16, 16)
+    assert places[0].max() < 1e-4 < 1e-3 < places[1].max()
+    whole = np.sqrt((places[1] ** 2).mean())
+    assert min(one["prediction_error"][1]) * 0.9 < whole < max(one["prediction_error"][1]) * 1.1
     blocks = one["attention_error"]
     assert len(blocks) == 6
     assert all(set(steps) == {"1", "2"} for steps in blocks.values())
@@ -217,6 +226,13 @@ def test_simulated_is_real(tmp_path, capsys, monkeypatch, ranks, strategy):
     assert real["equal_to_simulation"]
     assert len(real["ranks"]) == 2
     assert all(0 < rank["in_collectives"] < rank["seconds"] for rank in real["ranks"])
+    for rank in real["ranks"]:
+        # The decoder works after the last step.
+        assert len(rank["steps"]) == 3
+        assert sum(step["seconds"] for step in rank["steps"]) < rank["seconds"]
+        assert all(0 < step["work_processor"] <= step["seconds"] for step in rank["steps"])
+        assert sum(step["in_collectives"] for step in rank["steps"]) == pytest.approx(rank["in_collectives"], rel=0.1)
+    assert "Working by rank and step" in (tmp_path / "report.html").read_text(encoding="utf-8")
     # Every rank has half of the tokens.
     assert {rank["bytes_sent"] for rank in real["ranks"]} == {real["ranks"][0]["bytes_sent"]}
     assert any("has the same bits as the simulated one" in sentence for sentence in data["findings"])
@@ -239,6 +255,77 @@ def test_simulated_is_real(tmp_path, capsys, monkeypatch, ranks, strategy):
     assert simulated["sent"] == real["sent"]
     assert simulated["sent"]["ring"] > 0
     assert [p["psnr"] for p in simulated["pictures"]] == pytest.approx([p["psnr"] for p in real["pictures"]], abs=0.01)
+
+
+def test_places_of_errors():
+    """Against the formula spelt out, for latents, packed tokens, and a number of them that is no square."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for shape, places in (((2, 3, 4, 6), (4, 6)), ((2, 9, 5), (3, 3)), ((2, 10, 5), (10, 1)), ((1, 3, 2, 4, 4), (4, 4))):
+        exact = torch.randn(shape, generator=generator)
+        ours = exact.clone()
+        # One wrong place, in the first picture only.
+        index = (0, slice(None), 1, 2) if len(shape) == 4 else (0, 5) if len(shape) == 3 else (0, slice(None), 0, 1, 2)
+        ours[index] += 1.0
+        (found,) = running.token_errors([ours], [exact], 1)
+        found = np.array(found)
+        assert found.shape == places
+        assert np.count_nonzero(found) == 1
+        squares = (found**2).mean() * float(exact[0].square().mean())
+        assert squares == pytest.approx(float((ours - exact)[0].square().mean()), rel=1e-3)
+        row = 1 if len(shape) != 3 else 5 // places[1]
+        assert found[row].any()
+    # A second row of guidance is no picture.
+    assert not np.any(running.token_errors([torch.stack([exact[0], ours[0]])], [exact.repeat(2, 1, 1, 1, 1)], 1))
+
+
+def test_errors_at_the_ranks_borders():
+    places = np.ones((16, 4))
+    places[[3, 4]] = 3.0
+    assert maps.seam_ratio(places, 4) == (pytest.approx(sqrt((2 * 9 + 4) / 6)), 1.0)
+    assert maps.seam_ratio(places, 2) == (1.0, pytest.approx(sqrt((2 * 9 + 12) / 14)))
+    # Shares of two rows have borders only.
+    assert maps.seam_ratio(places, 8) == (None, None)
+    assert maps.seam_ratio(places, 5) == (None, None)
+
+
+def test_predicted_costs(small, tmp_path, capsys):
+    """On other hardware: more devices and synchronous steps cost what `ditmesh plan` says; unknown parts are refused."""
+    results = loaded(small)
+    model = CostModel(results.plan.setup, "h100")
+    one, two = (model.cost("displaced", n, "fixed(1)", 1, 20, 16) for n in (1, 2))
+    assert one is not None
+    assert two is not None
+    # A picture of 65,536 tokens gains by a second device.
+    assert two.step < one.step
+    none, every = (model.cost("displaced", 2, "fixed(1)", synchronous, 20, 16) for synchronous in (0, 20))
+    assert none.seconds == pytest.approx(20 * two.step)
+    assert none.seconds < two.seconds <= every.seconds
+    assert two.memory < one.memory
+    data = write(results, tmp_path / "page", hardware="h100")["predicted"]
+    assert len(data["rows"]) == len(results.rows())
+    assert {(one["side"], one["devices"]) for one in data["sizes"]} == {(side, n) for side in SIDES for n in (1, 2)}
+    page = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+    assert "nothing of this section was measured" in page
+    with pytest.raises(SystemExit) as left:
+        main(["study", *OPTIONS, "--hardware", "h1000", "--out", str(tmp_path / "none")])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert said.count("\n") == 1
+    assert "h1000" in said
+    assert not (tmp_path / "none").exists()
+
+
+def loaded(folder: Path) -> StudyResults:
+    """A finished study, in a plan of its cells."""
+    cells = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    model = zoo.path(MODEL)
+    setup = plan.Setup(**(cells["setup"] | {"model": str(model), "name": MODEL}))
+    made = plan.StudyPlan(
+        setup, (), *(tuple(cells[axis]) for axis in ("devices", "warmups", "samplers", "strategies")), which=None
+    )
+    return StudyResults(made, cells["cells"])
 
 
 def test_taps_change_nothing(tmp_path):

@@ -102,6 +102,14 @@ class StudyOptions:
             callback=at_least(0),
         ),
     ] = None
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PART",
+            help="Also predict time and memory of every request on this device (h100, l40s, 4090 …).",
+            show_default="no prediction",
+        ),
+    ] = None
     jobs: Annotated[
         int,
         typer.Option(help="Run cells in this many processes at the same time, one thread each.", callback=at_least(1)),
@@ -151,8 +159,13 @@ def study(
         raise InputError(f"--launcher {options.launcher} starts real ranks, and all are simulated; add --real")
     plan, info = _plan(options, prompts, model)
     check_layout(info)
+    if options.hardware is not None:
+        from ..tools.study.predicted import CostModel
+
+        # What cannot be predicted is refused before anything runs.
+        CostModel(plan.setup, options.hardware)
     made_by = provenance(context.obj or ())
-    emit(_run(plan, Path(options.out), options.jobs, options.target, made_by, backend), as_json, _say)
+    emit(_run(plan, options, made_by, backend), as_json, _say)
 
 
 def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[StudyPlan, ModelInfo]:
@@ -226,15 +239,14 @@ def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] |
         check_options(info.pipeline_class, parameters, PictureRequest(guidance=guidance), None if info.labels else size)
 
 
-def _run(
-    plan: StudyPlan, out: Path, jobs: int, target: float | None, made_by: dict[str, Any], backend: str | None
-) -> dict[str, Any]:
+def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any], backend: str | None) -> dict[str, Any]:
     """Run the missing cells, with real ranks from the launcher if needed, and write the report."""
     from ..launch import connection
     from ..tools.study.analysis import StudyResults
     from ..tools.study.page import write
     from ..tools.study.store import Store, run_cells
 
+    out = Path(options.out)
     store = Store(out)
     real = any(cell.real for cell in plan.cells)
     with connection(backend) if real else nullcontext(), bar() as progress:
@@ -248,10 +260,10 @@ def _run(
             else:
                 progress.update(task, description=cell.describe())
 
-        ran = run_cells(plan, store, jobs, on_cell, backend)
+        ran = run_cells(plan, store, options.jobs, on_cell, backend)
         progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
-        data = write(StudyResults(plan, cells), out, target, made_by)
+        data = write(StudyResults(plan, cells), out, options.target, made_by, options.hardware)
     shown = ("findings", "table", "rules", "against_fixed", "against_others", "single_steps")
     facts = {"out": str(out), "report": str(out / "report.html"), "cells": len(plan.cells), "ran": ran}
     return facts | {name: data[name] for name in shown}

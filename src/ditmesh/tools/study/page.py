@@ -31,6 +31,8 @@ from .analysis import (
     policy_findings,
     synchronous_steps,
 )
+from .costs import Costs
+from .maps import layer_charts, load_charts, place_maps
 from .plan import SYNCHRONOUS, Pair
 from .samplers import scheduler_class
 
@@ -45,15 +47,21 @@ Rules = Mapping[Pair, Mapping[str, Any] | None]
 
 
 def write(
-    results: StudyResults, folder: Path, target: float | None = None, facts: Mapping[str, Any] | None = None
+    results: StudyResults,
+    folder: Path,
+    target: float | None = None,
+    facts: Mapping[str, Any] | None = None,
+    hardware: str | None = None,
 ) -> dict[str, Any]:
     """Write ``report.html``, ``results.json`` and ``results.csv`` to the study's folder; returns what the JSON holds.
 
-    The target, in dB, is that of `StudyResults.rule`; the facts say where the figures are from, by name.
+    The target, in dB, is that of `StudyResults.rule`; the facts say where the figures are from, by name. With hardware,
+    such as ``h100``, also what requests are predicted to cost there.
     """
     plan = results.plan
     rules = {pair: results.rule(*pair, target) for pair in plan.pairs}
     sentences = findings(results, rules)
+    costs = None if hardware is None else Costs(results, hardware)
     setup = {name: value for name, value in asdict(plan.setup).items() if name != "model"}
     data = {
         "setup": setup | {"name": without_folder(plan.setup.name)},
@@ -69,6 +77,7 @@ def write(
         "against_fixed": results.against_fixed(),
         "against_others": results.against_others(),
         "single_steps": results.single_steps(),
+        "predicted": None if costs is None else costs.data(),
         "cells": results.cells,
     }
     files = (
@@ -77,7 +86,7 @@ def write(
     )
     for file in files:
         (folder / file.name).write_text(file.text, encoding="utf-8")
-    page_of(results, folder / "cells", sentences, rules, facts or {}, files).write(folder / "report.html")
+    page_of(results, folder / "cells", sentences, rules, facts or {}, files, costs).write(folder / "report.html")
     return data
 
 
@@ -107,6 +116,7 @@ def page_of(
     rules: Rules,
     facts: Mapping[str, Any],
     files: Sequence[Download],
+    costs: Costs | None = None,
 ) -> Report:
     """The page.
 
@@ -117,6 +127,7 @@ def page_of(
         rules: `StudyResults.rule` by sampler and strategy.
         facts: where the figures are from, by name.
         files: what can be saved from the page.
+        costs: predicted ones; None: none were asked for.
     """
     plan = results.plan
     setup = plan.setup
@@ -136,6 +147,8 @@ def page_of(
         report.text(HINT, note=True)
     report.section("Quality against time and bytes")
     _costs(report, results)
+    if costs is not None:
+        costs.show(report)
     if policies:
         report.section("Policies with as many synchronous steps")
         report.points(policies, "In words")
@@ -154,6 +167,9 @@ def page_of(
     report.section("Step by layer")
     for pair in plan.pairs:
         _heat_maps(report, results, pair)
+    report.section("Where in the picture")
+    for pair in plan.pairs:
+        _places(report, results, pair)
     _single_steps(report, results)
     _real_ranks(report, results)
     report.section("Circumstances")
@@ -508,7 +524,23 @@ def _heat_maps(report: Report, results: StudyResults, pair: Pair) -> None:
         shades = grid(values, _ordered(errors), [str(step + 1) for step in range(first["evaluations"])])
         chart = heat_map(shades, f"Error of attention, {of}", "step", "block")
         charts.append((chart, f"{of}: relative L2 error of attention's output against exact attention, same inputs."))
+        charts += layer_charts({block: errors[block] for block in _ordered(errors)}, first["evaluations"], of)
     report.charts(charts)
+
+
+def _places(report: Report, results: StudyResults, pair: Pair) -> None:
+    """Of the same combination as the maps by layer."""
+    some = [
+        at for at in results.by if at[:2] == pair and at[3] != "fixed(0)" and results.by[at][0].get("token_error")
+    ]
+    if not some:
+        report.text(f"{pair}: not measured (--detail measures it in the first request of every combination).", note=True)
+        return
+    at = max(some, key=lambda at: at[2])
+    first = results.by[at][0]
+    waits = {step["step"] for step in first.get("steps", ()) if step["synchronous"]}
+    stale = [step for step in range(first["evaluations"]) if step not in waits]
+    place_maps(report, first["token_error"], at[2], stale, f"{pair}, {at[2]} devices, {at[3]}")
 
 
 def _ordered(blocks: Iterable[str]) -> list[str]:
@@ -564,3 +596,7 @@ def _real_ranks(report: Report, results: StudyResults) -> None:
         rows,
         "One request on real ranks, the second of two. Time inside collectives is sending and waiting.",
     )
+    most = max(results.real, key=lambda result: result["cell"]["devices"])
+    cell = most["cell"]
+    of = f"{cell['strategy']}, {cell['sampler']}, {cell['devices']} devices, {cell['warmup']}"
+    report.charts(load_charts(most["ranks"], of))

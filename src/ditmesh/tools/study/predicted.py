@@ -1,0 +1,78 @@
+"""What a study's requests are predicted to cost on other hardware: seconds, and the memory of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...errors import ConfigError, InputError, LayoutError
+from ...forecast.costs.hardware import Hardware, machine
+from ...forecast.plan.subject import subject
+from ...forecast.prediction import predict
+from .analysis import Row
+from .plan import Cell, Setup
+
+# Sides of a picture, in those of the study's, over which time and memory are predicted.
+SIDES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class PredictedCost:
+    """Seconds of a request's denoising, of one step, and bytes of the rank that needs most."""
+
+    seconds: float
+    step: float
+    memory: float
+
+
+class CostModel:
+    """Predictions of `ditmesh plan` for the requests of a study, one picture each.
+
+    Args:
+        setup: of the study.
+        hardware: a device such as ``h100``, with its usual link.
+
+    Raises:
+        InputError, ConfigError: there is no such device, or the model's cost cannot be predicted, in one sentence.
+    """
+
+    def __init__(self, setup: Setup, hardware: str) -> None:
+        self._hardware = machine(hardware, 1, setup.dtype)
+        more: dict[str, Any] = {"size": setup.size, "frames": setup.frames}
+        try:
+            self._subject = subject(setup.model, steps=setup.steps, dtype=setup.dtype, **more)
+        except LayoutError as error:
+            raise InputError(f"--hardware {hardware}: the cost of {setup.name} cannot be predicted ({error})") from None
+
+    def describe(self) -> str:
+        """The device and its link."""
+        return self._hardware.describe().removeprefix("1 x ")
+
+    def of(self, row: Row) -> PredictedCost | None:
+        """A combination, with the synchronous steps that were measured; None: it cannot be run there."""
+        return self.cost(row.strategy, row.devices, row.warmup, row.synchronous.value, row.evaluations)
+
+    def cost(
+        self, strategy: str, devices: int, warmup: str, synchronous: float | None, evaluations: int, side: int = 1
+    ) -> PredictedCost | None:
+        """With a strategy, or on one device (``devices`` is 1), of a picture whose sides are so many times as long."""
+        workload = self._subject.workload
+        workload = replace(
+            workload,
+            rows=workload.rows * side,
+            cols=workload.cols * side,
+            width=workload.width * side,
+            height=workload.height * side,
+        )
+        hardware: Hardware = self._hardware.model_copy(update={"devices": devices})
+        cell = Cell("", (), (), (), strategy, devices, warmup, real=True)
+        about = replace(self._subject, workload=workload)
+        try:
+            config = cell.config() if devices > 1 else replace(cell, strategy="synchronous").config()
+            limits = about.limits(hardware, "stale", None, None)
+            found = predict(config, about.model.work, workload, hardware, memory_of=limits.memory_of)
+            waits = evaluations if synchronous is None else synchronous
+            seconds = waits * found.first_step + (evaluations - waits) * found.step
+            return PredictedCost(seconds, found.step, found.memory)
+        except (ConfigError, LayoutError):
+            return None
