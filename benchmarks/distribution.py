@@ -176,7 +176,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--each", type=int, default=30, help="pictures of every class; default: 30")
     parser.add_argument("--compress", action="append", help="a row with this compression; default: int8 and int4")
-    parser.add_argument("--only", help="rows whose names hold this")
+    parser.add_argument("--only", action="append", help="rows whose names hold this, or one of these")
     parser.add_argument("--data", type=Path, default=Path.home() / ".cache" / "ditmesh-benchmarks")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -200,7 +200,7 @@ def main() -> None:
     print(f"{'':<36}{'class':>8}{'verdict':>9}{'PSNR':>14}{'Fréchet':>9}{'':9}{'to test':>16}{'sharp':>9}")
     judge: Judge | None = None
     for name, config in rows(options.compress or ["int8", "int4"]).items():
-        if options.only and options.only not in name and name != EXACT:
+        if options.only and not any(part in name for part in options.only) and name != EXACT:
             continue
         if name not in figures["rows"]:
             if judge is None:

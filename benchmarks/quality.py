@@ -112,20 +112,21 @@ TABLES = [
     *(Table("singles", *model, (4,), (), which=True, rounds=1) for model in (FLOW, SMALL)),
     *(Table("roots", *model, (2, 4, 8, 16), ROOTS, rounds=2) for model in (FLOW, SMALL)),
     Table("experiment", "emoji-dit-s", "ddim", LONG, NUMBERS, (*WARMUPS, *PLACED)),
-    Table("experiment", "emoji-dit-s", "dpm", LONG, NUMBERS, ("fixed(0)", "fixed(1)", "fixed(10)", "fixed(40)")),
+    Table("experiment", "emoji-dit-s", "dpm", LONG, (2, 4), ("fixed(0)", "fixed(1)", "fixed(10)", "fixed(40)")),
     Table("detail", "emoji-dit-s", "ddim", LONG, (4,), WARMUPS[:4], captions=4, detail=True, rounds=1),
     Table(
         "strategies",
-        *("emoji-dit-s", "ddim", LONG, NUMBERS, ("fixed(1)",)),
+        *("emoji-dit-s", "ddim", LONG, (4,), ("fixed(1)",)),
         strategies=("naive", "pipefusion", *compressed("int8", "int4")),
     ),
     *(Table("samplers", "emoji-dit-s", sampler, LONG, (4,), ("fixed(1)",)) for sampler in ("unipc", "euler", "ddpm")),
     *(Table("counts", "emoji-dit-s", "ddim", steps, NUMBERS, ("fixed(1)",)) for steps in (10, 20)),
-    Table("objectives", "emoji-sd3", "euler", LONG, NUMBERS, ("fixed(1)", "fixed(10)", "fixed(40)"), captions=6),
-    Table("objectives", "dit-epsilon", "ddim", LONG, NUMBERS, ("fixed(1)", "fixed(10)", "fixed(40)")),
+    Table("objectives", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)", "fixed(10)", "fixed(40)"), captions=6),
+    Table("objectives", "dit-epsilon", "ddim", LONG, (4,), ("fixed(1)", "fixed(10)", "fixed(40)")),
     Table("detail", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
     Table("detail", "dit-epsilon", "ddim", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
-    *(Table("tokens", name, "ddim", LONG, NUMBERS, ("fixed(1)",)) for name in RELATIVES[:2]),
+    Table("tokens", "dit-64-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
+    Table("tokens", "dit-1024-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",), captions=4),
 ]
 PARTS = tuple(dict.fromkeys(table.part for table in TABLES))
 

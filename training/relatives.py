@@ -36,6 +36,8 @@ from training.zoo import train
 PARENT = "emoji-dit-s"
 # Of the side of a picture, which is mostly in one corner of its ground.
 VIEWED = 7 / 8
+# Steps of the drawings that are looked at.
+EVALUATED = 20
 
 
 class Relative(EmojiDiT):
@@ -81,7 +83,7 @@ class Relative(EmojiDiT):
 
     def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
         """Share of drawings whose nearest training view is of their class, with DDIM; see `evaluate_dit`."""
-        return evaluate_dit.evaluate(out, samplers=("DDIM",))
+        return evaluate_dit.evaluate(out, steps=EVALUATED, samplers=("DDIM",))
 
 
 RELATIVES = {

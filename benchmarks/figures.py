@@ -1,0 +1,460 @@
+"""The figures of docs/findings.md and docs/reproducible.md, drawn from benchmarks/measured without measuring again.
+
+    python benchmarks/figures.py                      # all of which there are measurements, into docs/images
+    python benchmarks/figures.py --only warmup
+
+What it reads is written by `quality.py`, `distribution.py`, `load.py` and `sameness.py` (``--json``). Every figure says
+its model, pictures and seeds; bars are standard errors of the mean over pictures. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+
+from harness import command_line
+
+HERE = Path(__file__).resolve().parent
+MEASURED, IMAGES = HERE / "measured", HERE.parent / "docs" / "images"
+# Colours that differ in lightness, too.
+COLOURS = ("#1b4f8f", "#d9732e", "#2f8f5b", "#8f3f8f", "#777777", "#b09000")
+MARKS = "osD^vP"
+
+
+def plt() -> Any:
+    """matplotlib's pyplot, for small drawings whose text stays text and whose bytes are the same in every run."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    mpl.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "ditmesh",
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.color": "#dddddd",
+            "grid.linewidth": 0.6,
+            "axes.axisbelow": True,
+            "figure.dpi": 100,
+            "lines.linewidth": 1.4,
+            "lines.markersize": 4.5,
+            "legend.frameon": False,
+        }
+    )
+    return pyplot
+
+
+def save(figure: Any, name: str, said: str) -> Path:
+    """Write a figure with a line below it that says what it is of."""
+    figure.tight_layout(rect=(0, 0.07 + 0.04 * said.count("\n"), 1, 1))
+    figure.text(0.01, 0.012, said, fontsize=7.5, color="#444444", va="bottom")
+    file = IMAGES / f"findings-{name}.svg"
+    figure.savefig(file, metadata={"Date": None, "Creator": None}, facecolor="white")
+    plt().close(figure)
+    # Ends of lines as the repository has them.
+    file.write_text("\n".join(line.rstrip() for line in file.read_text(encoding="utf-8").splitlines()) + "\n", "utf-8")
+    return file
+
+
+def read(name: str) -> dict[str, Any]:
+    """Measurements; empty: there are none."""
+    file = MEASURED / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+class Tables:
+    """The tables of `quality.py`, by part, model and sampler."""
+
+    def __init__(self) -> None:
+        self.all = read("experiment").get("tables", [])
+
+    def find(self, part: str, model: str = "", sampler: str = "", steps: int = 0) -> dict[str, Any] | None:
+        """A table; None: it was not measured."""
+        for one in self.all:
+            of = one["table"]
+            if of["part"] == part and model in ("", of["model"]) and sampler in ("", of["sampler"]):
+                if steps in (0, of["steps"]):
+                    return one
+        return None
+
+    @staticmethod
+    def rows(table: dict[str, Any] | None, **wanted: Any) -> list[dict[str, Any]]:
+        """Rows with these values."""
+        some = [] if table is None else table["rows"]
+        return [row for row in some if all(row[name] == value for name, value in wanted.items())]
+
+    @staticmethod
+    def said(table: dict[str, Any]) -> str:
+        """Model, pictures and seeds."""
+        of, seeds = table["table"], table["seeds"]
+        return (
+            f"{of['model']}, {of['sampler']}, {of['steps']} steps; {table['pictures']} pictures, seeds {seeds[0]} to "
+            f"{seeds[-1]}"
+        )
+
+
+def warmup_of(row: dict[str, Any]) -> int:
+    """Steps of a fixed warm-up."""
+    return int(row["warmup"].removeprefix("fixed(").removesuffix(")"))
+
+
+def bars(axis: Any, xs: Sequence[float], rows: Sequence[dict[str, Any]], number: int, label: str, **more: Any) -> None:
+    """PSNR with standard errors."""
+    ys = [row["psnr"]["value"] for row in rows]
+    errors = [row["psnr"]["error"] or 0.0 for row in rows]
+    style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "capsize": 2, "elinewidth": 0.8}
+    axis.errorbar(xs, ys, yerr=errors, label=label, **(style | more))
+
+
+def draw_warmup(tables: Tables) -> Path | None:
+    """PSNR over warm-up, a line for each N; one panel a sampler."""
+    found = [one for sampler in ("ddim", "dpm") if (one := tables.find("experiment", "emoji-dit-s", sampler))]
+    if not found:
+        return None
+    figure, axes = plt().subplots(1, len(found), figsize=(3.7 * len(found), 3.0), sharey=True, squeeze=False)
+    for axis, table in zip(axes[0], found, strict=True):
+        for number, devices in enumerate(table["table"]["devices"]):
+            rows = [row for row in tables.rows(table, devices=devices) if row["warmup"].startswith("fixed(")]
+            places = list(range(len(rows)))
+            bars(axis, [place + 0.06 * (number - 1) for place in places], rows, number, f"N = {devices}")
+            axis.set_xticks(places, [str(warmup_of(row)) for row in rows])
+            placed = [row for row in tables.rows(table, devices=devices) if not row["warmup"].startswith("fixed(")]
+            for extra, row in enumerate(placed):
+                at = len(rows) + extra + 0.06 * (number - 1)
+                bars(axis, [at], [row], number, "", linestyle="none")
+        names = [row["warmup"] for row in table["rows"] if not row["warmup"].startswith("fixed(")]
+        if names:
+            known = [str(warmup_of(row)) for row in rows]
+            labels = {"first_last(1, 4)": "first 1,\nlast 4", "adaptive(0.001, 5)": "adap-\ntive, 5"}
+            several = list(dict.fromkeys(names))
+            axis.set_xticks(range(len(known) + len(several)), [*known, *(labels.get(name, name) for name in several)])
+        axis.set_title({"ddim": "DDIM", "dpm": "DPM-Solver++"}[table["table"]["sampler"]], fontsize=9)
+        axis.set_xlabel("synchronous steps at the beginning, of 50")
+        axis.legend(loc="upper left", fontsize=8)
+    axes[0][0].set_ylabel("PSNR to the synchronous picture, dB")
+    return save(figure, "warmup", f"{tables.said(found[0])}; displaced patches; bars: standard error")
+
+
+def draw_tokens(tables: Tables) -> Path | None:
+    """PSNR over tokens, a line for each N."""
+    some = [
+        (64, tables.find("tokens", "dit-64-tokens")),
+        (256, tables.find("experiment", "emoji-dit-s", "ddim")),
+        (1024, tables.find("tokens", "dit-1024-tokens")),
+    ]
+    known = [(tokens, table) for tokens, table in some if table is not None]
+    if len(known) < 2:
+        return None
+    figure, axis = plt().subplots(figsize=(4.6, 3.0))
+    for number, devices in enumerate(known[0][1]["table"]["devices"]):
+        rows = [tables.rows(table, devices=devices, warmup="fixed(1)")[0] for _, table in known]
+        bars(axis, [tokens * (1 + 0.03 * (number - 1)) for tokens, _ in known], rows, number, f"N = {devices}")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks([tokens for tokens, _ in known], [f"{tokens:,}" for tokens, _ in known])
+    axis.minorticks_off()
+    axis.set_xlabel("image tokens")
+    axis.set_ylabel("PSNR to the synchronous picture, dB")
+    axis.legend(fontsize=8)
+    names = ", ".join(table["table"]["model"] for _, table in known)
+    table = known[0][1]
+    said = f"{names}\nddim, 50 steps, one synchronous; {table['pictures']} pictures each, seeds 0 to {table['seeds'][-1]}; bars: standard error"
+    return save(figure, "tokens", said)
+
+
+def draw_objectives(tables: Tables) -> Path | None:
+    """PSNR over warm-up at N = 4 for three kinds of model."""
+    some = [
+        ("velocity (DDPM), emoji-dit-s", tables.find("experiment", "emoji-dit-s", "ddim")),
+        ("noise (DDPM), dit-epsilon", tables.find("objectives", "dit-epsilon")),
+        ("flow matching, emoji-sd3", tables.find("objectives", "emoji-sd3")),
+    ]
+    known = [(name, table) for name, table in some if table is not None]
+    if len(known) < 2:
+        return None
+    figure, axes = plt().subplots(1, 2, figsize=(7.4, 3.0))
+    for number, (name, table) in enumerate(known):
+        rows = [row for row in tables.rows(table, devices=4) if row["warmup"] in ("fixed(1)", "fixed(10)", "fixed(40)")]
+        bars(axes[0], [place + 0.05 * (number - 1) for place in range(len(rows))], rows, number, name)
+        few = [tables.rows(table, devices=n, warmup="fixed(1)")[0] for n in table["table"]["devices"]]
+        bars(axes[1], [place + 0.05 * (number - 1) for place in range(len(few))], few, number, name)
+    axes[0].set_xticks(range(3), ["1", "10", "40"])
+    axes[0].set_xlabel("synchronous steps at the beginning, of 50; N = 4")
+    axes[1].set_xticks(range(3), ["2", "4", "8"])
+    axes[1].set_xlabel("N, one synchronous step")
+    axes[0].set_ylabel("PSNR to the synchronous picture, dB")
+    axes[0].legend(fontsize=7.5)
+    said = "; ".join(f"{table['table']['model']}: {table['pictures']} pictures" for _, table in known)
+    return save(figure, "objectives", f"50 steps, seeds from 0; {said}; bars: standard error")
+
+
+def details(tables: Tables) -> list[tuple[str, dict[str, Any]]]:
+    """Detail tables by what the model predicts."""
+    names = {"emoji-dit-s": "velocity", "dit-epsilon": "noise", "emoji-sd3": "flow"}
+    return [(names[name], table) for name in names if (table := tables.find("detail", name)) is not None]
+
+
+def draw_steps(tables: Tables) -> Path | None:
+    """Error of the prediction by step: several warm-ups; and several models on the same latents."""
+    some = details(tables)
+    if not some:
+        return None
+    figure, axes = plt().subplots(1, 2, figsize=(7.6, 3.0), sharey=True)
+    of, table = some[0]
+    for number, warmup in enumerate(("fixed(0)", "fixed(1)", "fixed(10)")):
+        for row in tables.rows(table, warmup=warmup):
+            values = np.array([[value, error or 0.0] for value, error in row["prediction_error"]])
+            steps = np.arange(1, len(values) + 1)
+            shown = values[:, 0] > 1e-4
+            axes[0].plot(steps[shown], values[shown, 0], color=COLOURS[number], label=f"warm-up {warmup_of(row)}")
+            low, high = values[shown, 0] - values[shown, 1], values[shown, 0] + values[shown, 1]
+            axes[0].fill_between(steps[shown], low, high, color=COLOURS[number], alpha=0.18, linewidth=0)
+    axes[0].set_title("on its own trajectory (velocity)", fontsize=9)
+    for number, (name, one) in enumerate(some):
+        for row in tables.rows(one, warmup="fixed(1)"):
+            values = np.array(row["same_latents"])
+            steps = np.arange(1, len(values) + 1)
+            axes[1].plot(steps[1:], values[1:], color=COLOURS[number], marker=MARKS[number], markersize=2.5, label=name)
+    axes[1].set_title("this step's error alone, warm-up 1", fontsize=9)
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.set_xlabel("denoising step")
+        axis.legend(fontsize=7.5)
+    axes[0].set_ylabel("relative error of the prediction")
+    return save(figure, "steps", f"{tables.said(table)}; N = 4, displaced; bands: standard error")
+
+
+def draw_layers(tables: Tables) -> Path | None:
+    """Attention's error: by layer and step as a map, and its margin by layer."""
+    some = details(tables)
+    if not some:
+        return None
+    _, table = some[0]
+    (row,) = tables.rows(table, warmup="fixed(1)")
+    blocks = list(row["attention_error"])
+    count = len(row["prediction_error"])
+    values = np.full((len(blocks), count), np.nan)
+    for place, block in enumerate(blocks):
+        for step, error in row["attention_error"][block].items():
+            values[place, int(step)] = error
+    figure, axes = plt().subplots(1, 2, figsize=(7.6, 2.8), gridspec_kw={"width_ratios": (1.7, 1)})
+    image = axes[0].imshow(values, aspect="auto", cmap="viridis", interpolation="nearest", extent=(0.5, count + 0.5, len(blocks) - 0.5, -0.5))
+    axes[0].grid(visible=False)
+    axes[0].set_xlabel("denoising step")
+    axes[0].set_ylabel("layer")
+    figure.colorbar(image, ax=axes[0], label="relative error", fraction=0.05)
+    for number, (name, one) in enumerate(some):
+        for each in tables.rows(one, warmup="fixed(1)"):
+            found = [[v for v in by.values() if v is not None] for by in each["attention_error"].values()]
+            means = [float(np.mean(v)) for v in found]
+            spread = [[m - min(v) for m, v in zip(means, found, strict=True)], [max(v) - m for m, v in zip(means, found, strict=True)]]
+            places = [place + 0.08 * (number - 1) for place in range(len(means))]
+            axes[1].errorbar(places, means, yerr=spread, color=COLOURS[number], marker=MARKS[number], capsize=2, elinewidth=0.7, label=name)
+    axes[1].set_xlabel("layer")
+    axes[1].set_ylabel("mean over steps")
+    axes[1].set_ylim(bottom=0)
+    axes[1].legend(fontsize=7.5)
+    return save(figure, "layers", f"{tables.said(table)} (map); N = 4, one synchronous step; right: bars from the smallest to the largest step")
+
+
+def draw_places(tables: Tables) -> Path | None:
+    """The prediction's error by token, and by row of tokens over steps."""
+    some = [(name, table) for name, table in details(tables) if "token_error" in table["rows"][0]]
+    if not some:
+        return None
+    figure, axes = plt().subplots(1, len(some) + 1, figsize=(2.5 * (len(some) + 1) + 0.6, 2.7), squeeze=False)
+    devices = 4
+    for axis, (name, table) in zip(axes[0], some, strict=False):
+        (row,) = tables.rows(table, warmup="fixed(1)")
+        values = np.array(row["token_error"])[1:]
+        image = axis.imshow(np.sqrt((values**2).mean(0)), cmap="magma", interpolation="nearest")
+        axis.grid(visible=False)
+        for rank in range(1, devices):
+            axis.axhline(values.shape[1] * rank / devices - 0.5, color="cyan", linestyle="--", linewidth=0.8)
+        axis.set_title(f"{name}: stale steps", fontsize=9)
+        axis.set_xticks([])
+        axis.set_yticks([])
+        figure.colorbar(image, ax=axis, fraction=0.046)
+    (row,) = tables.rows(some[0][1], warmup="fixed(1)")
+    rows = np.sqrt((np.array(row["token_error"]) ** 2).mean(2))[1:].T
+    image = axes[0][-1].imshow(rows, aspect="auto", cmap="magma", interpolation="nearest", extent=(1.5, rows.shape[1] + 1.5, rows.shape[0] + 0.5, 0.5))
+    axes[0][-1].grid(visible=False)
+    for rank in range(1, devices):
+        axes[0][-1].axhline(rows.shape[0] * rank / devices + 0.5, color="cyan", linestyle="--", linewidth=0.8)
+    axes[0][-1].set_xlabel("denoising step")
+    axes[0][-1].set_ylabel("row of tokens")
+    axes[0][-1].set_title(f"{some[0][0]}: rows over steps", fontsize=9)
+    figure.colorbar(image, ax=axes[0][-1], fraction=0.046)
+    return save(figure, "places", f"N = 4, one synchronous step of 50, 4 pictures, seeds 0 to 3; relative error of the prediction; dashes: ranks' borders")
+
+
+def draw_bytes(tables: Tables) -> Path | None:
+    """PSNR over what is sent."""
+    table, base = tables.find("strategies", "emoji-dit-s"), tables.find("experiment", "emoji-dit-s", "ddim")
+    if table is None or base is None:
+        return None
+    figure, axis = plt().subplots(figsize=(5.4, 3.2))
+    some = [("displaced", base), *((name, table) for name in table["table"]["strategies"])]
+    for number, (name, one) in enumerate(some):
+        rows = [row for row in tables.rows(one, strategy=name, warmup="fixed(1)") if row["sent"]]
+        if not rows:
+            continue
+        sent = [sum(row["sent"].values()) / 1e6 for row in rows]
+        bars(axis, sent, rows, number, name)
+        for x, row in zip(sent, rows, strict=True):
+            axis.annotate(f"{row['devices']}", (x, row["psnr"]["value"]), xytext=(5, 3), textcoords="offset points", fontsize=7.5)
+    axis.set_xscale("log")
+    axis.set_xlabel("sent by all ranks in a request of 8 pictures, MB (numbers: N)")
+    axis.set_ylabel("PSNR to the synchronous picture, dB")
+    axis.legend(fontsize=7.5)
+    return save(figure, "bytes", f"{tables.said(table)}; one synchronous step; bars: standard error")
+
+
+def draw_strategies(tables: Tables) -> Path | None:
+    """PSNR over N for every strategy."""
+    table, base = tables.find("strategies", "emoji-dit-s"), tables.find("experiment", "emoji-dit-s", "ddim")
+    if table is None or base is None:
+        return None
+    figure, axis = plt().subplots(figsize=(5.0, 3.0))
+    for number, (name, one) in enumerate([("displaced", base), *((name, table) for name in table["table"]["strategies"])]):
+        rows = tables.rows(one, strategy=name, warmup="fixed(1)")
+        bars(axis, [place + 0.05 * (number - 2) for place in range(len(rows))], rows, number, name)
+    axis.set_xticks(range(3), ["2", "4", "8"])
+    axis.set_xlabel("N (for PipeFusion: patches)")
+    axis.set_ylabel("PSNR to the synchronous picture, dB")
+    axis.legend(fontsize=7.5, ncols=2)
+    return save(figure, "strategies", f"{tables.said(table)}; one synchronous step; bars: standard error")
+
+
+def draw_distribution(_: Tables) -> Path | None:
+    """Class, Fréchet distance and sharpness of every row."""
+    data = read("distribution")
+    if not data.get("rows"):
+        return None
+    names = list(data["rows"])
+    figure, axes = plt().subplots(1, 3, figsize=(8.2, 0.28 * len(names) + 1.2), sharey=True)
+    places = np.arange(len(names))[::-1]
+    for place, name in zip(places, names, strict=True):
+        row = data["rows"][name]
+        colour = COLOURS[1] if name.startswith("naive") else COLOURS[4] if name.startswith("synchronous") else COLOURS[0]
+        style = {"fmt": "o", "color": colour, "capsize": 2, "elinewidth": 0.8}
+        value, error = row["right"]
+        axes[0].errorbar([100 * value], [place], xerr=[100 * error], **style)
+        if row["frechet"] > 1e-3:
+            axes[1].errorbar([row["frechet"]], [place], xerr=[row["frechet_error"]], **style)
+        axes[2].errorbar([row["sharpness"]], [place], **style)
+    axes[0].set_yticks(places, names, fontsize=8)
+    axes[0].set_xlabel("of the asked class, %")
+    axes[1].set_xscale("log")
+    axes[1].set_xlabel("Fréchet distance to synchronous")
+    axes[2].axvline(1, color="#999999", linewidth=0.8)
+    axes[2].set_xlabel("sharpness over synchronous")
+    count = data["rows"][names[0]]["pictures"]
+    said = f"fashion-dit, DDIM, {data['setup']['steps']} steps; {count} pictures a row, seeds 0 to {count - 1} (other seeds: from 1,000,000); bars: standard error"
+    return save(figure, "distribution", said)
+
+
+def draw_load(_: Tables) -> Path | None:
+    """Work of every rank in every step, and a rank that slows down."""
+    cases = read("load").get("cases", {})
+    even = [name for name, case in cases.items() if not case["slows"]]
+    if not even:
+        return None
+    slow = [name for name, case in cases.items() if case["slows"]]
+    figure, axes = plt().subplots(1, 1 + bool(slow), figsize=(8.0, 3.0), squeeze=False, gridspec_kw={"width_ratios": (1.2, 1)[: 1 + bool(slow)]})
+    lines, labels = [], []
+    for name in even:
+        ranks = [[1e3 * step["work_processor"] for step in rank["steps"]] for rank in cases[name]["ranks"]]
+        # Shares of the mean of a step's ranks.
+        table = np.array(ranks)
+        lines += list(table / table.mean(0))
+        labels += [f"{name}: rank {number}" if number == 0 else f"rank {number}" for number in range(len(ranks))]
+    image = axes[0][0].imshow(np.array(lines), aspect="auto", cmap="RdBu_r", vmin=0.5, vmax=1.5, interpolation="nearest", extent=(0.5, len(lines[0]) + 0.5, len(lines) - 0.5, -0.5))
+    axes[0][0].set_yticks(range(len(labels)), labels, fontsize=7)
+    axes[0][0].grid(visible=False)
+    axes[0][0].set_xlabel("denoising step")
+    axes[0][0].set_title("work of a rank over the mean of its step", fontsize=9)
+    figure.colorbar(image, ax=axes[0][0], fraction=0.04)
+    for number, name in enumerate(slow):
+        for rank, style in zip(cases[name]["ranks"], ("-", "--"), strict=False):
+            waits = [1e3 * step["in_collectives"] for step in rank["steps"]]
+            label = name.removesuffix(", rank 1 slows down") if style == "-" else None
+            axes[0][1].plot(range(1, len(waits) + 1), waits, style, color=COLOURS[number], label=label)
+    if slow:
+        axes[0][1].set_xlabel("denoising step")
+        axes[0][1].set_ylabel("inside collectives, ms")
+        axes[0][1].set_title("rank 1 (dashes) slows down in the middle", fontsize=9)
+        axes[0][1].legend(fontsize=7)
+    return save(figure, "load", "emoji-dit-s, DDIM, 16 steps, 4 pictures in one request, real ranks of one thread; processor time (left), clock (right)")
+
+
+def draw_sameness(_: Tables) -> Path | None:
+    """Difference of exact strategies over tokens and steps, and their speed."""
+    rows = read("sameness").get("growth", [])
+    if not rows:
+        return None
+    figure, axes = plt().subplots(1, 2, figsize=(7.6, 3.0))
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
+    for number, name in enumerate(names):
+        mine = [row for row in rows if row["strategy"] == name]
+        tokens = [row["tokens"] for row in mine]
+        for after, style in (("1", ":"), ("20", "-")):
+            values = [max(row["difference"][after], 1e-9) for row in mine if after in row["difference"]]
+            label = name if style == "-" else None
+            if values:
+                axes[0].plot(tokens, values, style, color=COLOURS[number], marker=MARKS[number], label=label)
+        axes[1].plot(tokens, [row["work"]["ratio"] for row in mine], color=COLOURS[number], marker=MARKS[number], label=name)
+    axes[0].set_yscale("log")
+    axes[0].set_ylabel("largest relative difference")
+    axes[0].set_title("after 1 step (dots) and 20 (lines); 1e-9: none", fontsize=9)
+    axes[1].set_ylabel("one device's work over the busiest rank's")
+    axes[1].set_title("two ranks", fontsize=9)
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted({row["tokens"] for row in rows}), [f"{one:,}" for one in sorted({row["tokens"] for row in rows})])
+        axis.minorticks_off()
+        axis.set_xlabel("image tokens")
+        axis.legend(fontsize=7.5)
+    return save(figure, "sameness", "FLUX-shaped transformer, 3 blocks, random weights, float32; Euler; one seed; work: processor seconds outside of collectives")
+
+
+FIGURES: dict[str, Callable[[Tables], Path | None]] = {
+    "warmup": draw_warmup,
+    "strategies": draw_strategies,
+    "tokens": draw_tokens,
+    "objectives": draw_objectives,
+    "steps": draw_steps,
+    "layers": draw_layers,
+    "places": draw_places,
+    "distribution": draw_distribution,
+    "bytes": draw_bytes,
+    "load": draw_load,
+    "sameness": draw_sameness,
+}
+
+
+def main() -> None:
+    """Draw."""
+    parser = command_line(__doc__, figures=False)
+    parser.add_argument("--only", action="append", choices=FIGURES, help="default: all")
+    options = parser.parse_args()
+    tables = Tables()
+    for name, draw in FIGURES.items():
+        if name in (options.only or [name]):
+            file = draw(tables)
+            print(f"{name}: {'not measured' if file is None else file.name}")
+
+
+if __name__ == "__main__":
+    main()
