@@ -270,24 +270,24 @@ def draw_layers(tables: Tables) -> Path | None:
 
 def draw_places(tables: Tables) -> Path | None:
     """The prediction's error by token, and by row of tokens over steps."""
-    some = [(name, table) for name, table in details(tables) if "token_error" in table["rows"][0]]
+    some = [(name, table) for name, table in details(tables) if "error_by_place" in table["rows"][0]]
     if not some:
         return None
     figure, axes = plt().subplots(1, len(some) + 1, figsize=(2.5 * (len(some) + 1) + 0.6, 2.7), squeeze=False)
     devices = 4
     for axis, (name, table) in zip(axes[0], some, strict=False):
         (row,) = tables.rows(table, warmup="fixed(1)")
-        values = np.array(row["token_error"])[1:]
-        image = axis.imshow(np.sqrt((values**2).mean(0)), cmap="magma", interpolation="nearest")
+        values = np.array(row["error_by_place"])
+        image = axis.imshow(values, cmap="magma", interpolation="nearest")
         axis.grid(visible=False)
         for rank in range(1, devices):
-            axis.axhline(values.shape[1] * rank / devices - 0.5, color="cyan", linestyle="--", linewidth=0.8)
+            axis.axhline(len(values) * rank / devices - 0.5, color="cyan", linestyle="--", linewidth=0.8)
         axis.set_title(f"{name}: stale steps", fontsize=9)
         axis.set_xticks([])
         axis.set_yticks([])
         figure.colorbar(image, ax=axis, fraction=0.046)
     (row,) = tables.rows(some[0][1], warmup="fixed(1)")
-    rows = np.sqrt((np.array(row["token_error"]) ** 2).mean(2))[1:].T
+    rows = np.array(row["error_by_row"])[1:].T
     image = axes[0][-1].imshow(rows, aspect="auto", cmap="magma", interpolation="nearest", extent=(1.5, rows.shape[1] + 1.5, rows.shape[0] + 0.5, 0.5))
     axes[0][-1].grid(visible=False)
     for rank in range(1, devices):

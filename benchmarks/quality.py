@@ -242,14 +242,28 @@ def row_of(results: Any, at: Any, pictures: Path) -> dict[str, Any]:
 
     errors = [(error.value, error.error) for error in results.prediction_errors(at)]
     first = results.by[at][0]
-    details = ("attention_error", "same_latents", "token_error")
+    details = ("attention_error", "same_latents")
     return rounded(
         asdict(results.row(at))
         | {"each": list(results.psnr_of(at).values()), "prediction_error": errors}
         | {"flip": asdict(mean(flips(results, at, pictures)))}
         | {"synchronous_steps": [step["step"] for step in first.get("steps", ()) if step["synchronous"]]}
         | {name: first[name] for name in details if name in first}
+        | places_of(first)
     )
+
+
+def places_of(first: dict[str, Any]) -> dict[str, Any]:
+    """Of a request with details: the prediction's error by row of tokens and step, and by place over the stale steps."""
+    import numpy as np
+
+    if "token_error" not in first:
+        return {}
+    values = np.array(first["token_error"]) ** 2
+    waits = {step["step"] for step in first.get("steps", ()) if step["synchronous"]}
+    stale = [step for step in range(len(values)) if step not in waits]
+    rows, places = np.sqrt(values.mean(2)), np.sqrt(values[stale].mean(0))
+    return {"error_by_row": rounded(rows.tolist(), 3), "error_by_place": rounded(places.tolist(), 3)}
 
 
 def flips(results: Any, at: Any, pictures: Path) -> list[float]:
