@@ -86,7 +86,7 @@ def pictures(config: dict[str, Any], steps: int) -> Any:
     return np.asarray(made, dtype=np.float32)
 
 
-def bits(steps: int) -> list[dict[str, Any]]:
+def bits(steps: int, degrees: list[int]) -> list[dict[str, Any]]:
     """One row for every mesh and mode."""
     import numpy as np
 
@@ -96,7 +96,7 @@ def bits(steps: int) -> list[dict[str, Any]]:
     modes = {"reproducible": True, "fast": False}
     with RankPool(1, "cpu", threads=1) as pool:
         alone = {mode: pool.run(pictures, {"reproducible": on}, steps)[0] for mode, on in modes.items()}
-    for degree in DEGREES:
+    for degree in degrees:
         with RankPool(degree, "cpu", threads=1) as pool:
             for axis in ("ulysses", "data"):
                 for mode, on in modes.items():
@@ -216,6 +216,7 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=("bits", "growth"), help="default: both")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="square numbers")
     parser.add_argument("--steps", type=int, nargs="+", default=list(AFTER), help="after which latents are compared")
+    parser.add_argument("--degrees", type=int, nargs="+", default=list(DEGREES), help="a process each: 8 need 4 GB")
     parser.add_argument("--picture-steps", type=int, default=12)
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
@@ -230,7 +231,7 @@ def main() -> None:
     if "growth" in parts:
         growth(tuple(options.tokens), tuple(options.steps), options.turns, kept)
     if "bits" in parts:
-        figures["bits"] = bits(options.picture_steps)
+        figures["bits"] = bits(options.picture_steps, options.degrees)
     write_figures(figures, options.json)
     print(figures["machine"]["text"])
 

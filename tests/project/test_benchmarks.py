@@ -90,6 +90,75 @@ def test_the_whole_gpu_check_on_the_cpu(tmp_path: Path) -> None:
 GPU_CHECK = ("basics", "messages", "several", "single", "workers", "gpu_check")
 
 
+def test_the_study_of_the_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every table has a plan whose model is known, and one of them runs to its figures and its JSON."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    quality = load("quality")
+    known = [table for table in quality.TABLES if table.model not in quality.RELATIVES]
+    cells = {table.name: len(quality.plan_of(table, 1, tmp_path).cells) for table in known}
+    assert len(cells) == len(known)
+    assert all(count > 1 for count in cells.values())
+    small = quality.Table(
+        *("detail", "emoji-dit-s", "ddim", 2, (2,), ("fixed(1)",)),
+        strategies=("displaced", *quality.compressed("int8")),
+        captions=1,
+        detail=True,
+    )
+    monkeypatch.setattr(quality, "TABLES", [small])
+    monkeypatch.setattr(sys, "argv", ["quality", "--images", "1", "--out", str(tmp_path), "--json", str(tmp_path / "q.json")])
+    quality.main()
+    (table,) = json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))["tables"]
+    stale, packed = table["rows"]
+    assert (stale["strategy"], packed["strategy"]) == ("displaced", "displaced-int8")
+    # The message is a quarter as long and carries its scales.
+    assert 3 < stale["sent"]["ring"] / packed["sent"]["ring"]
+    assert (len(stale["error_by_row"]), len(stale["error_by_place"])) == (2, 16)
+    assert len(stale["attention_error"]) == 6
+    assert stale["each"] == [pytest.approx(stale["psnr"]["value"], rel=1e-4)]
+
+
+def load(name: str) -> Any:
+    """A benchmark as a module."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its data classes look themselves up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_figures_are_drawn_from_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every figure of the page has its measurements in the repository, and is what they draw, to the byte."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    figures = load("figures")
+    monkeypatch.setattr(figures, "IMAGES", tmp_path)
+    tables = figures.Tables()
+    drawn = [file for draw in figures.FIGURES.values() if (file := draw(tables)) is not None]
+    page = (BENCHMARKS.parent / "docs" / "findings.md").read_text(encoding="utf-8")
+    page += (BENCHMARKS.parent / "docs" / "reproducible.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"images/(findings-[a-z]+\.svg)", page))
+    assert shown <= {file.name for file in drawn}
+    for file in drawn:
+        kept = BENCHMARKS.parent / "docs" / "images" / file.name
+        if file.name in shown and matplotlib_version() == DRAWN_WITH:
+            assert file.read_text(encoding="utf-8") == kept.read_text(encoding="utf-8"), file.name
+
+
+# Other versions place labels elsewhere.
+DRAWN_WITH = "3.11.2"
+
+
+def matplotlib_version() -> str:
+    from importlib.metadata import version
+
+    return version("matplotlib")
+
+
 def load_gpu_check() -> Any:
     """The GPU check's program as a module; its files import one another by their bare names."""
     import importlib.util
