@@ -3,13 +3,14 @@
     python benchmarks/distribution.py --each 30 --json benchmarks/measured/distribution.json
     python benchmarks/distribution.py --compress int8 --compress int4
 
-Of `fashion-dit`, which draws new pictures and has its classifier beside it. Ranks are simulated, to the bit. Every row has
-pictures of the same classes and seeds as the synchronous row; another row has other seeds, which shows how far apart two
-equally good sets of so many pictures are. The Fréchet distance is that of the classifier's 32 features (its formula is that
-of Heusel et al. 2017, arXiv:1706.08500, its network is not), to the synchronous set, and to the test pictures of
-Fashion-MNIST if they are in ``--data``. Its error is the deviation over sets drawn from this one with replacement; in the
-distance to the synchronous set both are drawn alike, picture by picture. Sharpness is the mean magnitude of the Laplacian
-over that of the synchronous set; under 1 is blur. Rows that are in the JSON file already are not drawn again.
+Of `fashion-dit`, which draws new pictures and has its classifier beside it. Ranks are simulated, to the bit. Every
+row has pictures of the same classes and seeds as the synchronous row; another row has other seeds, which shows how
+far apart two equally good sets of so many pictures are. The Fréchet distance is that of the classifier's 32 features
+(its formula is that of Heusel et al. 2017, arXiv:1706.08500, its network is not), to the synchronous set, and to the
+test pictures of Fashion-MNIST if they are in ``--data``. Its error is the deviation over sets drawn from this one
+with replacement; in the distance to the synchronous set both are drawn alike, picture by picture. Sharpness is the
+mean magnitude of the Laplacian over that of the synchronous set; under 1 is blur. Rows that are in the JSON file
+already are not drawn again.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
 # The package `training` before the benchmark of that name.
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import numpy as np
 import torch
@@ -196,7 +196,9 @@ def main() -> None:
     if options.json and options.json.exists():
         known = json.loads(options.json.read_text(encoding="utf-8"))
         figures["rows"] = known["rows"] if known["setup"] == setup else {}
-    print(f"{MODEL}, DDIM, {STEPS} steps, {len(labels)} pictures a row, seeds 0 to {len(labels) - 1}; {machine['text']}")
+    print(
+        f"{MODEL}, DDIM, {STEPS} steps, {len(labels)} pictures a row, seeds 0 to {len(labels) - 1}; {machine['text']}"
+    )
     print(f"{'':<36}{'class':>8}{'verdict':>9}{'PSNR':>14}{'Fréchet':>9}{'':9}{'to test':>16}{'sharp':>9}")
     judge: Judge | None = None
     for name, config in rows(options.compress or ["int8", "int4"]).items():

@@ -84,9 +84,13 @@ class Tables:
         """A table; None: it was not measured."""
         for one in self.all:
             of = one["table"]
-            if of["part"] == part and model in ("", of["model"]) and sampler in ("", of["sampler"]):
-                if steps in (0, of["steps"]):
-                    return one
+            wanted = (
+                (part, of["part"]),
+                (model or of["model"], of["model"]),
+                (sampler or of["sampler"], of["sampler"]),
+            )
+            if all(ours == theirs for ours, theirs in wanted) and steps in (0, of["steps"]):
+                return one
         return None
 
     @staticmethod
@@ -114,7 +118,12 @@ def bars(axis: Any, xs: Sequence[float], rows: Sequence[dict[str, Any]], number:
     """PSNR with standard errors."""
     ys = [row["psnr"]["value"] for row in rows]
     errors = [row["psnr"]["error"] or 0.0 for row in rows]
-    style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKS[number % len(MARKS)], "capsize": 2, "elinewidth": 0.8}
+    style = {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKS[number % len(MARKS)],
+        "capsize": 2,
+        "elinewidth": 0.8,
+    }
     axis.errorbar(xs, ys, yerr=errors, label=label, **(style | more))
 
 
@@ -169,7 +178,8 @@ def draw_tokens(tables: Tables) -> Path | None:
     axis.legend(fontsize=8)
     names = ", ".join(table["table"]["model"] for _, table in known)
     table = known[0][1]
-    said = f"{names}\nddim, 50 steps, one synchronous; {table['pictures']} pictures each, seeds 0 to {table['seeds'][-1]}; bars: standard error"
+    seeds = f"{table['pictures']} to {known[-1][1]['pictures']} pictures each, seeds from 0"
+    said = f"{names}\nddim, 50 steps, one synchronous; {seeds}; bars: standard error"
     return save(figure, "tokens", said)
 
 
@@ -211,7 +221,7 @@ def draw_steps(tables: Tables) -> Path | None:
     if not some:
         return None
     figure, axes = plt().subplots(1, 2, figsize=(7.6, 3.0), sharey=True)
-    of, table = some[0]
+    _, table = some[0]
     for number, warmup in enumerate(("fixed(0)", "fixed(1)", "fixed(10)")):
         for row in tables.rows(table, warmup=warmup):
             values = np.array([[value, error or 0.0] for value, error in row["prediction_error"]])
@@ -249,7 +259,13 @@ def draw_layers(tables: Tables) -> Path | None:
         for step, error in row["attention_error"][block].items():
             values[place, int(step)] = error
     figure, axes = plt().subplots(1, 2, figsize=(7.6, 2.8), gridspec_kw={"width_ratios": (1.7, 1)})
-    image = axes[0].imshow(values, aspect="auto", cmap="viridis", interpolation="nearest", extent=(0.5, count + 0.5, len(blocks) - 0.5, -0.5))
+    image = axes[0].imshow(
+        values,
+        aspect="auto",
+        cmap="viridis",
+        interpolation="nearest",
+        extent=(0.5, count + 0.5, len(blocks) - 0.5, -0.5),
+    )
     axes[0].grid(visible=False)
     axes[0].set_xlabel("denoising step")
     axes[0].set_ylabel("layer")
@@ -258,14 +274,30 @@ def draw_layers(tables: Tables) -> Path | None:
         for each in tables.rows(one, warmup="fixed(1)"):
             found = [[v for v in by.values() if v is not None] for by in each["attention_error"].values()]
             means = [float(np.mean(v)) for v in found]
-            spread = [[m - min(v) for m, v in zip(means, found, strict=True)], [max(v) - m for m, v in zip(means, found, strict=True)]]
+            spread = [
+                [m - min(v) for m, v in zip(means, found, strict=True)],
+                [max(v) - m for m, v in zip(means, found, strict=True)],
+            ]
             places = [place + 0.08 * (number - 1) for place in range(len(means))]
-            axes[1].errorbar(places, means, yerr=spread, color=COLOURS[number], marker=MARKS[number], capsize=2, elinewidth=0.7, label=name)
+            axes[1].errorbar(
+                places,
+                means,
+                yerr=spread,
+                color=COLOURS[number],
+                marker=MARKS[number],
+                capsize=2,
+                elinewidth=0.7,
+                label=name,
+            )
     axes[1].set_xlabel("layer")
     axes[1].set_ylabel("mean over steps")
     axes[1].set_ylim(bottom=0)
     axes[1].legend(fontsize=7.5)
-    return save(figure, "layers", f"{tables.said(table)} (map); N = 4, one synchronous step; right: bars from the smallest to the largest step")
+    return save(
+        figure,
+        "layers",
+        f"{tables.said(table)} (map); N = 4, one synchronous step; right: bars from the smallest to the largest step",
+    )
 
 
 def draw_places(tables: Tables) -> Path | None:
@@ -288,7 +320,13 @@ def draw_places(tables: Tables) -> Path | None:
         figure.colorbar(image, ax=axis, fraction=0.046)
     (row,) = tables.rows(some[0][1], warmup="fixed(1)")
     rows = np.array(row["error_by_row"])[1:].T
-    image = axes[0][-1].imshow(rows, aspect="auto", cmap="magma", interpolation="nearest", extent=(1.5, rows.shape[1] + 1.5, rows.shape[0] + 0.5, 0.5))
+    image = axes[0][-1].imshow(
+        rows,
+        aspect="auto",
+        cmap="magma",
+        interpolation="nearest",
+        extent=(1.5, rows.shape[1] + 1.5, rows.shape[0] + 0.5, 0.5),
+    )
     axes[0][-1].grid(visible=False)
     for rank in range(1, devices):
         axes[0][-1].axhline(rows.shape[0] * rank / devices + 0.5, color="cyan", linestyle="--", linewidth=0.8)
@@ -296,7 +334,11 @@ def draw_places(tables: Tables) -> Path | None:
     axes[0][-1].set_ylabel("row of tokens")
     axes[0][-1].set_title(f"{some[0][0]}: rows over steps", fontsize=9)
     figure.colorbar(image, ax=axes[0][-1], fraction=0.046)
-    return save(figure, "places", f"N = 4, one synchronous step of 50, 4 pictures, seeds 0 to 3; relative error of the prediction; dashes: ranks' borders")
+    return save(
+        figure,
+        "places",
+        "N = 4, one synchronous step of 50, 4 pictures, seeds 0 to 3\nrelative error of the prediction; dashes: ranks' borders",
+    )
 
 
 def draw_bytes(tables: Tables) -> Path | None:
@@ -313,7 +355,9 @@ def draw_bytes(tables: Tables) -> Path | None:
         sent = [sum(row["sent"].values()) / 1e6 for row in rows]
         bars(axis, sent, rows, number, name)
         for x, row in zip(sent, rows, strict=True):
-            axis.annotate(f"{row['devices']}", (x, row["psnr"]["value"]), xytext=(5, 3), textcoords="offset points", fontsize=7.5)
+            axis.annotate(
+                f"{row['devices']}", (x, row["psnr"]["value"]), xytext=(5, 3), textcoords="offset points", fontsize=7.5
+            )
     axis.set_xscale("log")
     axis.set_xlabel("sent by all ranks in a request of 8 pictures, MB (numbers: N)")
     axis.set_ylabel("PSNR to the synchronous picture, dB")
@@ -327,7 +371,9 @@ def draw_strategies(tables: Tables) -> Path | None:
     if table is None or base is None:
         return None
     figure, axis = plt().subplots(figsize=(5.0, 3.0))
-    for number, (name, one) in enumerate([("displaced", base), *((name, table) for name in table["table"]["strategies"])]):
+    for number, (name, one) in enumerate(
+        [("displaced", base), *((name, table) for name in table["table"]["strategies"])]
+    ):
         rows = tables.rows(one, strategy=name, warmup="fixed(1)")
         bars(axis, [place + 0.05 * (number - 2) for place in range(len(rows))], rows, number, name)
     axis.set_xticks(range(3), ["2", "4", "8"])
@@ -347,7 +393,9 @@ def draw_distribution(_: Tables) -> Path | None:
     places = np.arange(len(names))[::-1]
     for place, name in zip(places, names, strict=True):
         row = data["rows"][name]
-        colour = COLOURS[1] if name.startswith("naive") else COLOURS[4] if name.startswith("synchronous") else COLOURS[0]
+        colour = (
+            COLOURS[1] if name.startswith("naive") else COLOURS[4] if name.startswith("synchronous") else COLOURS[0]
+        )
         style = {"fmt": "o", "color": colour, "capsize": 2, "elinewidth": 0.8}
         value, error = row["right"]
         axes[0].errorbar([100 * value], [place], xerr=[100 * error], **style)
@@ -361,7 +409,10 @@ def draw_distribution(_: Tables) -> Path | None:
     axes[2].axvline(1, color="#999999", linewidth=0.8)
     axes[2].set_xlabel("sharpness over synchronous")
     count = data["rows"][names[0]]["pictures"]
-    said = f"fashion-dit, DDIM, {data['setup']['steps']} steps; {count} pictures a row, seeds 0 to {count - 1} (other seeds: from 1,000,000); bars: standard error"
+    said = (
+        f"fashion-dit, DDIM, {data['setup']['steps']} steps; {count} pictures a row, seeds 0 to {count - 1} "
+        "(other seeds: from 1,000,000); bars: standard error"
+    )
     return save(figure, "distribution", said)
 
 
@@ -372,7 +423,9 @@ def draw_load(_: Tables) -> Path | None:
     if not even:
         return None
     slow = [name for name, case in cases.items() if case["slows"]]
-    figure, axes = plt().subplots(1, 1 + bool(slow), figsize=(8.0, 3.0), squeeze=False, gridspec_kw={"width_ratios": (1.2, 1)[: 1 + bool(slow)]})
+    figure, axes = plt().subplots(
+        1, 1 + bool(slow), figsize=(8.0, 3.0), squeeze=False, gridspec_kw={"width_ratios": (1.2, 1)[: 1 + bool(slow)]}
+    )
     lines, labels = [], []
     for name in even:
         ranks = [[1e3 * step["work_processor"] for step in rank["steps"]] for rank in cases[name]["ranks"]]
@@ -380,7 +433,15 @@ def draw_load(_: Tables) -> Path | None:
         table = np.array(ranks)
         lines += list(table / table.mean(0))
         labels += [f"{name}: rank {number}" if number == 0 else f"rank {number}" for number in range(len(ranks))]
-    image = axes[0][0].imshow(np.array(lines), aspect="auto", cmap="RdBu_r", vmin=0.5, vmax=1.5, interpolation="nearest", extent=(0.5, len(lines[0]) + 0.5, len(lines) - 0.5, -0.5))
+    image = axes[0][0].imshow(
+        np.array(lines),
+        aspect="auto",
+        cmap="RdBu_r",
+        vmin=0.5,
+        vmax=1.5,
+        interpolation="nearest",
+        extent=(0.5, len(lines[0]) + 0.5, len(lines) - 0.5, -0.5),
+    )
     axes[0][0].set_yticks(range(len(labels)), labels, fontsize=7)
     axes[0][0].grid(visible=False)
     axes[0][0].set_xlabel("denoising step")
@@ -396,7 +457,11 @@ def draw_load(_: Tables) -> Path | None:
         axes[0][1].set_ylabel("inside collectives, ms")
         axes[0][1].set_title("rank 1 (dashes) slows down in the middle", fontsize=9)
         axes[0][1].legend(fontsize=7)
-    return save(figure, "load", "emoji-dit-s, DDIM, 16 steps, 4 pictures in one request, real ranks of one thread; processor time (left), clock (right)")
+    return save(
+        figure,
+        "load",
+        "emoji-dit-s, DDIM, 16 steps, 4 pictures in one request, real ranks of one thread\nprocessor time (map), clock (lines)",
+    )
 
 
 def draw_sameness(_: Tables) -> Path | None:
@@ -414,7 +479,9 @@ def draw_sameness(_: Tables) -> Path | None:
             label = name if style == "-" else None
             if values:
                 axes[0].plot(tokens, values, style, color=COLOURS[number], marker=MARKS[number], label=label)
-        axes[1].plot(tokens, [row["work"]["ratio"] for row in mine], color=COLOURS[number], marker=MARKS[number], label=name)
+        axes[1].plot(
+            tokens, [row["work"]["ratio"] for row in mine], color=COLOURS[number], marker=MARKS[number], label=name
+        )
     axes[0].set_yscale("log")
     axes[0].set_ylabel("largest relative difference")
     axes[0].set_title("after 1 step (dots) and 20 (lines); 1e-9: none", fontsize=9)
@@ -422,11 +489,68 @@ def draw_sameness(_: Tables) -> Path | None:
     axes[1].set_title("two ranks", fontsize=9)
     for axis in axes:
         axis.set_xscale("log", base=2)
-        axis.set_xticks(sorted({row["tokens"] for row in rows}), [f"{one:,}" for one in sorted({row["tokens"] for row in rows})])
+        axis.set_xticks(
+            sorted({row["tokens"] for row in rows}), [f"{one:,}" for one in sorted({row["tokens"] for row in rows})]
+        )
         axis.minorticks_off()
         axis.set_xlabel("image tokens")
         axis.legend(fontsize=7.5)
-    return save(figure, "sameness", "FLUX-shaped transformer, 3 blocks, random weights, float32; Euler; one seed; work: processor seconds outside of collectives")
+    return save(
+        figure,
+        "sameness",
+        "FLUX-shaped transformer, 3 blocks, random weights, float32; Euler; one seed\nwork: processor seconds outside of collectives",
+    )
+
+
+def draw_pictures(store: Path) -> Path | None:
+    """A picture of the first prompt and the farthest one, as every strategy draws it, and how each differs.
+
+    Differences of a row have one scale, whose bright end is their 99th percentile; lines are the ranks' borders.
+
+    Args:
+        store: of `quality.py` (``--out``), with the pictures of the parts ``experiment`` and ``strategies``.
+    """
+    from PIL import Image
+
+    from ditmesh.quality.pictures import as_picture
+    from ditmesh.report.charts import brightest, coloured
+
+    devices, scale = 4, 2
+    found: dict[str, list[dict[str, Any]]] = {}
+    folders: dict[str, Path] = {}
+    for part in ("experiment", "strategies"):
+        folder = store / f"{part}-emoji-dit-s-ddim"
+        if not (folder / "cells.jsonl").exists():
+            return None
+        for line in (folder / "cells.jsonl").read_text(encoding="utf-8").splitlines():
+            result = json.loads(line)
+            cell = result["cell"]
+            if cell["strategy"] == "synchronous" or (cell["devices"], cell["warmup"]) == (devices, "fixed(1)"):
+                found[cell["strategy"]] = result["pictures"]
+                folders[cell["strategy"]] = folder / "cells"
+    names = [name for name in ("synchronous", "displaced", "pipefusion", "displaced-int4", "naive") if name in found]
+    worst = min(range(len(found["displaced"])), key=lambda place: found["displaced"][place]["psnr"])
+    rows = []
+    for place in dict.fromkeys((0, worst)):
+        drawn = [np.asarray(Image.open(folders[name] / found[name][place]["file"]).convert("RGB")) for name in names]
+        apart = [np.abs(as_picture(one) - as_picture(drawn[0])) for one in drawn]
+        # Naive patches are far off: the others have a scale of their own.
+        bright = brightest(apart[1:-1] if "naive" in names else apart[1:])
+        borders = [rank / devices for rank in range(1, devices)]
+        shades = [coloured(one, bright, borders) for one in apart]
+        rows.append([one.repeat(scale, 0).repeat(scale, 1) for one in drawn])
+        rows.append([(255 * one).round().astype(np.uint8).repeat(scale, 0).repeat(scale, 1) for one in shades])
+        rows[-1][0] = np.full_like(rows[-1][0], 255)
+        print(f"row of {found['displaced'][place]['prompt']!r}: bright end {bright:.3f}; PSNR", end=" ")
+        print(", ".join(f"{name} {found[name][place]['psnr']:.1f}" for name in names[1:]))
+    gap = np.full((rows[0][0].shape[0], 6, 3), 255, np.uint8)
+    lines = [np.concatenate([part for one in row for part in (one, gap)], axis=1) for row in rows]
+    between = np.full((6, lines[0].shape[1], 3), 255, np.uint8)
+    page = np.concatenate([part for line in lines for part in (line, between)])
+    file = IMAGES / "findings-pictures.png"
+    Image.fromarray(page).quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
+    print(f"pictures: {file.name}, columns {', '.join(names)}")
+    return file
 
 
 FIGURES: dict[str, Callable[[Tables], Path | None]] = {
@@ -448,8 +572,11 @@ def main() -> None:
     """Draw."""
     parser = command_line(__doc__, figures=False)
     parser.add_argument("--only", action="append", choices=FIGURES, help="default: all")
+    parser.add_argument("--store", type=Path, help="quality.py's --out: also the row of pictures")
     options = parser.parse_args()
     tables = Tables()
+    if options.store is not None:
+        draw_pictures(options.store)
     for name, draw in FIGURES.items():
         if name in (options.only or [name]):
             file = draw(tables)

@@ -5,8 +5,8 @@
 
 `emoji-dit-s`, four pictures in one request, DDIM; ranks have one thread each, and the second request counts. Of every
 rank and step: seconds by the clock, those inside collectives (sending and waiting), and processor seconds outside of
-them, which other work on the machine hardly changes. The slow rank is the last one: from the middle of the request on it
-sleeps in every block, as a device that is throttled or shared would be late.
+them, which other work on the machine hardly changes. The slow rank is the last one: from the middle of the request on
+it sleeps in every block, as a device that is throttled or shared would be late.
 """
 
 from __future__ import annotations
@@ -98,7 +98,11 @@ def show(name: str, ranks: list[dict[str, Any]], slows: bool) -> None:
     half = len(ranks[0]["steps"]) // 2
     for number, each in enumerate(ranks):
         # The first step is synchronous, and warms up.
-        parts = (("steps 2 to end", slice(1, None)),) if not slows else (("before", slice(1, half)), ("after", slice(half + 1, None)))
+        parts = (
+            (("steps 2 to end", slice(1, None)),)
+            if not slows
+            else (("before", slice(1, half)), ("after", slice(half + 1, None)))
+        )
         cells = []
         for said, part in parts:
             steps = each["steps"][part]
@@ -118,7 +122,9 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"default: {STEPS}")
     parser.add_argument("--only", help="cases whose names hold this")
-    parser.add_argument("--config", type=json.loads, action="append", default=[], help="a case more, whose last rank slows")
+    parser.add_argument(
+        "--config", type=json.loads, action="append", default=[], help="a case more, whose last rank slows"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     cases = CASES | {f"{json.dumps(config)}, the last rank slows down": (config, True) for config in options.config}

@@ -3,16 +3,17 @@
     python benchmarks/sameness.py --json benchmarks/measured/sameness.json
     python benchmarks/sameness.py --part growth --tokens 256 1024 --steps 4
 
-``bits``: `emoji-flux` (trained), eight prompts in one request, on 1 device and with ``ulysses`` and ``data`` of 2, 4 and 8,
-each with and without ``reproducible``: how many pictures have the bits of one device with the same setting, and the largest
-difference of a pixel.
+``bits``: `emoji-flux` (trained), eight prompts in one request, on 1 device and with ``ulysses`` and ``data`` of 2, 4
+and 8, each with and without ``reproducible``: how many pictures have the bits of one device with the same setting,
+and the largest difference of a pixel.
 
-``growth``: a FLUX-shaped transformer with random weights, 3 blocks, at several numbers of image tokens (16 by 16 pixels
-each in FLUX's own case: 256 tokens are 256 x 256 pixels, 4,096 are 1024 x 1024). Euler steps of a flow from the same noise;
-after 1, 4 and 20 steps the largest difference of the latents from one device, over their largest magnitude. With the same
-runs: seconds of a step. Strategies take turns, and a ratio is of one device's step over the slowest rank's, of the medians;
-``work`` is the same of processor seconds outside of collectives, which other work on the machine hardly changes. Random
-weights amplify rounding less or more than trained ones: what is compared is strategies and sizes.
+``growth``: a FLUX-shaped transformer with random weights, 3 blocks, at several numbers of image tokens (16 by 16
+pixels each in FLUX's own case: 256 tokens are 256 x 256 pixels, 4,096 are 1024 x 1024). Euler steps of a flow from
+the same noise; after 1, 4 and 20 steps the largest difference of the latents from one device, over their largest
+magnitude. With the same runs: seconds of a step. Strategies take turns, and a ratio is of one device's step over the
+slowest rank's, of the medians; ``work`` is the same of processor seconds outside of collectives, which other work on
+the machine hardly changes. Random weights amplify rounding less or more than trained ones: what is compared is
+strategies and sizes.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def bits(steps: int, degrees: list[int]) -> list[dict[str, Any]]:
                     }
                     found.append(row)
                     print(
-                        f"{row['mesh']:<12}{mode:<14}{row['equal']} of {PROMPTS} pictures have one device's bits; largest "
-                        f"difference {row['largest']:.2g}; ranks {'agree' if row['ranks_agree'] else 'DIFFER'}",
+                        f"{row['mesh']:<12}{mode:<14}{row['equal']} of {PROMPTS} pictures have one device's bits; "
+                        f"largest difference {row['largest']:.2g}; ranks {'agree' if row['ranks_agree'] else 'DIFFER'}",
                         flush=True,
                     )
     return found
@@ -166,7 +167,9 @@ def growth(tokens: tuple[int, ...], steps: tuple[int, ...], turns: int, write: A
     with RankPool(1, "cpu", threads=1) as single, RankPool(2, "cpu", threads=1) as pair:
         for count in tokens:
             alone = {rows: [single.run(flow, {}, count, steps, rows)[0]] for rows in (1, 2)}
-            several = {name: [pair.run(flow, config, count, steps, _rows(config))] for name, config in STRATEGIES.items()}
+            several = {
+                name: [pair.run(flow, config, count, steps, _rows(config))] for name, config in STRATEGIES.items()
+            }
             for _ in range(turns - 1):
                 # Speed takes turns; what is drawn is the same.
                 for rows, some in alone.items():
@@ -193,8 +196,8 @@ def growth(tokens: tuple[int, ...], steps: tuple[int, ...], turns: int, write: A
                 write(found)
                 said = ", ".join(f"{after}: {value:.1e}" for after, value in row["difference"].items())
                 print(
-                    f"{count:>6} tokens  {name:<12}difference after steps {said}; {row['seconds']['ratio']:.2f}x by the "
-                    f"clock, {row['work']['ratio']:.2f}x in work; peak {row['peak_bytes'][1] / 1e6:.0f} MB against "
+                    f"{count:>6} tokens  {name:<12}difference after steps {said}; {row['seconds']['ratio']:.2f}x by "
+                    f"the clock, {row['work']['ratio']:.2f}x in work; peak {row['peak_bytes'][1] / 1e6:.0f} MB against "
                     f"{row['peak_bytes'][0] / 1e6:.0f}",
                     flush=True,
                 )

@@ -1,11 +1,12 @@
 """One step of transformers at their true sizes, with random weights: two ranks compared with one. CPU ranks, Linux.
 
-PixArt-Sigma (0.6 billion parameters) at 1024 x 1024 pixels, 4,096 image and 300 text tokens, and Wan 2.1 1.3B at
-832 x 480 pixels and 17 frames, 7,800 image and 512 text tokens. Configurations are those of `ditmesh plan`; that of DiT-XL/2
-(675 million parameters, 256 tokens at 256 x 256 pixels, with --scale 2 1,024 at 512 x 512) is the paper's. Weights are
-made once, in bfloat16, in a temporary folder, and computed with in float32 (``--dtype``): matrices are N(0, 0.02),
-norms 1, and what scales and shifts in blocks N(0, 0.5), so that no block is without consequence. A rank reads its part
-of them (`ditmesh.generate.loading.load_transformer`), every form in processes of its own, one thread each.
+PixArt-Sigma (0.6 billion parameters) at 1024 x 1024 pixels, 4,096 image and 300 text tokens, and Wan 2.1 1.3B at 832
+x 480 pixels and 17 frames, 7,800 image and 512 text tokens. Configurations are those of `ditmesh plan`; that of
+DiT-XL/2 (675 million parameters, 256 tokens at 256 x 256 pixels, with --scale 2 1,024 at 512 x 512) is the paper's.
+Weights are made once, in bfloat16, in a temporary folder, and computed with in float32 (``--dtype``): matrices are
+N(0, 0.02), norms 1, and what scales and shifts in blocks N(0, 0.5), so that no block is without consequence. A rank
+reads its part of them (`ditmesh.generate.loading.load_transformer`), every form in processes of its own, one thread
+each.
 
 Of every form: the largest difference from one rank's output over that output's largest magnitude, which must be 1e-4 at
 most in float32; seconds of the step and processor seconds of all ranks; of the worst rank the bytes of tensors and of
@@ -267,7 +268,9 @@ def main() -> None:
     from ditmesh.launch import guarded_folder
 
     parser = command_line(f"{__doc__}{DURATION}")
-    parser.add_argument("--models", nargs="+", choices=[*SIZES, XL2], default=list(SIZES), help="default: all but DiT-XL/2")
+    parser.add_argument(
+        "--models", nargs="+", choices=[*SIZES, XL2], default=list(SIZES), help="default: all but DiT-XL/2"
+    )
     parser.add_argument("--forms", nargs="+", default=list(FORMS), help=f"default: {', '.join(FORMS)}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     parser.add_argument("--blocks", type=int, help="of the transformer; default: all")

@@ -2,10 +2,10 @@
 
     python -m training.relatives NAME --data DIR
 
-Each begins with the weights of ``emoji-dit-s`` and is trained on by ``ditmesh train``; nothing else differs but what its
-name says. That is how `DiT-XL/2` at 512 pixels is to the one at 256 (Peebles and Xie 2022, arXiv:2212.09748): weights
-of the same shapes, four times the tokens. None of them is embedded in the package: `benchmarks/quality.py` reads them
-from ``DIR/NAME/out``. A run can be interrupted and started again with the same arguments.
+Each begins with the weights of ``emoji-dit-s`` and is trained on by ``ditmesh train``; nothing else differs but what
+its name says. That is how `DiT-XL/2` at 512 pixels is to the one at 256 (Peebles and Xie 2022, arXiv:2212.09748):
+weights of the same shapes, four times the tokens. None of them is embedded in the package: `benchmarks/quality.py`
+reads them from ``DIR/NAME/out``. A run can be interrupted and started again with the same arguments.
 """
 
 from __future__ import annotations

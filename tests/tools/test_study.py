@@ -61,7 +61,14 @@ def test_files(small):
     assert len(rows) == 2 * len(data["cells"])
     assert all((small / "cells" / row["file"]).is_file() for row in rows)
     page = (small / "report.html").read_text()
-    sections = ("What the figures say", "Quality", "Pictures", "Step by layer", "Where in the picture", "Which steps matter")
+    sections = (
+        "What the figures say",
+        "Quality",
+        "Pictures",
+        "Step by layer",
+        "Where in the picture",
+        "Which steps matter",
+    )
     for section in sections:
         assert f">{section}</h2>" in page
     assert not re.findall(r'(?:src|href)="(?!data:|#section-)', page)
@@ -262,7 +269,12 @@ def test_places_of_errors():
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    for shape, places in (((2, 3, 4, 6), (4, 6)), ((2, 9, 5), (3, 3)), ((2, 10, 5), (10, 1)), ((1, 3, 2, 4, 4), (4, 4))):
+    for shape, places in (
+        ((2, 3, 4, 6), (4, 6)),
+        ((2, 9, 5), (3, 3)),
+        ((2, 10, 5), (10, 1)),
+        ((1, 3, 2, 4, 4), (4, 4)),
+    ):
         exact = torch.randn(shape, generator=generator)
         ours = exact.clone()
         # One wrong place, in the first picture only.
@@ -291,7 +303,7 @@ def test_errors_at_the_ranks_borders():
 
 
 def test_predicted_costs(small, tmp_path, capsys):
-    """On other hardware: more devices and synchronous steps cost what `ditmesh plan` says; unknown parts are refused."""
+    """On other hardware: more devices and synchronous steps cost what the plan says; unknown parts are refused."""
     results = loaded(small)
     model = CostModel(results.plan.setup, "h100")
     one, two = (model.cost("displaced", n, "fixed(1)", 1, 20, 16) for n in (1, 2))

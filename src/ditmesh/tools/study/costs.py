@@ -44,8 +44,8 @@ class Costs:
         """Add tables and charts to the page."""
         report.section("Predicted time and memory")
         report.text(
-            f"On {self._model.describe()}, one picture a request, by `ditmesh plan`'s model: nothing of this section was "
-            "measured. Decoding and text encoding are not part of the seconds.",
+            f"On {self._model.describe()}, one picture a request, by `ditmesh plan`'s model: nothing of this section "
+            "was measured. Decoding and text encoding are not part of the seconds.",
             note=True,
         )
         points = [
@@ -91,7 +91,9 @@ class Costs:
             ]
             name = f"{what}, predicted, {self._plan.strategies[0]}"
             chart = line_chart(lines, name, "tokens, over those of the study's size", unit, log_y=True)
-            report.chart(chart, f"{name}: of pictures with sides 1, 2, 4 and 8 times as long, whether or not the model can.")
+            report.chart(
+                chart, f"{name}: of pictures with sides 1, 2, 4 and 8 times as long, whether or not the model can."
+            )
 
     def _sizes(self) -> dict[tuple[int, int], PredictedCost]:
         """By side and devices, with the first strategy and policy."""

@@ -1,4 +1,4 @@
-"""Where a study's errors are: by layer, by place in the picture, and, on real ranks, what each rank does in each step."""
+"""Where a study's errors are, by layer and by place in the picture; and what real ranks do in each step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def spread_line(name: str, places: Sequence[tuple[int, Sequence[float]]]) -> Ser
     )
 
 
-def place_maps(report: Report, tokens: Sequence[Sequence[Sequence[float]]], devices: int, stale: Sequence[int], of: str) -> None:
+def place_maps(
+    report: Report, tokens: Sequence[Sequence[Sequence[float]]], devices: int, stale: Sequence[int], of: str
+) -> None:
     """Where in the picture the prediction is wrong: rows over steps, and all stale steps together.
 
     Args:
@@ -74,7 +76,9 @@ def place_maps(report: Report, tokens: Sequence[Sequence[Sequence[float]]], devi
     meet = [f"{count * rank / devices:g}" for rank in range(1, devices)]
     chart = heat_map(found, f"Error of the prediction by row, {of}", "step", "row of the latents")
     said = f" The ranks' shares meet below {'row' if len(meet) == 1 else 'rows'} {', '.join(meet)}, if they are even."
-    report.chart(chart, f"{of}: root mean square error of a row of the latents over that of the whole prediction.{said}")
+    report.chart(
+        chart, f"{of}: root mean square error of a row of the latents over that of the whole prediction.{said}"
+    )
     if not len(stale):
         return
     whole = np.sqrt((values[list(stale)] ** 2).mean(0))[:, :, None]
@@ -93,7 +97,7 @@ def place_maps(report: Report, tokens: Sequence[Sequence[Sequence[float]]], devi
 
 
 def seam_ratio(places: np.ndarray, devices: int) -> tuple[float | None, float | None]:
-    """Root mean square error of the rows on both sides of the ranks' borders, and of all others; None: there are none."""
+    """Root mean square error of the rows on both sides of the ranks' borders, and of all others; None: no others."""
     count = len(places)
     if count % devices or count // devices < 3:
         return None, None

@@ -518,23 +518,28 @@ def _heat_maps(report: Report, results: StudyResults, pair: Pair) -> None:
         shades = grid(drifts, _ordered({block for block, _ in drifts}), [str(s["step"] + 1) for s in steps])
         chart = heat_map(shades, f"Drift of keys and values, {of}", "step", "block")
         charts.append((chart, f"{of}: relative L2 distance of keys and values from the step before."))
+    report.charts([*charts, *_attention_charts(first, of)])
+
+
+def _attention_charts(first: Mapping[str, Any], of: str) -> list[tuple[Chart, str]]:
     errors = first.get("attention_error")
-    if errors:
-        values = {(block, str(int(s) + 1)): e for block, by in errors.items() for s, e in by.items() if e is not None}
-        shades = grid(values, _ordered(errors), [str(step + 1) for step in range(first["evaluations"])])
-        chart = heat_map(shades, f"Error of attention, {of}", "step", "block")
-        charts.append((chart, f"{of}: relative L2 error of attention's output against exact attention, same inputs."))
-        charts += layer_charts({block: errors[block] for block in _ordered(errors)}, first["evaluations"], of)
-    report.charts(charts)
+    if not errors:
+        return []
+    values = {(block, str(int(s) + 1)): e for block, by in errors.items() for s, e in by.items() if e is not None}
+    shades = grid(values, _ordered(errors), [str(step + 1) for step in range(first["evaluations"])])
+    chart = heat_map(shades, f"Error of attention, {of}", "step", "block")
+    said = f"{of}: relative L2 error of attention's output against exact attention, same inputs."
+    margins = layer_charts({block: errors[block] for block in _ordered(errors)}, first["evaluations"], of)
+    return [(chart, said), *margins]
 
 
 def _places(report: Report, results: StudyResults, pair: Pair) -> None:
     """Of the same combination as the maps by layer."""
-    some = [
-        at for at in results.by if at[:2] == pair and at[3] != "fixed(0)" and results.by[at][0].get("token_error")
-    ]
+    some = [at for at in results.by if at[:2] == pair and at[3] != "fixed(0)" and results.by[at][0].get("token_error")]
     if not some:
-        report.text(f"{pair}: not measured (--detail measures it in the first request of every combination).", note=True)
+        report.text(
+            f"{pair}: not measured (--detail measures it in the first request of every combination).", note=True
+        )
         return
     at = max(some, key=lambda at: at[2])
     first = results.by[at][0]

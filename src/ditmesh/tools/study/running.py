@@ -323,8 +323,8 @@ def token_errors(predictions: Sequence[Tensor], exact: Sequence[Tensor], picture
     """Where in the picture the prediction is wrong, for every evaluation: (evaluations, rows, columns).
 
     Args:
-        predictions, exact: of every evaluation, (n, C, h, w), (n, C, frames, h, w), or packed tokens (n, S, C), which are
-            taken for a square where S is one, and for a single column otherwise.
+        predictions, exact: of every evaluation, (n, C, h, w), (n, C, frames, h, w), or packed tokens (n, S, C), which
+            are taken for a square where S is one, and for a single column otherwise.
         pictures: of the first so many rows.
 
     Returns:
