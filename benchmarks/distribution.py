@@ -21,8 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-# The package `training` before the benchmark of that name.
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+# The package `training` comes before the benchmark of that name.
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch

@@ -337,7 +337,8 @@ def draw_places(tables: Tables) -> Path | None:
     return save(
         figure,
         "places",
-        "N = 4, one synchronous step of 50, 4 pictures, seeds 0 to 3\nrelative error of the prediction; dashes: ranks' borders",
+        "N = 4, one synchronous step of 50, 4 pictures, seeds 0 to 3\n"
+        "relative error of the prediction; dashes: ranks' borders",
     )
 
 
@@ -460,7 +461,8 @@ def draw_load(_: Tables) -> Path | None:
     return save(
         figure,
         "load",
-        "emoji-dit-s, DDIM, 16 steps, 4 pictures in one request, real ranks of one thread\nprocessor time (map), clock (lines)",
+        "emoji-dit-s, DDIM, 16 steps, 4 pictures in one request, real ranks of one thread\n"
+        "processor time (map), clock (lines)",
     )
 
 
@@ -498,7 +500,8 @@ def draw_sameness(_: Tables) -> Path | None:
     return save(
         figure,
         "sameness",
-        "FLUX-shaped transformer, 3 blocks, random weights, float32; Euler; one seed\nwork: processor seconds outside of collectives",
+        "FLUX-shaped transformer, 3 blocks, random weights, float32; Euler; one seed\n"
+        "work: processor seconds outside of collectives",
     )
 
 

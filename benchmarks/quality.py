@@ -237,7 +237,7 @@ def figures_of(results: Any, pictures: Path) -> dict[str, Any]:
 
 
 def row_of(results: Any, at: Any, pictures: Path) -> dict[str, Any]:
-    """A combination: means, every picture's PSNR, the prediction's error by step, and details if they were asked for."""
+    """A combination: means, every picture's PSNR, the prediction's error by step, and what details there are."""
     from ditmesh.tools.study.analysis import mean
 
     errors = [(error.value, error.error) for error in results.prediction_errors(at)]
