@@ -98,7 +98,9 @@ def test_the_page_holds_the_data_and_no_paths(small):
     grids = html.count("<figcaption>synchronous</figcaption>")
     assert 2 <= grids <= 4
     assert differences == html.count("<figcaption>N = 2, ") == 4 * grids
-    assert html.count('<div class="scale">') == html.count("<figcaption>difference, largest") > 0
+    places = html.count("<figcaption>stale steps, largest")
+    assert html.count('<div class="scale">') - places == html.count("<figcaption>difference, largest") > 0
+    assert places == 2
 
 
 def test_quality_against_bytes(small):
@@ -314,7 +316,8 @@ def test_predicted_costs(small, tmp_path, capsys):
     none, every = (model.cost("displaced", 2, "fixed(1)", synchronous, 20, 16) for synchronous in (0, 20))
     assert none.seconds == pytest.approx(20 * two.step)
     assert none.seconds < two.seconds <= every.seconds
-    assert two.memory < one.memory
+    # Every rank keeps the keys of all tokens between steps.
+    assert one.memory < two.memory
     data = write(results, tmp_path / "page", hardware="h100")["predicted"]
     assert len(data["rows"]) == len(results.rows())
     assert {(one["side"], one["devices"]) for one in data["sizes"]} == {(side, n) for side in SIDES for n in (1, 2)}
