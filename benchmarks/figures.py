@@ -128,32 +128,29 @@ def bars(axis: Any, xs: Sequence[float], rows: Sequence[dict[str, Any]], number:
 
 
 def draw_warmup(tables: Tables) -> Path | None:
-    """PSNR over warm-up, a line for each N; one panel a sampler."""
-    found = [one for sampler in ("ddim", "dpm") if (one := tables.find("experiment", "emoji-dit-s", sampler))]
-    if not found:
+    """PSNR over warm-up, a line for each N; policies with five synchronous steps beside; DPM-Solver++ dashed."""
+    table = tables.find("experiment", "emoji-dit-s", "ddim")
+    if table is None:
         return None
-    figure, axes = plt().subplots(1, len(found), figsize=(3.7 * len(found), 3.0), sharey=True, squeeze=False)
-    for axis, table in zip(axes[0], found, strict=True):
-        for number, devices in enumerate(table["table"]["devices"]):
-            rows = [row for row in tables.rows(table, devices=devices) if row["warmup"].startswith("fixed(")]
-            places = list(range(len(rows)))
-            bars(axis, [place + 0.06 * (number - 1) for place in places], rows, number, f"N = {devices}")
-            axis.set_xticks(places, [str(warmup_of(row)) for row in rows])
-            placed = [row for row in tables.rows(table, devices=devices) if not row["warmup"].startswith("fixed(")]
-            for extra, row in enumerate(placed):
-                at = len(rows) + extra + 0.06 * (number - 1)
-                bars(axis, [at], [row], number, "", linestyle="none")
-        names = [row["warmup"] for row in table["rows"] if not row["warmup"].startswith("fixed(")]
-        if names:
-            known = [str(warmup_of(row)) for row in rows]
-            labels = {"first_last(1, 4)": "first 1,\nlast 4", "adaptive(0.001, 5)": "adap-\ntive, 5"}
-            several = list(dict.fromkeys(names))
-            axis.set_xticks(range(len(known) + len(several)), [*known, *(labels.get(name, name) for name in several)])
-        axis.set_title({"ddim": "DDIM", "dpm": "DPM-Solver++"}[table["table"]["sampler"]], fontsize=9)
-        axis.set_xlabel("synchronous steps at the beginning, of 50")
-        axis.legend(loc="upper left", fontsize=8)
-    axes[0][0].set_ylabel("PSNR to the synchronous picture, dB")
-    return save(figure, "warmup", f"{tables.said(found[0])}; displaced patches; bars: standard error")
+    figure, axis = plt().subplots(figsize=(6.4, 3.6))
+    warmups = list(dict.fromkeys(row["warmup"] for row in table["rows"]))
+    labels = {"first_last(1, 4)": "first 1,\nlast 4", "adaptive(0.001, 5)": "adap-\ntive, 5"}
+    axis.set_xticks(range(len(warmups)), [labels.get(one) or str(warmup_of({"warmup": one})) for one in warmups])
+    for sampler, style, name in (("ddim", "-", ""), ("dpm", "--", ", DPM-Solver++")):
+        found = tables.find("experiment", "emoji-dit-s", sampler)
+        for number, devices in enumerate(found["table"]["devices"] if found else ()):
+            rows = tables.rows(found, devices=devices)
+            for is_fixed in (True, False):
+                some = [row for row in rows if row["warmup"].startswith("fixed(") == is_fixed]
+                places = [warmups.index(row["warmup"]) + 0.06 * (number - 1) for row in some]
+                label = f"N = {devices}{name}" if is_fixed else ""
+                if some:
+                    bars(axis, places, some, number, label, linestyle=style if is_fixed else "none")
+    axis.set_xlabel("synchronous steps at the beginning, of 50; and placed")
+    axis.set_ylabel("PSNR, dB")
+    axis.legend(loc="upper left", fontsize=8)
+    said = tables.said(table).replace(", ddim", "")
+    return save(figure, "warmup", f"{said}; DDIM where nothing is said; displaced patches; bars: standard error")
 
 
 def draw_tokens(tables: Tables) -> Path | None:
@@ -174,7 +171,7 @@ def draw_tokens(tables: Tables) -> Path | None:
     axis.set_xticks([tokens for tokens, _ in known], [f"{tokens:,}" for tokens, _ in known])
     axis.minorticks_off()
     axis.set_xlabel("image tokens")
-    axis.set_ylabel("PSNR to the synchronous picture, dB")
+    axis.set_ylabel("PSNR, dB")
     axis.legend(fontsize=8)
     names = ", ".join(table["table"]["model"] for _, table in known)
     table = known[0][1]
@@ -203,7 +200,7 @@ def draw_objectives(tables: Tables) -> Path | None:
     axes[0].set_xlabel("synchronous steps at the beginning, of 50; N = 4")
     axes[1].set_xticks(range(3), ["2", "4", "8"])
     axes[1].set_xlabel("N, one synchronous step")
-    axes[0].set_ylabel("PSNR to the synchronous picture, dB")
+    axes[0].set_ylabel("PSNR, dB")
     axes[0].legend(fontsize=7.5)
     said = "; ".join(f"{table['table']['model']}: {table['pictures']} pictures" for _, table in known)
     return save(figure, "objectives", f"50 steps, seeds from 0; {said}; bars: standard error")
@@ -361,7 +358,7 @@ def draw_bytes(tables: Tables) -> Path | None:
             )
     axis.set_xscale("log")
     axis.set_xlabel("sent by all ranks in a request of 8 pictures, MB (numbers: N)")
-    axis.set_ylabel("PSNR to the synchronous picture, dB")
+    axis.set_ylabel("PSNR, dB")
     axis.legend(fontsize=7.5)
     return save(figure, "bytes", f"{tables.said(table)}; one synchronous step; bars: standard error")
 
@@ -379,7 +376,7 @@ def draw_strategies(tables: Tables) -> Path | None:
         bars(axis, [place + 0.05 * (number - 2) for place in range(len(rows))], rows, number, name)
     axis.set_xticks(range(3), ["2", "4", "8"])
     axis.set_xlabel("N (for PipeFusion: patches)")
-    axis.set_ylabel("PSNR to the synchronous picture, dB")
+    axis.set_ylabel("PSNR, dB")
     axis.legend(fontsize=7.5, ncols=2)
     return save(figure, "strategies", f"{tables.said(table)}; one synchronous step; bars: standard error")
 
@@ -487,7 +484,7 @@ def draw_sameness(_: Tables) -> Path | None:
     axes[0].set_yscale("log")
     axes[0].set_ylabel("largest relative difference")
     axes[0].set_title("after 1 step (dots) and 20 (lines); 1e-9: none", fontsize=9)
-    axes[1].set_ylabel("one device's work over the busiest rank's")
+    axes[1].set_ylabel("work: one device / busiest rank")
     axes[1].set_title("two ranks", fontsize=9)
     for axis in axes:
         axis.set_xscale("log", base=2)

@@ -112,7 +112,7 @@ TABLES = [
     *(Table("singles", *model, (4,), (), which=True, rounds=1) for model in (FLOW, SMALL)),
     *(Table("roots", *model, (2, 4, 8, 16), ROOTS, rounds=2) for model in (FLOW, SMALL)),
     Table("experiment", "emoji-dit-s", "ddim", LONG, NUMBERS, (*WARMUPS, *PLACED)),
-    Table("experiment", "emoji-dit-s", "dpm", LONG, (2, 4), ("fixed(0)", "fixed(1)", "fixed(40)")),
+    Table("experiment", "emoji-dit-s", "dpm", LONG, (2,), ("fixed(0)", "fixed(1)", "fixed(40)")),
     Table("detail", "emoji-dit-s", "ddim", LONG, (4,), WARMUPS[:4], captions=4, detail=True, rounds=1),
     Table(
         "strategies",
