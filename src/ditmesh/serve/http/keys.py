@@ -45,7 +45,7 @@ def new_key(file: str | Path, name: str = "") -> str:
     if path.exists():
         read_keys(path)
     try:
-        lines = path.read_text(encoding="utf-8") if path.exists() else "# SHA-256 of each key, and the name of its owner.\n"
+        lines = path.read_text(encoding="utf-8") if path.exists() else "# SHA-256 of each key, and its owner's name.\n"
         with written_whole(path) as temporary:
             temporary.touch(mode=0o600)
             line = f"{digest_of_key(key)} {name}".rstrip()
