@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 MISSING = object()
 
 
 class Arguments:
     """The arguments of one call, by name; `args` and `kwargs` hold them as they were passed.
 
-    Paths such as ``"image_rotary_emb.0"`` reach into tuples, lists and dicts. Containers are copied before
-    they are changed, so the caller's own objects stay as they are.
+    Paths such as ``"image_rotary_emb.0"`` reach into tuples, lists, dicts and dataclasses. Containers are copied
+    before they are changed, so the caller's own objects stay as they are.
     """
 
     def __init__(self, names: tuple[str, ...], args: Iterable[Any], kwargs: dict[str, Any]) -> None:
@@ -96,7 +99,37 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(names[1:] if names[:1] == ["self"] else names)
 
 
+def required_names(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of the parameters that every call has to pass."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in kinds)
+
+
+def given(function: Callable[..., Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call without those that are None, as far as the function has a default for them."""
+    required = required_names(function)
+    return {name: value for name, value in call.items() if value is not None or name in required}
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """The fields of a dataclass that are set, by name; None: the value is of another kind."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if hasattr(value, one.name)}
+
+
+def with_fields(value: T, changes: Mapping[str, Any]) -> T:
+    """A copy of a dataclass, frozen or not, with some fields changed; nothing is computed again from them."""
+    made = copy.copy(value)
+    for name, item in changes.items():
+        object.__setattr__(made, name, item)
+    return made
+
+
 def _child(value: Any, part: str) -> Any:
+    if (fields := fields_of(value)) is not None:
+        return fields.get(part, MISSING)
     if isinstance(value, dict):
         return value.get(_key(value, part), MISSING)
     if isinstance(value, (tuple, list)) and int(part) < len(value):
@@ -113,19 +146,23 @@ def _replaced(container: Any, path: list[str], value: Any) -> Any:
     if not path:
         return value
     head, *rest = path
+    if (fields := fields_of(container)) is not None:
+        return with_fields(container, {head: _replaced(fields[head], rest, value)})
     if isinstance(container, dict):
         key = _key(container, head)
         return {**container, key: _replaced(container[key], rest, value)}
     items = list(container)
     items[int(head)] = _replaced(items[int(head)], rest, value)
-    return tuple(items) if isinstance(container, tuple) else items
+    if isinstance(container, tuple):
+        return type(container)._make(items) if hasattr(container, "_fields") else tuple(items)
+    return items
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool)):
         yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
+    elif isinstance(value, dict) or (fields := fields_of(value)) is not None:
+        for key, item in (value if isinstance(value, dict) else fields).items():
             yield from _leaves(f"{path}.{key}", item)
     elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         for index, item in enumerate(value):
@@ -133,8 +170,8 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _others(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
+    if isinstance(value, dict) or (fields := fields_of(value)) is not None:
+        for key, item in (value if isinstance(value, dict) else fields).items():
             yield from _others(f"{path}.{key}", item)
     elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         for index, item in enumerate(value):

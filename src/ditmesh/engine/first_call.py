@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
-from ..core.arguments import Arguments
+from ..core.arguments import Arguments, given
 from ..core.patching import CallChain, Proceed
 from ..core.request import PipelineCall
 from ..errors import InputError, LayoutError
@@ -155,7 +155,7 @@ class FirstCall:
         """
         names, args = arguments.names, arguments.args
         call = dict(zip(names, args, strict=False)) | arguments.kwargs
-        given = {name: value for name, value in call.items() if value is not None}
+        told = given(type(model).forward, call)
 
         def forward(**named: Any) -> Any:
             return proceed(Arguments(names, (), named))
@@ -169,14 +169,14 @@ class FirstCall:
             if self._layouts:
                 answer = self._layouts[self.models.index(model)]
                 with torch.no_grad():
-                    output = forward(**fresh(given))
+                    output = forward(**fresh(told))
                 with torch.no_grad(), bare(model):
-                    parts = in_parts(model, answer, fresh(given), self.mesh.device)
+                    parts = in_parts(model, answer, fresh(told), self.mesh.device)
                 check_same(type(model).__name__, [difference(parts, output)])
             elif self._tokens_whole:
-                answer = derive_rows(model, None, given, forward)
+                answer = derive_rows(model, None, told, forward)
             else:
-                _, answer = derive(model, given, forward)
+                _, answer = derive(model, told, forward)
         except LayoutError as error:
             answer = str(error)
         except Exception as error:

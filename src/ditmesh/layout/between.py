@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..core.arguments import Arguments, parameter_names
+from ..core.arguments import Arguments, fields_of, parameter_names, with_fields
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..parts.own_tokens import PerToken
@@ -137,6 +137,8 @@ def fresh(value: Any) -> Any:
         return {key: fresh(item) for key, item in value.items()}
     if type(value) is list:
         return [fresh(item) for item in value]
+    if (fields := fields_of(value)) is not None:
+        return with_fields(value, {name: fresh(item) for name, item in fields.items()})
     return copy.deepcopy(value) if objects_in(value) else value
 
 

@@ -6,17 +6,22 @@ class of dtype, another flag) may take another way through the model: nothing th
 
 from __future__ import annotations
 
+import datetime
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from functools import cache, lru_cache
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.arguments import MISSING, Arguments
+from ..core.arguments import MISSING, Arguments, fields_of
 from ..errors import LayoutError
 from .types import GIVEN, CallForm, Kind, Region, TokenLayout
 
@@ -24,6 +29,13 @@ WAY_OUT = "write a layout (see docs/layouts.md) and pass it as parallelize(..., 
 
 # Arguments of a forward that decide how its result is wrapped, and nothing else.
 _OF_THE_RESULT = ("return_dict",)
+
+# What has a value and keeps nothing else, though it may not show it.
+_PLAIN: tuple[type, ...] = (
+    *(str, bytes, bytearray, int, float, complex, range, slice, Decimal, Fraction, uuid.UUID, PurePath, Enum),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 # Stands among the arguments of a form. No argument has such a name.
 _SAMPLES = "number of samples"
@@ -81,17 +93,42 @@ def samples_of(arguments: Arguments) -> int:
 
 
 def objects_in(value: Any, within: tuple[int, ...] = ()) -> list[Any]:
-    """The custom objects in an argument: what is no tensor, number, text, function or collection of them.
+    """The custom objects in an argument: what is no tensor, number, text, date, function or collection of them.
 
-    ``within`` as in `kind_of`.
+    A dataclass is a collection of its fields, unless it keeps more. ``within`` as in `kind_of`.
     """
     if id(value) in within:
         return []
-    items = value.values() if isinstance(value, dict) else value
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
+    items = _items(value)
+    if items is not None:
         return [found for item in items for found in objects_in(item, (*within, id(value)))]
-    plain = (Tensor, str, bytes, int, float, complex, torch.dtype, torch.device, Enum)
-    return [] if value is None or isinstance(value, plain) or callable(value) else [value]
+    return [] if value is None or isinstance(value, (Tensor, *_PLAIN)) or callable(value) else [value]
+
+
+def _items(value: Any) -> Iterable[Any] | None:
+    """What a collection holds; None: the value is none."""
+    if (fields := fields_of(value)) is not None and set(getattr(value, "__dict__", ())) <= set(fields):
+        return fields.values()
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple, set, frozenset)) else None
+
+
+def _attributes(value: Any) -> list[Any] | None:
+    """What an object keeps; None: it does not show all of it."""
+    kinds = [kind for kind in type(value).__mro__ if kind is not object]
+    slots = [
+        (kind, name)
+        for kind in kinds
+        for given in [vars(kind).get("__slots__", ())]
+        for name in ([given] if isinstance(given, str) else given)
+    ]
+    # Classes of other languages have neither.
+    if any("__slots__" not in vars(kind) and not hasattr(value, "__dict__") for kind in kinds) or not kinds:
+        return None
+    names = [f"_{kind.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n for kind, n in slots]
+    kept = [getattr(value, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return [*kept, *getattr(value, "__dict__", {}).values()]
 
 
 def holds_tensors(value: Any, depth: int = 8, seen: set[int] | None = None) -> bool:
@@ -105,18 +142,21 @@ def holds_tensors(value: Any, depth: int = 8, seen: set[int] | None = None) -> b
     seen = set() if seen is None else seen
     if id(value) in seen:
         return False
-    if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__") or depth == 0:
+    if isinstance(value, _PLAIN):
+        return False
+    kept = _attributes(value)
+    if kept is None or depth == 0:
         return True
     seen.add(id(value))
-    return _tensors_in(vars(value), depth - 1, seen)
+    return _tensors_in(kept, depth - 1, seen)
 
 
 def _tensors_in(value: Any, depth: int, seen: set[int]) -> bool:
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
+    items = _items(value)
+    if items is not None:
         if id(value) in seen:
             return False
         seen.add(id(value))
-        items = value.values() if isinstance(value, dict) else value
         return any(_tensors_in(item, depth, seen) for item in items)
     return isinstance(value, Tensor) or any(holds_tensors(item, depth, seen) for item in objects_in(value))
 
@@ -266,7 +306,7 @@ class Forms:
             raise LayoutError(f"{what}, which {self._fixed} cannot take up; leave it out, or use ulysses or ring")
         try:
             named = dict(zip(arguments.names, arguments.args, strict=False)) | arguments.kwargs
-            found = self._look({name: value for name, value in named.items() if value is not None})
+            found = self._look(named)
         except LayoutError as error:
             raise LayoutError(f"{what}; none could be derived from this call: {error}") from error
         if self._fixed and (_essence(found) != _essence(base) or found.residuals):

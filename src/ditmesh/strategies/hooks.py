@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ..core import intercept
-from ..core.arguments import Arguments, parameter_names
+from ..core.arguments import Arguments, given, parameter_names
 from ..core.partition import Partition
 from ..core.patching import CallChain, Proceed
 from ..errors import LayoutError
@@ -297,6 +297,7 @@ class ModelHooks:
         return proceed(arguments)
 
     def _derived(self, call: dict[str, Any]) -> TokenLayout:
+        call = given(type(self.model).forward, call)
         try:
             if self.tokens_whole:
                 return derive_rows(self.model, self.layout, call)

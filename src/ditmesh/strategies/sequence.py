@@ -21,7 +21,7 @@ from ..attention.mixer import AttentionCall, Mixer
 from ..comm.autograd import all_gather
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
-from ..core.arguments import MISSING, Arguments, covers
+from ..core.arguments import MISSING, Arguments, covers, fields_of
 from ..core.group import Group
 from ..core.partition import Partition, weighted_cut
 from ..core.patching import Patch
@@ -540,8 +540,9 @@ def _form_of(value: Any) -> Any:
         return value.dtype, value.dim()
     if isinstance(value, (list, tuple)):
         return tuple(map(_form_of, value))
-    if isinstance(value, dict):
-        return tuple((name, _form_of(item)) for name, item in value.items())
+    if isinstance(value, dict) or (fields := fields_of(value)) is not None:
+        items = value if isinstance(value, dict) else fields
+        return tuple((name, _form_of(item)) for name, item in items.items())
     return type(value) is int
 
 
