@@ -23,6 +23,7 @@ from ..core.arguments import Arguments, fields_of, parameter_names, with_fields
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..parts.own_tokens import PerToken
+from .folds import Folding
 from .forms import objects_in
 from .influence import along, differs, off_by, spoilt, tolerance
 from .types import Cut, Region, Stream
@@ -78,6 +79,7 @@ class IdentityBlocks:
         self.model, self._run, self.call = model, run, dict(call)
         self.given: Given = {}
         self.handed: Given = {}
+        self._foldings: dict[str, Folding] = {}
         self.region = {one.site: region for region in regions for one in ran if _list_of(one.site) == region.blocks}
         self.ran = [one for one in ran if one.site in self.region]
         self.before, self.output = self()
@@ -102,7 +104,7 @@ class IdentityBlocks:
             edit: what a block is to return for a stream in place of what it was given, by site and stream name.
             call: other arguments by name.
         """
-        self.given, self.handed = {}, {}
+        self.given, self.handed, self._foldings = {}, {}, {}
         with ExitStack() as undo, torch.no_grad():
             for one in self.ran:
                 block = self.model.get_submodule(one.site)
@@ -115,6 +117,8 @@ class IdentityBlocks:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             arguments, here = Arguments(names, args, kwargs), self.given.setdefault(one.site, {})
+            passed = arguments.copy()
+            folding = self._folded(region, arguments)
             for cut in region.cuts:
                 if isinstance(value := arguments.get(cut.arg), Tensor) and cut.ndim in (None, value.dim()):
                     here[f".{cut.arg}"] = value
@@ -124,11 +128,26 @@ class IdentityBlocks:
                     value = arguments.get(stream.arg)
                     # As it is now: the model may write to it between blocks.
                     here[stream.name] = value.clone()
-                    self.handed.setdefault(one.site, {})[stream.name] = value
-                    results[stream.out or 0] = edit(one.site, stream.name, value) if edit else value
+                    given = self.handed.setdefault(one.site, {})[stream.name] = passed.get(stream.arg)
+                    returned = edit(one.site, stream.name, value) if edit else value
+                    # What nothing was done to is the very tensor.
+                    edited = returned if folding is None else folding.unfolded(stream.arg, returned)
+                    results[stream.out or 0] = given if returned is value else edited
             return results[0] if one.single else tuple(results)
 
         return forward
+
+    def _folded(self, region: Region, arguments: Arguments) -> Folding | None:
+        """Fold a block's arguments, if they are to be."""
+        if not region.folds:
+            return None
+        known = self._foldings.get(region.blocks)
+        folding = known or Folding(region.folds)
+        if known is None and region.chained and self._foldings:
+            folding.take_up([*self._foldings.values()][-1])
+        self._foldings[region.blocks] = folding
+        folding.fold(arguments, entering=folding.tokens == 0)
+        return folding
 
 
 def fresh(value: Any) -> Any:
@@ -318,10 +337,27 @@ def _with_local(region: Region, local: set[str]) -> Region:
     return replace(region, cuts=cuts, local=(*region.local, *found))
 
 
-def unread(skeleton: IdentityBlocks, region: Region) -> bool:
-    """Whether the model does not read the main stream that the last block of a region returns."""
-    last, main = skeleton.sites(region.blocks)[-1], region.main
-    return main.name in skeleton.before.get(last, {}) and _ignores(skeleton, last, main, _spoil)
+def rereads(skeleton: IdentityBlocks, region: Region) -> bool:
+    """Whether the model reads what it has given to a block for its tokens after the block has run.
+
+    What the blocks write to may be anything then: what they return is all that counts.
+    """
+    sites, names = skeleton.sites(region.blocks), {s.name for s in region.streams if s.arg in region.written}
+    before: list[tuple[Tensor, Tensor]] = []
+
+    def moved(site: str, name: str, value: Tensor) -> Tensor:
+        if site not in sites or name not in names:
+            return value
+        before.append((value, value.clone()))
+        value.fill_(torch.nan)
+        return before[-1][1].clone()
+
+    try:
+        return not skeleton.returns_the_same(moved)
+    finally:
+        # Some may be the caller's own.
+        for value, kept in reversed(before):
+            value.copy_(kept)
 
 
 def _read_after(skeleton: IdentityBlocks, region: Region) -> Region:

@@ -21,7 +21,8 @@ from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
 from ..core.clock import timestep_among
 from ..errors import LayoutError
-from .between import IdentityBlocks, Ran, examine, fresh, unread
+from .axes import folds_of
+from .between import IdentityBlocks, Ran, examine, fresh, rereads
 from .forms import WAY_OUT, dtype_class, form_of, samples_of
 from .influence import (
     Facts,
@@ -37,7 +38,7 @@ from .influence import (
     tolerance,
     why,
 )
-from .types import LOCAL, Attention, Count, Cut, Leaf, Region, Stream, TokenLayout
+from .types import LOCAL, Attention, Count, Cut, Fold, Leaf, Region, Stream, TokenLayout
 
 T = TypeVar("T")
 # A block that ran: its path, facts, names and kinds of its arguments.
@@ -74,6 +75,8 @@ class _Observer:
         # Attention's longest sequence of queries; by list the arguments that blocks write to, each with such a block.
         self.longest = 0
         self.written: dict[str, dict[str, str]] = {path: {} for path in lists}
+        # By list how its arguments are folded.
+        self.folds: dict[str, tuple[Fold, ...]] = {}
         self._known: dict[Any, Facts] = {}
         # Which block has returned a tensor, and what it was then. It may be freed since.
         self._made_by: dict[int, tuple[weakref.ref[Tensor], Tensor | int, str]] = {}
@@ -124,8 +127,13 @@ class _Observer:
             self._busy = False
 
     def _look(self, ran: RecordedBlock, path: str, sources: Mapping[str, str]) -> None:
-        site = ran.site
-        key = (ran.form, self.seen[path][-1][1].streams if self.seen[path] else ())
+        site, made = ran.site, ran.results
+        before = self.seen[path][-1][1].streams if self.seen[path] else ()
+        if path not in self.folds:
+            self.folds[path] = folds_of(ran, before)
+        if folds := self.folds[path]:
+            ran = ran.fresh(folds)
+        key = (ran.form, before)
         facts = self._facts(ran, key)
         returned = [stream for stream in facts.streams if stream.returned]
         self.fed[site] = {stream.arg: sources[stream.arg] for stream in returned}
@@ -142,7 +150,7 @@ class _Observer:
             for p, v in ran.leaves.items()
         )
         self.seen[path].append((site, facts, kinds))
-        for value in ran.results:
+        for value in made:
             if isinstance(value, Tensor):
                 self._made_by[id(value)] = (weakref.ref(value), _version(value), site)
 
@@ -338,7 +346,7 @@ def _layout(
         skeleton = IdentityBlocks(model, regions, observer.ran, run, call)
         regions, residuals = examine(skeleton, regions)
         for region in regions:
-            if region.written and (region.alone or unread(skeleton, region)):
+            if region.written and rereads(skeleton, region):
                 site = next(iter(observer.written[region.blocks].values()))
                 raise LayoutError(
                     f"{site} writes to the tokens that it is given, and {name} goes on with those instead of what its "
@@ -414,7 +422,9 @@ def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
         if longer[: len(shorter)] != shorter:
             raise LayoutError(f"{site} attends in another way than the blocks before it; {WAY_OUT}")
         attention = longer
-        _add(site, cuts, facts.cuts, local)
+        folded = {fold.arg for fold in observer.folds.get(path, ()) if fold.axes > 1}
+        # A block has more dimensions of these than the layout speaks of.
+        _add(site, cuts, {n: replace(cut, ndim=None) if n in folded else cut for n, cut in facts.cuts.items()}, local)
         _add(site, counts, facts.counts, local)
         for module, leaf in facts.leaves.items():
             if leaves.setdefault(module, leaf) != leaf:
@@ -446,6 +456,7 @@ def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
         leaves=tuple(leaves.values()),
         known=tuple(known),
         written=tuple(observer.written[path]),
+        folds=observer.folds.get(path, ()),
     )
 
 

@@ -33,7 +33,8 @@ from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..errors import LayoutError
 from .forms import WAY_OUT, holds_tensors, objects_in
-from .types import Count, Cut, Leaf, Stream
+from .folds import Folding
+from .types import Count, Cut, Fold, Leaf, Stream
 
 # Largest difference between a block on some of its tokens and on all of them, relative to the largest value.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -159,6 +160,7 @@ class RecordedBlock:
         output: what it returned.
         asked: its attention calls.
         written: paths of the arguments that it writes to; ``arguments`` has them as they were before.
+        folding: has folded the arguments and the output; the block gets them unfolded.
     """
 
     def __init__(
@@ -169,9 +171,11 @@ class RecordedBlock:
         output: Any,
         asked: list[_AttentionCall],
         written: Collection[str] = (),
+        folding: Folding | None = None,
     ) -> None:
         self.site, self.module, self.arguments, self.asked = site, module, arguments, asked
-        self.written = tuple(written)
+        self.written, self.folding = tuple(written), folding
+        self._output = output
         self.single = isinstance(output, Tensor)
         self.results: list[Any] = [output] if self.single else list(output) if isinstance(output, (tuple, list)) else []
         self.leaves = dict(arguments.leaves())
@@ -179,6 +183,15 @@ class RecordedBlock:
         # What was seen of it that cannot be understood.
         self.note = ""
         self._random = torch.Generator().manual_seed(0)
+
+    def fresh(self, folds: tuple[Fold, ...] = ()) -> RecordedBlock:
+        """The same run of the block, of which nothing is known yet, with its arguments folded."""
+        arguments, output, folding = self.arguments.copy(), self._output, self.folding
+        if folds:
+            folding = Folding(folds)
+            folding.fold(arguments)
+            output = folding.fold_output(output)
+        return RecordedBlock(self.site, self.module, arguments, output, self.asked, self.written, folding)
 
     @property
     def form(self) -> Any:
@@ -205,6 +218,8 @@ class RecordedBlock:
             arguments.set(path, value)
         for path in self.written:
             arguments.set(path, arguments.get(path).clone())
+        if self.folding is not None:
+            self.folding.unfold(arguments)
         listener = Listener(answer)
         with ExitStack() as undo:
             undo.enter_context(intercept.handled_by(listener))
@@ -212,6 +227,7 @@ class RecordedBlock:
                 module = self.module.get_submodule(mixer.path)
                 undo.callback(Patch(module, "forward", _standing(mixer, module, stand_in or _remembered)).undo)
             output = self.module(*arguments.args, **arguments.kwargs)
+        output = output if self.folding is None else self.folding.fold_output(output)
         return ([output] if isinstance(output, Tensor) else list(output)), listener.asked
 
     def touched(

@@ -103,6 +103,26 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """An argument that has its tokens along several dimensions, or entries that are for several tokens each.
+
+    To everything but the blocks it has one dimension with an entry per token (`ditmesh.layout.folds`).
+
+    Attributes:
+        arg: path of the argument.
+        dim: the first of the dimensions, which becomes that of the tokens.
+        axes: how many dimensions there are, tokens running fastest along the last; 1: the entries along ``dim`` are for
+            as many successive tokens each.
+        results: positions of the block's results that are these tokens.
+    """
+
+    arg: str
+    dim: int
+    axes: int
+    results: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Grid:
     """The image as a grid that blocks unfold: it may be split between rows only.
 
@@ -211,6 +231,8 @@ class Region:
             behind every block, and cut again before the next.
         written: arguments with tokens that the blocks write to; what runs a block several times for one call gives it
             copies of them.
+        folds: arguments to be folded to one entry per token, the tokens of the main stream first; the region's other
+            entries speak of them as they are then.
     """
 
     blocks: str
@@ -226,6 +248,7 @@ class Region:
     known: tuple[tuple[str, str, int], ...] = ()
     alone: bool = False
     written: tuple[str, ...] = ()
+    folds: tuple[Fold, ...] = ()
 
     def stream(self, name: str) -> Stream:
         """The stream with a name."""

@@ -24,6 +24,7 @@ from ..core.patching import CallChain, Proceed
 from ..errors import LayoutError
 from ..layout import Leaf, Region, TokenLayout, layout_of
 from ..layout.derive import derive_anew, derive_rows
+from ..layout.folds import Folding
 from ..layout.forms import Forms, Processors
 from ..layout.influence import why
 from ..parts.own_tokens import OwnTokens
@@ -130,21 +131,21 @@ class Recomputation:
     """
 
     def __init__(self) -> None:
-        self._notes: dict[tuple[str, int], tuple[StorageWeakRef, BlockSite, Partition]] = {}
+        self._notes: dict[tuple[str, int], tuple[StorageWeakRef, BlockSite, Partition, Folding | None]] = {}
 
-    def note(self, site: BlockSite, stream: Any, tokens: Partition) -> None:
+    def note(self, site: BlockSite, stream: Any, tokens: Partition, folding: Folding | None) -> None:
         """A block runs in a call that gradients are to pass through."""
         if isinstance(stream, Tensor):
             # While it is referred to, even weakly, no other storage has its number.
             storage = StorageWeakRef(stream.untyped_storage())
-            self._notes[site.path, storage.cdata] = storage, site, tokens
+            self._notes[site.path, storage.cdata] = storage, site, tokens, folding
 
     def begin_call(self) -> None:
         """Drop calls that cannot run again."""
         self._notes = {key: note for key, note in self._notes.items() if not note[0].expired()}
 
-    def find(self, path: str, stream: Any) -> tuple[BlockSite, Partition]:
-        """Place and tokens of a block that runs again.
+    def find(self, path: str, stream: Any) -> tuple[BlockSite, Partition, Folding | None]:
+        """Place and tokens of a block that runs again, and how its arguments are folded.
 
         Raises:
             LayoutError: it did not run with this stream before.
@@ -155,8 +156,8 @@ class Recomputation:
                 f"{path} runs in a backward pass with tokens of which it is not known how they are shared out; use "
                 "enable_gradient_checkpointing() without moving what it saves to other memory"
             )
-        _, site, tokens = self._notes[path, key]
-        return site, tokens
+        _, site, tokens, folding = self._notes[path, key]
+        return site, tokens, folding
 
 
 class ModelHooks:
@@ -191,6 +192,8 @@ class ModelHooks:
         self._running = 0
         # Whether gradients are to pass through the one in progress.
         self._recorded = False
+        # How a list's arguments are folded in the call in progress.
+        self._foldings: dict[str, Folding] = {}
         self._undo = ExitStack()
         intercept.install()
         # Also for a model that was dropped without `close`.
@@ -225,14 +228,15 @@ class ModelHooks:
                 ) from None
             self._undo.callback(handler.adapt(site, leaf, module))
 
-        # The block's place in the call that it runs in, and whether it runs in one.
+        # The block's place in the call that it runs in, and whether it runs in one; how its arguments are folded.
         at, entered = site, False
+        folding: Folding | None = None
 
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
             """Cut the block's arguments, and hand its attention calls to the handler."""
-            nonlocal at, entered
+            nonlocal at, entered, folding
             again = not self._running and torch._C._current_graph_task_id() >= 0
             entered = (self._running > 0 or again) and not (handler.passive and self.tap is None)
             if not entered:
@@ -240,13 +244,18 @@ class ModelHooks:
             arguments = Arguments(names, args, kwargs)
             stream = arguments.get(site.region.main.arg) if again or self._recorded else None
             if again:
-                at, tokens = self._recomputation.find(site.path, stream)
+                at, tokens, folding = self._recomputation.find(site.path, stream)
                 handler.resume(at, tokens)
             else:
                 at = self._sites[site.path]
+                folding = self._folding(at)
+            if folding is not None:
+                folding.fold(arguments, at.is_first and not at.fed_by_previous)
             handler.before_block(at, arguments)
+            if folding is not None:
+                folding.unfold(arguments)
             if self._recorded:
-                self._recomputation.note(at, stream, handler.tokens())
+                self._recomputation.note(at, stream, handler.tokens(), folding)
             intercept.set_handler(handler)
             return tuple(arguments.args), arguments.kwargs
 
@@ -258,10 +267,13 @@ class ModelHooks:
             if output is None:
                 # An exception left the block: checkpointing stops a block when it has what it needs.
                 return None
+            if folding is not None:
+                output = folding.fold_output(output)
             if self.tap is not None:
                 for piece in handler.pieces(at, output):
                     self.tap(site.path, piece)
-            return handler.after_block(at, output)
+            output = handler.after_block(at, output)
+            return output if folding is None else folding.unfold_output(output)
 
         # Around other wrappers of the block's forward: a cache must see split tokens.
         self._undo.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -270,6 +282,7 @@ class ModelHooks:
     def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """One call of the transformer: the handler begins and ends it, and its tokens are whole afterwards."""
         self.handler.begin_call()
+        self._foldings = {}
         if self.layout.residuals:
             arguments = arguments.copy()
             self.handler.before_call(self.layout, arguments)
@@ -286,6 +299,19 @@ class ModelHooks:
             intercept.set_handler(None)
         self.handler.end_call()
         return output
+
+    def _folding(self, site: BlockSite) -> Folding | None:
+        """How a block's arguments are folded; None: they are not."""
+        if not site.region.folds:
+            return None
+        found = self._foldings.pop(site.region.blocks, None)
+        if found is None:
+            found = Folding(site.region.folds)
+            if self._foldings:
+                # Of the list before.
+                found.take_up([*self._foldings.values()][-1])
+        self._foldings[site.region.blocks] = found
+        return found
 
     def around_whole_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """A layer around a whole call, before rows and tokens are shared out.

@@ -1,0 +1,124 @@
+"""Find the arguments of a block with tokens along several dimensions, or with entries that are for several tokens."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..errors import LayoutError
+from .influence import RecordedBlock, along, checked, facts_of, spoilt, why
+from .types import Fold, Stream
+
+# From so many dimensions on, tokens may stand along several: samples, two of tokens, channels.
+_DIMENSIONS = 4
+
+
+def folds_of(ran: RecordedBlock, streams: tuple[Stream, ...]) -> tuple[Fold, ...]:
+    """How a list's arguments are to be folded, seen at its first block; empty: they are as they should be.
+
+    Args:
+        ran: the block as it ran.
+        streams: those of the block before it.
+    """
+    if any(isinstance(v, Tensor) and v.dim() >= _DIMENSIONS and _returned(ran, v) for v in ran.leaves.values()):
+        try:
+            found = facts_of(ran.fresh(), streams)
+            plain = bool(found.streams) and bool(checked(ran.fresh(), found))
+        except Exception as error:
+            why(error)
+            plain = False
+        main = None if plain else _along_several(ran)
+        if main is not None:
+            return (main, *_beside(ran, main))
+    main = _along_one(ran, streams)
+    entries = [] if main is None else list(_beside(ran, main))
+    return (main, *entries) if main is not None and entries else ()
+
+
+def _returned(ran: RecordedBlock, value: Tensor) -> list[int]:
+    """Places of the results that may be this argument, changed."""
+    return [
+        place
+        for place, one in enumerate(ran.results)
+        if isinstance(one, Tensor) and one.shape == value.shape and one.dtype == value.dtype
+    ]
+
+
+def _along_several(ran: RecordedBlock) -> Fold | None:
+    """The argument that comes back token by token along at least two dimensions."""
+    for path, value in ran.leaves.items():
+        if not isinstance(value, Tensor) or value.dim() < _DIMENSIONS or "." in path:
+            continue
+        for place in _returned(ran, value):
+            dims = [d for d in range(value.dim() - 1) if value.shape[d] > 1 and _follows(ran, path, value, place, d)]
+            if len(dims) < 2:
+                continue
+            first, last = dims[0], dims[-1]
+            if all(d in dims or value.shape[d] == 1 for d in range(first, last + 1)):
+                return Fold(path, first, last - first + 1, (place,))
+    return None
+
+
+def _follows(ran: RecordedBlock, path: str, value: Tensor, place: int, dim: int) -> bool:
+    """Whether entries along a dimension come back one by one, and are some rows of a sample's queries."""
+    places = ran.half(value.shape[dim])
+    try:
+        touched = ran.touched({path: spoilt(value, dim, places)})
+    except LayoutError:
+        raise
+    except Exception as error:
+        why(error)
+        return False
+    return torch.equal(along(touched.results[place], dim), places) and touched.some_queries
+
+
+def _along_one(ran: RecordedBlock, streams: tuple[Stream, ...]) -> Fold | None:
+    """The tokens of the main stream, which need not be folded."""
+    try:
+        found = streams or facts_of(ran.fresh(), streams).streams
+    except Exception as error:
+        why(error)
+        return None
+    if not found or not isinstance(ran.leaves.get(found[0].arg), Tensor) or not found[0].returned:
+        return None
+    return Fold(found[0].arg, found[0].dim, 1, (found[0].out or 0,))
+
+
+def _beside(ran: RecordedBlock, main: Fold) -> list[Fold]:
+    """Other arguments that follow the tokens along several dimensions, or with an entry for several tokens."""
+    tokens = ran.leaves[main.arg]
+    shape = tuple(tokens.shape[main.dim : main.dim + main.axes])
+    found = []
+    for path, value in ran.leaves.items():
+        if path == main.arg or not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        if main.axes > 1 and value.dim() == tokens.dim():
+            own = tuple(value.shape[main.dim : main.dim + main.axes])
+            if prod(own) > 1 and all(mine in (1, whole) for mine, whole in zip(own, shape, strict=True)):
+                found.append(Fold(path, main.dim, main.axes))
+                continue
+        dim = next((d for d, size in enumerate(value.shape) if _for_several(ran, main, path, value, d, size)), None)
+        if dim is not None:
+            found.append(Fold(path, dim, 1))
+    return found
+
+
+def _for_several(ran: RecordedBlock, main: Fold, path: str, value: Tensor, dim: int, size: int) -> bool:
+    """Whether entries along a dimension are for as many successive tokens each, more than one."""
+    tokens = ran.leaves[main.arg]
+    length = prod(tokens.shape[main.dim : main.dim + main.axes])
+    if not 1 < size < length or length % size:
+        return False
+    places = ran.half(size)
+    try:
+        touched = ran.touched({path: spoilt(value, dim, places)})
+    except Exception as error:
+        why(error)
+        return False
+    changed = touched.results[main.results[0]]
+    if changed is None or changed.dim() != tokens.dim():
+        return False
+    there = along(changed.flatten(main.dim, main.dim + main.axes - 1), main.dim)
+    return torch.equal(there, places.repeat_interleave(length // size))
