@@ -119,6 +119,10 @@ def fields_of(value: Any) -> dict[str, Any] | None:
     return {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if hasattr(value, one.name)}
 
 
+def _named_items(value: Any) -> Mapping[Any, Any] | None:
+    return value if isinstance(value, dict) else fields_of(value)
+
+
 def with_fields(value: T, changes: Mapping[str, Any]) -> T:
     """A copy of a dataclass, frozen or not, with some fields changed; nothing is computed again from them."""
     made = copy.copy(value)
@@ -154,15 +158,16 @@ def _replaced(container: Any, path: list[str], value: Any) -> Any:
     items = list(container)
     items[int(head)] = _replaced(items[int(head)], rest, value)
     if isinstance(container, tuple):
-        return type(container)._make(items) if hasattr(container, "_fields") else tuple(items)
+        # A named tuple takes its items one by one.
+        return type(container)(*items) if hasattr(container, "_fields") else tuple(items)
     return items
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool)):
         yield path, value
-    elif isinstance(value, dict) or (fields := fields_of(value)) is not None:
-        for key, item in (value if isinstance(value, dict) else fields).items():
+    elif (items := _named_items(value)) is not None:
+        for key, item in items.items():
             yield from _leaves(f"{path}.{key}", item)
     elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         for index, item in enumerate(value):
@@ -170,8 +175,8 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _others(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) or (fields := fields_of(value)) is not None:
-        for key, item in (value if isinstance(value, dict) else fields).items():
+    if (items := _named_items(value)) is not None:
+        for key, item in items.items():
             yield from _others(f"{path}.{key}", item)
     elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         for index, item in enumerate(value):

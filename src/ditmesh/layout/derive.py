@@ -413,7 +413,7 @@ def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
     whole: dict[str, None] = {}
     known: dict[tuple[str, str, int], None] = {}
     leaves: dict[str, Leaf] = {}
-    local = observer.local[path]
+    local, folds = observer.local[path], observer.folds.get(path, ())
     for site, facts, kinds in seen:
         if [(s.name, s.arg, s.dim) for s in facts.streams] != [(s.name, s.arg, s.dim) for s in first.streams]:
             raise LayoutError(f"{site} has other streams of tokens than the blocks before it; {WAY_OUT}")
@@ -422,9 +422,7 @@ def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
         if longer[: len(shorter)] != shorter:
             raise LayoutError(f"{site} attends in another way than the blocks before it; {WAY_OUT}")
         attention = longer
-        folded = {fold.arg for fold in observer.folds.get(path, ()) if fold.axes > 1}
-        # A block has more dimensions of these than the layout speaks of.
-        _add(site, cuts, {n: replace(cut, ndim=None) if n in folded else cut for n, cut in facts.cuts.items()}, local)
+        _add(site, cuts, _of_folded(facts.cuts, folds), local)
         _add(site, counts, facts.counts, local)
         for module, leaf in facts.leaves.items():
             if leaves.setdefault(module, leaf) != leaf:
@@ -456,8 +454,14 @@ def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
         leaves=tuple(leaves.values()),
         known=tuple(known),
         written=tuple(observer.written[path]),
-        folds=observer.folds.get(path, ()),
+        folds=folds,
     )
+
+
+def _of_folded(cuts: Mapping[str, Cut], folds: Sequence[Fold]) -> dict[str, Cut]:
+    """Cuts of arguments of which a block has more dimensions than the layout speaks of, too."""
+    names = {fold.arg for fold in folds if fold.axes > 1}
+    return {path: replace(cut, ndim=None) if path in names else cut for path, cut in cuts.items()}
 
 
 def _add(site: str, found: dict[str, T], more: Mapping[str, T], local: Mapping[str, None]) -> None:

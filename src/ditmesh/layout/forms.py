@@ -126,7 +126,9 @@ def _attributes(value: Any) -> list[Any] | None:
     # Classes of other languages have neither.
     if any("__slots__" not in vars(kind) and not hasattr(value, "__dict__") for kind in kinds) or not kinds:
         return None
-    names = [f"_{kind.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n for kind, n in slots]
+    names = [
+        f"_{kind.__name__.lstrip('_')}{n}" if n.startswith("__") and not n.endswith("__") else n for kind, n in slots
+    ]
     kept = [getattr(value, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
     return [*kept, *getattr(value, "__dict__", {}).values()]
 

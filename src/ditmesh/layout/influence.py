@@ -32,8 +32,8 @@ from ..core.arguments import Arguments, covers, parameter_names
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..errors import LayoutError
-from .forms import WAY_OUT, holds_tensors, objects_in
 from .folds import Folding
+from .forms import WAY_OUT, holds_tensors, objects_in
 from .types import Count, Cut, Fold, Leaf, Stream
 
 # Largest difference between a block on some of its tokens and on all of them, relative to the largest value.
@@ -185,13 +185,27 @@ class RecordedBlock:
         self._random = torch.Generator().manual_seed(0)
 
     def fresh(self, folds: tuple[Fold, ...] = ()) -> RecordedBlock:
-        """The same run of the block, of which nothing is known yet, with its arguments folded."""
-        arguments, output, folding = self.arguments.copy(), self._output, self.folding
-        if folds:
-            folding = Folding(folds)
-            folding.fold(arguments)
-            output = folding.fold_output(output)
-        return RecordedBlock(self.site, self.module, arguments, output, self.asked, self.written, folding)
+        """The same run of the block, of which nothing is known yet, with its arguments folded.
+
+        Raises:
+            LayoutError: so it computes something else.
+        """
+        if not folds:
+            return RecordedBlock(self.site, self.module, self.arguments.copy(), self._output, self.asked, self.written)
+        arguments, folding = self.arguments.copy(), Folding(folds)
+        folding.fold(arguments)
+        output = folding.fold_output(self._output)
+        made = RecordedBlock(self.site, self.module, arguments, output, self.asked, self.written, folding)
+        # Its last bits may be others than those of the block with all entries in their own shape.
+        again, made.asked = made.again({}, computed)
+        for new, old in zip(again, made.results, strict=True):
+            if isinstance(old, Tensor) and not (new.shape == old.shape and off_by(new, old) <= tolerance(old)):
+                raise LayoutError(
+                    f"{self.site} computes something else when all its tokens stand along one dimension of "
+                    f"{folds[0].arg!r}, so that a rank could not have some of them; {WAY_OUT}"
+                )
+        made.results = again
+        return made
 
     @property
     def form(self) -> Any:
