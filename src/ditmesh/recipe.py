@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from torch import nn
 
 from .config import ParallelConfig
+from .errors import ConfigError
 from .layout import TokenLayout
 from .strategies.base import Promise, Strategy
 from .strategies.caches import Caches
-from .strategies.checked import CheckedLayout
+from .strategies.checked import CheckedCalls, CheckedLayout
 from .strategies.compiled import CompiledBlocks
 from .strategies.determinism import FixedArithmetic
 from .strategies.inputs import QuietRanks, SameInputs
@@ -62,6 +63,20 @@ REASONS: dict[type[Strategy], str] = {
 }
 
 RECIPE: Recipe = tuple(REASONS)
+
+
+def checking(recipe: Recipe, config: ParallelConfig) -> Recipe:
+    """The recipe with every layout compared with one device, not only one that a user hands over.
+
+    Raises:
+        ConfigError: no rank has all weights.
+    """
+    if config.cuts_weights:
+        raise ConfigError(
+            f"check=True compares calls with one device, and with {config.describe()} no rank has all weights; use "
+            "ulysses, ring, cfg or data, or pass layout= to have the first call compared before weights are cut"
+        )
+    return tuple(CheckedCalls if strategy is CheckedLayout else strategy for strategy in recipe)
 
 
 def wanted(recipe: Recipe, config: ParallelConfig) -> list[type[Strategy]]:

@@ -14,7 +14,7 @@ from .arguments import Arguments, covers, parameter_names
 from .values import Seen, Values, plain, seen
 
 # Argument names of the timestep.
-TIMESTEPS = ("timestep", "t")
+TIMESTEPS = ("timestep", "t", "timesteps")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from ..forecast.hosts import advice
 from ..layout import TokenLayout, layout_of
 from ..layout.derive import block_lists
 from ..layout.types import GIVEN
-from ..recipe import RECIPE, Recipe, check
+from ..recipe import RECIPE, Recipe, checking
+from ..recipe import check as check_all
 from ..strategies import support
 from ..strategies.heads import heads_of
 from .controls import ControlNets
@@ -39,6 +40,7 @@ def parallelize(
     layout: TokenLayout | None = None,
     timeout: float = DEFAULT_DEADLINE,
     recipe: Recipe = RECIPE,
+    check: bool = False,
 ) -> T:
     """Make a diffusers DiT pipeline (or a bare transformer) run on all ranks of the job, in place.
 
@@ -53,6 +55,8 @@ def parallelize(
             derived from the first call. Your own layout is compared with one device in the first call of every form.
         timeout: deadline of every collective, in seconds, if the mesh is created here.
         recipe: the strategies in the order in which they are applied, for adding your own.
+        check: compare the first call of every form with one device, whatever the layout: such a call runs twice, once
+            whole on every rank, and a difference is an error on all ranks. Not with ``tensor``, ``pipe`` and ``shard``.
 
     Pipelines that share a transformer (``from_pipe``) share its ranks: call this on each of them with the same
     configuration; the weights are restored with the last pipeline.
@@ -75,7 +79,8 @@ def parallelize(
         config = mesh.config if mesh is not None else configuration_for(target)
     config = ParallelConfig.read(config)
     pairs = [(model, found) for model, found in zip(models, layouts, strict=True) if found is not None]
-    check(recipe, config, pairs)
+    recipe = checking(recipe, config) if check else recipe
+    check_all(recipe, config, pairs)
     for model in models:
         support.check(type(model).__name__, config, recipe, published=layout_of(model) is not None)
     owns_mesh = mesh is None

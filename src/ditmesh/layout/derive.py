@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
@@ -38,6 +37,7 @@ from .influence import (
     tolerance,
     why,
 )
+from .outside import LeftBehind, Traces, name_of
 from .types import LOCAL, Attention, Count, Cut, Fold, Leaf, Region, Stream, TokenLayout
 
 T = TypeVar("T")
@@ -84,27 +84,36 @@ class _Observer:
         self._given: dict[int, tuple[Tensor, Tensor | int, Tensor, str]] = {}
         self._busy = False
         self._listener = Listener(computed)
+        # What the block in progress does besides, and what the latest one has left behind.
+        self._traces: Traces | None = None
+        self._left: LeftBehind | None = None
 
     def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A block is about to run."""
         if not self._busy:
             # The block may write to what it is given.
-            tensors = {id(v): v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
+            leaves = Arguments((), args, kwargs).leaves()
+            tensors = {id(v): v for _, v in leaves if isinstance(v, Tensor)}
             self._given = {key: (v, _version(v), v.clone(), self._source(v)) for key, v in tensors.items()}
             self._listener = Listener(computed)
+            self.look_back()
             intercept.set_handler(self._listener)
+            self._traces = Traces(tensors.values())
+            self._traces.__enter__()
 
     def after(self, site: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A block has run."""
         if self._busy:
             return
-        intercept.set_handler(None)
-        listener = self._listener
+        traces = self.leave()
+        listener, self._listener = self._listener, Listener(computed)
         arguments = Arguments(parameter_names(type(block).forward), args, kwargs)
         path = site.rsplit(".", 1)[0]
-        sources, written = {}, []
+        sources, written, put = {}, [], []
         for name, value in list(arguments.leaves()):
-            if isinstance(value, Tensor) and id(value) in self._given:
+            if isinstance(value, Tensor) and id(value) not in self._given:
+                put.append(name)
+            elif isinstance(value, Tensor):
                 _, version, before, sources[name] = self._given[id(value)]
                 if _changed(value, version):
                     written.append(name)
@@ -118,13 +127,56 @@ class _Observer:
             return
         self._busy = True
         try:
-            self._look(RecordedBlock(site, block, arguments, output, listener.asked, written), path, sources)
+            self._refuse_outside(site, put, traces)
+            self._look(RecordedBlock(site, block, arguments.copy(), output, listener.asked, written), path, sources)
+            if traces is not None and not hasattr(block, "_diffusers_hook"):
+                again = RecordedBlock(site, block, arguments, None, [], written)
+                self._left = LeftBehind(again, traces, output, self.seen[path][-1][1].streams)
         except LayoutError as error:
             self.failed[path] = error
         except Exception as error:
             self.failed[path] = LayoutError(f"{site} cannot be run with other arguments ({why(error)}); {WAY_OUT}")
         finally:
             self._busy = False
+
+    def _refuse_outside(self, site: str, put: Sequence[str], traces: Traces | None) -> None:
+        if put:
+            raise LayoutError(
+                f"{site} puts a tensor into its argument {put[0]!r}, where other blocks or a later step may read a "
+                f"rank's own tokens; {WAY_OUT}"
+            )
+        if traces is not None and traces.written:
+            raise LayoutError(
+                f"{site} writes to {name_of(self.model, traces.written[0])}, where every rank would leave what it has "
+                f"made of its own tokens; {WAY_OUT}"
+            )
+
+    def leave(self) -> Traces | None:
+        """The block in progress has run, or failed. Returns what it has left."""
+        intercept.set_handler(None)
+        traces, self._traces = self._traces, None
+        if traces is not None:
+            traces.__exit__(None, None, None)
+        return traces
+
+    def look_back(self) -> None:
+        """Note what the latest block has kept of its tokens besides what it returned, now that nothing else does."""
+        left, self._left = self._left, None
+        if left is None:
+            return
+        self._busy = True
+        try:
+            where = left.where(self.model)
+        finally:
+            self._busy = False
+        if where:
+            self.failed.setdefault(
+                left.site.rsplit(".", 1)[0],
+                LayoutError(
+                    f"{left.site} keeps what it has made of its tokens in {where}, where a later step or other code "
+                    f"may read a rank's own tokens; {WAY_OUT}"
+                ),
+            )
 
     def _look(self, ran: RecordedBlock, path: str, sources: Mapping[str, str]) -> None:
         site, made = ran.site, ran.results
@@ -244,7 +296,9 @@ def derive(
     try:
         with torch.no_grad():
             output = (run or model)(**fresh(dict(call)))
+            observer.look_back()
     finally:
+        observer.leave()
         intercept.uninstall()
         for handle in handles:
             handle.remove()

@@ -12,6 +12,7 @@ from ..config import ParallelConfig
 from ..core.arguments import Arguments
 from ..core.patching import Proceed
 from ..errors import LayoutError
+from ..layout import TokenLayout
 from ..layout.between import fresh
 from ..layout.derive import bare
 from ..layout.forms import form_of, news
@@ -20,6 +21,9 @@ from ..layout.types import GIVEN, CallForm
 from ..staleness.control import WarmupControl
 from .base import Context, ParallelModel, Strategy
 from .tokens import KnownForms
+
+# What is said of a layout that was handed over.
+PASSED = ", which was passed as layout=,"
 
 
 class CheckedLayout(Strategy):
@@ -34,11 +38,24 @@ class CheckedLayout(Strategy):
     def wanted(cls, config: ParallelConfig) -> bool:
         return KnownForms.wanted(config) or config.tensor > 1
 
+    @classmethod
+    def looks_at(cls, layout: TokenLayout) -> bool:
+        """Whether calls with a layout are compared."""
+        return layout.source == GIVEN
+
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
-            if model.layout.source == GIVEN:
+            if self.looks_at(model.layout):
                 check = model.add(LayoutCheck(model, self.context))
                 undo.callback(model.chain.add(check.around_call))
+
+
+class CheckedCalls(CheckedLayout):
+    """The same for every layout, reviewed or derived: `parallelize(..., check=True)`."""
+
+    @classmethod
+    def looks_at(cls, layout: TokenLayout) -> bool:
+        return True
 
 
 class LayoutCheck:
@@ -74,16 +91,20 @@ class LayoutCheck:
         elif config.cuts_weights:
             raise LayoutError(
                 f"{name} was called with {news(form, self._seen) or 'other arguments'}, and with weights that are cut "
-                f"({config.describe()}) its layout, which was passed as layout=, cannot be compared with one device "
+                f"({config.describe()}) its layout{self._passed} cannot be compared with one device "
                 "any more; make the first call after parallelize with these arguments, or use ulysses or ring"
             )
         else:
             with torch.no_grad(), bare(model):
                 truth = model(*fresh(arguments.args), **fresh(arguments.kwargs))
         output = proceed(arguments)
-        check_same(name, self._context.mesh.world.all_gather_object(difference(output, truth)))
+        check_same(name, self._context.mesh.world.all_gather_object(difference(output, truth)), self._passed)
         self._seen.add(form)
         return output
+
+    @property
+    def _passed(self) -> str:
+        return PASSED if self._model.layout.source == GIVEN else ""
 
     def _exact(self) -> bool:
         """Whether the current step must give the result of one device."""
@@ -94,14 +115,25 @@ class LayoutCheck:
         return control.clock.call.step == 0 and self._context.config.exchange != "naive"
 
 
-def check_same(model: str, differences: list[tuple[float, str]]) -> None:
+def check_same(model: str, differences: list[tuple[float, str]], passed: str = PASSED) -> None:
     """Reject a layout by the `difference` from one device on every rank.
+
+    Args:
+        model: the transformer's class.
+        differences: of the ranks.
+        passed: that the layout was handed over, as a clause; empty: it was not.
 
     Raises:
         LayoutError: one of them is larger than its dtype allows.
     """
     worst = max(differences)
     if worst[0] > 1:
+        if not passed:
+            raise LayoutError(
+                f"{model} was compared with one device (check=True), and the ranks' result of this call {worst[1]}: "
+                "something in it, a patch perhaps, uses tokens in a way that its blocks do not show; run this call on "
+                "one device"
+            )
         raise LayoutError(
             f"the layout of {model} that was passed as layout= is wrong for this call: the ranks' result {worst[1]}; "
             "`ditmesh inspect --check` compares a layout with a probe's, and without layout= ditmesh derives one from "

@@ -540,8 +540,8 @@ def _form_of(value: Any) -> Any:
         return value.dtype, value.dim()
     if isinstance(value, (list, tuple)):
         return tuple(map(_form_of, value))
-    if isinstance(value, dict) or (fields := fields_of(value)) is not None:
-        items = value if isinstance(value, dict) else fields
+    items = value if isinstance(value, dict) else fields_of(value)
+    if items is not None:
         return tuple((name, _form_of(item)) for name, item in items.items())
     return type(value) is int
 

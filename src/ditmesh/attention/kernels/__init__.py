@@ -18,9 +18,12 @@ from ...core.values import tracked
 from ...errors import ConfigError, LayoutError, did_you_mean
 from .backends import DiffusersKernel, backend_kernel, backends_of, known
 from .builtin import Math, Native
+from .functions import FunctionKernel, FunctionWithLse, function_kernel
 from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_, merge_out_
 
 __all__ = [
+    "FunctionKernel",
+    "FunctionWithLse",
     "Kernel",
     "KernelWithLse",
     "LocalAttention",
@@ -28,10 +31,12 @@ __all__ = [
     "attend_with_lse",
     "attend_with_lse_reference",
     "backends_of",
+    "function_kernel",
     "local_attention",
     "merge_",
     "merge_out_",
     "register",
+    "unregister",
 ]
 
 
@@ -90,6 +95,17 @@ def register(kernel: Kernel) -> None:
     """
     if KERNELS.setdefault(kernel.name, kernel) is not kernel:
         raise ConfigError(f"there is an attention kernel {kernel.name!r} already; give this one another name")
+
+
+def unregister(name: str) -> None:
+    """Take a registered kernel off again; what is parallelised with it keeps it. Harmless if there is none.
+
+    Raises:
+        ConfigError: it is a kernel of ditmesh.
+    """
+    if isinstance(KERNELS.get(name), (Native, Math)):
+        raise ConfigError(f"the attention kernel {name!r} is ditmesh's own, and stays")
+    KERNELS.pop(name, None)
 
 
 class LocalAttention:

@@ -502,6 +502,8 @@ class PipelineStages(PipeStrategy):
             reason = "it denoises two streams of tokens at once, and only one is cut into patches"
         elif any(stream.folded for stream in streams):
             reason = "its tokens are folded into the batch"
+        elif any(fold.axes > 1 for region in layout.regions for fold in region.folds):
+            reason = "its tokens stand along several dimensions of a tensor, of which a patch would be no run"
         if reason is not None:
             raise ConfigError(f"{layout.model} cannot run with pipe or patches: {reason}; use ulysses, ring or tensor")
         first_cut(model, layout, config)

@@ -1,0 +1,131 @@
+"""What a block leaves behind besides what it returns: tensors that it writes to, and tensors that it keeps.
+
+With some of the tokens it would leave something else behind on every rank. Whether a block does is seen while it runs
+once as it is: every operation of torch passes a mode that notes which memory came into being, and which was there
+before and is written to.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .influence import RecordedBlock, computed
+from .types import Stream
+
+
+class Traces(TorchDispatchMode):
+    """Notes the memory that a block makes, and what it writes to that it was not given.
+
+    Args:
+        given: the tensors among its arguments, which are looked at elsewhere.
+    """
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._given = {key for tensor in given if (key := _memory(tensor)) is not None}
+        # Memory that came into being, with the dtype of its first tensor.
+        self._born: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
+        self.written: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        before = {_memory(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and (key := _memory(leaf)) is not None and key not in before:
+                self._born[key] = (StorageWeakRef(leaf.untyped_storage()), leaf.dtype)
+        for number, one in enumerate(func._schema.arguments):
+            if one.alias_info is not None and one.alias_info.is_write:
+                value = args[number] if number < len(args) else kwargs.get(one.name)
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point() and self._is_foreign(leaf):
+                        self.written.append(leaf)
+        return output
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        key = _memory(tensor)
+        return key is not None and key not in self._given and key not in self._born
+
+    def kept(self, returned: Iterable[Tensor]) -> list[Tensor]:
+        """What came into being, still is there, and is not among what the block returned."""
+        without = {_memory(tensor) for tensor in returned}
+        return [*self._alive(without)]
+
+    def _alive(self, without: set[int | None]) -> Iterator[Tensor]:
+        for key, (reference, dtype) in self._born.items():
+            if key in without or reference.expired() or not (dtype.is_floating_point or dtype.is_complex):
+                continue
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None and storage.nbytes() % dtype.itemsize == 0:
+                yield torch.empty(0, dtype=dtype, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """What tells a tensor's memory from any other; None: it has none of its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+class LeftBehind:
+    """A block that has run, until nothing else holds what it has made.
+
+    Args:
+        block: runs it again; knows nothing of what it returned.
+        traces: of its run.
+        output: what it returned.
+        streams: its tokens.
+    """
+
+    def __init__(self, block: RecordedBlock, traces: Traces, output: Any, streams: tuple[Stream, ...]) -> None:
+        self.site = block.site
+        self._block, self._traces, self._streams = block, traces, streams
+        self._results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+    def where(self, model: nn.Module) -> str:
+        """Where tensors are kept that depend on the block's tokens, in words; empty: nowhere."""
+        if not self._streams or not self._traces.kept(self._results):
+            return ""
+        # What is in a circle of references is on its way out.
+        gc.collect()
+        if not self._traces.kept(self._results):
+            return ""
+        # Tables that only depend on how many tokens there are may be kept.
+        leaves = self._block.leaves
+        tokens = {one.arg: torch.full_like(leaves[one.arg], torch.nan) for one in self._streams}
+        with Traces(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)) as traces:
+            self._block.again(tokens, computed)
+        gc.collect()
+        given = [*leaves.values(), *tokens.values()]
+        kept = [one for one in traces.kept(v for v in given if isinstance(v, Tensor)) if one.isnan().any()]
+        found = _place(model, {_memory(tensor) for tensor in kept}) if kept else ""
+        # What it keeps is to be as it was.
+        self._block.again({}, computed)
+        return found
+
+
+def _place(model: nn.Module, memory: set[int | None]) -> str:
+    for name, module in model.named_modules():
+        for attribute, value in [*vars(module).items(), *module.named_buffers(recurse=False)]:
+            leaves = tree_leaves(value) if not attribute.startswith("_") else ()
+            if any(isinstance(leaf, Tensor) and _memory(leaf) in memory for leaf in leaves):
+                return f"{name}.{attribute}".removeprefix(".")
+    return "something outside of the model's modules"
+
+
+def name_of(model: nn.Module, tensor: Tensor) -> str:
+    """Name of the model's parameter or buffer that shares a tensor's memory, or what it is otherwise."""
+    key = _memory(tensor)
+    for name, one in [*model.named_parameters(), *model.named_buffers()]:
+        if _memory(one) == key:
+            return name
+    return f"a tensor {tuple(tensor.shape)} that it was not given"
