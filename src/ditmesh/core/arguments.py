@@ -99,17 +99,11 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(names[1:] if names[:1] == ["self"] else names)
 
 
-def required_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of the parameters that every call has to pass."""
-    parameters = inspect.signature(function).parameters.values()
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return frozenset(p.name for p in parameters if p.default is p.empty and p.kind not in kinds)
-
-
 def given(function: Callable[..., Any], call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call without those that are None, as far as the function has a default for them."""
-    required = required_names(function)
-    return {name: value for name, value in call.items() if value is not None or name in required}
+    """The arguments of a call without those that are None and would be if they were left out."""
+    parameters = inspect.signature(function).parameters
+    unset = {name for name, parameter in parameters.items() if parameter.default is None}
+    return {name: value for name, value in call.items() if value is not None or name not in unset}
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:

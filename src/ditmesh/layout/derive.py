@@ -37,7 +37,7 @@ from .influence import (
     tolerance,
     why,
 )
-from .outside import LeftBehind, Traces, name_of
+from .outside import LeftBehind, Traces, leaves_of, name_of
 from .types import LOCAL, Attention, Count, Cut, Fold, Leaf, Region, Stream, TokenLayout
 
 T = TypeVar("T")
@@ -128,10 +128,13 @@ class _Observer:
         self._busy = True
         try:
             self._refuse_outside(site, put, traces)
+            # Before other runs have something else kept in its place.
+            asked = [t for one in listener.asked for t in (one.q, one.k, one.v, one.mask, one.out)]
+            suspect = traces is not None and bool(traces.kept(leaves_of((output, asked))))
             self._look(RecordedBlock(site, block, arguments.copy(), output, listener.asked, written), path, sources)
             if traces is not None and not hasattr(block, "_diffusers_hook"):
                 again = RecordedBlock(site, block, arguments, None, [], written)
-                self._left = LeftBehind(again, traces, output, self.seen[path][-1][1].streams)
+                self._left = LeftBehind(again, traces, output, self.seen[path][-1][1].streams, suspect)
         except LayoutError as error:
             self.failed[path] = error
         except Exception as error:

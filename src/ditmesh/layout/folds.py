@@ -1,8 +1,8 @@
 """Tokens that stand along several dimensions of a tensor, as (B, T, H, W, C), and entries that are for several tokens.
 
 Everything else sees such tensors folded: one dimension with an entry for every token. A block gets them back in the
-number of dimensions that it expects: with all tokens in their own shape, with some of them (B, n, 1, 1, C). A block
-that does no more with the shape than to flatten it and to take it up again computes the same from that.
+number of dimensions that it expects, with its tokens along the first: (B, n, 1, 1, C). A block that does no more with
+the shape than to flatten it and to take it up again computes the same from that.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ class Folding:
 
     def __init__(self, folds: Sequence[Fold]) -> None:
         self.folds = tuple(folds)
-        # What had an entry for several tokens has one for each, and stands beside the first of their dimensions.
-        self._in_line = any(one.axes == 1 for one in self.folds[1:])
         # The tokens' dimensions with all tokens, and how many tokens these are.
         self.shape: tuple[int, ...] = ()
         self.tokens = 0
@@ -90,19 +88,16 @@ class Folding:
         for one in self.folds:
             value = arguments.get(one.arg)
             if one.axes > 1 and isinstance(value, Tensor):
-                arguments.set(one.arg, self._unfolded(value, one, self._in_line))
+                arguments.set(one.arg, _in_line(value, one))
 
     def unfolded(self, arg: str, value: Tensor) -> Tensor:
         """A value for an argument in the number of dimensions that the block expects, if it is the tokens."""
         return self._unfolded(value, self.folds[0]) if arg == self.folds[0].arg else value
 
-    def _unfolded(self, value: Tensor, one: Fold, in_line: bool = False) -> Tensor:
-        """``in_line``: all tokens, too, stand along the first of their dimensions."""
-        if one.axes == 1:
-            return value
-        length = value.shape[one.dim]
-        whole = length == self.tokens and not in_line
-        return value.unflatten(one.dim, self.shape if whole else (length, *(1,) * (one.axes - 1)))
+    def _unfolded(self, value: Tensor, one: Fold) -> Tensor:
+        if one.axes > 1 and value.shape[one.dim] == self.tokens:
+            return value.unflatten(one.dim, self.shape)
+        return _in_line(value, one)
 
     def fold_output(self, output: Any) -> Any:
         """A block's output with its tokens folded."""
@@ -123,3 +118,8 @@ class Folding:
             if isinstance(items[place], Tensor):
                 items[place] = change(items[place], main)
         return tuple(items) if isinstance(output, tuple) else items
+
+
+def _in_line(value: Tensor, one: Fold) -> Tensor:
+    """Tokens along the first of their dimensions; the others have size 1."""
+    return value.unflatten(one.dim, (value.shape[one.dim], *(1,) * (one.axes - 1))) if one.axes > 1 else value

@@ -150,7 +150,7 @@ def holds_tensors(value: Any, depth: int = 8, seen: set[int] | None = None) -> b
     if kept is None or depth == 0:
         return True
     seen.add(id(value))
-    return _tensors_in(kept, depth - 1, seen)
+    return any(_tensors_in(item, depth - 1, seen) for item in kept)
 
 
 def _tensors_in(value: Any, depth: int, seen: set[int]) -> bool:

@@ -414,6 +414,7 @@ def _explained_calls(block: RecordedBlock, calls: list[_CallStreams]) -> None:
                 raise LayoutError(
                     f"{block.site}: attention call {number} has {there} {what}, which no sum of streams explains "
                     f"({', '.join(f'{r.length} {n}' for n, r in rows.items()) or 'none is a token of an argument'})"
+                    + (f"; {block.note}" if block.note else "")
                 )
 
 
@@ -539,7 +540,7 @@ def _mixed(block: RecordedBlock, path: str) -> str:
     ]
     return (
         f"{block.site}: tokens of {path!r} change other tokens even when attention's answers are held fixed, so "
-        f"they are mixed by something else ({', '.join(mixers) or 'attention without a softmax, say'})"
+        f"they are mixed by something else ({', '.join(mixers) or 'a patch, or attention without a softmax, say'})"
     )
 
 

@@ -84,26 +84,26 @@ class LeftBehind:
         traces: of its run.
         output: what it returned.
         streams: its tokens.
+        suspect: whether something was kept when it had run.
     """
 
-    def __init__(self, block: RecordedBlock, traces: Traces, output: Any, streams: tuple[Stream, ...]) -> None:
+    def __init__(
+        self, block: RecordedBlock, traces: Traces, output: Any, streams: tuple[Stream, ...], suspect: bool
+    ) -> None:
         self.site = block.site
-        self._block, self._traces, self._streams = block, traces, streams
-        self._results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self._block, self._traces, self._streams, self._suspect = block, traces, streams, suspect
+        self._results = leaves_of(output)
 
     def where(self, model: nn.Module) -> str:
         """Where tensors are kept that depend on the block's tokens, in words; empty: nowhere."""
-        if not self._streams or not self._traces.kept(self._results):
-            return ""
-        # What is in a circle of references is on its way out.
-        gc.collect()
-        if not self._traces.kept(self._results):
+        if not self._streams or not (self._suspect or self._traces.kept(self._results)):
             return ""
         # Tables that only depend on how many tokens there are may be kept.
         leaves = self._block.leaves
         tokens = {one.arg: torch.full_like(leaves[one.arg], torch.nan) for one in self._streams}
         with Traces(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)) as traces:
             self._block.again(tokens, computed)
+        # What is in a circle of references is on its way out.
         gc.collect()
         given = [*leaves.values(), *tokens.values()]
         kept = [one for one in traces.kept(v for v in given if isinstance(v, Tensor)) if one.isnan().any()]
@@ -111,6 +111,11 @@ class LeftBehind:
         # What it keeps is to be as it was.
         self._block.again({}, computed)
         return found
+
+
+def leaves_of(value: Any) -> list[Tensor]:
+    """The tensors in a value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _place(model: nn.Module, memory: set[int | None]) -> str:

@@ -243,6 +243,11 @@ class ModelHooks:
                 return None
             arguments = Arguments(names, args, kwargs)
             stream = arguments.get(site.region.main.arg) if again or self._recorded else None
+            if again and site.region.written:
+                raise LayoutError(
+                    f"{site.path} writes to its argument {site.region.written[0]!r}, so that in a backward pass it would "
+                    "run again on other tokens than in its call; train it without gradient checkpointing"
+                )
             if again:
                 at, tokens, folding = self._recomputation.find(site.path, stream)
                 handler.resume(at, tokens)

@@ -1,0 +1,441 @@
+"""Models with the manners of other people's code: derived, cut, and compared with one device."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ditmesh
+from ditmesh.attention import kernels
+from ditmesh.core.arguments import Arguments
+from ditmesh.layout.derive import derive
+from ditmesh.layout.forms import holds_tensors, objects_in
+from ditmesh.layout.types import Fold, TokenLayout
+from support.foreign import (
+    WIDTH,
+    Double,
+    FilmBlock,
+    ForeignFilm,
+    ForeignImage,
+    Modulation,
+    Pair,
+    calls,
+    film_call,
+    image_call,
+    options,
+)
+from support.models import relative_error
+
+
+def run(model, call):
+    with torch.no_grad():
+        return model(**copy.copy(call))
+
+
+def errors(names, config):
+    """By name the relative errors of two calls against one device."""
+    found = {}
+    for name in names:
+        model, call = calls()[name]
+        truth = run(model, call)
+        with ditmesh.parallelized(model, config):
+            found[name] = [relative_error(run(model, call), truth) for _ in range(2)]
+        assert torch.equal(run(model, call), truth)
+    return found
+
+
+@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
+def test_calls_on_two_ranks(ranks, config):
+    for found in ranks(2).run(errors, [*calls()], config):
+        assert max(error for pair in found.values() for error in pair) < 1e-5, found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"ring": 2, "text": "replicate"},
+        {"ring": 2, "exchange": "displaced", "warmup": "fixed(9)"},
+        {"ulysses": 2, "reproducible": True},
+    ],
+    ids=str,
+)
+def test_other_strategies(ranks, config):
+    for found in ranks(2).run(errors, ["image", "frames"], config):
+        assert max(error for pair in found.values() for error in pair) < 1e-5, found
+
+
+def patches():
+    """Errors of patches of the image's tokens; and why those of a film are refused."""
+    config = {"pipe": 2, "patches": 2, "warmup": "fixed(9)"}
+    found = errors(["image"], config)["image"]
+    model, call = calls()["film"]
+    with ditmesh.parallelized(model, config), pytest.raises(ditmesh.ConfigError) as refused:
+        run(model, call)
+    return found, str(refused.value)
+
+
+def test_patches_of_an_image_and_none_of_a_film(ranks):
+    for found, refused in ranks(2).run(patches):
+        assert max(found) < 1e-5
+        assert "stand along several dimensions" in refused
+
+
+def rows(config):
+    found = []
+    for model, call in ((ForeignImage(), image_call(2)), (ForeignFilm(), film_call(2))):
+        truth = run(model, call)
+        with ditmesh.parallelized(model, config):
+            found.append(relative_error(run(model, call), truth))
+    return found
+
+
+def test_rows_of_guidance(ranks):
+    for found in ranks(2).run(rows, {"cfg": 2}):
+        assert max(found) < 1e-5
+
+
+def bits(config):
+    found = []
+    for name in ("image", "film", "frames"):
+        model, call = calls()[name]
+        with ditmesh.parallelized(model, {"reproducible": True, "tiles": 4, **config}):
+            found.append([run(model, call) for _ in range(2)][1])
+    return found
+
+
+def test_the_same_bits_on_one_rank_and_on_two(ranks):
+    (alone,) = ranks(1).run(bits, {})
+    for config in ({"ulysses": 2}, {"ring": 2}):
+        for found in ranks(2).run(bits, config):
+            assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+
+
+def gradients(config):
+    """Relative error of the gradients of blocks, with activations computed again."""
+    found = []
+    for kind, call in ((ForeignFilm, film_call()), (ForeignFilm, film_call(each=True))):
+        model = kind()
+        model(**call).square().mean().backward()
+        truth = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        again = kind()
+        for block in again.blocks:
+            own = block.forward
+            block.forward = lambda *a, own=own, **k: torch.utils.checkpoint.checkpoint(
+                own, *a, use_reentrant=False, **k
+            )
+        again.load_state_dict(model.state_dict())
+        with ditmesh.parallelized(model, config):
+            run(model, call)
+            model(**call).square().mean().backward()
+            found += [relative_error(p.grad, t) for p, t in zip(model.parameters(), truth, strict=True)]
+    return found
+
+
+def test_gradients_of_tokens_along_several_dimensions(ranks):
+    for found in ranks(2).run(gradients, {"ring": 2}):
+        assert max(found) < 1e-4
+
+
+def test_the_layout_of_a_film(tmp_path):
+    layout = derive(ForeignFilm(extra=True), film_call(each=True))[1]
+    (region,) = layout.regions
+    assert region.folds == (Fold("x", 1, 3, (0,)), Fold("emb", 1, 1), Fold("extra", 1, 3))
+    assert {cut.arg: cut.dim for cut in region.cuts} == {"emb": 1, "rope": 2, "extra": 1}
+    layout.save(tmp_path / "layout.json")
+    assert TokenLayout.read(tmp_path / "layout.json") == layout
+
+
+class GridBlock(FilmBlock):
+    """Mixes neighbours in a row, which only the shape of the tokens tells."""
+
+    def forward(self, x, *args, **kwargs):
+        return super().forward(x + x.roll(1, 3), *args, **kwargs)
+
+
+class CountingBlock(FilmBlock):
+    """Scales by how wide a frame is."""
+
+    def forward(self, x, *args, **kwargs):
+        return super().forward(x * (1 + 0.1 * x.shape[3]), *args, **kwargs)
+
+
+@pytest.mark.parametrize("block", [GridBlock, CountingBlock])
+def test_a_block_that_needs_the_shape_is_refused(block):
+    model = ForeignFilm()
+    model.blocks = torch.nn.ModuleList(block() for _ in range(2))
+    with pytest.raises(ditmesh.LayoutError, match=r"blocks\.0"):
+        derive(model, film_call())
+
+
+# --- arguments -----------------------------------------------------------------------------------------------
+
+
+class Slotted:
+    __slots__ = ("__hidden", "scale")
+
+    def __init__(self, hidden):
+        self.__hidden, self.scale = hidden, 1.0
+
+
+def test_plain_values_and_what_may_hide_tensors():
+    plain = [uuid.UUID(int=3), Path("a"), Decimal(1), Fraction(1, 3), datetime.now(UTC), range(3), slice(1, 2)]
+    assert objects_in([plain, {"a": plain}]) == []
+    assert not any(map(holds_tensors, plain))
+    assert not holds_tensors(Slotted(plain))
+    assert holds_tensors(Slotted([torch.ones(1)]))
+    # A generator shows nothing of what it holds.
+    assert holds_tensors(iter([torch.ones(1)]))
+
+
+@dataclass
+class More(Modulation):
+    """A modulation that may keep something besides its fields."""
+
+
+def test_dataclasses_and_named_tuples_are_containers():
+    ones, pair = torch.ones(2), Pair(Modulation(*torch.eye(3)), More(*torch.eye(3)))
+    arguments = Arguments(("vec",), ([pair],), {"more": pair.text})
+    assert arguments.get("vec.0.1.scale") is pair.text.scale
+    arguments.set("vec.0.1.scale", ones)
+    arguments.set("more.gate", ones)
+    changed = arguments.get("vec")[0]
+    assert type(changed) is Pair
+    assert type(changed.text) is More
+    assert changed.text.scale is ones
+    assert pair.text.scale is not ones
+    assert pair.text.gate is not ones
+    assert [path for path, _ in arguments.leaves()][:2] == ["vec.0.0.shift", "vec.0.0.scale"]
+    assert objects_in(pair) == []
+    pair.text.kept = [torch.ones(1)]
+    assert objects_in(pair) == [pair.text]
+
+
+def refusal(change):
+    """What a call with something else among its options is refused with."""
+    model, call = ForeignImage(), image_call()
+    call["transformer_options"] = change(call["transformer_options"])
+    with ditmesh.parallelized(model, {"ulysses": 2}), pytest.raises(ditmesh.LayoutError) as refused:
+        run(model, call)
+    return str(refused.value)
+
+
+def hiding(given):
+    return {**given, "cache": Slotted(torch.ones(3))}
+
+
+def test_an_object_that_hides_tensors_is_refused_by_name(ranks):
+    for sentence in ranks(2).run(refusal, hiding):
+        assert "is given 'transformer_options', a dict, which may keep tensors" in sentence
+
+
+# --- what a block does besides ---------------------------------------------------------------------------------
+
+
+def mixing(given):
+    return {**given, "patches": {"double": [lambda img, _: img + img.mean(1, keepdim=True)]}}
+
+
+def putting(given):
+    def patch(img, given):
+        given["kept"] = img * 2
+        return img
+
+    return {**given, "patches": {"double": [patch]}}
+
+
+def replacing(given):
+    store = {}
+
+    def patch(img, _):
+        store["kept"] = img * 2
+        return img
+
+    return {**given, "patches": {"double": [patch]}}
+
+
+def keeping(given):
+    store = []
+
+    def patch(img, _):
+        store.append(img * 2)
+        return img
+
+    return {**given, "patches": {"double": [patch]}}
+
+
+def adding(given):
+    total = torch.zeros(WIDTH)
+
+    def patch(img, _):
+        total.add_(img.mean((0, 1)))
+        return img
+
+    return {**given, "patches": {"double": [patch]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (mixing, r"double_blocks\.0: tokens of 'img' change other tokens"),
+        (putting, r"double_blocks\.0 puts a tensor into its argument 'transformer_options\.kept'"),
+        (keeping, r"double_blocks\.0 keeps what it has made of its tokens in something outside"),
+        (replacing, r"double_blocks\.0 keeps what it has made of its tokens in something outside"),
+        (adding, r"double_blocks\.0 writes to a tensor \(32,\) that it was not given"),
+    ],
+)
+def test_what_a_patch_must_not_do_is_refused_by_name(change, sentence):
+    call = image_call()
+    call["transformer_options"] = change(call["transformer_options"])
+    with pytest.raises(ditmesh.LayoutError, match=sentence):
+        derive(ForeignImage(), call)
+
+
+class Counting(Double):
+    """Counts its calls, and keeps the mean of its text, and a table that depends on no token."""
+
+    def __init__(self, attribute):
+        super().__init__()
+        self.attribute, self.calls, self.kept = attribute, 0, {}
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, img, txt, vec, pe, attn_mask=None, transformer_options=None):
+        self.calls += 1
+        if self.attribute == "mean":
+            self.mean.copy_(txt.mean((0, 1)))
+        elif self.attribute == "kept":
+            self.kept["text"] = txt + 1
+        else:
+            self.kept[img.shape[1]] = torch.linspace(0, 1, img.shape[1])
+        return super().forward(img, txt, vec, pe, attn_mask, transformer_options)
+
+
+@pytest.mark.parametrize("attribute", ["mean", "kept", "table"])
+def test_what_a_block_leaves_in_the_model_is_refused_by_name(attribute):
+    model = ForeignImage()
+    model.double_blocks = torch.nn.ModuleList(Counting(attribute) for _ in range(2))
+    if attribute == "table":
+        assert derive(model, image_call())[1].regions
+        return
+    with pytest.raises(ditmesh.LayoutError, match=rf"double_blocks\.0.*double_blocks\.0\.{attribute}"):
+        derive(model, image_call())
+
+
+class Remembering(ForeignImage):
+    """Adds the mean of tokens that a patch has kept, behind its last block."""
+
+    def forward(self, *args, **kwargs):
+        store = []
+        kwargs["transformer_options"] = options(1, patches={"double": [lambda img, _: (store.append(img), img)[1]]})
+        return super().forward(*args, **kwargs) + store[-1].mean()
+
+
+def remembering(check):
+    model, call = Remembering(), image_call()
+    truth = run(model, call)
+    ditmesh.parallelize(model, {"ring": 2}, check=check)
+    try:
+        return relative_error(run(model, call), truth)
+    except ditmesh.LayoutError as error:
+        return str(error)
+    finally:
+        if hasattr(model, "_ditmesh_engine"):
+            ditmesh.restore(model)
+
+
+def test_what_no_block_shows_is_caught_by_a_check(ranks):
+    """The tokens that it keeps are those that the block returns."""
+    assert max(ranks(2).run(remembering, False)) > 1e-4
+    for sentence in ranks(2).run(remembering, True):
+        assert "Remembering was compared with one device (check=True)" in sentence
+
+
+def checked():
+    model, call = calls()["film"]
+    truth = run(model, call)
+    ditmesh.parallelize(model, {"ring": 2}, check=True)
+    try:
+        return relative_error(run(model, call), truth)
+    finally:
+        ditmesh.restore(model)
+
+
+def test_a_right_call_passes_the_check(ranks):
+    assert max(ranks(2).run(checked)) < 1e-5
+
+
+def test_a_check_with_cut_weights_is_refused():
+    with pytest.raises(ditmesh.ConfigError, match="no rank has all weights"):
+        ditmesh.parallelize(ForeignImage(), {"tensor": 2}, check=True)
+
+
+# --- attention through a function of the caller --------------------------------------------------------------
+
+
+def spelt_out(q, k, v, mask, scale):
+    """Attention of the caller's own, with its log-sum-exp."""
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if mask is None else scores + mask
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def through(config, with_lse, mask):
+    """Error of a call with attention through the caller's function, and how often that was called; or a refusal."""
+    asked = []
+
+    def function(q, k, v, mask, scale):
+        asked.append(q.shape[2])
+        # What it calls is its own business.
+        assert F.scaled_dot_product_attention(q, k, v).shape == q.shape
+        return spelt_out(q, k, v, mask, scale)[0]
+
+    def lse(*call):
+        asked.append(call[0].shape[2])
+        return spelt_out(*call)
+
+    kernels.register(kernels.function_kernel("callers", function, lse if with_lse else None, masks=mask != "refused"))
+    model, call = calls()["mask" if mask else "image"]
+    truth = run(model, call)
+    try:
+        with ditmesh.parallelized(model, {**config, "attention": "callers"}):
+            error = relative_error(run(model, call), truth)
+            asked.clear()
+            return max(error, relative_error(run(model, call), truth)), len(asked)
+    except (ditmesh.ConfigError, ditmesh.LayoutError) as error:
+        return str(error), 0
+    finally:
+        kernels.unregister("callers")
+
+
+@pytest.mark.parametrize(
+    ("config", "with_lse", "mask", "said"),
+    [
+        ({"ulysses": 2}, False, "taken", ""),
+        ({"ring": 2}, True, "taken", ""),
+        ({"ring": 2}, False, "", "attention='callers' does not return the log-sum-exp"),
+        ({"ulysses": 2}, False, "refused", "attention='callers' does not support queries"),
+        ({"ulysses": 2, "reproducible": True}, False, "", "does not promise the same bits"),
+    ],
+)
+def test_a_function_of_the_caller_as_kernel(ranks, config, with_lse, mask, said):
+    for found, asked in ranks(2).run(through, config, with_lse, mask):
+        if said:
+            assert said in found
+        else:
+            assert found < 1e-5
+            assert asked == (4 if "ulysses" in config else 8)
+
+
+def test_ditmeshs_own_kernels_stay():
+    with pytest.raises(ditmesh.ConfigError, match="stays"):
+        kernels.unregister("native")
+    kernels.unregister("none of this name")
