@@ -20,6 +20,7 @@ from ditmesh.core.arguments import Arguments
 from ditmesh.layout.derive import derive
 from ditmesh.layout.forms import holds_tensors, objects_in
 from ditmesh.layout.types import Fold, TokenLayout
+from ditmesh.train import reduce_gradients
 from support.foreign import (
     WIDTH,
     Double,
@@ -127,18 +128,29 @@ def gradients(config):
         model(**call).square().mean().backward()
         truth = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
-        again = kind()
-        for block in again.blocks:
-            own = block.forward
-            block.forward = lambda *a, own=own, **k: torch.utils.checkpoint.checkpoint(
-                own, *a, use_reentrant=False, **k
-            )
-        again.load_state_dict(model.state_dict())
+        model.checkpointing = True
         with ditmesh.parallelized(model, config):
             run(model, call)
             model(**call).square().mean().backward()
+            reduce_gradients(model, ditmesh.engine_of(model).mesh)
             found += [relative_error(p.grad, t) for p, t in zip(model.parameters(), truth, strict=True)]
     return found
+
+
+def written_again(config):
+    """What blocks that write to their tokens and run again are refused with."""
+    model, call = ForeignImage(), image_call()
+    model.checkpointing = True
+    with ditmesh.parallelized(model, config):
+        run(model, call)
+        with pytest.raises(ditmesh.LayoutError) as refused:
+            model(**call).square().mean().backward()
+    return str(refused.value)
+
+
+def test_blocks_that_write_to_their_tokens_do_not_run_again(ranks):
+    for sentence in ranks(2).run(written_again, {"ring": 2}):
+        assert "single_blocks.1 writes to its argument 'x'" in sentence
 
 
 def test_gradients_of_tokens_along_several_dimensions(ranks):

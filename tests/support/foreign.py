@@ -149,7 +149,8 @@ class ForeignImage(nn.Module):
                 img[:, : control[number].shape[1]] += control[number]
         text, img = txt.shape[1], torch.cat((txt, img), 1)
         for block in self.single_blocks:
-            img = block(img, vec=parts[2], pe=pe, attn_mask=attention_mask, transformer_options=transformer_options)
+            run = partial(checkpoint, block, use_reentrant=False) if self.checkpointing else block
+            img = run(img, vec=parts[2], pe=pe, attn_mask=attention_mask, transformer_options=transformer_options)
         return self.final(img[:, text : text + tokens]).transpose(1, 2).unflatten(2, x.shape[-2:])
 
 

@@ -245,8 +245,8 @@ class ModelHooks:
             stream = arguments.get(site.region.main.arg) if again or self._recorded else None
             if again and site.region.written:
                 raise LayoutError(
-                    f"{site.path} writes to its argument {site.region.written[0]!r}, so that in a backward pass it would "
-                    "run again on other tokens than in its call; train it without gradient checkpointing"
+                    f"{site.path} writes to its argument {site.region.written[0]!r}, so that a backward pass would run "
+                    "it again on other tokens than in its call; train it without gradient checkpointing"
                 )
             if again:
                 at, tokens, folding = self._recomputation.find(site.path, stream)
