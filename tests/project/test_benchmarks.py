@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -328,6 +331,61 @@ def test_the_load_of_a_server_runs_to_its_end(tmp_path: Path) -> None:
     assert result["alone"]["largest_difference"] <= 1
     assert result["calls_ratio"] < 1
     assert "transformer calls" in ended.stdout
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+def test_servers_are_compared_under_requests_that_wait_for_nobody(tmp_path: Path) -> None:
+    figures = tmp_path / "out.json"
+    few = ["--arrivals", "poisson,bursts", "--load", "0.5", "--requests", 6, "--distinct", 2, "--steps", 3]
+    servers = ["--server", "--devices 1", "--server", "--devices 2 --ulysses 2"]
+    ended = script("serving_load.py", *few, *servers, "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert [(run["server"], run["arrivals"]) for run in result["runs"]] == [
+        (server, how) for server in ("--devices 1", "--devices 2 --ulysses 2") for how in ("poisson", "bursts")
+    ]
+    for run in result["runs"]:
+        assert (run["done"], run["wrong"], run["refused"]) == (6, 0, [])
+        shares = [run["attainment"][factor] for factor in ("1.0", "1.5", "2.0")]
+        assert shares == sorted(shares)
+        assert 0 < run["p50_seconds"] <= run["p95_seconds"] <= run["p99_seconds"]
+        assert run["goodput"] <= run["throughput"]
+
+
+def test_traces_have_their_rate_and_their_bursts() -> None:
+    loaded = importlib.util.spec_from_file_location("serving_load", BENCHMARKS / "serving_load.py")
+    assert loaded is not None
+    assert loaded.loader is not None
+    module = importlib.util.module_from_spec(loaded)
+    sys.modules["serving_load"] = module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        loaded.loader.exec_module(module)
+    kinds = [module.kind_of(text) for text in module.KINDS]
+    for how, variation in (("poisson", 1.0), ("bursts", module.VARIATION)):
+        trace = module.arrivals(how, 5.0, 20_000, kinds, [3, 1, 1, 1], 7, seed=0)
+        gaps = [after.at - before.at for before, after in itertools.pairwise(trace)]
+        mean = statistics.fmean(gaps)
+        assert mean == pytest.approx(0.2, rel=0.05)
+        assert statistics.stdev(gaps) / mean == pytest.approx(variation, rel=0.05)
+        assert sum(one.kind == kinds[0] for one in trace) / len(trace) == pytest.approx(0.5, abs=0.02)
+        assert {one.number for one in trace} == set(range(7))
+        assert trace == module.arrivals(how, 5.0, 20_000, kinds, [3, 1, 1, 1], 7, seed=0)
+    # Of four requests one is refused, one late, one wrong.
+    one, other = kinds[0], kinds[1]
+    found = [
+        module.Served(module.Arrival(0.0, one, 0), 1.0),
+        module.Served(module.Arrival(1.0, one, 1), 1.4, off=9),
+        module.Served(module.Arrival(2.0, other, 0), 4.1),
+        module.Served(module.Arrival(3.0, other, 1), None, "the queue is full"),
+    ]
+    figures = module.summary(found, {one: 1.0, other: 2.0}, 10.0)
+    assert figures["attainment"] == {"1.0": 0.25, "1.5": 0.5, "2.0": 0.5}
+    assert figures["attainment_by_kind"][str(other)] == {"1.0": 0.0, "1.5": 0.0, "2.0": 0.0}
+    assert (figures["goodput"], figures["throughput"], figures["wrong"]) == (0.2, 0.3, 1)
+    assert (figures["p50_seconds"], figures["p99_seconds"]) == (1.4, 4.1)
+    assert figures["refused"] == ["the queue is full"]
 
 
 @pytest.mark.matrix
