@@ -19,7 +19,7 @@ from .staleness.policy import parse as parse_warmup
 TextPolicy = Literal["auto", "shard", "replicate"]
 InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
 Exchange = Literal["exact", "displaced", "naive"]
-Compression = Literal["fp16", "bf16", "int8", "int4"]
+Compression = Literal["fp16", "bf16", "int8", "int4", "residual4", "residual2", "residual1.6", "residual1"]
 VaePolicy = Literal["auto", "bands", "whole"]
 TextEncoderPolicy = Literal["whole", "sharded", "rank0", "freed"]
 
@@ -102,7 +102,8 @@ class ParallelConfig(BaseModel):
             ``pipe=4, patches=4`` on one device.
         warmup: the policy of synchronous (exact) steps of a stale strategy: ``"fixed(4)"``, ``"sqrt(2)"``,
             ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.05)"``: see docs/staleness.md.
-        compress: the compression of displaced keys and values; default: none.
+        compress: the compression of displaced keys and values; default: none. ``"residual4"`` and the others send what
+            is new since the last message in so many bits a number: see docs/staleness.md.
         stages: the number of blocks of every stage. ``"estimated"``: by the weights that image tokens pass through.
             ``"measured"``: estimated at first; the first call times one block of every kind, and blocks move if another
             split is faster. Or numbers, ``(5, 7)``. The result stays the same.
@@ -212,7 +213,7 @@ class ParallelConfig(BaseModel):
     compress: Annotated[
         Compression | None,
         Setting(
-            "Compress the previous step's keys to this type while they travel.",
+            "Compress the previous step's keys to this type, or what is new in them, while they travel.",
             decides=True,
             untrained="training exchanges nothing that is compressed; leave it out",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import ceil
 from typing import Any
 from unittest import mock
 
@@ -192,6 +193,9 @@ def counted_waits() -> Iterator[list[str]]:
 # --- formulas, from shapes alone -------------------------------------------------------------------------------------
 
 FLOAT = 4
+# Bytes of an element.
+SIZES = {None: FLOAT, "fp16": 2, "bf16": 2, "int8": 1, "int4": 0.5}
+SIZES |= {"residual4": 0.5, "residual2": 1 / 4, "residual1.6": 1 / 5, "residual1": 1 / 8}
 CALLS = {
     "DiT": [("image",)] * 3,
     "SD3": [("image", "text"), ("image",), ("image", "text"), ("image", "text")],
@@ -206,11 +210,14 @@ def expected_ring_bytes(name: str, size: Size, ranks: int, rank: int, compress: 
     total = 0
     for streams in CALLS[name]:
         elements = 2 * sum(lengths[stream][rank] for stream in streams) * size.batch * heads * dim
-        total += int(elements * {None: FLOAT, "fp16": 2, "bf16": 2, "int8": 1, "int4": 0.5}[compress])
+        total += ceil(elements * SIZES[compress])
         if compress == "int8":
             total += 2 * size.batch * heads * FLOAT
-        if compress == "int4":
+        if compress in ("int4", "residual4"):
             total += 2 * elements // dim
+        if compress in ("residual2", "residual1.6", "residual1"):
+            # A byte for K and V of a token and sample; mean and spread of a channel; two bytes for a head's largest mean.
+            total += elements // (heads * dim) + 2 * size.batch * heads * (2 * dim + 2)
     return total * (ranks - 1)
 
 

@@ -54,8 +54,8 @@ class StudyOptions:
         str,
         typer.Option(
             metavar="NAMES",
-            help="Study these of displaced, pipefusion, naive, and displaced-fp16, -bf16, -int8 and -int4, which "
-            "compress what is sent.",
+            help="Study these of displaced, pipefusion, naive, and displaced-fp16, -bf16, -int8, -int4, -residual4, "
+            "-residual2, -residual1.6 and -residual1, which compress what is sent.",
         ),
     ] = "displaced,naive"
     sampler: Annotated[

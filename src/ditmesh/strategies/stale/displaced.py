@@ -111,7 +111,7 @@ class DisplacedParallel(StaleSequence):
 
         For every branch and attention call 2 · B · S · H · D · bytes of an element: S tokens of all ranks.
         """
-        return sum(buffer.whole.numel() * buffer.whole.element_size() for buffer in self._buffers.values())
+        return sum(buffer.kept_bytes for buffer in self._buffers.values())
 
     def end_request(self) -> None:
         """Wait for pending messages, and clear the buffers.
@@ -130,20 +130,20 @@ class DisplacedParallel(StaleSequence):
         if buffer is not None:
             buffer.arrive()
         if buffer is None or not buffer.fits(k_bhsd, keys, rows):
-            buffer = self._buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring)
+            buffer = self._buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring, self._codec)
         known = buffer.step is not None and buffer.step >= step - 1
         buffer.put(k_bhsd, attention.v_bhsd)
         if not self.control.decision.synchronous and step == 0 and not known:
             out = self.own_tokens(attention)
-            buffer.post(step, self._codec)
+            buffer.post(step)
             return out
         if self.control.decision.synchronous or not known:
             if not self.control.decision.synchronous:
                 self.control.filled()
-            buffer.post(step, None)
+            buffer.post(step, whole=True)
             buffer.arrive()
         else:
-            buffer.post(step, self._codec)
+            buffer.post(step)
         mask = self._whole_mask(buffer, attention)
         return self.kernel(attention.q_bhsd, buffer.k_bhsd, buffer.v_bhsd, mask, attention.scale)
 
@@ -175,7 +175,9 @@ class _Buffer:
         mask: the mask over all keys, as it was gathered last.
     """
 
-    def __init__(self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None, ring: Link) -> None:
+    def __init__(
+        self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None, ring: Link, packer: Codec | None
+    ) -> None:
         batch, heads, _, dim = k_bhsd.shape
         # A head's tokens lie together: attention reads them faster than if tokens came with all their heads.
         memory = k_bhsd.new_empty((2, batch, heads, keys.total, dim))
@@ -186,7 +188,11 @@ class _Buffer:
         self._keys, self._rows = keys, rows
         self._ring = ring
         self._arriving: Transfer | None = None
+        self._codec = packer
+        # The codec of what is on its way.
         self._packer: Codec | None = None
+        # Where only what is new is sent: this rank's tokens as all others have them.
+        self._shown: Tensor | None = None
         # Whether packed, and for every rank's messages the memory that they come into: the same in every step, as fresh
         # memory has to be fetched page by page.
         self._incoming: tuple[bool, list[list[Tensor]]] | None = None
@@ -214,20 +220,48 @@ class _Buffer:
                 slot[:, 1].copy_(v_bhsd[:, :, part].permute(2, 0, 1, 3))
                 start += slot.shape[0]
 
-    def post(self, step: int, packer: Codec | None) -> None:
-        """Send this rank's tokens to all others and receive theirs; returns at once."""
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept between steps, without pending messages."""
+        return sum(kept.numel() * kept.element_size() for kept in (self.whole, self._shown) if kept is not None)
+
+    def post(self, step: int, whole: bool = False) -> None:
+        """Send this rank's tokens to all others and receive theirs; returns at once.
+
+        Args:
+            step: the step in progress.
+            whole: send them as they are, not through the codec.
+        """
+        packer = None if whole else self._codec
         self.step = step
         own = self._slots[self._ring.rank]
         outgoing = own
-        if packer is not None:
-            with torch.no_grad():
+        with torch.no_grad():
+            if packer is not None:
                 # One message per peer: the streams one after the other.
-                outgoing = [packer.encode(own[0] if len(own) == 1 else torch.cat(own))]
+                outgoing = [self._packed(packer, own[0] if len(own) == 1 else torch.cat(own))]
+            elif self._codec is not None and self._codec.differences:
+                self._shown = torch.cat(own)
         packed = packer is not None
         if self._incoming is None or self._incoming[0] != packed:
             others = [[] if rank == self._ring.rank else slots for rank, slots in enumerate(self._slots)]
             self._incoming = packed, [self._empty(slots, packer) for slots in others]
         self._arriving, self._packer = self._ring.all_gather_async(outgoing, self._incoming[1]), packer
+
+    def _packed(self, packer: Codec, own: Tensor) -> Tensor:
+        """The message of this rank's tokens."""
+        if not packer.differences:
+            return packer.encode(own)
+        if self._shown is None:
+            # Nothing was ever sent: others have zeros.
+            self._shown = torch.zeros_like(own, memory_format=torch.contiguous_format)
+            for rank, slots in enumerate(self._slots):
+                for slot in slots if rank != self._ring.rank else ():
+                    slot.zero_()
+        message = packer.encode(own.float() - self._shown.float())
+        # What rounding has left out is a part of the next difference.
+        self._shown.add_(packer.decode(message, tuple(own.shape)))
+        return message
 
     def _empty(self, slots: list[Tensor], packer: Codec | None) -> list[Tensor]:
         """Memory for a rank's messages of these slots."""
@@ -251,7 +285,10 @@ class _Buffer:
                 tokens = packer.decode(next(received), _joined(slots))
                 parts = list(tokens.split([slot.shape[0] for slot in slots]))
             for slot, part in zip(slots, parts, strict=True):
-                slot.copy_(part)
+                if packer is not None and packer.differences:
+                    slot.add_(part)
+                else:
+                    slot.copy_(part)
 
 
 def _joined(slots: list[Tensor]) -> tuple[int, ...]:
@@ -318,7 +355,10 @@ class Displaced(StaleStrategy):
             keys = step.size_of(one, queries=0)
             own = step.size_of(one, queries=0, texts=not step.replicates_text(block)) / config.ring
             if compression is not None:
-                own *= compression.size(one.width) / step.workload.element
+                heads, rows = one.heads / step.share.tensor, step.share.rows
+                elements = own / step.workload.element
+                tokens = elements / (2 * rows * heads * one.width)
+                own = elements * compression.size(one.width) + compression.extra(rows, tokens, heads, one.width)
             behind = compute / calls if step.stale else 0.0
             yield step.transfer("keys (displaced)", ("ring",), "all_gather", own * (config.ring - 1), times, behind)
             # Of every stream own keys are copied, travel as one batch, and all are put into the buffer.

@@ -1,0 +1,170 @@
+"""Displaced keys of which only what is new is sent: nothing is lost for good, and both sides know the same."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import ditmesh
+from ditmesh.comm import codec
+from ditmesh.comm.compression import FewLevels
+from support.models import RAGGED, inputs, run, tiny
+from support.stale import displaced, handler_of, moving, next_step
+
+RESIDUAL = ["residual4", "residual2", "residual1.6", "residual1"]
+
+
+def walk(steps: int, tokens: int = 60) -> list[Tensor]:
+    """Keys and values (tokens, 2, 2, 3, 8) that move as those of a model: channels alike, and by unlike amounts."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.rand(1, 2, 2, 3, 8, generator=generator).mul(3).exp()
+    now, found = torch.randn(tokens, 2, 2, 3, 8, generator=generator) * spread, []
+    for _ in range(steps):
+        found.append(now)
+        together = torch.randn(1, 2, 2, 3, 8, generator=generator)
+        now = now + 0.2 * spread * (together + torch.randn(now.shape, generator=generator))
+    return found
+
+
+def lost(name: str, states: list[Tensor], feedback: bool = True) -> float:
+    """Distance of what a receiver has at the end from what it should have, in units of the last step's change."""
+    packer = codec(name)
+    assert packer is not None
+    shape = tuple(states[0].shape)
+    have = states[0].clone()
+    for before, now in zip(states, states[1:], strict=False):
+        have = have + packer.decode(packer.encode(now - (have if feedback else before)), shape)
+    return float((have - states[-1]).norm() / (states[-1] - states[-2]).norm())
+
+
+@pytest.mark.parametrize(("name", "bound"), [*zip(RESIDUAL, (0.12, 0.4, 0.55, 0.9), strict=True)])
+def test_what_rounding_leaves_out_is_sent_later(name, bound):
+    """Errors stay what those of one message are; differences of the truth alone would let them add up."""
+    states = walk(40)
+    assert lost(name, states) < bound
+    assert lost(name, states, feedback=False) > 2.5 * lost(name, states)
+
+
+@pytest.mark.parametrize("name", RESIDUAL)
+@pytest.mark.parametrize("tokens", [1, 7, 60])
+def test_messages_are_as_long_as_said(name, tokens):
+    packer, made = codec(name), walk(2, tokens)[1]
+    assert packer is not None
+    message = packer.encode(made)
+    like = packer.empty(tuple(made.shape), made.device)
+    assert (message.shape, message.dtype) == (like.shape, like.dtype)
+    assert packer.decode(message, tuple(made.shape)).isfinite().all()
+    said = made.numel() * packer.size(8) + packer.extra(2, tokens, 3, 8)
+    assert abs(message.nbytes - said) < 1
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4])
+def test_levels_are_packed_without_loss(levels):
+    packer = FewLevels(levels)
+    codes = torch.randint(levels, (1003,), generator=torch.Generator().manual_seed(1)).float()
+    packed = packer._packed(codes)
+    assert packed.max() <= 255
+    assert torch.equal(packer._unpacked(packed.to(torch.uint8))[:1003], codes)
+
+
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_nothing_new_and_extremes_are_finite(name):
+    packer = codec(name)
+    assert packer is not None
+    shape = (5, 2, 1, 2, 8)
+    for made in (torch.zeros(shape), torch.full(shape, 3e4), torch.full(shape, -1e-30), torch.eye(80).view(-1)[:160]):
+        made = made.reshape(shape)
+        back = packer.decode(packer.encode(made), shape)
+        assert back.isfinite().all()
+        assert (back - made).abs().max() <= max(float(made.abs().max()), 1e-4)
+
+
+def both_sides(compress: str, steps: list[int], config: dict[str, Any]) -> dict[str, Any]:
+    """What every rank has at the end of some steps: of its own tokens as shown, of the others' as received."""
+    model = tiny("SD3")
+    with ditmesh.parallelized(model, displaced(text="shard", compress=compress, **config)):
+        engine = ditmesh.engine_of(model)
+        engine.begin_request(20)
+        for made, step in zip(moving("SD3", RAGGED, 20), range(20), strict=True):
+            if step in steps:
+                run(model, made)
+            else:
+                # The step passes without this model.
+                engine.clock.advance()
+                engine.clock.tick({"timestep": step + 1000.0}, {}, {})
+        found = {}
+        for key, buffer in handler_of(model)._buffers.items():
+            buffer.arrive()
+            rank = buffer._ring.rank
+            found[str(key)] = buffer._shown.clone(), torch.cat(buffer._slots[1 - rank]).clone()
+        filled = [record.filled for record in engine.staleness.steps]
+    return {"states": found, "filled": filled}
+
+
+@pytest.mark.parametrize(
+    ("steps", "config"),
+    [
+        (list(range(5)), {}),
+        ([0, 1, 2, 5, 6, 7], {}),
+        (list(range(5)), {"speeds": (3, 1)}),
+        (list(range(4)), {"warmup": "fixed(0)"}),
+    ],
+    ids=["plain", "steps left out", "uneven", "no warm-up"],
+)
+def test_both_sides_know_the_same_bits(ranks, steps, config):
+    one, two = ranks(2).run(both_sides, "residual2", steps, config)
+    assert one["states"]
+    for key, (shown, received) in one["states"].items():
+        assert torch.equal(shown, two["states"][key][1]), key
+        assert torch.equal(received, two["states"][key][0]), key
+    # After a gap a call is synchronous, on both ranks alike.
+    assert one["filled"] == two["filled"]
+    assert any(one["filled"]) == (len(steps) == 6)
+
+
+def stays_near(compress: str, forget: bool) -> float:
+    """Distance of the other rank's tokens from what they are, after eight stale steps at which little moves.
+
+    Args:
+        forget: the planted fault: a rank takes for granted that others have what it has.
+    """
+    model, made = tiny("SD3"), inputs("SD3", RAGGED)
+    from ditmesh.strategies.stale.displaced import _Buffer
+
+    original = _Buffer._packed
+
+    def forgetful(buffer: Any, packer: Any, own: Tensor) -> Tensor:
+        message = original(buffer, packer, own)
+        buffer._shown = own.clone()
+        return message
+
+    patch = mock.patch.object(_Buffer, "_packed", forgetful if forget else original)
+    with patch, ditmesh.parallelized(model, displaced(text="shard", compress=compress)):
+        ditmesh.engine_of(model).begin_request(12)
+        noise = torch.randn(made["hidden_states"].shape, generator=torch.Generator().manual_seed(5))
+        for step in range(9):
+            next_step(model)
+            run(model, {**made, "hidden_states": made["hidden_states"] + 0.3 * min(step, 2) * noise})
+        apart = 0.0
+        for buffer in handler_of(model)._buffers.values():
+            buffer.arrive()
+            here = torch.cat([slot for slots in buffer._slots for slot in slots])
+            whole = buffer._ring.all_gather(
+                torch.cat(buffer._slots[buffer._ring.rank]).contiguous(),
+                tuple(sum(slot.shape[0] for slot in slots) for slots in buffer._slots),
+                0,
+            )
+            apart = max(apart, float((here - whole).norm() / whole.norm()))
+    return apart
+
+
+def test_error_feedback_on_ranks(ranks):
+    """When nothing moves any more, what others have comes near what is; without feedback it stays away."""
+    near = ranks(2).run(stays_near, "residual2", False)
+    far = ranks(2).run(stays_near, "residual2", True)
+    assert max(near) < 0.02
+    assert min(far) > 3 * max(near)
