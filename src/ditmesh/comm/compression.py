@@ -167,7 +167,7 @@ class FewLevels(Codec):
         return 2 * rows * (tokens + heads * (2 * width + 2))
 
     def encode(self, tokens: Tensor) -> Tensor:
-        values, shape = tokens.float(), tuple(tokens.shape)
+        values, shape = tokens.float().contiguous(), tuple(tokens.shape)
         mean = values.mean(dim=0, keepdim=True)  # (1, 2, B, H, D)
         limits = torch.finfo(torch.float16)
         unit = (mean.abs().amax(dim=4, keepdim=True) / 127).clamp_(limits.tiny, limits.max).half()

@@ -26,6 +26,8 @@ from ..staleness.policy import WarmupPolicy
 from ..strategies.balance import Balance
 from ..strategies.base import Context, ParallelModel, Request
 from ..strategies.hooks import ModelHooks, requires_grad
+from ..strategies.loads import StepLoad
+from ..strategies.tokens import TokenStrategy
 from .explain import Layer, layers_of
 from .targets import device_of, mark
 
@@ -301,6 +303,15 @@ class Engine:
     def balances(self) -> list[Balance]:
         """Speeds of the sequence ranks, or of the stages, one per transformer; see `rebalance`."""
         return next((found for strategy in self.strategies if (found := strategy.balances())), [])
+
+    @property
+    def loads(self) -> list[StepLoad]:
+        """This rank's seconds, waiting and tokens in every step of the latest request; see `all_loads`."""
+        return next((one.loads for one in self.strategies if isinstance(one, TokenStrategy)), [])
+
+    def all_loads(self) -> list[list[StepLoad]]:
+        """`loads` of every rank, in rank order. A collective call, after a request."""
+        return self._shared.world.all_gather_object(self.loads)
 
     def notes(self) -> list[str]:
         """What strategies have to tell the user of the latest request, in sentences."""

@@ -44,9 +44,10 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
     """
     refuse_twice(target)
     config = ParallelConfig.read(config)
-    for setting, given in (("speeds", config.speeds), ("reproducible", config.reproducible)):
-        if given:
-            raise ConfigError(f"{setting}={given!r} is not simulated; leave it out")
+    if config.speeds == "auto":
+        raise ConfigError("speeds='auto' is not simulated, as there is nothing to measure; give numbers, such as 2,1")
+    if config.reproducible:
+        raise ConfigError(f"reproducible={config.reproducible!r} is not simulated; leave it out")
     models = denoisers(target)
     mesh = virtual_mesh(config, device_of(models[0]) or "cpu")
     pairs = [(model, given_layout(layout, model) or find_layout(model)) for model in models]

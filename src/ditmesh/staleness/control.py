@@ -156,6 +156,12 @@ class WarmupControl:
         self.filled()
         return True
 
+    def make_synchronous(self, reason: str) -> None:
+        """Make the step that has just begun synchronous, on all ranks alike, whatever the policy has decided."""
+        if not self.decision.synchronous:
+            self.decision = Decision(True, reason, self.decision.predicted)
+            self.log.steps[-1].synchronous, self.log.steps[-1].reason = True, reason
+
     def filled(self) -> None:
         """Count a call of this stale step that was synchronous, because it had no keys of the step before."""
         self.log.steps[-1].filled += 1

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..comm import Link
+from .loads import evened
 
 # How often a block is run to time it, after one run that does not count.
 RUNS = 3
@@ -27,6 +28,7 @@ class Balance:
         device: where this rank computes.
         shares: how many share the work; default: every rank of the link has a share of its own.
         share: this rank's, where several ranks have one together (a stage); the slowest of them counts.
+        band: where the slowest is measured to take less than this share longer than the mean, all are equal.
 
     Attributes:
         speeds: relative ones, in the order of ranks or stages.
@@ -40,7 +42,9 @@ class Balance:
         device: torch.device | str,
         shares: int | None = None,
         share: int | None = None,
+        band: float = 0.0,
     ) -> None:
+        self._band = band
         self._link, self._setting, self._device = link, setting, torch.device(device)
         self._shares = link.size if shares is None else shares
         self._share = link.rank if share is None else share
@@ -65,7 +69,8 @@ class Balance:
         mine = torch.tensor([[self._share, 1 / seconds]], dtype=torch.float64, device=self._device)
         measured = self._link.all_gather(mine, (1,) * self._link.size, dim=0).tolist()
         speeds = [min(speed for share, speed in measured if int(share) == number) for number in range(self._shares)]
-        fresh = [speed / sum(speeds) for speed in speeds]
+        fresh: Sequence[float] = [speed / sum(speeds) for speed in speeds]
+        fresh = evened(fresh, self._band)
         if self._measured:
             fresh = mixed(fresh, self.speeds)
         # Three digits are more than a measurement is worth, and two equal ranks stay equal.

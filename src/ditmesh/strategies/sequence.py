@@ -49,6 +49,8 @@ TRADING = {"to heads": 5, "to tokens": 3}
 GATHERING = 3
 # Attention kernels of GPUs take heads of multiples of this width.
 KERNEL_WIDTH = 8
+# One measurement of a block says of ranks that differ by less than this that they are equal: see `loads.evened`.
+UNEVEN = 0.2
 # A long sequence is cut between multiples of this many tokens: kernels like it, and their edges stay the same.
 UNIT = 16
 
@@ -101,10 +103,12 @@ class SequenceParallel:
         self.coverage = Coverage()
         # All tokens are here and the model's own attention is wanted: nothing is to be done at a block.
         self.passive = self.link.size == 1 and not self.keeps_keys and config.attention in (None, "native")
-        self.balance = Balance(config.speeds, mesh.sequence, mesh.device)
+        self.balance = Balance(config.speeds, mesh.sequence, mesh.device, band=UNEVEN)
         # Whether the call in progress has the arguments, timestep and latents apart, of the step before.
         self.steady: Callable[[], bool] = lambda: False
         self._call = _CutTensors()
+        # Image tokens of every sequence rank, as they were shared out last.
+        self.shares: tuple[int, ...] = ()
         self._nan: dict[torch.dtype, Tensor] = {}
         # While a block is timed it computes on this rank's tokens alone.
         self._timing = False
@@ -287,7 +291,7 @@ class SequenceParallel:
                 if stream.name in call.tokens.names:
                     whole = arguments.get(stream.arg)
                     arguments.set(stream.arg, self._cut(whole, stream.dim, (stream.name,), site.path))
-        lengths = call.tokens.select((region.main.name,)).lengths
+        lengths = self.shares = call.tokens.select((region.main.name,)).lengths
         if (added := call.residuals.get(region.blocks, {lengths})) != {lengths}:
             raise LayoutError(
                 f"{site.path}: {sum(lengths)} {region.main.name} tokens are shared out as {lengths}, what the model "

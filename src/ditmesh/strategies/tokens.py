@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,9 +11,12 @@ from torch import nn
 
 from ..attention.kernels import LocalAttention, backends_of
 from ..config import ParallelConfig
+from ..staleness.control import WarmupControl
 from .balance import Balance
 from .base import ParallelModel, Strategy
+from .caches import stateful_hooks
 from .hooks import Handler, ModelHooks
+from .loads import StepLoad, StepLoads
 
 
 class TokenStrategy(Strategy):
@@ -33,8 +37,48 @@ class TokenStrategy(Strategy):
             fixed = f"patches={config.patches or config.pipe}" if config.stages_or_patches else ""
             hooks = ModelHooks(model.model, model.layout, handler, model.chain, fixed)
             undo.callback(model.add(hooks).close)
+        self._loads = self._watched()
+        self.context.clock.on_step(self._loads.begin_step)
+
+    def _watched(self) -> StepLoads:
+        """What notes every step's load and, with ``speeds="auto"``, moves tokens."""
+        context, config, mesh = self.context, self.context.config, self.context.mesh
+        handlers = self.handlers()
+
+        def shares() -> Sequence[int]:
+            return getattr(handlers[0], "shares", ())
+
+        told = mesh.waited, shares, mesh.sequence.rank
+        # Of work on an accelerator the host does not see how long it took.
+        balanced = config.speeds == "auto" and config.pipe == 1 and mesh.sequence.size > 1
+        if not balanced or mesh.device.type != "cpu":
+            return StepLoads(*told)
+        sizes = mesh.world.size // config.sequence // config.tensor, config.sequence, config.tensor
+        place = mesh.world.rank // config.tensor
+        here = place // config.sequence, place % config.sequence, mesh.world.rank % config.tensor
+
+        def move(speeds: tuple[float, ...], step: int) -> None:
+            for balance in self.balances():
+                balance.speeds = speeds
+            if step > 0 and (control := context.find(WarmupControl)) is not None:
+                control.make_synchronous("tokens move between ranks")
+
+        def holds(step: int) -> bool:
+            # What a cache keeps of the step before is of the tokens that a rank had then.
+            return step > 0 and any(any(stateful_hooks(model.model)) for model in context.models)
+
+        return StepLoads(*told, mesh.world.all_reduce_async, (here, sizes), move, holds)
+
+    @property
+    def loads(self) -> list[StepLoad]:
+        """This rank's steps of the latest request."""
+        return self._loads.steps
+
+    def end_request(self, failed: bool) -> None:
+        self._loads.end_request(failed)
 
     def forget(self) -> None:
+        self._loads.forget()
         for balance in self.balances():
             balance.forget()
 

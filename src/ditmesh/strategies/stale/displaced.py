@@ -329,6 +329,7 @@ class StaleStrategy(TokenStrategy):
             handler.end_request()
 
     def end_request(self, failed: bool) -> None:
+        super().end_request(failed)
         for handler in self.handlers():
             with suppress(RuntimeError) if failed else nullcontext():
                 handler.end_request()

@@ -1,0 +1,209 @@
+"""Every rank's time and tokens in every step of a request, and when tokens should move because of them.
+
+A rank that waits for others has less to do than they have. What it computes itself is a step's time without that, so
+ranks that are slow for a while, or become so, show in every step, with no block run for a measurement.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.clock import TransformerCall
+
+# A rank whose step takes less than this share longer than the mean is not slow: see `Watch`.
+DEAD_BAND = 0.08
+# Of what a rank is beyond that in one step no more counts, and from this sum on tokens move: two steps at least.
+MOST, LIMIT = 0.3, 0.4
+# Steps whose median says how fast a rank is.
+RECENT = 3
+# Seconds that a failed request waits for times of other ranks.
+PATIENCE = 20.0
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """One step on one rank.
+
+    Attributes:
+        step: number in its request, from 0.
+        seconds: from its beginning to that of the next step, or the end of the request.
+        waited: of these, for which the rank waited for others.
+        tokens: of the image on this rank; 0 while nothing is known of them.
+        moved: whether tokens were shared out otherwise from this step on.
+    """
+
+    step: int
+    seconds: float
+    waited: float
+    tokens: int
+    moved: bool = False
+
+    @property
+    def computed(self) -> float:
+        """Seconds in which the rank did not wait."""
+        return max(self.seconds - self.waited, 0.0)
+
+
+class Watch:
+    """Decides, from what all ranks know alike, when shares are to change.
+
+    A cumulative sum (Page 1954, "Continuous inspection schemes") for every rank: of how much longer than the mean it
+    took in a step, as a share of that, without a dead band, and never below 0. One that is far too slow passes the
+    limit within two steps, one that is a little slower after many, and one that is as fast as others, with steps that
+    differ by chance, never. A step counts `MOST` at most, so that no single one moves anything.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known of the ranks."""
+        self._sums = [0.0] * self._ranks
+        self._recent: deque[Sequence[float]] = deque(maxlen=RECENT)
+
+    def see(self, seconds: Sequence[float], shares: Sequence[float]) -> tuple[float, ...] | None:
+        """A step in which ranks with such shares computed for so long.
+
+        Returns:
+            Speeds by which to share out tokens from now on; None: as they are.
+        """
+        mean = sum(seconds) / self._ranks
+        if min(seconds) <= 0 or len(shares) != self._ranks or min(shares) <= 0:
+            return None
+        self._recent.append(seconds)
+        over = [min(one / mean - 1, MOST) - DEAD_BAND for one in seconds]
+        self._sums = [max(0.0, before + more) for before, more in zip(self._sums, over, strict=True)]
+        if max(self._sums) < LIMIT:
+            return None
+        took = [statistics.median(step[rank] for step in self._recent) for rank in range(self._ranks)]
+        self.forget()
+        return evened([share / one for share, one in zip(shares, took, strict=True)], DEAD_BAND)
+
+
+def evened(speeds: Sequence[float], band: float) -> tuple[float, ...]:
+    """Speeds, with a sum of 1; equal ones where the slowest would take less than ``band`` longer than the mean."""
+    times = [1 / speed for speed in speeds]
+    if max(times) * len(times) / sum(times) - 1 < band:
+        return (1 / len(speeds),) * len(speeds)
+    return tuple(round(speed / sum(speeds), 3) for speed in speeds)
+
+
+class StepLoads:
+    """The loads of this rank, and their exchange while ranks are balanced.
+
+    Every step each rank tells all others how long it computed in the step before, in one small message that nothing
+    waits for: it is read when the next step begins.
+
+    Args:
+        waited: this rank's seconds of waiting so far.
+        tokens: image tokens of every sequence rank; empty: not known.
+        rank: this one's place among the sequence ranks.
+        post: `Link.all_reduce_async` of all ranks; None: nothing is exchanged.
+        place: this rank's place in what is exchanged: group, sequence rank, tensor rank; and how many there are of each.
+        move: is called with the group's new speeds on every rank when a step begins, or never.
+        holds: whether tokens must stay where they are in this step.
+        clock: seconds, for tests.
+
+    Attributes:
+        steps: those of the latest request that are over.
+    """
+
+    def __init__(
+        self,
+        waited: Callable[[], float],
+        tokens: Callable[[], Sequence[int]],
+        rank: int,
+        post: Callable[[Tensor], Callable[[timedelta | None], Tensor]] | None = None,
+        place: tuple[tuple[int, int, int], tuple[int, int, int]] = ((0, 0, 0), (1, 1, 1)),
+        move: Callable[[tuple[float, ...], int], Any] = lambda speeds, step: None,
+        holds: Callable[[int], bool] = lambda step: False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._waited, self._tokens, self._rank = waited, tokens, rank
+        self._post, self._place, self._move, self._holds = post, place, move, holds
+        self._clock = clock
+        self.steps: list[StepLoad] = []
+        self._began: tuple[int, int, float, float] | None = None
+        self._watch = Watch(place[1][1])
+        self._coming: Callable[[timedelta | None], Tensor] | None = None
+        self._wanted: tuple[float, ...] | None = None
+        # Whether what comes next is of a step before tokens moved.
+        self._old = self._moved = False
+
+    def begin_step(self, call: TransformerCall) -> None:
+        """A step begins, on all ranks."""
+        fresh = self._began is None or self._began[0] != call.request
+        if fresh:
+            self._end_step()
+            self.steps = []
+        else:
+            self._end_step()
+        if self._post is not None and not torch.is_grad_enabled():
+            self._exchange(fresh, call.step)
+        self._began = call.request, call.step, self._clock(), self._waited()
+
+    def end_request(self, failed: bool = False) -> None:
+        """The request is over: its last step, too."""
+        self._end_step()
+        self._began = None
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            if failed:
+                with suppress(RuntimeError):
+                    coming(timedelta(seconds=PATIENCE))
+            else:
+                self._read(coming)
+
+    def forget(self) -> None:
+        """Reset what ranks know of one another after a failure."""
+        self._watch.forget()
+        self._coming = self._wanted = None
+        self._old = False
+
+    def _end_step(self) -> None:
+        if self._began is None:
+            return
+        _, step, began, waited = self._began
+        lengths = self._tokens()
+        own = lengths[self._rank] if len(lengths) > self._rank else 0
+        seconds = self._clock() - began
+        self.steps.append(StepLoad(step, seconds, min(self._waited() - waited, seconds), own, self._moved))
+        self._moved = False
+
+    def _exchange(self, fresh: bool, step: int) -> None:
+        """Read what ranks have told in the step before, act on it, and tell how long this one's last step took."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            self._read(coming)
+        if self._wanted is not None and not self._holds(step):
+            wanted, self._wanted = self._wanted, None
+            self._move(wanted, step)
+            self._old = self._moved = True
+        # The first step of a request prepares what later ones use.
+        if fresh or self.steps[-1].step == 0:
+            return
+        (group, rank, part), sizes = self._place
+        told = torch.zeros(sizes, dtype=torch.float64)
+        told[group, rank, part] = self.steps[-1].computed
+        assert self._post is not None
+        self._coming = self._post(told)
+
+    def _read(self, coming: Callable[[timedelta | None], Tensor]) -> None:
+        # Ranks that share weights share tokens: the slowest of them counts.
+        seconds = coming(None)[self._place[0][0]].amax(dim=1).tolist()
+        if self._old:
+            self._old = False
+            return
+        wanted = self._watch.see(seconds, self._tokens())
+        self._wanted = wanted or self._wanted

@@ -1,0 +1,190 @@
+"""Every step's load of a rank, and tokens that move while ranks become faster or slower."""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ditmesh
+from ditmesh.core.clock import TransformerCall
+from ditmesh.strategies.loads import StepLoads, Watch, evened
+from support.models import RAGGED, inputs, relative_error, run, tiny
+from support.stale import displaced, in_one_process, next_step, on_ranks
+
+TOLERANCE = 1e-5
+
+
+# --- when tokens move: no clock but a simulated one ------------------------------------------------------------------
+
+
+def shares_over(speeds_at: Any, steps: int, ranks: int = 2, noise: float = 0.0, seed: int = 0) -> list[list[float]]:
+    """Shares of simulated ranks in every step. Their times are known one step late, as on ranks."""
+    chance, watch = random.Random(seed), Watch(ranks)
+    shares, made, told, skip = [1 / ranks] * ranks, [], None, False
+    for step in range(steps):
+        if told is not None and not skip and (moved := watch.see(*told)) is not None:
+            shares, skip = list(moved), True
+        else:
+            skip = False
+        made.append(list(shares))
+        took = [share / speed for share, speed in zip(shares, speeds_at(step), strict=True)]
+        # Neighbours take a core for a step, now and then, for a long time.
+        took = [one * chance.lognormvariate(0, noise) * (2 if noise and chance.random() < 0.01 else 1) for one in took]
+        told = took, shares
+    return made
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_ranks_stay_even(ranks, seed):
+    """Over 1,000 steps that differ by a tenth by chance, with one in a hundred of double length."""
+    made = shares_over(lambda step: [1.0] * ranks, 1000, ranks, noise=0.1, seed=seed)
+    assert max(abs(share * ranks - 1) for shares in made for share in shares) <= 0.03
+
+
+def test_a_dead_band_keeps_ranks_that_are_nearly_equal():
+    made = shares_over(lambda step: [1.0, 0.87], 1000, noise=0.03)
+    assert all(shares == [0.5, 0.5] for shares in made)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_slow_rank_costs_little_six_steps_later(ranks):
+    """It works at half its speed from step 100 on, and at its own again from step 200 on."""
+
+    def speeds(step: int) -> list[float]:
+        return [1.0] * (ranks - 1) + [0.5 if 100 <= step < 200 else 1.0]
+
+    made = shares_over(speeds, 300, ranks, noise=0.03)
+    for change in (100, 200):
+        for step in range(change + 6, change + 90):
+            balanced = 1 / sum(speeds(step))
+            took = max(share / speed for share, speed in zip(made[step], speeds(step), strict=True))
+            assert took <= 1.15 * balanced, (step, made[step])
+    assert max(made[105]) > min(made[105]) > 0
+
+
+def test_one_long_step_moves_nothing():
+    watch = Watch(2)
+    for step in range(50):
+        assert watch.see([1.0, 50.0 if step % 5 == 4 else 1.0], [0.5, 0.5]) is None
+
+
+def test_speeds_that_hardly_differ_are_equal():
+    assert evened([0.42, 0.58], 0.2) == (0.5, 0.5)
+    assert evened([1.0, 2.0], 0.2) == (0.333, 0.667)
+
+
+def test_loads_are_of_steps():
+    """Seconds, waiting and tokens of each step, by a clock of the test; the last one ends with the request."""
+    now, waited = [0.0], [0.0]
+    loads = StepLoads(lambda: waited[0], lambda: (3, 5), 1, clock=lambda: now[0])
+    for step in range(3):
+        loads.begin_step(TransformerCall(request=0, step=step))
+        now[0] += 2.0 + step
+        waited[0] += 0.5
+    loads.end_request()
+    assert [(one.step, one.seconds, one.waited, one.computed, one.tokens) for one in loads.steps] == [
+        (step, 2.0 + step, 0.5, 1.5 + step, 5) for step in range(3)
+    ]
+    loads.begin_step(TransformerCall(request=1, step=0))
+    assert loads.steps == []
+
+
+def test_a_group_sees_its_own_times_and_the_slowest_tensor_rank():
+    """Two groups of two sequence ranks with two tensor ranks each; the second group's rank 1 is slow."""
+    moved: list[Any] = []
+    world = {}
+
+    def post(told: torch.Tensor) -> Any:
+        world["sum"] = world.get("sum", torch.zeros_like(told)) + told
+        return lambda _: torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 3.0]]])
+
+    now = [0.0]
+    loads = StepLoads(
+        lambda: 0.0,
+        lambda: (8, 8),
+        0,
+        post,
+        ((1, 0, 0), (2, 2, 2)),
+        lambda speeds, step: moved.append((speeds, step)),
+        clock=lambda: now[0],
+    )
+    with torch.no_grad():
+        for step in range(8):
+            loads.begin_step(TransformerCall(request=0, step=step))
+            now[0] += 1.0
+    assert moved[0] == ((0.75, 0.25), 5)
+
+
+# --- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def slowed(config: dict[str, Any], steps: int, slow_from: int) -> dict[str, Any]:
+    """A request in which rank 1 sleeps in every block in proportion to its tokens, from a step on."""
+    model, made = tiny("Flux"), inputs("Flux", RAGGED)
+    truth = run(model, made)
+    handles, state = [], SimpleNamespace(slow=False)
+
+    def sleep(_: Any, args: Any, kwargs: Any) -> None:
+        tokens = kwargs.get("hidden_states", args[0] if args else None).shape[1]
+        time.sleep(tokens * (0.0006 if state.slow and dist.get_rank() == 1 else 0.0003))
+
+    errors, found = [], {}
+    with ditmesh.parallelized(model, config), torch.no_grad():
+        handles += [block.register_forward_pre_hook(sleep, with_kwargs=True) for block in model.transformer_blocks]
+        try:
+            engine = ditmesh.engine_of(model)
+            engine.begin_request(steps)
+            for step in range(steps):
+                state.slow = step >= slow_from
+                next_step(model)
+                errors.append(relative_error(run(model, made), truth))
+            engine.end_request()
+        finally:
+            for handle in handles:
+                handle.remove()
+        found["loads"] = engine.all_loads()
+        found["speeds"] = engine.balances[0].speeds
+        if engine.staleness is not None:
+            found["reasons"] = [(record.synchronous, record.reason) for record in engine.staleness.steps]
+    return {"error": max(errors), **found}
+
+
+@pytest.mark.parametrize(
+    "config", [{"ring": 2, "speeds": "auto"}, displaced(2, "fixed(1)", speeds="auto", compress="residual4")], ids=str
+)
+def test_tokens_move_while_a_request_runs(ranks, config):
+    """Exact in every step, at a synchronous step of a stale strategy; all ranks alike; loads are told by all."""
+    first, second = ranks(2).run(slowed, config, 24, 6)
+    assert first["speeds"] == second["speeds"]
+    assert first["speeds"][0] > 1.3 * first["speeds"][1]
+    assert max(first["error"], second["error"]) <= (TOLERANCE if "exchange" not in config else 0.02)
+    zero, one = first["loads"]
+    assert [load.tokens for load in zero] != [load.tokens for load in one]
+    assert {a.tokens + b.tokens for a, b in zip(zero, one, strict=True)} == {zero[0].tokens + one[0].tokens}
+    assert [a.moved for a in zero] == [b.moved for b in one]
+    moved = next(load.step for load in zero if load.moved)
+    if "reasons" in first:
+        assert first["reasons"] == second["reasons"]
+        assert first["reasons"][moved] == (True, "tokens move between ranks")
+
+
+@pytest.mark.parametrize("compress", [None, "residual2"])
+def test_uneven_displaced_ranks_equal_their_simulation(ranks, compress):
+    config = displaced(2, speeds=(3, 1), compress=compress)
+    truth, _ = in_one_process("SD3", config, RAGGED)
+    even, _ = in_one_process("SD3", {**config, "speeds": None}, RAGGED)
+    for found, _ in ranks(2).run(on_ranks, "SD3", config, RAGGED):
+        assert all(torch.equal(value, expected) for value, expected in zip(found, truth, strict=True))
+    assert not torch.equal(truth[-1], even[-1])
+
+
+def test_a_simulation_measures_nothing():
+    with pytest.raises(ditmesh.ConfigError, match="speeds='auto' is not simulated"):
+        ditmesh.simulate(tiny("DiT"), {"ring": 2, "speeds": "auto"})
