@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -36,7 +37,7 @@ def lost(name: str, states: list[Tensor], feedback: bool = True) -> float:
     assert packer is not None
     shape = tuple(states[0].shape)
     have = states[0].clone()
-    for before, now in zip(states, states[1:], strict=False):
+    for before, now in pairwise(states):
         have = have + packer.decode(packer.encode(now - (have if feedback else before)), shape)
     return float((have - states[-1]).norm() / (states[-1] - states[-2]).norm())
 

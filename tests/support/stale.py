@@ -216,7 +216,7 @@ def expected_ring_bytes(name: str, size: Size, ranks: int, rank: int, compress: 
         if compress in ("int4", "residual4"):
             total += 2 * elements // dim
         if compress in ("residual2", "residual1.6", "residual1"):
-            # A byte for K and V of a token and sample; mean and spread of a channel; two bytes for a head's largest mean.
+            # A byte for K and V of a token and sample; mean and spread of a channel; two for a head's mean.
             total += elements // (heads * dim) + 2 * size.batch * heads * (2 * dim + 2)
     return total * (ranks - 1)
 

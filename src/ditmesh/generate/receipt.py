@@ -97,6 +97,7 @@ class Receipt(AddedFields):
         weights: in receipts of earlier versions only: digest of samples of the weights (`digests.sampled_fingerprint`).
         peak_memory: of every rank, the most bytes that it has taken by phase (``load``, ``encode``, ``denoise``,
             ``decode``): tensors on a GPU, on a CPU what the process has resident; None where it was not measured.
+        budget: whether the budget of an adaptive warm-up in decibels or seconds was kept, a sentence.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -134,6 +135,7 @@ class Receipt(AddedFields):
     frames_digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     weights: str | None = None
     peak_memory: list[dict[str, int]] | None = Field(default=None, max_length=4096)
+    budget: str | None = Field(default=None, max_length=1000)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Receipt:

@@ -76,6 +76,7 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
             dist.barrier()
         made = runner.run(prepared, stepped)
         total += runner.facts["seconds"]
+        _note(say, runner.facts.get("budget"))
         for note in () if noted else engine_of(pipe).notes():
             say(Noted(note))
         noted = True

@@ -243,6 +243,7 @@ class PipelineRunner:
             InputError: the pipeline makes something else.
         """
         from ..core.generators import OwnGenerators
+        from ..engine.targets import ENGINE
 
         pipe, planned, given = prepared.pipe, prepared.steps, dict(prepared.arguments)
         tells = CALLBACK in self.parameters
@@ -259,6 +260,9 @@ class PipelineRunner:
         with OwnGenerators(prepared.seed, self.device).active(), measured:
             made = made_of(pipe(**given))
         self.facts["seconds"] = time.perf_counter() - started
+        # Whether the budget of its warm-up was kept; a call changes the engine where the model is probed first.
+        log = getattr(getattr(pipe, ENGINE, None), "staleness", None)
+        self.facts["budget"] = (log.verdict or None) if log is not None else None
         if self._peaks is not None:
             self.facts["peak_memory"] = self._peaks.of_all()
         if on_step is not None and not tells:

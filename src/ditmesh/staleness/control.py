@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,7 @@ class StepRecord:
         step: number, from 0.
         synchronous, reason: the policy's decision.
         predicted: the error predicted for the step if it is stale, when the policy predicts one.
+        seconds: how long it took, the mean over all ranks, when the policy reads it.
         drift: relative L2 distance of keys and values from the step before, by block; empty for the first step, and
             where it was not asked for: see `WarmupControl.measure_drift`.
         filled: attention calls of a stale step that were synchronous all the same on this rank, because there were
@@ -38,6 +40,7 @@ class StepRecord:
     synchronous: bool
     reason: str
     predicted: float | None = None
+    seconds: float | None = None
     drift: dict[str, float] = field(default_factory=dict)
     filled: int = 0
 
@@ -49,9 +52,10 @@ class StepRecord:
 
 @dataclass
 class StalenessLog:
-    """The steps of the latest request."""
+    """The steps of the latest request; ``verdict``: whether the policy's budget was kept, when it is over."""
 
     steps: list[StepRecord] = field(default_factory=list)
+    verdict: str = ""
 
     @property
     def synchronous(self) -> int:
@@ -85,6 +89,7 @@ class WarmupControl:
             to know.
         lag: steps that a drift may be late.
         share: as in `Outlook`.
+        timer: seconds, for tests.
 
     Attributes:
         policy: see above; may be replaced between requests.
@@ -103,8 +108,10 @@ class WarmupControl:
         noise: Callable[[], tuple[float, ...] | None] = lambda: None,
         lag: int = 0,
         share: float | None = None,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy = policy
+        self._timer = timer
         self.monitor = monitor
         self.clock = clock
         self.measure_drift = False
@@ -144,6 +151,9 @@ class WarmupControl:
             if self._unread:
                 self._take(self.monitor.post(torch.stack(self._unread))(None))
                 self._unread.clear()
+            verdict = getattr(self.policy, "verdict", None)
+            if verdict is not None:
+                self.log.verdict = verdict(self._outlook, self._past())
 
     def synchronous(self, known: bool) -> bool:
         """Whether a call of this step is synchronous, given whether there are keys of the step before.
@@ -174,13 +184,17 @@ class WarmupControl:
                 noise = self._ask_noise()
             self._outlook = Outlook(self._devices, noise, self._share)
             self._reads, self.monitor.active = reads, reads or self.measure_drift
+            self._times = reads and getattr(self.policy, "reads_time", False)
         else:
             self._send()
         steps = self.log.steps
         self._receive(0 if not steps or steps[-1].synchronous else self._lag)
-        past = [Past(record.synchronous, record.mean_drift) for record in steps]
-        made = self.decision = self.policy.decide(len(steps), self._outlook, past)
+        made = self.decision = self.policy.decide(len(steps), self._outlook, self._past())
+        self._began = self._timer()
         steps.append(StepRecord(len(steps), made.synchronous, made.reason, made.predicted))
+
+    def _past(self) -> list[Past]:
+        return [Past(record.synchronous, record.mean_drift, record.seconds) for record in self.log.steps]
 
     def _send(self) -> None:
         """Send the drift of the finished step, if the policy reads it."""
@@ -188,6 +202,9 @@ class WarmupControl:
         if not self.monitor.active:
             return
         sums = self.monitor.take()
+        if self._times:
+            took = torch.tensor([[self._timer() - self._began, 1.0]], dtype=sums.dtype).to(sums.device)
+            sums = torch.cat([sums, took])
         if self._reads:
             self._coming.append(self.monitor.post(sums))
         else:
@@ -200,6 +217,10 @@ class WarmupControl:
 
     def _take(self, totals: Tensor) -> None:
         """Take the drifts of the next steps, sums of all ranks (steps, blocks, 2), into the log."""
+        if self._times:
+            *_, (seconds, ranks) = totals[0].tolist()
+            self.log.steps[self._taken].seconds = seconds / ranks
+            totals = totals[:, :-1]
         for drifts in drifts_of(totals):
             by_block = zip(self.monitor.blocks, drifts, strict=True)
             self.log.steps[self._taken].drift = {name: drift for name, drift in by_block if drift is not None}
@@ -210,6 +231,6 @@ class WarmupControl:
         self._unread.clear()
         # Steps whose sums were sent, and taken in.
         self._sent = self._taken = 0
-        self._reads = True
+        self._reads, self._times, self._began = True, False, 0.0
         while self._coming:
             self._coming.popleft()(timeout)

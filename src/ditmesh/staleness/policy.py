@@ -42,6 +42,20 @@ def policy(name: str, *examples: str) -> Callable[[P], P]:
     return register
 
 
+# Policies of the name ``adaptive`` whose first number has a unit.
+_UNITS: dict[str, type] = {}
+
+
+def in_unit(unit: str) -> Callable[[P], P]:
+    """Register a dataclass as the policy ``adaptive(…)`` whose first number has this unit."""
+
+    def register(cls: P) -> P:
+        _UNITS[unit] = cls
+        return cls
+
+    return register
+
+
 def forms(reads_drift: bool = True) -> str:
     """How policies are written, for messages; ``reads_drift``: those that decide by drift among them."""
     *most, last = [
@@ -94,11 +108,13 @@ class Past:
     """A step that has run: whether it was synchronous, and its drift, alike on all ranks.
 
     ``drift``: relative L2 distance of the step's own keys and values from those of the step before, over all blocks
-    and ranks; None for the first step, and for one of which it is not known yet.
+    and ranks; None for the first step, and for one of which it is not known yet. ``seconds``: how long it took, the
+    mean over all ranks; None where no policy reads it.
     """
 
     synchronous: bool
     drift: float | None = None
+    seconds: float | None = None
 
 
 class WarmupPolicy(Protocol):
@@ -108,6 +124,11 @@ class WarmupPolicy(Protocol):
 
     * ``reads_drift``: the drift of past steps. Else none is measured, sent or waited for.
     * ``needs_total``: the noise levels, or how many steps there are.
+
+    And false where there is none: ``reads_time``: how long past steps took.
+
+    A method ``verdict(outlook, past) -> str``, if there is one, says when a request is over whether what the policy
+    promises was kept, in a sentence.
     """
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
@@ -188,7 +209,7 @@ class FirstLast:
         return _first(step, self.first)
 
 
-@policy("adaptive", "0.05", "0.05, 6")
+@policy("adaptive", "0.05", "0.05, 6", "40dB", "3.5s")
 @dataclass(frozen=True)
 class Adaptive:
     """As few synchronous steps as keep the error predicted for the picture within ``budget``, where they help most.
@@ -237,6 +258,10 @@ class Adaptive:
             return Decision(True, f"{what}, above the budget {self.budget:g}", here)
         within = "within the budget" if error <= self.budget else "hardly more than is made already, above the budget"
         return Decision(False, f"{what}, {within} {self.budget:g}", here)
+
+    def made(self, outlook: Outlook, past: Sequence[Past]) -> float:
+        """The predicted error of a request that is over, with the drift that its stale steps had."""
+        return sqrt(self._errors(len(past), len(past), outlook, past)[0]) if past else 0.0
 
     @staticmethod
     def _errors(step: int, total: int, outlook: Outlook, past: Sequence[Past]) -> tuple[float, float, list[float]]:
@@ -329,8 +354,11 @@ def parse(text: str) -> WarmupPolicy:
     try:
         if match is None:
             raise ValueError("not of the form name(numbers)")
-        cls, _ = _POLICIES[match[1]]
-        return cls(*_read(cls, match[2]))
+        cls, numbers = _POLICIES[match[1]][0], match[2]
+        unit = re.fullmatch(r"([^,]*\d)\s*([a-zA-Z]+)\s*(,.*)?", numbers.strip())
+        if unit is not None and match[1] == "adaptive":
+            cls, numbers = _UNITS[unit[2]], unit[1] + (unit[3] or "")
+        return cls(*_read(cls, numbers))
     except (KeyError, ValueError):
         raise ConfigError(
             f"warmup={text!r} is not a warm-up policy; use {forms()}, with numbers of steps from 0 up"

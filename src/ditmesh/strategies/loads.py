@@ -110,7 +110,8 @@ class StepLoads:
         tokens: image tokens of every sequence rank; empty: not known.
         rank: this one's place among the sequence ranks.
         post: `Link.all_reduce_async` of all ranks; None: nothing is exchanged.
-        place: this rank's place in what is exchanged: group, sequence rank, tensor rank; and how many there are of each.
+        place: this rank's place in what is exchanged: group, sequence rank, tensor rank; and how many there are of
+            each.
         move: is called with the group's new speeds on every rank when a step begins, or never.
         holds: whether tokens must stay where they are in this step.
         clock: seconds, for tests.

@@ -48,7 +48,7 @@ class TokenStrategy(Strategy):
         def shares() -> Sequence[int]:
             return getattr(handlers[0], "shares", ())
 
-        told = mesh.waited, shares, mesh.sequence.rank
+        told = (lambda: mesh.waited), shares, mesh.sequence.rank
         # Of work on an accelerator the host does not see how long it took.
         balanced = config.speeds == "auto" and config.pipe == 1 and mesh.sequence.size > 1
         if not balanced or mesh.device.type != "cpu":
