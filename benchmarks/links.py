@@ -81,6 +81,8 @@ CONTENDERS = {
     "displaced, fp16": Contender({**DISPLACED, "compress": "fp16"}, stale=True),
     "displaced, int8": Contender({**DISPLACED, "compress": "int8"}, stale=True),
     "displaced, int4": Contender({**DISPLACED, "compress": "int4"}, stale=True),
+    "displaced, residual4": Contender({**DISPLACED, "compress": "residual4"}, stale=True),
+    "displaced, residual2": Contender({**DISPLACED, "compress": "residual2"}, stale=True),
     "pipe=2 patches=3": Contender({"pipe": 2, "patches": 3, "warmup": "fixed(1)"}, stale=True),
 }
 # In the chart.

@@ -196,6 +196,8 @@ def sent(name: str, config: dict[str, Any], size: Size) -> list[int]:
         ("QwenImage", {"ulysses": 2}),
         ("PixArt", {"tensor": 2}),
         ("Flux", {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}),
+        ("Flux", {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "compress": "residual4"}),
+        ("Flux", {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "compress": "residual2"}),
         ("SD3", {"ring": 2, "reproducible": True, "tiles": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else ParallelConfig(**value).describe(),

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +21,10 @@ from ..core.clock import TransformerCall
 
 # A rank whose step takes less than this share longer than the mean is not slow: see `Watch`.
 DEAD_BAND = 0.08
-# Of what a rank is beyond that in one step no more counts, and from this sum on tokens move: two steps at least.
-MOST, LIMIT = 0.3, 0.4
-# Steps whose median says how fast a rank is.
-RECENT = 3
+# Of how much longer it takes in one step no more counts, and from this sum on tokens move.
+MOST, LIMIT = 0.3, 1.0
+# And at once where a rank takes this share longer than the mean in so many steps in a row, whose median is its speed.
+FAR, RECENT = 0.25, 3
 # Seconds that a failed request waits for times of other ranks.
 PATIENCE = 20.0
 
@@ -58,9 +57,9 @@ class Watch:
     """Decides, from what all ranks know alike, when shares are to change.
 
     A cumulative sum (Page 1954, "Continuous inspection schemes") for every rank: of how much longer than the mean it
-    took in a step, as a share of that, without a dead band, and never below 0. One that is far too slow passes the
-    limit within two steps, one that is a little slower after many, and one that is as fast as others, with steps that
-    differ by chance, never. A step counts `MOST` at most, so that no single one moves anything.
+    took in a step, as a share of that, without a dead band, and never below 0. One that is somewhat slower passes the
+    limit after some steps, and one that is as fast as others, with steps that differ by chance, never. A step counts
+    `MOST` at most, so that no single one moves anything. For one that is far too slow `RECENT` steps are enough.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -70,7 +69,8 @@ class Watch:
     def forget(self) -> None:
         """Nothing is known of the ranks."""
         self._sums = [0.0] * self._ranks
-        self._recent: deque[Sequence[float]] = deque(maxlen=RECENT)
+        # Seconds of the latest steps, and how much longer than the mean they are.
+        self._recent: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=RECENT)
 
     def see(self, seconds: Sequence[float], shares: Sequence[float]) -> tuple[float, ...] | None:
         """A step in which ranks with such shares computed for so long.
@@ -81,12 +81,15 @@ class Watch:
         mean = sum(seconds) / self._ranks
         if min(seconds) <= 0 or len(shares) != self._ranks or min(shares) <= 0:
             return None
-        self._recent.append(seconds)
-        over = [min(one / mean - 1, MOST) - DEAD_BAND for one in seconds]
-        self._sums = [max(0.0, before + more) for before, more in zip(self._sums, over, strict=True)]
-        if max(self._sums) < LIMIT:
+        over = [one / mean - 1 for one in seconds]
+        self._recent.append((seconds, over))
+        self._sums = [
+            max(0.0, before + min(more, MOST) - DEAD_BAND) for before, more in zip(self._sums, over, strict=True)
+        ]
+        far = max(min(past[rank] for _, past in self._recent) for rank in range(self._ranks))
+        if max(self._sums) < LIMIT and (far < FAR or len(self._recent) < RECENT):
             return None
-        took = [statistics.median(step[rank] for step in self._recent) for rank in range(self._ranks)]
+        took = [statistics.median(step[rank] for step, _ in self._recent) for rank in range(self._ranks)]
         self.forget()
         return evened([share / one for share, one in zip(shares, took, strict=True)], DEAD_BAND)
 
@@ -112,7 +115,7 @@ class StepLoads:
         post: `Link.all_reduce_async` of all ranks; None: nothing is exchanged.
         place: this rank's place in what is exchanged: group, sequence rank, tensor rank; and how many there are of
             each.
-        move: is called with the group's new speeds on every rank when a step begins, or never.
+        move: takes the group's new speeds when a step begins, on every rank, and returns whether tokens move.
         holds: whether tokens must stay where they are in this step.
         clock: seconds, for tests.
 
@@ -127,7 +130,7 @@ class StepLoads:
         rank: int,
         post: Callable[[Tensor], Callable[[timedelta | None], Tensor]] | None = None,
         place: tuple[tuple[int, int, int], tuple[int, int, int]] = ((0, 0, 0), (1, 1, 1)),
-        move: Callable[[tuple[float, ...], int], Any] = lambda speeds, step: None,
+        move: Callable[[tuple[float, ...], int], bool] = lambda speeds, step: False,
         holds: Callable[[int], bool] = lambda step: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -189,8 +192,7 @@ class StepLoads:
             self._read(coming)
         if self._wanted is not None and not self._holds(step):
             wanted, self._wanted = self._wanted, None
-            self._move(wanted, step)
-            self._old = self._moved = True
+            self._old = self._moved = self._move(wanted, step)
         # The first step of a request prepares what later ones use.
         if fresh or self.steps[-1].step == 0:
             return

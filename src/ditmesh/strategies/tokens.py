@@ -18,6 +18,9 @@ from .caches import stateful_hooks
 from .hooks import Handler, ModelHooks
 from .loads import StepLoad, StepLoads
 
+# Speeds, which add up to 1, that differ by less leave tokens where they are.
+WORTH_MOVING = 0.02
+
 
 class TokenStrategy(Strategy):
     """A handler behind the hooks of every transformer."""
@@ -57,11 +60,15 @@ class TokenStrategy(Strategy):
         place = mesh.world.rank // config.tensor
         here = place // config.sequence, place % config.sequence, mesh.world.rank % config.tensor
 
-        def move(speeds: tuple[float, ...], step: int) -> None:
+        def move(speeds: tuple[float, ...], step: int) -> bool:
+            before = self.balances()[0].speeds
+            if max(abs(new - old / sum(before)) for new, old in zip(speeds, before, strict=True)) < WORTH_MOVING:
+                return False
             for balance in self.balances():
                 balance.speeds = speeds
             if step > 0 and (control := context.find(WarmupControl)) is not None:
                 control.make_synchronous("tokens move between ranks")
+            return True
 
         def holds(step: int) -> bool:
             # What a cache keeps of the step before is of the tokens that a rank had then.
