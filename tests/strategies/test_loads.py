@@ -69,6 +69,21 @@ def test_a_slow_rank_costs_little_six_steps_later(ranks):
     assert max(made[105]) > min(made[105]) > 0
 
 
+@pytest.mark.parametrize(("slow", "noise", "bound"), [(1.0, 0.3, 1.1), (1.8, 0.1, 1.0), (1.8, 0.3, 1.0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_that_make_little_difference_cost_little(seed, slow, noise, bound):
+    """Little of a step depends on tokens, and steps differ much by chance: moves are few, and undone."""
+    chance, watch, shares, moves, cost = random.Random(seed), Watch(2), (0.5, 0.5), 0, 0.0
+    for _ in range(1000):
+        took = [0.96 + 0.08 * share for share in shares]
+        took[1] *= slow
+        cost += max(took)
+        moved = watch.see([one * chance.lognormvariate(0, noise) for one in took], shares)
+        shares, moves = moved or shares, moves + (moved is not None)
+    assert moves <= 20
+    assert cost <= 1000 * slow * bound + 1e-6
+
+
 def test_one_long_step_moves_nothing():
     watch = Watch(2)
     for step in range(50):

@@ -25,6 +25,11 @@ DEAD_BAND = 0.08
 MOST, LIMIT = 0.3, 1.0
 # And at once where a rank takes this share longer than the mean in so many steps in a row, whose median is its speed.
 FAR, RECENT = 0.25, 3
+# Of its share a rank keeps at least this in one move.
+LEAST = 0.5
+# Of how much longer the slowest rank took, what may be left once tokens have moved: else they move back, and stay for
+# so many steps at least.
+HELPED, PAUSE = 0.7, 50
 # Seconds that a failed request waits for times of other ranks.
 PATIENCE = 20.0
 
@@ -60,10 +65,15 @@ class Watch:
     took in a step, as a share of that, without a dead band, and never below 0. One that is somewhat slower passes the
     limit after some steps, and one that is as fast as others, with steps that differ by chance, never. A step counts
     `MOST` at most, so that no single one moves anything. For one that is far too slow `RECENT` steps are enough.
+
+    Whether fewer tokens make a rank faster is then seen. Where much of a step does not depend on them, or the machine
+    was busy for a moment, they do not: then the shares are those from before, and nothing moves for a while, twice as
+    long every time.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
+        self._pause = PAUSE
         self.forget()
 
     def forget(self) -> None:
@@ -71,6 +81,9 @@ class Watch:
         self._sums = [0.0] * self._ranks
         # Seconds of the latest steps, and how much longer than the mean they are.
         self._recent: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=RECENT)
+        # Shares from before the latest change, and how much longer than the mean the slowest rank took then.
+        self._before: tuple[tuple[float, ...], float] | None = None
+        self._quiet = 0
 
     def see(self, seconds: Sequence[float], shares: Sequence[float]) -> tuple[float, ...] | None:
         """A step in which ranks with such shares computed for so long.
@@ -83,15 +96,36 @@ class Watch:
             return None
         over = [one / mean - 1 for one in seconds]
         self._recent.append((seconds, over))
+        if self._before is not None and len(self._recent) == RECENT:
+            before, self._before = self._before, None
+            if self._excess() > HELPED * before[1]:
+                self.forget()
+                self._quiet, self._pause = self._pause, 2 * self._pause
+                return before[0]
+        if self._quiet:
+            self._quiet -= 1
+            return None
         self._sums = [
             max(0.0, before + min(more, MOST) - DEAD_BAND) for before, more in zip(self._sums, over, strict=True)
         ]
         far = max(min(past[rank] for _, past in self._recent) for rank in range(self._ranks))
         if max(self._sums) < LIMIT and (far < FAR or len(self._recent) < RECENT):
             return None
-        took = [statistics.median(step[rank] for step, _ in self._recent) for rank in range(self._ranks)]
+        took, excess, whole = self._took(), self._excess(), sum(shares)
         self.forget()
-        return evened([share / one for share, one in zip(shares, took, strict=True)], DEAD_BAND)
+        self._before = tuple(share / whole for share in shares), excess
+        found = [share / one for share, one in zip(shares, took, strict=True)]
+        least = [share / whole * sum(found) * LEAST for share in shares]
+        return evened([max(one, bound) for one, bound in zip(found, least, strict=True)], DEAD_BAND)
+
+    def _took(self) -> list[float]:
+        """Seconds of every rank, the median of the latest steps."""
+        return [statistics.median(step[rank] for step, _ in self._recent) for rank in range(self._ranks)]
+
+    def _excess(self) -> float:
+        """How much longer than the mean the slowest rank takes."""
+        took = self._took()
+        return max(took) * self._ranks / sum(took) - 1
 
 
 def evened(speeds: Sequence[float], band: float) -> tuple[float, ...]:
