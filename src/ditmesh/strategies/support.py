@@ -149,10 +149,13 @@ def _by_combination(classes: Mapping[str, Row], keys: list[str], marks: Mapping[
     for key in keys:
         errors = [row[key]["error"] for row in classes.values() if "error" in row.get(key, {})]
         others = [
-            f"{name}: {_cell(row[key], marks.get((name, key), '')) if key in row else 'not tested'}"
+            f"{name}: {_cell(row[key], marks.get((name, key), ''))}"
             for name, row in classes.items()
-            if "error" not in row.get(key, {})
+            if key in row and "error" not in row[key]
         ]
+        tested = [name for name, row in classes.items() if key in row]
+        if len(tested) < len(classes):
+            others.append(f"only {', '.join(tested)} tested")
         exact = sum(not error for error in errors)
         figures = [f"{len(errors)} of {len(classes)}", _figure(max(errors, default=0.0)), str(exact)]
         lines.append(f"| {' + '.join(key.split('+'))} | {' | '.join(figures)} | {', '.join(others)} |")
