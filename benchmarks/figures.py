@@ -363,24 +363,6 @@ def draw_bytes(tables: Tables) -> Path | None:
     return save(figure, "bytes", f"{tables.said(table)}; one synchronous step; bars: standard error")
 
 
-def draw_strategies(tables: Tables) -> Path | None:
-    """PSNR over N for every strategy."""
-    table, base = tables.find("strategies", "emoji-dit-s"), tables.find("experiment", "emoji-dit-s", "ddim")
-    if table is None or base is None:
-        return None
-    figure, axis = plt().subplots(figsize=(5.0, 3.0))
-    for number, (name, one) in enumerate(
-        [("displaced", base), *((name, table) for name in table["table"]["strategies"])]
-    ):
-        rows = tables.rows(one, strategy=name, warmup="fixed(1)")
-        bars(axis, [place + 0.05 * (number - 2) for place in range(len(rows))], rows, number, name)
-    axis.set_xticks(range(3), ["2", "4", "8"])
-    axis.set_xlabel("N (for PipeFusion: patches)")
-    axis.set_ylabel("PSNR, dB")
-    axis.legend(fontsize=7.5, ncols=2)
-    return save(figure, "strategies", f"{tables.said(table)}; one synchronous step; bars: standard error")
-
-
 def draw_distribution(_: Tables) -> Path | None:
     """Class, Fréchet distance and sharpness of every row."""
     data = read("distribution")
@@ -555,7 +537,6 @@ def draw_pictures(store: Path) -> Path | None:
 
 FIGURES: dict[str, Callable[[Tables], Path | None]] = {
     "warmup": draw_warmup,
-    "strategies": draw_strategies,
     "tokens": draw_tokens,
     "objectives": draw_objectives,
     "steps": draw_steps,
