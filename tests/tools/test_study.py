@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import shlex
+import shutil
 from math import log2, sqrt
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,7 @@ def test_predicted_costs(small, tmp_path, capsys):
     assert none.seconds < two.seconds <= every.seconds
     # Every rank keeps the keys of all tokens between steps.
     assert one.memory < two.memory
+    shutil.copytree(small, tmp_path / "page")
     data = write(results, tmp_path / "page", hardware="h100")["predicted"]
     assert len(data["rows"]) == len(results.rows())
     assert {(one["side"], one["devices"]) for one in data["sizes"]} == {(side, n) for side in SIDES for n in (1, 2)}
