@@ -84,7 +84,7 @@ class Relative(EmojiDiT):
         return DiTPipeline(transformer, parent.vae, scheduler)  # pyright: ignore[reportArgumentType]
 
     def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
-        """Share of some classes' drawings whose nearest training view is of their class, with DDIM; see `evaluate_dit`."""
+        """Share of some drawings whose nearest training view is of their class, with DDIM; see `evaluate_dit`."""
         pipe = DiffusionPipeline.from_pretrained(out)
         pipe.set_progress_bar_config(disable=True)
         classes = list(range(0, len(self._pictures(folder).entries), EVERY))
