@@ -126,7 +126,7 @@ TABLES = [
     Table("detail", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
     Table("detail", "dit-epsilon", "ddim", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
     Table("tokens", "dit-64-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
-    Table("tokens", "dit-1024-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",), captions=4),
+    Table("tokens", "dit-1024-tokens", "ddim", LONG, (4, 2, 8), ("fixed(1)",), captions=4),
 ]
 PARTS = tuple(dict.fromkeys(table.part for table in TABLES))
 
