@@ -111,14 +111,18 @@ def _for_several(ran: RecordedBlock, main: Fold, path: str, value: Tensor, dim: 
     length = prod(tokens.shape[main.dim : main.dim + main.axes])
     if not 1 < size < length or length % size:
         return False
-    places = ran.half(size)
-    try:
-        touched = ran.touched({path: spoilt(value, dim, places)})
-    except Exception as error:
-        why(error)
-        return False
-    changed = touched.results[main.results[0]]
-    if changed is None or changed.dim() != tokens.dim():
-        return False
-    there = along(changed.flatten(main.dim, main.dim + main.axes - 1), main.dim)
-    return torch.equal(there, places.repeat_interleave(length // size))
+    half = ran.half(size)
+    # Both halves: one alone may touch such tokens by chance.
+    for places in (half, ~half):
+        try:
+            touched = ran.touched({path: spoilt(value, dim, places)})
+        except Exception as error:
+            why(error)
+            return False
+        changed = touched.results[main.results[0]]
+        if changed is None or changed.dim() != tokens.dim():
+            return False
+        there = along(changed.flatten(main.dim, main.dim + main.axes - 1), main.dim)
+        if not torch.equal(there, places.repeat_interleave(length // size)):
+            return False
+    return True
