@@ -138,19 +138,19 @@ def gradients(config):
 
 
 def written_again(config):
-    """What blocks that write to their tokens and run again are refused with."""
+    """What torch says of blocks that write to their tokens and are to run again."""
     model, call = ForeignImage(), image_call()
     model.checkpointing = True
     with ditmesh.parallelized(model, config):
         run(model, call)
-        with pytest.raises(ditmesh.LayoutError) as refused:
+        with pytest.raises(RuntimeError) as refused:
             model(**call).square().mean().backward()
     return str(refused.value)
 
 
 def test_blocks_that_write_to_their_tokens_do_not_run_again(ranks):
     for sentence in ranks(2).run(written_again, {"ring": 2}):
-        assert "single_blocks.1 writes to its argument 'x'" in sentence
+        assert "modified by an inplace operation" in sentence
 
 
 def test_gradients_of_tokens_along_several_dimensions(ranks):
@@ -348,7 +348,8 @@ class Remembering(ForeignImage):
     def forward(self, *args, **kwargs):
         store = []
         kwargs["transformer_options"] = options(1, patches={"double": [lambda img, _: (store.append(img), img)[1]]})
-        return super().forward(*args, **kwargs) + store[-1].mean()
+        made = super().forward(*args, **kwargs)
+        return made + store[-1].mean() if store else made
 
 
 def remembering(check):

@@ -400,7 +400,13 @@ def _layout(
     alternating = _alternating(order, observer)
     residuals: tuple[tuple[str, Cut], ...] = ()
     if not alternating:
-        skeleton = IdentityBlocks(model, regions, observer.ran, run, call)
+        try:
+            skeleton = IdentityBlocks(model, regions, observer.ran, run, call)
+        except Exception as error:
+            raise LayoutError(
+                f"{name} cannot be run with blocks that return the tokens that they are given ({why(error)}), so it "
+                f"reads something of them besides what they return; {WAY_OUT}"
+            ) from error
         regions, residuals = examine(skeleton, regions)
         for region in regions:
             if region.written and rereads(skeleton, region):

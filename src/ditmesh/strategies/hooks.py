@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from ..core import intercept
 from ..core.arguments import Arguments, given, parameter_names
@@ -243,11 +242,6 @@ class ModelHooks:
                 return None
             arguments = Arguments(names, args, kwargs)
             stream = arguments.get(site.region.main.arg) if again or self._recorded else None
-            if again and site.region.written:
-                raise LayoutError(
-                    f"{site.path} writes to its argument {site.region.written[0]!r}, so that a backward pass would run "
-                    "it again on other tokens than in its call; train it without gradient checkpointing"
-                )
             if again:
                 at, tokens, folding = self._recomputation.find(site.path, stream)
                 handler.resume(at, tokens)
@@ -369,7 +363,7 @@ def requires_grad(model: nn.Module, arguments: Arguments) -> bool:
     """Whether a gradient is to pass through a model's call."""
     return torch.is_grad_enabled() and (
         any(parameter.requires_grad for parameter in model.parameters())
-        or any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(arguments.passed))
+        or any(isinstance(value, Tensor) and value.requires_grad for _, value in arguments.leaves())
     )
 
 
