@@ -165,8 +165,9 @@ def draw_tokens(tables: Tables) -> Path | None:
         return None
     figure, axis = plt().subplots(figsize=(4.6, 3.0))
     for number, devices in enumerate(known[0][1]["table"]["devices"]):
-        rows = [tables.rows(table, devices=devices, warmup="fixed(1)")[0] for _, table in known]
-        bars(axis, [tokens * (1 + 0.03 * (number - 1)) for tokens, _ in known], rows, number, f"N = {devices}")
+        here = [(n, found[0]) for n, one in known if (found := tables.rows(one, devices=devices, warmup="fixed(1)"))]
+        places = [tokens * (1 + 0.03 * (number - 1)) for tokens, _ in here]
+        bars(axis, places, [row for _, row in here], number, f"N = {devices}")
     axis.set_xscale("log", base=2)
     axis.set_xticks([tokens for tokens, _ in known], [f"{tokens:,}" for tokens, _ in known])
     axis.minorticks_off()
