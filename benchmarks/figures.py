@@ -163,7 +163,7 @@ def draw_tokens(tables: Tables) -> Path | None:
     known = [(tokens, table) for tokens, table in some if table is not None]
     if len(known) < 2:
         return None
-    figure, axis = plt().subplots(figsize=(4.6, 3.0))
+    figure, axis = plt().subplots(figsize=(5.0, 3.2))
     for number, devices in enumerate(known[0][1]["table"]["devices"]):
         here = [(n, found[0]) for n, one in known if (found := tables.rows(one, devices=devices, warmup="fixed(1)"))]
         places = [tokens * (1 + 0.03 * (number - 1)) for tokens, _ in here]
@@ -173,11 +173,11 @@ def draw_tokens(tables: Tables) -> Path | None:
     axis.minorticks_off()
     axis.set_xlabel("image tokens")
     axis.set_ylabel("PSNR, dB")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper right")
     names = ", ".join(table["table"]["model"] for _, table in known)
-    table = known[0][1]
-    seeds = f"{table['pictures']} to {known[-1][1]['pictures']} pictures each, seeds from 0"
-    said = f"{names}\nddim, 50 steps, one synchronous; {seeds}; bars: standard error"
+    counts = sorted({one["pictures"] for _, one in known})
+    seeds = f"{' or '.join(map(str, counts))} pictures each, seeds from 0"
+    said = f"{names}; DDIM, 50 steps, one synchronous\n{seeds}; bars: standard error"
     return save(figure, "tokens", said)
 
 
