@@ -345,10 +345,10 @@ def test_what_a_block_leaves_in_the_model_is_refused_by_name(attribute):
 class Remembering(ForeignImage):
     """Adds the mean of tokens that a patch has kept, behind its last block."""
 
-    def forward(self, *args, **kwargs):
+    def forward(self, x, timestep, context, attention_mask, transformer_options=None):
         store = []
-        kwargs["transformer_options"] = options(1, patches={"double": [lambda img, _: (store.append(img), img)[1]]})
-        made = super().forward(*args, **kwargs)
+        given = options(1, patches={"double": [lambda img, _: (store.append(img), img)[1]]})
+        made = super().forward(x, timestep, context, attention_mask, transformer_options=given)
         return made + store[-1].mean() if store else made
 
 
