@@ -9,20 +9,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from ditmesh.comm import link as link_module
 from ditmesh.comm import objects
 from ditmesh.comm.link import Link
+from ditmesh.train import gradients, islands, overlap
+from ditmesh.train.island_link import IslandLink
 
 from .fake_world import one_of
-from .program import Collective, Compute, Half, PointToPoint, Program, Wait
+from .program import Collective, Compute, Entry, Half, PointToPoint, Program, Wait
+
+
+# Groups of ranks of several islands.
+BETWEEN = "between islands"
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,11 @@ class Recorder:
         return self._operations
 
     def _group(self, group: Any) -> str:
-        return self.names.get(id(group), "default")
+        if id(group) not in self.names:
+            # Of no link: torch's name for it is the same on all of its ranks.
+            ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+            return f"{'default' if group is None else group.group_name}:{ranks}"
+        return self.names[id(group)]
 
     # --- point to point
 
@@ -131,22 +142,36 @@ class Recorder:
         self._done(number)
         return work
 
+    def _begun(self, number: int, work: Any, async_op: bool) -> Any:
+        if async_op:
+            return _Waited(self, number, work)
+        self._done(number)
+        return work
+
     def all_gather_single(self, output: Tensor, given: Tensor, group: Any, async_op: bool = False) -> Any:
         number = self._collective("all_gather", group, (given.numel(), str(given.dtype)))
         work = getattr(dist, link_module._ALL_GATHER)(output, given, group=group, async_op=async_op)
-        return _Waited(self, number, work)
+        return self._begun(number, work, async_op)
 
     all_gather_into_tensor = all_gather_single
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        number = self._collective("reduce_scatter", group, (output.numel(), str(output.dtype), str(op)))
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._begun(number, scatter(output, input, op=op, group=group, async_op=async_op), async_op)
+
+    reduce_scatter_single = reduce_scatter_tensor
 
     def broadcast(self, tensor: Tensor, source: int, group: Any) -> None:
         number = self._collective("broadcast", group, (tensor.numel(), str(tensor.dtype), source))
         dist.broadcast(tensor, source, group=group)
         self._done(number)
 
-    def all_reduce(self, tensor: Tensor, group: Any) -> None:
-        number = self._collective("all_reduce", group, (tensor.numel(), str(tensor.dtype)))
-        dist.all_reduce(tensor, group=group)
-        self._done(number)
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        number = self._collective("all_reduce", group, (tensor.numel(), str(tensor.dtype), str(op)))
+        return self._begun(number, dist.all_reduce(tensor, op=op, group=group, async_op=async_op), async_op)
 
     def all_gather_object(self, every: list[Any], value: Any, group: Any) -> None:
         self._collective("all_gather_object", group, (), objects=True)
@@ -155,6 +180,13 @@ class Recorder:
     def broadcast_object_list(self, box: list[Any], source: int, group: Any) -> None:
         self._collective("broadcast_object", group, (source,), objects=True)
         dist.broadcast_object_list(box, source, group=group)
+
+    def between_islands(self, size: int, mine: Tensor) -> None:
+        """Write down what ranks of islands exchange on the host, as if it waited for them at once."""
+        number, rank = self._number(), dist.get_rank()
+        ranks = tuple(island * dist.get_world_size() + rank for island in range(size))
+        group = f"{BETWEEN}:{rank}"
+        self.program.append(Collective(number, group, ranks, "gather", (mine.numel(), str(mine.dtype)), objects=True))
 
 
 @contextmanager
@@ -168,11 +200,18 @@ def recorded() -> Iterator[Recorder]:
             recorder.names[id(group)] = f"{self.name}:{','.join(map(str, self.ranks))}"
         connect(self, group, *more)
 
+    gather = IslandLink.gather
+
+    def gathered(self: IslandLink, mine: Tensor) -> Any:
+        recorder.between_islands(self.size, mine)
+        return gather(self, mine)
+
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(IslandLink, "gather", gathered))
         patches.enter_context(mock.patch.object(Link, "connect", named))
         patches.enter_context(mock.patch.object(Link, "_matches", property(lambda _: False)))
-        patches.enter_context(mock.patch.object(link_module, "dist", recorder))
-        patches.enter_context(mock.patch.object(objects, "dist", recorder))
+        for module in (link_module, objects, gradients, islands, overlap, _fsdp_collectives):
+            patches.enter_context(mock.patch.object(module, "dist", recorder))
         yield recorder
 
 
@@ -248,3 +287,46 @@ def run_recorded(make: Callable[[], Any], config: dict[str, Any], call: Callable
         with computing(recorder, pipe.transformer, tokens):
             call(pipe)
         return list(recorder.program)
+
+
+def run_trained(given: dict[str, Any]) -> Program:
+    """The program of a training run on this rank after its first step, which looks at more, to its last checkpoint.
+
+    Args:
+        given: settings as of `support.train.settings`, for at least two steps.
+    """
+    from diffusers import DiffusionPipeline
+
+    from ditmesh.train import TrainConfig
+    from ditmesh.train.trainer import Trainer
+    from ditmesh.zoo import path as find
+
+    step = Trainer._optimizer_step
+
+    def recording(self: Trainer, *batches: Any) -> Any:
+        if self.step == 1:
+            recorder.program.clear()
+        return step(self, *batches)
+
+    config = TrainConfig.read(given)
+    pipe = DiffusionPipeline.from_pretrained(find(config.pretrained_model_name_or_path))
+    pipe.set_progress_bar_config(disable=True)
+    with recorded() as recorder, mock.patch.object(Trainer, "_optimizer_step", recording):
+        with Trainer(config, pipe, timeout=100.0) as trainer, computing(recorder, pipe.transformer, tokens=100):
+            trainer.run()
+            return list(recorder.program)
+
+
+def of_island(program: Program, index: int, size: int) -> Program:
+    """A rank's program in a world of several islands of so many ranks, of which each has groups of its own."""
+
+    def renamed(entry: Entry) -> Entry:
+        if isinstance(entry, PointToPoint):
+            halves = tuple(replace(half, peer=half.peer + index * size) for half in entry.halves)
+            return replace(entry, group=f"island {index} {entry.group}", halves=halves)
+        if isinstance(entry, Collective) and not entry.group.startswith(BETWEEN):
+            ranks = tuple(rank + index * size for rank in entry.ranks)
+            return replace(entry, group=f"island {index} {entry.group}", ranks=ranks)
+        return entry
+
+    return [renamed(entry) for entry in program]

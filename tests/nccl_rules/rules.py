@@ -47,6 +47,8 @@ from ditmesh.comm.backends import CARRIED
 EXEMPT = frozenset({"pipe", "pipe_back"})
 # Operations of a group that its dump shows.
 SHOWN = 12
+# Seconds that the end of a group waits for its threads.
+CLOSED = 5.0
 # Longest pause before an operation touches its buffers, by `Settings.delay`, in seconds.
 PAUSES = {"early": 0.0, "random": 0.002, "late": 0.05}
 
@@ -343,6 +345,11 @@ class _Queue:
     def give_up(self) -> None:
         self.wire.given_up = True
         self.wire.ring()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of a queue that was given up: its connections are closed then."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
 
     def _work(self) -> None:
         generator = random.Random(f"{self._group.name_} {self._group.rank()}")
@@ -760,6 +767,8 @@ class RulesGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._end("was destroyed", f"{self.described_name} was destroyed with operations under way")
+        for queue in list(self._queues.values()):
+            queue.join(CLOSED)
         with _LOCK:
             if self in _GROUPS:
                 _GROUPS.remove(self)
