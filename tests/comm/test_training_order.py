@@ -1,4 +1,4 @@
-"""The order of operations of training steps on every rank, by NCCL's rules: recorded on gloo, replayed by its queues."""
+"""The order of operations of training steps on every rank, by NCCL's rules: recorded on gloo, and replayed."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from ditmesh.train.island_link import IslandLink
 from .fake_world import one_of
 from .program import Collective, Compute, Entry, Half, PointToPoint, Program, Wait
 
-
 # Groups of ranks of several islands.
 BETWEEN = "between islands"
 
@@ -311,10 +310,14 @@ def run_trained(given: dict[str, Any]) -> Program:
     config = TrainConfig.read(given)
     pipe = DiffusionPipeline.from_pretrained(find(config.pretrained_model_name_or_path))
     pipe.set_progress_bar_config(disable=True)
-    with recorded() as recorder, mock.patch.object(Trainer, "_optimizer_step", recording):
-        with Trainer(config, pipe, timeout=100.0) as trainer, computing(recorder, pipe.transformer, tokens=100):
-            trainer.run()
-            return list(recorder.program)
+    with (
+        recorded() as recorder,
+        mock.patch.object(Trainer, "_optimizer_step", recording),
+        Trainer(config, pipe, timeout=100.0) as trainer,
+        computing(recorder, pipe.transformer, tokens=100),
+    ):
+        trainer.run()
+        return list(recorder.program)
 
 
 def of_island(program: Program, index: int, size: int) -> Program:

@@ -17,6 +17,7 @@ from ditmesh.core.intercept import sdpa
 from ditmesh.layout import layout_of
 from ditmesh.recipe import RECIPE
 from ditmesh.strategies.support import combination
+from support import ruled
 from support.models import KINDS, MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny, variant
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
@@ -444,7 +445,7 @@ def without_steps() -> str:
         outputs(model, "DiT", ODD, 3)
         assert [synchronous for synchronous, _ in decisions(model)] == [True, False, True]
         ditmesh.engine_of(model).begin_request()
-        with pytest.raises(ditmesh.ConfigError) as caught:
+        with pytest.raises(ruled.refusal(ditmesh.ConfigError)) as caught:
             run(model, inputs("DiT", ODD))
     return str(caught.value)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.strategies.same_latents import ROUGH, SUMS, apart, sums_of
+from support import ruled
 from support.models import relative_error
 from support.pipelines import MAKERS, arguments, draw
 
@@ -48,7 +49,7 @@ def called(config: dict[str, Any], what: str, name: str = "sd3") -> str:
     with ditmesh.parallelized(pipe, config):
         try:
             picture = draw(pipe, {**made, "callback_on_step_end": callback})
-        except ditmesh.InputError as error:
+        except ruled.refusal(ditmesh.InputError) as error:
             # The ranks go on with the next request.
             draw(pipe, arguments(name, [1], steps=1))
             return str(error)

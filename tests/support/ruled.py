@@ -10,6 +10,8 @@ import os
 
 import pytest
 
+import ditmesh
+
 RULED = os.environ.get("DITMESH_TEST_BACKEND") == "rules"
 
 
@@ -25,3 +27,12 @@ def needs(what: str) -> pytest.MarkDecorator:
 
 shared_memory = needs("shared memory")
 gloo = needs("gloo")
+
+
+def refusal(of: type[BaseException]) -> tuple[type[BaseException], ...]:
+    """What a rank raises where all refuse a call alike.
+
+    One that comes to it first ends the communicators, as NCCL's are ended, and another that still waits for the
+    operation before it hears of the refusal from that rank, in the same words.
+    """
+    return (of, ditmesh.PeerError) if RULED else (of,)
