@@ -79,7 +79,6 @@ def test_training_steps(ranks, data, tmp_path, parallel, more):
         ({"data": 2}, {"exchange": "late_gradients"}, {}),
         ({"data": 2}, {"every": 2}, FSDP),
         ({"tensor": 2}, {"every": 2}, {}),
-        ({"pipe": 2}, {"every": 2}, {"gradient_accumulation_steps": 2}),
     ],
     ids=str,
 )

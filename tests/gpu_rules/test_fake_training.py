@@ -66,7 +66,7 @@ def test_the_trainers_loop(fresh_ranks, tmp_path, config):
     folder_of(tmp_path, 8)
     # AdamW's first steps go by signs, and at a usual rate what rounding has turned shows in the third loss.
     config = {**config, "learning_rate": 1e-5}
-    for truth, found, looks in fresh_ranks.run(training_run, str(tmp_path), config):
+    for truth, found, looks, _ in fresh_ranks.run(training_run, str(tmp_path), config):
         assert found == pytest.approx(truth, rel=1e-4)
         assert {what for what in looks if what.startswith("ditmesh")} <= READ
         assert looks.get("ditmesh core/values.py equal", 0) <= 1

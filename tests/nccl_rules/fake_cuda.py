@@ -186,6 +186,10 @@ class FakeDevice(TorchDispatchMode):
 
     def values(self, tensor: Tensor) -> Tensor:
         """The values of a CUDA tensor: a CPU tensor of its shape and strides; views share its memory."""
+        return self.view_of(tensor)
+
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """The memory of a CUDA tensor's values, as `values` returns it, whatever it holds at the moment."""
         if not tensor.is_cuda:
             return tensor
         _, storage = self._values[tensor.untyped_storage()._cdata]
@@ -412,26 +416,32 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def cuda() -> Iterator[FakeDevice]:
-    """A fake ``cuda`` device of this process, or of this rank: links take the path of NCCL."""
+def cuda(device: FakeDevice | None = None, messages: Messages | None = None) -> Iterator[FakeDevice]:
+    """A fake ``cuda`` device of this process, or of this rank: links take the path of NCCL.
+
+    Args:
+        device: default: one whose kernels have run when their calls return.
+        messages: what its links send over.
+    """
     from ditmesh.comm import link as link_module
     from ditmesh.core import digests, values
     from ditmesh.train.gradients import reduce as gradients
 
-    device, feed, samples = FakeDevice(), _on_host(digests._feed_bytes), _on_host(digests._samples)
+    device = device or FakeDevice()
+    messages, feed, samples = messages or Messages(device), _on_host(digests._feed_bytes), _on_host(digests._samples)
     address = Tensor.data_ptr
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (link_module.Link, "_matches", property(lambda _: False)),
-            (link_module, "dist", Messages(device)),
-            (gradients, "dist", Messages(device)),
+            (link_module, "dist", messages),
+            (gradients, "dist", messages),
             # Every bit of the weights is read once: by many operations, which are of no interest here.
             (digests, "_feed_bytes", lambda update, tensor: feed(update, device.values(tensor))),
             (digests, "_samples", lambda tensors: samples([device.values(one) for one in tensors])),
             # A tensor of a GPU is a plain one, at an address of its own.
             (values, "PLAIN", (*values.PLAIN, FakeTensor)),
             (Tensor, "pin_memory", lambda tensor, *_: tensor),
-            (Tensor, "data_ptr", lambda tensor: address(device.values(tensor))),
+            (Tensor, "data_ptr", lambda tensor: address(device.view_of(tensor))),
             (dist, "all_gather_object", _on_host(dist.all_gather_object)),
             (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),
             (torch.cuda, "_lazy_init", lambda: None),

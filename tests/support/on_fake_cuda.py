@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import traceback
 from collections import Counter
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,21 @@ from unittest import mock
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 from torch.utils._pytree import tree_map_only
 
 import ditmesh
+from ditmesh.comm.link import Link, Transfer
 from ditmesh.config import ParallelConfig
 from ditmesh.layout.conventions import Size
 from ditmesh.strategies.pipefusion.stages import StageWeights
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.train import TrainConfig, reduce_gradients
+from ditmesh.train import TrainConfig, overlap, reduce_gradients
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
 from nccl_rules.fake_cuda import Look, attention_as_one_kernel, cuda, move_, unavailable
 from nccl_rules.fake_world import one_of
+from nccl_rules.sim_cuda import sim_cuda
 from support import gradients, more_pipelines, pipelines
 from support.models import RAGGED, inputs, sizes, tiny
 from support.stale import moving
@@ -46,6 +50,7 @@ class OnCuda:
         launches: kernels of the last step.
         messages: operations of links in the last step.
         refused: why ditmesh does not run this; then nothing else is said.
+        findings, ahead, reused: as of a `SimDevice`, where it was one.
     """
 
     error: float = 0.0
@@ -54,6 +59,9 @@ class OnCuda:
     launches: int = 0
     messages: int = 0
     refused: str = ""
+    findings: list[str] = field(default_factory=list)
+    ahead: int = 0
+    reused: int = 0
 
 
 def pipeline(family: str) -> tuple[Any, Any, str]:
@@ -102,9 +110,82 @@ def planted(kind: str) -> dict[str, int] | str:
             return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}: {error}"
 
 
+@contextmanager
+def _without_wait() -> Iterator[None]:
+    """Transfers give what they receive before it is there."""
+    with mock.patch.object(Transfer, "wait", lambda self, *_: self._received):
+        yield
+
+
+@contextmanager
+def _written() -> Iterator[None]:
+    """What was sent is changed after it was posted."""
+    under_way = Link._under_way
+
+    def changed(self: Link, received: Any, sent: Any, *others: Any) -> Transfer:
+        transfer = under_way(self, received, sent, *others)
+        if sent[0].is_floating_point():
+            sent[0].mul_(1.0)
+        return transfer
+
+    with mock.patch.object(Link, "_under_way", changed):
+        yield
+
+
+@contextmanager
+def _freed() -> Iterator[None]:
+    """What was sent is let go of after it was posted."""
+    over_group, made = Link._over_group, Transfer.__init__
+
+    def copied(self: Link, kind: str, outgoing: Any, *others: Any) -> Transfer:
+        return over_group(self, kind, [([one.clone() for one in tensors], to) for tensors, to in outgoing], *others)
+
+    def forgetful(self: Transfer, received: Any = (), sent: Any = (), *others: Any, **named: Any) -> None:
+        made(self, received, (), *others, **named)
+
+    with mock.patch.object(Link, "_over_group", copied), mock.patch.object(Transfer, "__init__", forgetful):
+        yield
+
+
+@contextmanager
+def _gradients_without_wait() -> Iterator[None]:
+    """Gradients are used before the sum over ranks is there."""
+
+    def end(self: Any) -> None:
+        (flat, work), self.sent = self.sent, None
+        gradients_ = [p.grad for p in self.parameters]
+        if flat is not gradients_[0]:
+            for gradient, whole in zip(gradients_, _unflatten_dense_tensors(flat, gradients_), strict=True):
+                gradient.copy_(whole)
+        # Kept: it is the missing wait that is to be found.
+        self.kept = flat, work
+
+    with mock.patch.object(overlap._Bucket, "end", end):
+        yield
+
+
+# Faults in what ditmesh does while messages are under way.
+IN_FLIGHT: dict[str | None, Callable[[], Any]] = {
+    None: nullcontext,
+    "wait": _without_wait,
+    "written": _written,
+    "freed": _freed,
+    "gradients": _gradients_without_wait,
+}
+
+
 @torch.no_grad()
-def request(family: str, config: dict[str, Any]) -> OnCuda:
-    """One request on a CPU and on a fake CUDA device. On every rank of the configuration."""
+def request(
+    family: str, config: dict[str, Any], order: str | None = None, seed: int = 0, fault: str | None = None
+) -> OnCuda:
+    """One request on a CPU and on a fake CUDA device. On every rank of the configuration.
+
+    Args:
+        family: of pipelines.
+        config: the strategy.
+        order, seed: of a `SimDevice`; None: of a device whose kernels have run when their calls return.
+        fault: one of `IN_FLIGHT`, on the device.
+    """
     reason = unavailable()
     assert reason is None, reason
     config = {**config, "shared_memory": False}
@@ -115,7 +196,7 @@ def request(family: str, config: dict[str, Any]) -> OnCuda:
     except ditmesh.DitmeshError as error:
         return OnCuda(refused=f"{type(error).__name__}: {error}")
     marks: list[tuple[int, int, int]] = []
-    with cuda() as device:
+    with cuda() if order is None else sim_cuda(order, seed) as device, IN_FLIGHT[fault]():
         for model in pipe.components.values():
             if isinstance(model, nn.Module):
                 move_(model)
@@ -149,6 +230,9 @@ def request(family: str, config: dict[str, Any]) -> OnCuda:
         first=places([one for one in device.looks[before : last[0]] if one.owner == "ditmesh"]),
         launches=end[1] - last[1],
         messages=end[2] - last[2],
+        findings=getattr(device, "findings", []),
+        ahead=getattr(device, "ahead", 0),
+        reused=getattr(device, "reused", 0),
     )
 
 
@@ -246,16 +330,25 @@ def trained(name: str, config: dict[str, Any], again: bool) -> tuple[float, str,
 
 
 def training_run(
-    folder: str, config: dict[str, Any], steps: int = 3
-) -> tuple[list[float], list[float], dict[str, int]]:
+    folder: str,
+    config: dict[str, Any],
+    steps: int = 3,
+    order: str | None = None,
+    by_run: Sequence[dict[str, Any]] = ({}, {}),
+    fault: str | None = None,
+) -> tuple[list[float], list[float], dict[str, int], list[str]]:
     """Steps of a `Trainer` on CPUs and on fake CUDA devices.
 
     Args:
         folder: with the data set.
         config: settings beside those of `support.train.settings`.
+        order: of a `SimDevice`, as in `request`.
+        by_run: more settings of the two runs.
+        fault: as in `request`.
 
     Returns:
-        Both losses, and what the host waits for in the last step, by owner, file and operation.
+        Both losses, what the host waits for in the last step, by owner, file and operation, and the findings of a
+        `SimDevice`.
     """
     assert unavailable() is None
     losses, looks = [], Counter()
@@ -268,10 +361,13 @@ def training_run(
         return pipe
 
     for on_cuda in (False, True):
-        given = settings(Path(folder), Path(folder, f"out-{on_cuda}"), max_train_steps=steps, **config)
+        given = settings(
+            Path(folder), Path(folder, f"out-{on_cuda}"), max_train_steps=steps, **config, **by_run[on_cuda]
+        )
         made = TrainConfig.read(given)
         pipe = DiffusionPipeline.from_pretrained(find(made.pretrained_model_name_or_path))
-        with cuda() if on_cuda else nullcontext() as device, ExitStack() as stack:
+        on_device = (cuda() if order is None else sim_cuda(order)) if on_cuda else nullcontext()
+        with on_device as device, IN_FLIGHT[fault if on_cuda else None](), ExitStack() as stack:
             if device is not None:
                 stack.enter_context(mock.patch.object(DiffusionPipeline, "to", moved))
 
@@ -287,4 +383,4 @@ def training_run(
             stack.enter_context(mock.patch.object(Trainer, "_optimizer_step", step))
             trainer = stack.enter_context(Trainer(made, pipe, "cuda" if on_cuda else "cpu", timeout=100.0))
             losses.append(list(trainer.run().losses.values()))
-    return losses[0], losses[1], dict(looks)
+    return losses[0], losses[1], dict(looks), getattr(device, "findings", [])

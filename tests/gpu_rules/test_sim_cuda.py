@@ -1,0 +1,204 @@
+"""Requests and training on an asynchronous device: late kernels, memory that is handed out again, and no finding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ditmesh.launch import RankPool
+from nccl_rules.fake_cuda import unavailable
+from nccl_rules.sim_cuda import LONGEST, SimDevice, sim_cuda
+from support.islands import free_port
+from support.on_fake_cuda import request, training_run
+from support.train import folder_of
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+STALE = {"warmup": "fixed(1)"}
+DISPLACED = {"ring": 2, "exchange": "displaced", **STALE}
+TOLERANCE = 1e-5
+
+
+# --- the device
+
+
+def launched(device: SimDevice, count: int = 50) -> torch.Tensor:
+    """Kernels that add one each."""
+    x = torch.zeros(1000, device="cuda")
+    for _ in range(count):
+        x = x + 1
+    return x
+
+
+def test_the_host_runs_ahead_and_values_are_right():
+    with sim_cuda() as device, torch.no_grad():
+        x = launched(device)
+        assert device.ahead > 20
+        assert float(x.sum()) == 50_000.0
+        assert x[x > 3].shape == (1000,)
+        view = x[2:4]
+        view.mul_(10)
+        assert x[:5].cpu().tolist() == [50.0, 50.0, 500.0, 500.0, 50.0]
+        assert [one.operation for one in device.looks] == ["_local_scalar_dense", "index", "_to_copy"]
+        assert torch.empty(3, device="cuda").cpu().isnan().all()
+        assert device.reused > 20
+        launched(device, 2 * LONGEST)
+        assert device.ahead <= LONGEST + 1
+        assert device.findings == []
+
+
+def test_a_pinned_copy_is_read_late_and_another_at_once():
+    with sim_cuda() as device, torch.no_grad():
+        pageable, pinned = torch.ones(4), torch.ones(4).pin_memory()
+        launched(device)
+        copies = [one.to("cuda", non_blocking=True) for one in (pageable, pinned)]
+        pageable.zero_()
+        pinned.zero_()
+        assert [one.sum().item() for one in copies] == [4.0, 0.0]
+
+
+@pytest.mark.parametrize("fault", ["wait_stream", "record_stream", "freed", None])
+def test_faults_between_streams(fault):
+    with sim_cuda("late") as device, torch.no_grad():
+        side, x = torch.cuda.Stream(), launched(device)
+        if fault != "wait_stream":
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x * 2
+        if fault not in ("record_stream", "freed"):
+            x.record_stream(side)
+        if fault != "wait_stream":
+            del x
+        other = torch.full((1000,), 7.0, device="cuda")
+        event = side.record_event()
+        event.wait()
+        total = float(y.sum()), float(other.sum())
+        assert total[1] == 7000.0
+        if fault is None:
+            assert (device.findings, total[0]) == ([], 100_000.0)
+            return
+        (found,) = device.findings
+        kind = "streams race" if fault == "wait_stream" else "freed in flight"
+        assert found.startswith(f"{kind}: "), found
+        assert "launched at other:test_sim_cuda.py:" in found
+        # Late as it was, it has read what came after.
+        assert total[0] != 100_000.0
+
+
+# --- ditmesh's strategies
+
+
+CASES = [
+    ("sd3", DISPLACED, "late", True),
+    ("flux", {"pipe": 2, **STALE}, "late", True),
+    *(
+        (family, config, order, False)
+        for family, config in (
+            ("sd3", {"ring": 2}),
+            ("sd3", DISPLACED),
+            ("sd3", {**DISPLACED, "compress": "int8"}),
+            ("sd3", {"ulysses": 2, "chunks": 2}),
+            ("sd3", {"ulysses": 2, "shard": 2}),
+            ("sd3", {"tensor": 2}),
+            ("flux", {"pipe": 2, **STALE}),
+            ("sd3", {"pipe": 2, **STALE}),
+            ("flux", DISPLACED),
+            ("wan", {"ring": 2}),
+        )
+        for order in ("early", "late", "random")
+        if (config, order) not in ((DISPLACED, "late"),)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "order"),
+    [
+        pytest.param(family, config, order, id=f"{family}-{config}-{order}", marks=() if quick else pytest.mark.matrix)
+        for family, config, order, quick in CASES
+    ],
+)
+def test_a_request(ranks, family, config, order):
+    found = ranks(2).run(request, family, config, order, 1)
+    if found[0].refused:
+        pytest.skip(found[0].refused)
+    for one in found:
+        assert one.findings == []
+        assert one.error <= TOLERANCE
+        assert one.ahead > 50
+        assert one.reused > 500
+        assert {place for place in one.steady if place.startswith("ditmesh ")} == set()
+
+
+@pytest.mark.parametrize(
+    ("fault", "config", "words"),
+    [
+        ("wait", DISPLACED, "used before the wait: "),
+        ("written", {"ring": 2}, "written in flight: mul_ on compute"),
+        ("freed", {"ring": 2}, "freed in flight: memory of batch_isend_irecv on link"),
+    ],
+)
+def test_a_planted_fault_is_found_by_name(ranks, fault, config, words):
+    for one in ranks(2).run(request, "sd3", config, "late", 0, fault):
+        assert any(found.startswith(words) for found in one.findings), one.findings
+        assert any("launched at ditmesh:" in found for found in one.findings), one.findings
+
+
+# --- training
+
+
+@pytest.fixture(scope="module")
+def fresh_ranks() -> Iterator[RankPool]:
+    """Ranks whose autograd has run for no tensor yet: it starts a thread for each device it knows then."""
+    with RankPool(2, threads=1, timeout=120.0) as pool:
+        yield pool
+
+
+OVERLAPPED: dict[str, Any] = {"parallel": {"data": 2}, "learning_rate": 1e-5}
+
+
+def test_gradients_are_exchanged_while_others_are_computed(fresh_ranks, tmp_path):
+    folder_of(tmp_path, 8)
+    for truth, found, _, findings in fresh_ranks.run(training_run, str(tmp_path), OVERLAPPED, 3, "late"):
+        assert findings == []
+        assert found == pytest.approx(truth, rel=1e-4)
+
+
+@pytest.mark.matrix
+def test_a_gradient_that_is_not_waited_for_is_found(fresh_ranks, tmp_path):
+    folder_of(tmp_path, 8)
+    given = str(tmp_path), OVERLAPPED, 2, "late", ({}, {}), "gradients"
+    for *_, findings in fresh_ranks.run(training_run, *given):
+        assert any(one.startswith("used before the wait: ") and "all_reduce" in one for one in findings), findings
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("islands", [{"every": 1, "delay": 1}, {"exchange": "late_gradients"}], ids=str)
+def test_islands(tmp_path, islands):
+    """Changes of weights are under way while the next steps run."""
+    meets, found = [f"127.0.0.1:{free_port()}" for _ in range(2)], {}
+    for index in range(2):
+        folder_of(tmp_path / str(index), 8)
+
+    def run(pool: RankPool, index: int) -> None:
+        by_run = [{"islands": {"count": 2, "index": index, "meet": meet, **islands}} for meet in meets]
+        (found[index],) = pool.run(training_run, str(tmp_path / str(index)), {"learning_rate": 1e-5}, 4, "late", by_run)
+
+    pools = [RankPool(1, threads=1, timeout=120.0) for _ in range(2)]
+    try:
+        threads = [threading.Thread(target=run, args=given) for given in zip(pools, range(2), strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        for pool in pools:
+            pool.close()
+    for truth, losses, _, findings in found.values():
+        assert findings == []
+        assert losses == pytest.approx(truth, rel=1e-4)
+    assert len(found) == 2
