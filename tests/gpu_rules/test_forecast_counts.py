@@ -37,8 +37,14 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
         for axis in ("ulysses", "ring")
         for degree in (2, 4, 8)
     ),
-    # Not of Wan, whose norms over all heads are sums over ranks that are not foreseen.
-    *((name, {"tensor": degree}, (name, degree) == ("Flux", 4)) for name in ("SD3", "Flux") for degree in (2, 4, 8)),
+    # Wan's norms are over the features of all ranks.
+    *((name, {"tensor": degree}, (name, degree) in (("Flux", 4), ("Wan", 2))) for name in NAMES for degree in (2, 4)),
+    *((name, {"tensor": 8}, False) for name in ("SD3", "Flux")),
+    *(
+        (name, {"ulysses": degree, "shard": degree}, (name, degree) == ("Wan", 2))
+        for name in NAMES
+        for degree in (2, 4)
+    ),
     *((name, {"ulysses": 2, "ring": 2}, False) for name in NAMES),
     *((name, {"ring": degree, **DISPLACED}, (name, degree) == ("Wan", 2)) for name in NAMES for degree in (2, 4)),
 ]

@@ -41,7 +41,7 @@ from .fake_cuda import FREE, STAND_INS, FakeDevice, Messages, cuda
 
 COMPUTE = "compute"
 # Seconds without a new kernel after which the device goes on by itself: other ranks may wait for it.
-IDLE = 0.01
+IDLE = 0.05
 # Kernels that may stand in all streams; CUDA has room for about as many in each.
 LONGEST = 1024
 # Accesses of a piece of memory that are kept.
@@ -145,6 +145,7 @@ class SimDevice(FakeDevice):
     Args:
         order: which of several streams goes on: ``"early"``: those of communicators, ``"late"``: others, ``"random"``.
         seed: of the random order.
+        idle: seconds without a new kernel after which it goes on.
 
     Attributes:
         findings: a sentence for every fault.
@@ -152,8 +153,9 @@ class SimDevice(FakeDevice):
         reused: pieces of memory that were handed out again.
     """
 
-    def __init__(self, order: str = "random", seed: int = 0) -> None:
+    def __init__(self, order: str = "random", seed: int = 0, idle: float = IDLE) -> None:
         super().__init__()
+        self._idle = idle
         self.order, self.findings, self.ahead, self.reused = order, list[str](), 0, 0
         self.current = COMPUTE
         self._random = random.Random(seed)
@@ -275,12 +277,12 @@ class SimDevice(FakeDevice):
             while not self._closed:
                 heads = [one.waiting[0] for one in self._streams.values() if one.waiting]
                 ready = [one for one in heads if not one.begun and all(before.done for before in one.after)]
-                idle = time.monotonic() - self._latest > IDLE
+                idle = time.monotonic() - self._latest > self._idle
                 if ready and (self._wanted or idle or self._pending > LONGEST):
                     task = self._chosen(ready)
                     task.begun = True
                     return task
-                self._turn.wait(IDLE if ready else 1.0)
+                self._turn.wait(self._idle / 2 if ready else 1.0)
         return None
 
     def _chosen(self, ready: list[Task]) -> Task:
@@ -717,11 +719,11 @@ def _pinned(tensor: Tensor, *_: Any) -> Tensor:
 
 
 @contextmanager
-def sim_cuda(order: str = "random", seed: int = 0) -> Iterator[SimDevice]:
+def sim_cuda(order: str = "random", seed: int = 0, idle: float = IDLE) -> Iterator[SimDevice]:
     """An asynchronous ``cuda`` device of this process, or of this rank; see `SimDevice`."""
     from ditmesh.train import islands, overlap
 
-    device = SimDevice(order, seed)
+    device = SimDevice(order, seed, idle)
     made = iter(range(1 << 30))
     with ExitStack() as stack:
         stack.callback(device.close)

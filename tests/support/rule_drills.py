@@ -70,11 +70,25 @@ def drilled(strategy: str, kinds: list[str], seed: str) -> list[tuple[str, int, 
     return found
 
 
-def killed(config: dict[str, Any], victim: int, at: int, *, report: Callable[[Any], None]) -> dict[str, Any]:
-    """One rank is killed in a request; the others say when they noticed, and what they say to the next request."""
+def killed(
+    name: str, config: dict[str, Any], victim: int, at: int | float, *, report: Callable[[Any], None]
+) -> dict[str, Any]:
+    """One rank is killed in a request; the others say when they noticed, and what they say to the next request.
+
+    Args:
+        name: of the pipeline.
+        config: the ranks.
+        victim: the rank.
+        at: number of the operation at which it is killed; of a float: the part of the victim's operations before it.
+        report: tells of the kill.
+    """
     with ruled(delay="early"):
-        _, drawn, fault = opened("sd3", {**config, "inputs": "trust"}, DEADLINE)
+        _, drawn, fault = opened(name, {**config, "inputs": "trust"}, DEADLINE)
         truth = drawn()
+        if isinstance(at, float):
+            fault.arm(None, injected)
+            drawn()
+            at = int(at * fault.count)
 
         def die() -> None:
             report(("killed", time.monotonic()))

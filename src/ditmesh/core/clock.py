@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from .arguments import Arguments, covers, parameter_names
@@ -120,6 +121,9 @@ class CallClock:
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """Find the step and the branch of guidance of a call."""
             arguments = Arguments(names, args, kwargs)
+            if model.training and torch.is_grad_enabled():
+                # Training: a call is a step. To compare its times with those before would be to wait for the device.
+                self.advance()
             parts: tuple[dict[str, Any], ...] = ({}, {}, {})
             for path, value in arguments.leaves():
                 time, main = timestep is not None and covers(timestep, path), covers(names[0], path)

@@ -34,7 +34,7 @@ from ..parts.part import whole_of
 from ..strategies.heads import heads_of
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.sequence import result_of, with_result
-from ..strategies.sharded import parameters_outside
+from ..strategies.sharded import groups_outside, parameters_outside
 from ..strategies.tensor.slices import plan
 from .costs.work import AttentionWork, BlockWork, Cut, Gather, Linear, Operation, Pointwise, TokenCount, Work
 
@@ -153,7 +153,7 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
     order = kinds_of(model, layout)
     with one_of_a_kind(model, layout) as (lists, numbers):
         runs = _runs(model, layout, numbers)
-        cuts, sliced = _cuts(model, numbers)
+        cuts, sliced, norms = _cuts(model, numbers)
     solved = _solved(runs)
     kinds: list[BlockWork] = []
     for block, kind in numbers.items():
@@ -169,6 +169,7 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
                 width=runs[0].widths[kind],
                 text=any(not stream.replicate for stream in texts),
                 whole_text=any(stream.replicate for stream in texts),
+                norms=norms[kind],
             )
         )
     outside_blocks = _elements(model.parameters()) - sum(block.parameters * block.count for block in kinds)
@@ -182,6 +183,7 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
         gathers=_gathers(runs),
         buffers=_elements(model.buffers()),
         outside=parameters_outside(model, layout),
+        outside_layers=len(groups_outside(model, layout)),
     )
 
 
@@ -389,28 +391,35 @@ def _parameters(module: nn.Module) -> Iterator[str]:
     yield from code.co_varnames[1 : code.co_argcount]
 
 
-def _cuts(model: nn.Module, numbers: dict[nn.Module, int]) -> tuple[dict[str, Cut], dict[int, tuple[int, set[str]]]]:
-    """How tensor parallelism cuts linears, by path; of every kind the parameters that are cut, and holders' paths."""
+def _cuts(
+    model: nn.Module, numbers: dict[nn.Module, int]
+) -> tuple[dict[str, Cut], dict[int, tuple[int, set[str]]], Counter[int]]:
+    """How tensor parallelism cuts linears, by path; of every kind the parameters that are cut, and holders' paths.
+
+    And how many norms of every kind are over features of all ranks.
+    """
+    norms: Counter[int] = Counter()
     cuts: dict[str, Cut] = {}
     sliced: dict[int, tuple[int, set[str]]] = {kind: (0, set()) for kind in numbers.values()}
     try:
         sites = plan(model, 2).sites
     except DitmeshError:
         # Not for this model; the search asks, too.
-        return cuts, sliced
+        return cuts, sliced, norms
     places = {name: kind for name, module in model.named_modules() if (kind := numbers.get(module)) is not None}
     for site in sites:
         if site.kind != "norm":
             cuts[site.path] = site.kind
         for place, kind in places.items():
             if site.path.startswith(f"{place}."):
+                norms[kind] += site.kind == "norm"
                 module = model.get_submodule(site.path)
                 own = [(name, p) for name, p in module.named_parameters() if site.dim_of(name) is not None]
                 count, holders = sliced[kind]
                 # Between the linears of an attention or a feed-forward features are cut.
                 holder = ".".join([place, site.path.removeprefix(f"{place}.").split(".")[0]])
                 sliced[kind] = count + sum(p.numel() for _, p in own), holders | {holder}
-    return cuts, sliced
+    return cuts, sliced, norms
 
 
 def _solve(values: list[float], tokens: list[tuple[float, float]]) -> TokenCount:

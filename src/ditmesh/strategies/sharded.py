@@ -197,10 +197,15 @@ def parameters_in_pieces(model: nn.Module, layout: TokenLayout) -> int:
     return _parameters(model, groups_of(model, layout))
 
 
-def parameters_outside(model: nn.Module, layout: TokenLayout) -> int:
-    """How many of those are in no block."""
+def groups_outside(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
+    """Those that are in no block."""
     blocks = tuple(f"{region.blocks}." for region in layout.regions)
-    return _parameters(model, [group for group in groups_of(model, layout) if not group.name.startswith(blocks)])
+    return [group for group in groups_of(model, layout) if not group.name.startswith(blocks)]
+
+
+def parameters_outside(model: nn.Module, layout: TokenLayout) -> int:
+    """How many parameters those have."""
+    return _parameters(model, groups_outside(model, layout))
 
 
 def _parameters(model: nn.Module, groups: Iterable[GatherGroup]) -> int:
@@ -573,7 +578,9 @@ class ShardedModels(Strategy):
             weights = (block.parameters - block.sliced + block.sliced / share.tensor) * element
             lacking = weights * (size - 1) / size
             yield step.transfer(name, (SHARD,), "all_gather", lacking, count * runs, behind=beside)
-            yield from step.exchanged(1, count * runs)
+            # It travels, and is joined.
+            yield from step.exchanged(2, count * runs)
         if outside := step.work.outside * element * (size - 1) / size:
             # Nothing runs beside them: they are asked for when their layer is called.
             yield step.transfer(name, (SHARD,), "all_gather", outside, share.rest * share.calls)
+            yield from step.exchanged(2, step.work.outside_layers * share.rest * share.calls)

@@ -79,6 +79,7 @@ class BlockWork:
         width: features of a token between blocks.
         text: whether its text is a stream that ranks share out, and not a constant.
         whole_text: whether it is a stream that every rank has whole, whatever the text policy.
+        norms: how many norms are over features that tensor parallelism shares out, which then add up over ranks.
     """
 
     name: str
@@ -89,6 +90,7 @@ class BlockWork:
     width: int = 0
     text: bool = False
     whole_text: bool = False
+    norms: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Work:
         gathers: what sequence ranks gather behind lists of blocks.
         buffers: elements of tables that every rank holds beside the parameters.
         outside: parameters of large layers outside of blocks, which `shard` shares out too.
+        outside_layers: how many such layers there are.
     """
 
     model: str
@@ -131,6 +134,7 @@ class Work:
     gathers: tuple[Gather, ...]
     buffers: int = 0
     outside: int = 0
+    outside_layers: int = 0
 
     @property
     def parameters(self) -> int:
@@ -237,4 +241,5 @@ def from_data(data: dict[str, Any]) -> Work:
         tuple(Gather(**tokens(one)) for one in data["gathers"]),
         data["buffers"],
         data["outside"],
+        data["outside_layers"],
     )

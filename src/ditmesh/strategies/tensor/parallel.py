@@ -486,3 +486,9 @@ class TensorSlices(Strategy):
                     sent = output * (size - 1) / size
                     yield step.transfer("features (tensor)", ("tensor",), "all_gather", sent, times)
                 yield from step.exchanged(1, times)
+            # The squares of every token, in float32; they are added up over ranks, and divided by the width.
+            times = block.norms * count * share.calls * share.pieces
+            if times:
+                sent = share.rows * image / share.pieces * 4 * 2 * (size - 1) / size
+                yield step.transfer("sums of norms (tensor)", ("tensor",), "all_reduce", sent, times)
+                yield from step.exchanged(2, times)
