@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from support.syncs import INDEXING, asked_by, waits
 
-from .fake_cuda import FREE, STAND_INS, FakeDevice, Messages, cuda
+from .fake_cuda import FREE, STAND_INS, FakeDevice, Look, Messages, cuda
 
 COMPUTE = "compute"
 # Seconds without a new kernel after which the device goes on by itself: other ranks may wait for it.
@@ -528,6 +528,7 @@ class _Work:
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.device.join(self.task)
         if timeout is not None:
+            self.device.looks.append(Look("wait with a deadline", *asked_by(__file__)[:2]))
             self.device.finish(self.task)
         return True
 
