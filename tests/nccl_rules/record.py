@@ -21,8 +21,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from ditmesh.comm import link as link_module
 from ditmesh.comm import objects
 from ditmesh.comm.link import Link
-from ditmesh.train import gradients, islands, overlap
-from ditmesh.train.island_link import IslandLink
+from ditmesh.train.gradients import overlap
+from ditmesh.train.gradients import reduce as gradients
+from ditmesh.train.islands import islands
+from ditmesh.train.islands.link import IslandLink
 
 from .fake_world import one_of
 from .program import Collective, Compute, Entry, Half, PointToPoint, Program, Wait

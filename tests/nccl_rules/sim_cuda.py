@@ -722,7 +722,8 @@ def _pinned(tensor: Tensor, *_: Any) -> Tensor:
 @contextmanager
 def sim_cuda(order: str = "random", seed: int = 0, idle: float = IDLE) -> Iterator[SimDevice]:
     """An asynchronous ``cuda`` device of this process, or of this rank; see `SimDevice`."""
-    from ditmesh.train import islands, overlap
+    from ditmesh.train.gradients import overlap
+    from ditmesh.train.islands import islands
 
     device = SimDevice(order, seed, idle)
     made = iter(range(1 << 30))

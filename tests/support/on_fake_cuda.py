@@ -24,7 +24,8 @@ from ditmesh.config import ParallelConfig
 from ditmesh.layout.conventions import Size
 from ditmesh.strategies.pipefusion.stages import StageWeights
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.train import TrainConfig, overlap, reduce_gradients
+from ditmesh.train import TrainConfig, reduce_gradients
+from ditmesh.train.gradients import overlap
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
 from nccl_rules.fake_cuda import Look, attention_as_one_kernel, cuda, move_, unavailable
