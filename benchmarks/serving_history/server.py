@@ -76,8 +76,8 @@ class Supervised:
 
     def family(self) -> list[psutil.Process]:
         """Its process and all that it started."""
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(self.pid or -1)
+        with contextlib.suppress(psutil.Error, ValueError):
+            process = psutil.Process(self.pid)
             return [process, *process.children(recursive=True)]
         return []
 
