@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ import pytest
 from PIL import Image
 
 from ditmesh.errors import InputError, ServerError
+from ditmesh.serve.http import intake
 from ditmesh.serve.http.app import create_app
 from ditmesh.serve.http.keys import Keys, Limiter, new_key, read_keys
 from ditmesh.serve.http.listen import HttpServer, bound
@@ -385,6 +387,21 @@ def test_a_job_from_its_submission_to_its_file(http: httpx.Client):
     listed = http.get("/v1/jobs", params={"limit": 1}).json()
     assert [one["id"] for one in listed["data"]] == [job["id"]]
     assert http.get("/v1/jobs", params={"status": "queued"}).json()["data"] == []
+
+
+def test_a_result_that_cannot_be_opened_is_not_a_broken_answer(http: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+    job = http.post("/v1/jobs", json={"prompt": "a fox"}).json()
+    ended(http, job["id"])
+
+    def opened(path: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(intake, "readable", opened)
+        response = http.get(f"/v1/jobs/{job['id']}/images/0")
+    assert (response.status_code, "retry-after" in response.headers) == (503, True)
+    assert "raise the limit of open files" in error_of(response)["message"]
+    assert http.get(f"/v1/jobs/{job['id']}/images/0").status_code == 200
 
 
 def test_inputs_as_data_urls(http: httpx.Client, backend: FakeBackend):

@@ -21,6 +21,7 @@ from starlette.responses import FileResponse, Response
 
 from ...errors import DitmeshError, InputError
 from ..errors import IdempotencyKey, UnknownJob
+from ..queue.storage import storage_error
 from ..settings import ApiSettings
 from ..types import Input, InputRole, Job, JobRequest, ModelCard
 from .bodies import LIMITED, check_limits
@@ -308,18 +309,31 @@ def known(id: str, request: Request) -> str:
     return id
 
 
+def readable(path: os.PathLike[str]) -> os.stat_result:
+    """The status of a file that can be opened: when the answer has begun it is too late to say that it cannot.
+
+    Raises:
+        OSError: it cannot.
+    """
+    with open(path, "rb") as file:
+        return os.fstat(file.fileno())
+
+
 async def result_file(request: Request, id: str, index: int, download: bool = False) -> Response:
     """The file of a job's result.
 
     Raises:
         UnknownJob: there is none.
+        StorageError: it cannot be read.
     """
     server: Server = request.app.state.server
     found = await server.backend.result(known(id, request), index, request.state.owner)
     try:
-        status = await asyncio.to_thread(os.stat, found.path)
+        status = await asyncio.to_thread(readable, found.path)
     except FileNotFoundError:
         raise UnknownJob(f"the results of {id} have expired") from None
+    except OSError as error:
+        raise storage_error(f"cannot read {found.path}", error) or error from None
     headers = {"Cache-Control": "private, max-age=86400, immutable", "Accept-Ranges": "none"}
     if download:
         headers["Content-Disposition"] = f'attachment; filename="{id}-{index}{found.path.suffix}"'
