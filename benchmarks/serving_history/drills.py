@@ -25,8 +25,8 @@ from server import Supervised
 from support import fault_points as points
 from support.history import Recorder
 
-# Seconds within which the service has to be back, and for a second server to refuse.
-BACK, SECOND = 60.0, 40.0
+# Seconds after which nothing is hoped for any more: that the service is back, and that a second server refuses.
+BACK, SECOND = 240.0, 60.0
 
 
 @dataclass
