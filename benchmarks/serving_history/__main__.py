@@ -237,14 +237,16 @@ class Run:
 
 
 def slopes(resources: list[dict[str, float]]) -> dict[str, Any]:
-    """Growth a minute, of the server's process that lived longest, after its first 10 s; and its standard error."""
-    ages = Counter(one["pid"] for one in resources if one["age"] > 10)
+    """Growth a minute, of the server's process that lived longest, in the second half of its life; standard errors."""
+    ages = Counter(one["pid"] for one in resources)
     if not ages:
         return {}
     ((pid, number),) = ages.most_common(1)
+    # Before that, it fills what it keeps of jobs up to a number.
+    own = [one for one in resources if one["pid"] == pid][number // 2 :]
+    number = len(own)
     if number < 5:
         return {}
-    own = [one for one in resources if one["pid"] == pid and one["age"] > 10]
     found: dict[str, Any] = {"minutes": (own[-1]["age"] - own[0]["age"]) / 60, "samples": number}
     x = [one["age"] / 60 for one in own]
     mean = statistics.fmean(x)
