@@ -1,0 +1,478 @@
+"""The decision which ranks run the next calls of which requests, and how.
+
+A pure function of its arguments (`Scheduler.decide`), so that it is tested without ranks, and so that a simulation
+decides as a server does. The order is after known rules: the earliest deadline first (Liu and Layland 1973),
+over a set that leaves out the longest request where not all can be in time (Moore 1968), and for the others the
+highest response ratio next (Brinch Hansen 1971) within the owner that has had the least (start-time fair queueing,
+Goyal et al. 1996). That the ranks of a request change between its steps, with the fewest that meet its deadline, is
+after TetriServe (arXiv:2510.01565) and GF-DiT (arXiv:2606.13501).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+
+from .costs import AFTER, ALONE, BEFORE, Costs, Kind, Mode
+
+# Seconds for which ranks go on before they ask again what to do; a longer call is not interrupted.
+QUANTUM = 0.025
+# Seconds of the ranks' time that an owner may have before another one that waits, and is not held back for.
+BURST = 2.0
+# A batch has to save so much of the time of its rows alone.
+WORTH = 0.93
+# A deadline counts as met in the plan if so much of the remaining seconds is left over.
+MARGIN = 0.03
+# A request without a deadline, or with one that was missed, that has waited for so many times of what it takes alone goes
+# before those with deadlines.
+PATIENCE, LEAST_PATIENCE = 12.0, 5.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A request as the scheduler sees it.
+
+    Attributes:
+        id: of the task.
+        kind: what its steps cost.
+        steps: denoising steps that are left.
+        begun: its text has been encoded.
+        arrived: seconds, on the clock of ``now``.
+        total: steps in all.
+        deadline: on the same clock; None: it is patient.
+        owner: whose it is; weight: of that owner's share.
+        priority: among the tasks of its owner higher ones go first.
+        narrow: its next call belongs to one rank (text encoder, autoencoder).
+        form: calls of equal forms can be joined; None: they cannot.
+    """
+
+    id: str
+    kind: Kind
+    steps: int
+    begun: bool = False
+    arrived: float = 0.0
+    total: int = 0
+    deadline: float | None = None
+    owner: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    narrow: bool = False
+    form: object = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What neighbouring ranks do next.
+
+    Attributes:
+        first, mode: of the ranks.
+        tasks: by id; several: their calls run as one.
+        calls: so many calls of each task; 0: one rank goes on until ``seconds`` are over.
+        seconds: that it is expected to take.
+    """
+
+    first: int
+    mode: Mode
+    tasks: tuple[str, ...]
+    calls: int
+    seconds: float
+
+    @property
+    def ranks(self) -> range:
+        """The ranks."""
+        return range(self.first, self.first + self.mode.ranks)
+
+
+@dataclass
+class _Placed:
+    """A task with its ranks while a decision is made."""
+
+    mode: Mode
+    batch: list[Task]
+    first: int = 0
+
+    @property
+    def task(self) -> Task:
+        return self.batch[0]
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.mode.ranks)
+
+
+@dataclass
+class Scheduler:
+    """Decides what ranks do.
+
+    Args:
+        ranks: of the pool.
+        modes: by model, in which calls may be shared; of others: one rank.
+        together: most requests in a call.
+
+    Attributes:
+        used: seconds of ranks that owners have had, by their weights.
+    """
+
+    ranks: int
+    modes: Mapping[str, Sequence[Mode]] = field(default_factory=dict)
+    together: int = 8
+    quantum: float = QUANTUM
+    used: dict[str, float] = field(default_factory=dict)
+    # The first of the ranks that a task was meant to have when the last decision was made.
+    _meant: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def charge(self, owner: str, seconds: float, weight: float = 1.0) -> None:
+        """Record the time of ranks that an owner has had."""
+        self.used[owner] = self.used.get(owner, 0.0) + seconds / weight
+
+    # ---- the time that is left
+
+    def left(self, costs: Costs, task: Task, mode: Mode = ALONE, together: int = 1) -> float:
+        """Seconds until a task is done on the ranks of a mode."""
+        calls = costs.calls_of(task.kind, task.steps)
+        before = 0.0 if task.begun else costs.part(task.kind, BEFORE)
+        return before + calls * costs.call(task.kind, mode, together) + costs.part(task.kind, AFTER)
+
+    def _modes(self, task: Task) -> Sequence[Mode]:
+        return (ALONE,) if task.narrow or not task.steps else self.modes.get(task.kind.model, (ALONE,))
+
+    def _best(self, costs: Costs, task: Task) -> dict[int, tuple[float, Mode]]:
+        """By number of ranks the seconds that are left and the mode, only where more ranks are faster."""
+        found: dict[int, tuple[float, Mode]] = {}
+        for mode in self._modes(task):
+            seconds = self.left(costs, task, mode)
+            if mode.ranks not in found or seconds < found[mode.ranks][0]:
+                found[mode.ranks] = seconds, mode
+        least = float("inf")
+        for ranks in sorted(found):
+            if found[ranks][0] >= least * 0.98:
+                del found[ranks]
+            else:
+                least = found[ranks][0]
+        return found
+
+    # ---- the order
+
+    def in_time(
+        self, costs: Costs, now: float, tasks: Sequence[Task], free: Sequence[float] = ()
+    ) -> tuple[list[tuple[Task, Mode]], dict[str, float]]:
+        """The tasks with deadlines that are planned to be in time, by deadline, with the fewest ranks for it.
+
+        Args:
+            costs: of calls.
+            now: seconds.
+            tasks: with deadlines.
+            free: seconds from now on at which ranks are free; default: now.
+
+        Returns:
+            The tasks, and for each of them the seconds from now to its end, by id.
+        """
+        waiting = sorted(tasks, key=lambda task: (task.deadline or 0.0, task.arrived, task.id))
+        best = {task.id: self._best(costs, task) for task in waiting}
+        dropped: set[str] = set()
+        while True:
+            heap = list(free) or [0.0] * self.ranks
+            heapify(heap)
+            chosen: list[tuple[Task, Mode]] = []
+            ends: dict[str, float] = {}
+            late: Task | None = None
+            for task in waiting:
+                if task.id in dropped:
+                    continue
+                place = self._place(heap, best[task.id], ((task.deadline or now) - now) * (1 - MARGIN))
+                if place is None:
+                    late = task
+                    break
+                chosen.append((task, place[0]))
+                ends[task.id] = place[1]
+            if late is None:
+                return chosen, ends
+            # The one that takes most is left out; the late one itself if it could not be in time alone.
+            def work(task: Task) -> float:
+                return min(ranks * seconds for ranks, (seconds, _) in best[task.id].items())
+
+            fastest = min(seconds for seconds, _ in best[late.id].values())
+            if fastest > (late.deadline or now) - now:
+                dropped.add(late.id)
+            else:
+                dropped.add(max([*(task for task, _ in chosen), late], key=lambda task: (work(task), task.id)).id)
+
+    @staticmethod
+    def _place(
+        heap: list[float], best: Mapping[int, tuple[float, Mode]], within: float
+    ) -> tuple[Mode, float] | None:
+        """Put a task onto the ranks that are free first, as few as are enough; None: it is late on any number."""
+        for ranks, (seconds, mode) in best.items():
+            taken = [heappop(heap) for _ in range(ranks)]
+            end = taken[-1] + seconds
+            for one in taken:
+                heappush(heap, end if end <= within else one)
+            if end <= within:
+                return mode, end
+        return None
+
+    def order(
+        self, costs: Costs, now: float, tasks: Sequence[Task], wait: Sequence[float] = ()
+    ) -> list[tuple[Task, Mode]]:
+        """The tasks in the order in which they get ranks, each with the mode that its deadline needs."""
+        chosen, _ = self.in_time(costs, now, [task for task in tasks if task.deadline is not None], wait)
+        needed = {task.id: mode for task, mode in chosen}
+        place = {task.id: number for number, (task, _) in enumerate(chosen)}
+        least = min((self.used.get(task.owner, 0.0) for task in tasks), default=0.0)
+
+        def key(task: Task) -> tuple[bool, int, float, float, float, str]:
+            used = self.used.get(task.owner, 0.0)
+            ahead = used - least > BURST
+            alone = max(costs.request(task.kind, task.total or task.steps), 1e-6)
+            waited = max(0.0, now - task.arrived)
+            if task.id in place:
+                return ahead, 1, place[task.id], 0.0, task.arrived, task.id
+            if waited > max(PATIENCE * alone, LEAST_PATIENCE):
+                return ahead, 0, task.arrived, 0.0, task.arrived, task.id
+            ratio = (waited + alone) / max(self.left(costs, task), 1e-6)
+            return ahead, 2, used // BURST, -ratio, task.arrived, task.id
+
+        ordered = sorted(tasks, key=key)
+        # In the places of an owner, those of its tasks with the highest priority go first.
+        lines: dict[str, list[Task]] = {}
+        for task in ordered:
+            lines.setdefault(task.owner, []).append(task)
+        nexts = {owner: iter(sorted(line, key=lambda task: -task.priority)) for owner, line in lines.items()}
+        return [(one, needed.get(one.id, ALONE)) for one in (next(nexts[task.owner]) for task in ordered)]
+
+    # ---- the decision
+
+    def decide(
+        self,
+        costs: Costs,
+        now: float,
+        tasks: Sequence[Task],
+        running: Sequence[Run] = (),
+        free: Sequence[float] = (),
+    ) -> list[Run]:
+        """The runs that begin now, on ranks that are free.
+
+        Args:
+            costs: of calls.
+            now: seconds, on the clock of the tasks' deadlines.
+            tasks: that are not done, with those that run: of these the steps that are left when their run ends.
+            running: what ranks do; the others are free.
+            free: seconds of ``now``'s clock at which each rank is expected to be free; default: now, and in a quantum.
+        """
+        busy = {rank: run for run in running for rank in run.ranks}
+        at = list(free) or [now + self.quantum * (rank in busy) for rank in range(self.ranks)]
+        wait = [max(0.0, at[rank] - now) if rank in busy else 0.0 for rank in range(self.ranks)]
+        if not tasks or len(busy) == self.ranks:
+            return []
+        placed, waiting, free_ranks = self._allocate(self.order(costs, now, tasks, wait))
+        self._widen(costs, placed, free_ranks)
+        runs_of = {id: run for run in running for id in run.tasks}
+        self._lay_out(placed, runs_of, wait)
+        begun: list[Run] = []
+        taken: set[int] = set(busy)
+        for one in placed:
+            startable = [task for task in waiting if task.id not in runs_of]
+            if one.task.id not in runs_of and not taken.intersection(one.ranks):
+                joined = self._join(costs, now, one, startable)
+                waiting = [task for task in waiting if task.id in runs_of or task in joined]
+                begun.append(self._run(costs, one))
+                taken.update(one.ranks)
+        return begun + self._backfill(costs, placed, waiting, runs_of, taken, wait)
+
+    def _allocate(self, ordered: Sequence[tuple[Task, Mode]]) -> tuple[list[_Placed], list[Task], int]:
+        placed: list[_Placed] = []
+        waiting: list[Task] = []
+        free = self.ranks
+        for task, mode in ordered:
+            if mode.ranks <= free:
+                placed.append(_Placed(mode, [task]))
+                free -= mode.ranks
+            else:
+                waiting.append(task)
+        return placed, waiting, free
+
+    def _widen(self, costs: Costs, placed: Sequence[_Placed], free: int) -> None:
+        """Give ranks without work to the tasks that gain most by them."""
+        while free:
+            found: tuple[float, int, Mode] | None = None
+            for number, one in enumerate(placed):
+                seconds = self.left(costs, one.task, one.mode)
+                for ranks, (wider, mode) in self._best(costs, one.task).items():
+                    more = ranks - one.mode.ranks
+                    if 0 < more <= free and wider < seconds * 0.98:
+                        gain = (seconds - wider) / seconds / more
+                        if found is None or gain > found[0]:
+                            found = gain, number, mode
+                        break
+            if found is None:
+                return
+            _, number, mode = found
+            free -= mode.ranks - placed[number].mode.ranks
+            placed[number].mode = mode
+
+    def _lay_out(self, placed: list[_Placed], runs_of: Mapping[str, Run], wait: Sequence[float]) -> None:
+        """Give every task its ranks: those that it has or was meant to have before, else those that are free first.
+
+        The widest first: sizes divide one another, so that blocks that begin at multiples of their size fit together.
+        """
+        placed.sort(key=lambda one: -one.mode.ranks)
+        open_ = set(range(self.ranks))
+        later: list[_Placed] = []
+
+        def settle(one: _Placed) -> None:
+            open_.difference_update(one.ranks)
+            self._meant[one.task.id] = one.first
+
+        for one in placed:
+            run = runs_of.get(one.task.id)
+            # What runs stays where it is if it is as wide as it should be.
+            if run is not None and run.mode.ranks == one.mode.ranks and open_.issuperset(run.ranks):
+                one.first = run.first
+                settle(one)
+            else:
+                later.append(one)
+        for one in later:
+            size, run = one.mode.ranks, runs_of.get(one.task.id)
+            before = run.first if run is not None else self._meant.get(one.task.id, -1)
+            blocks = [first for first in range(0, self.ranks, size) if open_.issuperset(range(first, first + size))]
+            if not blocks:
+                # Something that runs lies across every block: it is tried again when that has ended.
+                one.first = -self.ranks
+                continue
+            one.first = min(
+                blocks,
+                key=lambda first: (
+                    max(wait[first : first + size]) - (self.quantum / 2 if first <= before < first + size else 0.0),
+                    first,
+                ),
+            )
+            settle(one)
+        live = {one.task.id for one in placed}
+        self._meant = {id: first for id, first in self._meant.items() if id in live}
+
+    def _join(self, costs: Costs, now: float, one: _Placed, waiting: list[Task]) -> list[Task]:
+        """Let tasks that have no ranks run in the calls of one that has, where that saves time; returns the others."""
+        first = one.task
+        if first.form is None or first.narrow or not first.steps:
+            return waiting
+        rest: list[Task] = []
+        for task in waiting:
+            rows = len(one.batch) + 1
+            fits = task.form == first.form and not task.narrow and task.steps > 0 and rows <= self.together
+            if fits and self._worth(costs, first.kind, one.mode, rows) and self._still_in_time(costs, now, one):
+                one.batch.append(task)
+            else:
+                rest.append(task)
+        return rest
+
+    @staticmethod
+    def _worth(costs: Costs, kind: Kind, mode: Mode, rows: int) -> bool:
+        return costs.call(kind, mode, rows) < WORTH * rows * costs.call(kind, mode)
+
+    def _still_in_time(self, costs: Costs, now: float, one: _Placed) -> bool:
+        """Whether a further row makes none of a batch late that is not late without it."""
+        rows = len(one.batch)
+        for task in one.batch:
+            if task.deadline is None:
+                continue
+            left = (task.deadline - now) * (1 - MARGIN)
+            if self.left(costs, task, one.mode, rows) <= left < self.left(costs, task, one.mode, rows + 1):
+                return False
+        return True
+
+    def call(self, costs: Costs, mode: Mode, batch: Sequence[Task]) -> float:
+        """Seconds of the next call of some tasks."""
+        first = batch[0]
+        if first.narrow or not first.steps:
+            return costs.part(first.kind, BEFORE if first.steps else AFTER)
+        return costs.call(first.kind, mode, len(batch))
+
+    def _run(self, costs: Costs, one: _Placed) -> Run:
+        call = max(self.call(costs, one.mode, one.batch), 1e-6)
+        ids = tuple(task.id for task in one.batch)
+        if one.mode.ranks == 1:
+            return Run(one.first, one.mode, ids, 0, max(self.quantum, call))
+        most = min(costs.calls_of(task.kind, task.steps) for task in one.batch)
+        calls = max(1, min(most, int(self.quantum / call)))
+        return Run(one.first, one.mode, ids, calls, calls * call)
+
+    def _backfill(
+        self,
+        costs: Costs,
+        placed: Sequence[_Placed],
+        waiting: Sequence[Task],
+        runs_of: Mapping[str, Run],
+        taken: set[int],
+        wait: Sequence[float],
+    ) -> list[Run]:
+        """Let ranks that are kept for a task until others are free do a call of another one, if it is short enough."""
+        begun: list[Run] = []
+        others = [task for task in waiting if task.id not in runs_of]
+        for one in placed:
+            until = max((wait[rank] for rank in one.ranks if rank >= 0), default=0.0)
+            for rank in one.ranks:
+                if rank < 0 or rank in taken:
+                    continue
+                for task in others:
+                    call = self.call(costs, ALONE, [task])
+                    if call <= until:
+                        begun.append(Run(rank, ALONE, (task.id,), 0, min(until, max(call, self.quantum))))
+                        others.remove(task)
+                        taken.add(rank)
+                        break
+        return begun
+
+
+# ---- admission
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a request that is not accepted yet may expect.
+
+    Attributes:
+        seconds: from now to its end, after the tasks that are accepted and due before it.
+        alone: with all ranks for itself.
+    """
+
+    seconds: float
+    alone: float
+
+
+def forecast(
+    scheduler: Scheduler, costs: Costs, now: float, tasks: Sequence[Task], wish: Sequence[Task]
+) -> Forecast:
+    """When a request would be done, if it were accepted, and no accepted task with a deadline were made late for it.
+
+    Args:
+        scheduler: of the pool.
+        costs: of calls.
+        now: seconds.
+        tasks: that are accepted and not done.
+        wish: the pictures of the request, with equal deadlines.
+    """
+    alone = max(min(seconds for seconds, _ in scheduler._best(costs, one).values()) for one in wish)
+    due = [task for task in tasks if task.deadline is not None]
+    before, _ = scheduler.in_time(costs, now, due)
+    kept = [task for task, _ in before]
+
+    def possible(seconds: float) -> bool:
+        given = [_due(one, now + seconds) for one in wish]
+        _, ends = scheduler.in_time(costs, now, [*kept, *given])
+        return all(task.id in ends for task in (*kept, *given))
+
+    low = high = alone / (1 - MARGIN) + 1e-6
+    for _ in range(24):
+        if possible(high):
+            break
+        low, high = high, 1.5 * high
+    for _ in range(8):
+        middle = (low + high) / 2
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return Forecast(high, alone)
+
+
+def _due(task: Task, deadline: float) -> Task:
+    return replace(task, deadline=deadline)
+
