@@ -36,6 +36,7 @@ class ModelSpec:
         check_memory: refuse to load the model if one image of its usual size does not fit.
         memory_limit: bytes that a rank may take; None: what its device has left.
         together: limit of the images in one call of the transformer; beyond it, less urgent ones wait or are paused.
+        pool: ranks among which an adaptive schedule shares requests, each with the whole model; 0: a fixed schedule.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelSpec:
     offload: Offload = "none"
     loras: Mapping[str, str] = field(default_factory=dict)
     together: int = 8
+    pool: int = 0
     steps: int | None = None
     guidance: float | None = None
     text_tokens: int | None = None

@@ -15,7 +15,7 @@ from PIL import Image
 
 from ...comm.mesh import Mesh
 from ...core.digests import WeightDigests, digest
-from ...engine import Engine, engine_of, parallelize
+from ...engine import Engine, denoisers, engine_of, parallelize
 from ...engine.first_call import FirstCall
 from ...errors import ConfigError, InputError, shortened
 from ...generate.arguments import check_call
@@ -34,8 +34,11 @@ from ...recipe import RECIPE
 from ...request import PictureRequest
 from ...strategies.vae.parallel import BandedVae
 from ..offers import ModelSpec, check_frames
+from ..schedule.costs import ALONE, Mode
 from ..types import ModelCard
 from .batching import Batcher, PipelineTask, copied
+from .placements import Placements, alone_mesh
+from .pooled import PoolBatcher
 from .protocol import PictureTask
 from .rendezvous import HostAllGather
 
@@ -76,10 +79,12 @@ class LoadedModel:
         undo: ExitStack,
     ) -> None:
         self.spec, self.device = spec, device
-        rank, size = exchange.rank, exchange.size
+        # In a pool every rank has the model for itself.
+        pooled = spec.pool > 0
+        rank, size = (0, 1) if pooled else (exchange.rank, exchange.size)
         self.info: ModelInfo = find_model(spec.model)
         self._files = tuple(replace(adapter("lora", path), scale=1.0) for path in spec.loras.values())
-        self._exchange, self._undo = exchange, undo
+        self._exchange, self._undo = (_itself if pooled else exchange), undo
         self._options = {
             "dtype": spec.dtype,
             "variant": spec.variant,
@@ -115,23 +120,53 @@ class LoadedModel:
             # Its layout is derived from a call.
             with torch.no_grad():
                 pipe(**self._trial(runner).arguments)
-        self.batcher = Batcher(pipe, template.pipe, exchange, rank, size, spec.together)
+        batcher = PoolBatcher if pooled else Batcher
+        self.batcher = batcher(pipe, template.pipe, self._exchange, rank, size, spec.together)
         if spec.offload != "none" and not self.batcher.why:
             self.batcher.why = (
                 f"offload={spec.offload!r} moves components between the calls of one request; requests run one after "
                 "the other"
             )
         self.batcher.adapt(())
+        if isinstance(self.batcher, PoolBatcher):
+            self._open_placements(self.batcher)
         self._try(template)
         self.card = self._card(template)
+        if pooled:
+            # Calls that cannot be joined still take turns.
+            self.batcher.why = ""
 
     @property
     def engine(self) -> Engine:
         """The engine of the pipeline."""
         return self.batcher.engine
 
+    @property
+    def modes(self) -> list[Mode]:
+        """The ways in which ranks of a pool make its calls."""
+        return [ALONE] if self._placements is None else self._placements.modes
+
+    def _open_placements(self, batcher: PoolBatcher) -> None:
+        """Prepare the ways in which ranks of a pool share a call. Every rank calls this at the same time.
+
+        Raises:
+            ConfigError: calls of its requests cannot take turns.
+        """
+        if batcher.why:
+            raise ConfigError(
+                f"model {self.spec.name} cannot be scheduled by the step ({batcher.why}); serve it with "
+                "--schedule fixed"
+            )
+        assert self._placements is not None
+        layouts = {id(model.model): model.layout for model in self.engine.models}
+        timeout, ways = self._job.timeout, ExitStack()
+        self._placements.open(self.engine.config, layouts, self.device, timeout, RECIPE_OF_SERVERS, ways)
+        batcher.placements, self._ways = self._placements, ways
+
     def close(self) -> None:
         """Free everything. Every rank calls this at the same time."""
+        if self._ways is not None:
+            self._ways.close()
         self.batcher.close()
         self._runners.clear()
         del self.batcher, self._mesh
@@ -143,9 +178,14 @@ class LoadedModel:
     def _load(self) -> PipelineRunner:
         """The pipeline, not parallelised yet."""
         job, self._mesh = self._job, None
+        self._placements: Placements | None = None
+        self._ways: ExitStack | None = None
         if job.check_memory:
             check_job_memory(job, self.device)
-        if not isinstance(job.config, str):
+        if self.spec.pool and not isinstance(job.config, str):
+            self._mesh = alone_mesh(job.config, self.device, job.timeout)
+            self._undo.callback(self._mesh.close)
+        elif not isinstance(job.config, str):
             self._mesh = Mesh(job.config, device=self.device, timeout=job.timeout)
             self._undo.callback(self._mesh.close)
         # Digests with some of the adapters are made of whole weights.
@@ -154,6 +194,11 @@ class LoadedModel:
         runner.facts = facts_of(job.config, runner.pipe, self.device, share)
         digests = WeightDigests(runner.pipe).look() if job.files else {}
         self._weights = {name: value for name, (value, _) in digests.items()}
+        if self.spec.pool:
+            # Before anything is installed on them.
+            alone = self.spec.pool == 1 or hasattr(runner.pipe, "controlnet")
+            models = denoisers(runner.pipe)
+            self._placements = Placements(models, 1 if alone else self.spec.pool, self.info.heads or 1, True)
         names = {file.path: name for name, file in zip(self.spec.loras, job.files, strict=True)}
         self._notes = {names[path]: note for path, note in partial_fits(runner.pipe, job.files).items()}
         self.colours = latent_colours(runner.pipe) if rank_of_process() == 0 else None
@@ -348,6 +393,11 @@ class LoadedModel:
             numbers = [int(name.removeprefix("lora")) for name, _ in prepared.adapters]
             facts["weights_digest"] = adapted_digest(self._weights, numbers)
         return self._runners[self.kind][0].receipt(prepared, 0, made, **facts)
+
+
+def _itself(value: Any) -> list[Any]:
+    """The exchange of a rank that has a model for itself."""
+    return [value]
 
 
 def _whole(value: Any) -> int | None:

@@ -47,6 +47,11 @@ class ModelCache:
         """When a model was last used, by `clock`."""
         return self._used.get(name, 0)
 
+    def used(self, name: str) -> None:
+        """Record that a model was used, beside others that are in use too."""
+        self.clock += 1
+        self._used[name] = self.clock
+
     def switch_to(self, model: LoadedModel | None) -> None:
         """Make a model the current one, and close the open request of another model."""
         if self.current is not None and self.current is not model:
@@ -80,7 +85,11 @@ class ModelCache:
         model = self.models[spec.name]
         config = model.engine.config
         mesh = {axis: degree for axis, degree in config.degrees.items() if degree > 1}
-        return ModelReady(spec.name, model.card, mesh, config.describe(), tuple(unloaded))
+        strategy, modes = config.describe(), ()
+        if spec.pool:
+            modes = tuple(tuple(mode) for mode in model.modes)
+            strategy = f"a pool of {spec.pool} ranks, of which up to {max(rows * tokens for rows, tokens in modes)} share a call"
+        return ModelReady(spec.name, model.card, mesh, strategy, tuple(unloaded), modes)
 
     def close(self) -> None:
         """Unload all models."""

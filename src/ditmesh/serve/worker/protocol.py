@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..offers import ModelSpec
+from ..schedule.costs import CostTable
 from ..types import JobRequest, RankState
 
 FailureCode = Literal["invalid_request", "out_of_memory", "internal"]
@@ -21,7 +22,8 @@ class PictureTask:
         model: name of its `ModelSpec`.
         request: the job's; picture ``index`` has seed ``request.seed + index``.
         files: input pictures on this machine, by digest.
-        owner: of the job; priorities count among the tasks of one owner.
+        owner: of the job; priorities count among the tasks of one owner. weight: of the owner's share.
+        within: seconds in which it is to be done, when it is sent; None: it is patient.
     """
 
     id: str
@@ -30,6 +32,8 @@ class PictureTask:
     index: int
     files: Mapping[str, str] = field(default_factory=dict)
     owner: str = ""
+    weight: float = 1.0
+    within: float | None = None
 
 
 def under_way(tasks: Sequence[tuple[str, int]], most: int) -> list[int]:
@@ -92,13 +96,14 @@ Command = Load | Start | Cancel | Stop
 
 @dataclass(frozen=True)
 class ModelReady:
-    """A model is loaded: its card's fields, and the mesh in force."""
+    """A model is loaded: its card's fields, and the mesh in force; ``modes``: of a pool, as `schedule.costs.Mode`."""
 
     name: str
     card: Mapping[str, Any]
     mesh: Mapping[str, int]
     strategy: str
     unloaded: tuple[str, ...] = ()
+    modes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,7 @@ class Beat:
         batch: rows of the latest call of a transformer.
         calls, rows: of transformers since the start.
         bytes: sent since the start, by axis.
+        costs: of a pool, what calls take, now and then.
     """
 
     running: tuple[str, ...]
@@ -198,6 +204,7 @@ class Beat:
     bytes: Mapping[str, int]
     synchronous_steps: int = 0
     drift: float | None = None
+    costs: CostTable | None = None
 
 
 Message = (

@@ -199,6 +199,10 @@ class RankRendezvous:
         self.states.update({one.state.rank: one.state for one in messages if one.state is not None})
         return messages
 
+    def take_commands(self, wait: float) -> tuple[Command, ...]:
+        """The owner's commands, on rank 0; waits at most ``wait`` seconds for the first one."""
+        return self._commands.take(wait)
+
     def vote(self, reason: str, seconds: float | None = None) -> list[str]:
         """Every rank's reason why a model cannot be loaded; as `HostAllGather`."""
         return self._votes(reason, seconds)

@@ -1,0 +1,308 @@
+"""The loop of every rank of a pool: it follows the log of events, and makes the calls that it is told to make."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..offers import ModelSpec
+from ..schedule.core import Run, Scheduler
+from ..schedule.costs import ALONE, Kind
+from ..types import RankState
+from .batching import PipelineTask
+from .conductor import Conductor, Gone, kind_of
+from .loaded import LoadedModel
+from .model_cache import ModelCache
+from .pooled import PoolBatcher
+from .protocol import Cancelled, Load, ModelFailed, Stop
+from .rendezvous import RankRendezvous, failure_of
+from .wire import Answers, Assigned, Channel, Ending, Failing, Joined, Left, Loading, Renewing, RunDone, TaskAfter
+from .worker import STATE_INTERVAL, RunningTask, TaskScheduler
+
+
+def serve_pool(specs: Sequence[ModelSpec], *, report: Any, scheduler: Scheduler | None = None) -> None:
+    """Serve until a `Stop` command, with ranks that change between the steps of a request.
+
+    As `worker.serve_rank`, for models with ``ModelSpec.pool``.
+
+    Args:
+        specs, report: as of `worker.serve_rank`.
+        scheduler: decides on rank 0; default: a `Scheduler` of all ranks.
+
+    Raises:
+        RuntimeError: another rank is gone: this replica is to be started again.
+    """
+    from ...generate.runner import quieten
+
+    quieten()
+    with torch.no_grad():
+        worker = PoolWorker(report, scheduler)
+        try:
+            worker.run(specs)
+        finally:
+            worker.close()
+
+
+class PoolTasks(TaskScheduler):
+    """The tasks of a rank of a pool."""
+
+    def begin(self, id: str) -> None:
+        """Begin a task, up to its first call of a component."""
+        work = self.tasks.get(id)
+        if work is None or work.run is not None or work.task.model not in self._models.models:
+            return
+        self._begin(work, self._models.models[work.task.model])
+        if work.run is not None:
+            work.run.resume()
+            if work.run.failure is not None:
+                self._ranks.message.failed[id] = failure_of(work.run.failure)
+        reason = self._ranks.message.failed.pop(id, None)
+        if reason is not None:
+            # On all ranks alike.
+            self.fail(id, reason)
+        elif work.run is not None and work.run.ended:
+            self._finish(work)
+
+    def fail(self, id: str, reason: Any) -> None:
+        """Forget a task, and report why."""
+        if id in self.tasks:
+            self._fail(id, [reason])
+
+    def leave(self, id: str) -> None:
+        """Forget a task."""
+        if (work := self.tasks.get(id)) is not None:
+            self._leave(work)
+
+    def finish(self, work: RunningTask) -> None:
+        """Report a finished task, from rank 0, and forget it."""
+        self._finish(work)
+
+
+class PoolWorker:
+    """One rank of a pool."""
+
+    def __init__(self, report: Any, scheduler: Scheduler | None = None) -> None:
+        self._ranks = RankRendezvous(report)
+        self._models = ModelCache(self._ranks)
+        self._tasks = PoolTasks(self._ranks, self._models)
+        rank, size = self._ranks.rank, self._ranks.size
+        self._conductor = Conductor(lambda: self._channel, self._ranks.send, scheduler or Scheduler(size)) if rank == 0 else None
+        inbox = (lambda message: None) if self._conductor is None else self._conductor.inbox.put
+        self._channel = Channel(rank, size, inbox)
+        self._threads: list[threading.Thread] = []
+        self._state_time = 0.0
+        self._rows = self._batch = 0
+        self._step_seconds = 0.0
+        self._ended = False
+
+    def run(self, specs: Sequence[ModelSpec]) -> None:
+        """Serve until a `Stop` command."""
+        if self._conductor is not None:
+            for spec in specs:
+                self._conductor.inbox.put(Load(spec, len(specs)))
+            for target in (self._conductor.run, self._pass_on):
+                thread = threading.Thread(target=target, name="ditmesh-conductor", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        while True:
+            event = self._channel.events.get()
+            if isinstance(event, Exception):
+                raise event
+            if isinstance(event, Ending):
+                self._ended = True
+                return
+            self._obey(event)
+
+    def close(self) -> None:
+        """Drop all tasks and unload the models."""
+        self._tasks.close()
+        self._models.close()
+        if self._ended:
+            # After a failure, others may not answer.
+            self._channel.close()
+            for thread in self._threads:
+                thread.join()
+        self._ranks.close()
+        gc.collect()
+
+    def _pass_on(self) -> None:
+        """Give the owner's commands to the conductor; a thread of rank 0."""
+        assert self._conductor is not None
+        while True:
+            for command in self._ranks.take_commands(1.0):
+                self._conductor.inbox.put(command)
+                if isinstance(command, Stop):
+                    return
+
+    # ---- events
+
+    def _obey(self, event: Any) -> None:
+        if isinstance(event, Joined):
+            self._tasks.add(event.task)
+            self._begin(event.task.id)
+        elif isinstance(event, Left):
+            work = self._tasks.tasks.get(event.id)
+            if work is not None:
+                step = work.step
+                self._tasks.leave(event.id)
+                if event.cancelled:
+                    self._ranks.send(Cancelled(event.id, step))
+        elif isinstance(event, Failing):
+            self._tasks.fail(event.id, event.reason)
+        elif isinstance(event, Answers):
+            self._replay(event)
+        elif isinstance(event, Assigned):
+            if self._ranks.rank in event.run.ranks:
+                self._channel.tell(self._made(event))
+        elif isinstance(event, Loading):
+            self._load(event.load)
+        elif isinstance(event, Renewing) and event.model in self._models.models:
+            batcher = self._models.models[event.model].batcher
+            assert isinstance(batcher, PoolBatcher)
+            batcher.placements.ways[event.mode].renew()
+
+    def _begin(self, id: str) -> None:
+        self._tasks.begin(id)
+        if id not in self._tasks.tasks and self._conductor is not None:
+            self._conductor.inbox.put(Gone(id))
+
+    def _load(self, load: Load) -> None:
+        self._models.waiting.append(load)
+        answer = self._models.load(load, self._tasks.needed)
+        self._ranks.send(answer)
+        if isinstance(answer, ModelFailed):
+            self._tasks.refuse(answer)
+        if self._conductor is not None:
+            self._conductor.inbox.put(answer)
+        for id in [*self._tasks.tasks]:
+            self._begin(id)
+
+    def _replay(self, event: Answers) -> None:
+        """Bring a task to where the ranks are that have made its calls."""
+        rank, work = self._ranks.rank, self._tasks.tasks.get(event.id)
+        if work is None or work.run is None:
+            return
+        model = self._models.models[work.task.model]
+        assert isinstance(model.batcher, PoolBatcher)
+        if rank not in event.ranks and not (event.ended and rank > 0):
+            work.run.batch = event.batch
+            for data in pickle.loads(event.data):
+                if not work.run.ended:
+                    model.batcher.replay(work.run, data)
+        if not event.ended:
+            return
+        if work.run.ended:
+            self._tasks.finish(work)
+        else:
+            self._tasks.leave(event.id)
+
+    # ---- runs
+
+    def _made(self, event: Assigned) -> RunDone:
+        """Make the calls of a run."""
+        run = event.run
+        done = RunDone(event.number, self._ranks.rank)
+        works = []
+        for id in run.tasks:
+            work = self._tasks.tasks.get(id)
+            if work is None or work.run is None:
+                done.missing.append(id)
+            else:
+                works.append(work)
+        began = time.perf_counter()
+        if works:
+            model = self._models.models[works[0].task.model]
+            self._models.used(model.spec.name)
+            batcher = model.batcher
+            assert isinstance(batcher, PoolBatcher)
+            if run.mode == ALONE:
+                self._make_alone(run, works, model, batcher, done)
+            else:
+                self._make_shared(run, works[0], model, batcher, done)
+            for work in works:
+                self._report(work, batcher, run, done)
+            done.rows, done.batch = batcher.counts.rows - self._rows, batcher.counts.batch
+            self._rows, self._batch = batcher.counts.rows, batcher.counts.batch
+            done.sent = batcher.placements.traffic()
+        self._step_seconds = time.perf_counter() - began
+        done.state = self._state()
+        return done
+
+    def _report(self, work: RunningTask, batcher: PoolBatcher, run: Run, done: RunDone) -> None:
+        pipeline, id = work.run, work.task.id
+        assert pipeline is not None
+        if pipeline.failure is not None and id not in done.failed:
+            done.failed[id] = failure_of(pipeline.failure)
+        answers = batcher.take_answers(pipeline)
+        if self._ranks.rank == run.first and answers:
+            # What has ended is of use to the first rank alone, which may have made it itself.
+            done.answers[id] = pickle.dumps(answers)
+        waits = pipeline.pending is not None and not batcher.steps(pipeline)
+        done.after[id] = TaskAfter(work.step, work.steps, waits, pipeline.ended)
+
+    def _kind(self, work: RunningTask, model: LoadedModel) -> Kind:
+        return kind_of(work.task, model.card, model.spec)
+
+    def _make_alone(
+        self, run: Run, works: list[RunningTask], model: LoadedModel, batcher: PoolBatcher, done: RunDone
+    ) -> None:
+        began = time.perf_counter()
+        by_run = {work.run: work for work in works if work.run is not None}
+
+        def seen(members: Sequence[PipelineTask], seconds: float) -> None:
+            done.calls.append((self._kind(by_run[members[0]], model), len(members), seconds))
+
+        stuck: set[PipelineTask] = set()
+        first = True
+        while first or time.perf_counter() - began < run.seconds * 0.95:
+            first = False
+            pending = [one for one in by_run if one.pending is not None and one not in stuck]
+            narrow = [one for one in pending if not batcher.steps(one)]
+            if narrow:
+                work = by_run[narrow[0]]
+                early = not work.step
+                done.parts.append((work.task.id, early, batcher.make_narrow_call(narrow[0])))
+            elif pending:
+                failed = batcher.make_calls(pending, seen)
+                for one, reason in failed.items():
+                    done.failed[by_run[one].task.id] = reason
+                    stuck.add(one)
+            else:
+                return
+
+    def _make_shared(
+        self, run: Run, work: RunningTask, model: LoadedModel, batcher: PoolBatcher, done: RunDone
+    ) -> None:
+        pipeline = work.run
+        assert pipeline is not None
+        for _ in range(run.calls):
+            if pipeline.pending is None or not batcher.steps(pipeline):
+                return
+            try:
+                seconds = batcher.make_shared_call(pipeline, run.mode)
+            except Exception as error:
+                done.failed[work.task.id] = failure_of(error)
+                done.broken = True
+                return
+            done.calls.append((self._kind(work, model), 1, seconds))
+
+    def _state(self) -> RankState | None:
+        now = time.monotonic()
+        if now - self._state_time < STATE_INTERVAL:
+            return None
+        self._state_time, device = now, self._models.device
+        if device.type == "cuda":
+            memory = int(torch.cuda.memory_allocated(device))
+        else:
+            import psutil
+
+            memory = int(psutil.Process().memory_info().rss)
+        return RankState(
+            rank=self._ranks.rank, device=str(device), step_seconds=self._step_seconds, memory_bytes=memory
+        )

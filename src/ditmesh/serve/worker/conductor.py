@@ -1,0 +1,376 @@
+"""The conductor of a pool: a thread of rank 0 that knows what every rank does, and decides what comes next.
+
+Ranks are told of decisions, and of one another's results, by one log of events that is the same for all of them. So
+every rank knows every request at the same step, by its own copy of the pipeline's call, and any ranks can make the
+next call of any request.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..offers import STEPS, ModelSpec
+from ..schedule.core import Run, Scheduler, Task
+from ..schedule.costs import AFTER, ALONE, BEFORE, Costs, Kind, Mode
+from ..types import RankState
+from .protocol import Beat, Cancel, Command, Load, ModelFailed, ModelReady, PictureTask, Start, Stop
+from .wire import Answers, Assigned, Channel, Ending, Failing, Joined, Left, Loading, Renewing, RunDone, TaskAfter
+
+logger = logging.getLogger(__name__)
+
+# Seconds between heartbeats of ranks without work, and between two tables of costs for the owner.
+HEARTBEAT, TOLD = 1.0, 2.0
+
+
+def kind_of(task: PictureTask, card: Mapping[str, Any], spec: ModelSpec) -> Kind:
+    """The kind of a task's steps, before its inputs are read."""
+    request = task.request
+    width, height = request.width or card.get("width") or 1024, request.height or card.get("height") or 1024
+    frames = (request.frames or card.get("frames") or 1) if card.get("video") else 1
+    guidance = next((one for one in (request.guidance, spec.guidance, card.get("guidance")) if one is not None), 2.0)
+    return Kind(spec.name, width, height, frames, guidance > 1)
+
+
+@dataclass(eq=False)
+class Live:
+    """A task in the pool.
+
+    Attributes:
+        after: what is known of it since its latest run.
+        before: seconds of calls before its first step.
+        calls: of transformers; late: seconds of calls after its last step.
+        alone: it is not to be shared by several ranks any more.
+        run: number of the run that it takes part in.
+    """
+
+    task: PictureTask
+    kind: Kind
+    arrived: float
+    deadline: float | None
+    after: TaskAfter
+    before: float = 0.0
+    calls: int = 0
+    late: float = 0.0
+    alone: bool = False
+    run: int | None = None
+
+
+@dataclass(eq=False)
+class Going:
+    """A run that ranks are at.
+
+    Attributes:
+        until: seconds of the clock at which it is expected to be over.
+        waiting: ranks that have not reported.
+        done: their reports.
+    """
+
+    run: Run
+    model: str
+    began: float
+    until: float
+    waiting: set[int]
+    done: list[RunDone] = field(default_factory=list)
+
+
+class Conductor:
+    """Decides, publishes events, and tells the owner of the pool's state. One thread of rank 0 runs it.
+
+    Args:
+        channel: to the ranks.
+        send: reports to the owner.
+        scheduler: decides.
+    """
+
+    def __init__(self, channel: Callable[[], Channel], send: Callable[[Any], None], scheduler: Scheduler) -> None:
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.costs = Costs()
+        self.scheduler = scheduler
+        self._channel_of, self._send, self._ranks = channel, send, scheduler.ranks
+        self._lives: dict[str, Live] = {}
+        self._going: dict[int, Going] = {}
+        self._models: dict[str, tuple[ModelSpec, Mapping[str, Any]]] = {}
+        self._loads: list[Load] = []
+        self._loading: Load | None = None
+        self._renew: list[Renewing] = []
+        self._numbers = 0
+        self._modes: dict[str, list[Mode]] = {}
+        self._states: dict[int, RankState] = {}
+        self._sent: dict[int, Mapping[str, int]] = {}
+        self._calls = self._rows = self._batch = 0
+        self._beat = self._told = 0.0
+
+    # ---- the loop
+
+    def run(self) -> None:
+        """Take messages until `Stop`. An error is published on this rank, where the main thread raises it."""
+        try:
+            while self._take():
+                pass
+        except Exception as error:
+            self._channel.events.put(error)
+
+    @property
+    def _channel(self) -> Channel:
+        return self._channel_of()
+
+    def _take(self) -> bool:
+        messages: list[Any] = []
+        try:
+            messages.append(self.inbox.get(timeout=HEARTBEAT))
+            while True:
+                messages.append(self.inbox.get_nowait())
+        except queue.Empty:
+            pass
+        events: list[Any] = []
+        only: dict[int, list[Any]] = {}
+        for message in messages:
+            if isinstance(message, Stop):
+                self._channel.publish([Ending()])
+                return False
+            if isinstance(message, Exception):
+                raise message
+            self._hear(message, events, only)
+        self._advance(events)
+        self._tell(bool(messages))
+        return True
+
+    def _publish(self, events: list[Any]) -> None:
+        if events:
+            self._channel.publish(list(events))
+            events.clear()
+
+    def _hear(self, message: Any, events: list[Any], only: dict[int, list[Any]]) -> None:
+        if isinstance(message, RunDone):
+            self._done(message, events)
+        elif isinstance(message, Start):
+            self._join(message.task, events)
+        elif isinstance(message, Cancel):
+            if self._lives.pop(message.id, None) is not None:
+                events.append(Left(message.id))
+        elif isinstance(message, Load):
+            self._loads.append(message)
+        elif isinstance(message, (ModelReady, ModelFailed)):
+            self._loaded(message)
+        elif isinstance(message, Gone):
+            self._lives.pop(message.id, None)
+
+    def _join(self, task: PictureTask, events: list[Any]) -> None:
+        events.append(Joined(task))
+        known = self._models.get(task.model)
+        if known is None:
+            # Refused by the ranks, unless the model is about to be loaded.
+            spec = next((load.spec for load in self._waiting_loads if load.spec.name == task.model), None)
+            if spec is None:
+                return
+            known = spec, {}
+        spec, card = known
+        steps = task.request.steps or spec.steps or card.get("steps") or STEPS
+        now = time.monotonic()
+        deadline = None if task.within is None else now + task.within
+        self._lives[task.id] = Live(
+            task, kind_of(task, card, spec), now, deadline, TaskAfter(0, steps, narrow=True, ended=False)
+        )
+
+    @property
+    def _waiting_loads(self) -> list[Load]:
+        return [*self._loads, *([self._loading] if self._loading else [])]
+
+    def _loaded(self, message: ModelReady | ModelFailed) -> None:
+        load, self._loading = self._loading, None
+        for name in message.unloaded:
+            self._models.pop(name, None)
+        if isinstance(message, ModelFailed):
+            for live in [one for one in self._lives.values() if one.task.model == message.name]:
+                del self._lives[live.task.id]
+            return
+        assert load is not None
+        self._models[message.name] = load.spec, message.card
+        self._modes[message.name] = [Mode(*mode) for mode in message.modes] or [ALONE]
+        self.scheduler.modes = self._modes
+        for live in self._lives.values():
+            if live.task.model == message.name and live.run is None and not live.after.step:
+                live.kind = kind_of(live.task, message.card, load.spec)
+
+    # ---- results
+
+    def _done(self, message: RunDone, events: list[Any]) -> None:
+        going = self._going[message.number]
+        going.waiting.discard(message.rank)
+        going.done.append(message)
+        if message.state is not None:
+            self._states[message.rank] = message.state
+        self._sent[message.rank] = message.sent
+        if going.waiting:
+            return
+        del self._going[message.number]
+        first = min(going.done, key=lambda one: one.rank)
+        self._calls += len(first.calls)
+        self._rows, self._batch = self._rows + first.rows, first.batch or self._batch
+        mode, now = going.run.mode, time.monotonic()
+        for kind, together, seconds in first.calls:
+            self.costs.add(kind, mode, together, seconds)
+        broken = any(one.broken for one in going.done)
+        if broken:
+            self._renew.append(Renewing(going.model, mode))
+        for id in going.run.tasks:
+            live = self._lives.get(id)
+            if live is None:
+                continue
+            live.run = None
+            self.scheduler.charge(
+                live.task.owner, (now - going.began) * mode.ranks / len(going.run.tasks), live.task.weight
+            )
+            self._go_on(live, going, first, broken, events)
+
+    def _go_on(self, live: Live, going: Going, first: RunDone, broken: bool, events: list[Any]) -> None:
+        """What becomes of a task after a run."""
+        id, mode = live.task.id, going.run.mode
+        reason = next((one.failed[id] for one in going.done if id in one.failed), None)
+        if any(id in one.missing for one in going.done):
+            del self._lives[id]
+            return
+        after = first.after.get(id)
+        if broken:
+            # The answers that all ranks of the run agree on are not known: it begins again, on one rank.
+            again = live.task if not live.alone else None
+            del self._lives[id]
+            if again is None and reason is not None:
+                events.append(Failing(id, reason))
+            elif again is not None:
+                events += [Left(id, cancelled=False), Joined(again)]
+                self._lives[id] = Live(
+                    again, live.kind, live.arrived, live.deadline,
+                    TaskAfter(0, live.after.steps, narrow=True, ended=False), alone=True,
+                )  # fmt: skip
+            return
+        data = first.answers.get(id, b"")
+        ended = after is not None and after.ended
+        if data or ended:
+            events.append(Answers(id, going.run.ranks, data, ended, first.batch))
+        if reason is not None:
+            events.append(Failing(id, reason))
+            del self._lives[id]
+            return
+        assert after is not None
+        live.calls += sum(1 for _ in first.calls) if mode.ranks > 1 or len(going.run.tasks) == 1 else 0
+        for name, before, seconds in first.parts:
+            if name == id and before:
+                live.before += seconds
+            elif name == id:
+                live.late += seconds
+        if after.step and not live.after.step:
+            self.costs.add_part(live.kind, BEFORE, live.before)
+            live.calls = 0
+        if ended:
+            self.costs.add_part(live.kind, AFTER, live.late)
+            del self._lives[id]
+        live.after = after
+
+    # ---- decisions
+
+    def _advance(self, events: list[Any]) -> None:
+        """Load and renew when all ranks are free, else let free ranks begin runs."""
+        if self._loading is None and (self._renew or self._loads):
+            load = self._next_load()
+            if self._renew or load is not None:
+                if not self._going:
+                    events += self._renew
+                    self._renew = []
+                    if load is not None:
+                        self._loads.remove(load)
+                        self._loading = load
+                        events.append(Loading(load))
+                self._publish(events)
+                if self._loading is not None or self._renew:
+                    return
+        if self._loading is None:
+            self._decide(events)
+        self._publish(events)
+
+    def _next_load(self) -> Load | None:
+        """The first model to be loaded, if there is space for it beside the models of tasks."""
+        load = next(iter(self._loads), None)
+        if load is None or load.spec.name in self._models or len(self._models) < max(1, load.most):
+            return load
+        needed = {live.task.model for live in self._lives.values()}
+        return load if any(name not in needed for name in self._models) else None
+
+    def _decide(self, events: list[Any]) -> None:
+        lives = {id: live for id, live in self._lives.items() if live.task.model in self._models}
+        if not lives:
+            return
+        now = time.monotonic()
+        free = [now] * self._ranks
+        for going in self._going.values():
+            for rank in going.run.ranks:
+                free[rank] = max(going.until, now + 1e-3)
+        tasks = [self._task(live) for live in lives.values()]
+        running = [going.run for going in self._going.values()]
+        for run in self.scheduler.decide(self.costs, now, tasks, running, free):
+            self._numbers += 1
+            for id in run.tasks:
+                lives[id].run = self._numbers
+            model = lives[run.tasks[0]].task.model
+            self._going[self._numbers] = Going(run, model, now, now + run.seconds, set(run.ranks))
+            events.append(Assigned(self._numbers, run))
+
+    def _task(self, live: Live) -> Task:
+        after, request = live.after, live.task.request
+        return Task(
+            id=live.task.id,
+            kind=live.kind,
+            steps=max(0, after.steps - after.step),
+            begun=bool(after.step),
+            arrived=live.arrived,
+            total=after.steps,
+            deadline=live.deadline,
+            owner=live.task.owner,
+            weight=live.task.weight,
+            priority=request.priority,
+            narrow=after.narrow or live.alone,
+            form=None if live.alone else (live.kind, request.loras),
+        )
+
+    # ---- the owner
+
+    def _tell(self, worked: bool) -> None:
+        now = time.monotonic()
+        if not worked and now - self._beat < HEARTBEAT:
+            return
+        if worked and now - self._beat < 0.05:
+            return
+        self._beat = now
+        table = None
+        if now - self._told > TOLD:
+            self._told, table = now, self.costs.table()
+        sent: Counter[str] = Counter()
+        for one in self._sent.values():
+            sent.update(one)
+        self._send(
+            Beat(
+                running=tuple(id for id, live in self._lives.items() if live.after.step or live.run is not None),
+                batch=self._batch,
+                calls=self._calls,
+                rows=self._rows,
+                ranks=tuple(state for _, state in sorted(self._states.items())),
+                bytes=dict(sent),
+                costs=table,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A task is not on rank 0 any more, without a run: it could not be begun."""
+
+    id: str
+
+
+Told = Command | RunDone | ModelReady | ModelFailed | Gone | Exception

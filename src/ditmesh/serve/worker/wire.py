@@ -1,0 +1,286 @@
+"""What the ranks of a pool tell one another: results to rank 0, and from there one log of events to all."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..schedule.core import Run
+from ..schedule.costs import Kind, Mode
+from ..types import RankState
+from .protocol import PictureTask
+from .rendezvous import FailureReason
+
+# Messages are waited for as long as a server lives.
+ENDLESS = timedelta(days=10_000)
+
+
+# --- values with tensors
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            self.tensors.append(obj)
+            return len(self.tensors) - 1
+        return None
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: Any, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._tensors[pid]
+
+
+def packed(value: Any) -> bytes:
+    """A value with tensors as bytes; tensors of any device."""
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    tensors = []
+    for tensor in packer.tensors:
+        plain = tensor.detach().contiguous().cpu()
+        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        tensors.append((plain.dtype, tuple(plain.shape), tensor.device.type != "cpu", data))
+    return pickle.dumps((file.getvalue(), tensors))
+
+
+def unpacked(data: bytes, device: torch.device) -> Any:
+    """The value of `packed`; tensors that were on a device are on ``device``, in memory of their own."""
+    body, packs = pickle.loads(data)
+    tensors = []
+    for dtype, shape, moved, raw in packs:
+        # torch's own allocation is aligned: sums in kernels may depend on that.
+        tensor = torch.empty(shape, dtype=dtype)
+        if raw:
+            tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        tensors.append(tensor.to(device) if moved else tensor)
+    return _Unpacker(io.BytesIO(body), tensors).load()
+
+
+# --- events: the same for all ranks, in one order
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A task is in the pool: every rank begins it."""
+
+    task: PictureTask
+
+
+@dataclass(frozen=True)
+class Left:
+    """A task is to be forgotten; ``cancelled``: the owner is told so."""
+
+    id: str
+    cancelled: bool = True
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """Ranks are to make the next calls of tasks."""
+
+    number: int
+    run: Run
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The results of a task's calls, in order, from the ranks that made them; the others go on with them.
+
+    Attributes:
+        id: of the task.
+        ranks: that have made them.
+        data: `packed` list of the results; empty: for ranks that do not need it.
+        ended: the task is done: ranks other than the first forget it.
+        batch: rows of its latest call.
+    """
+
+    id: str
+    ranks: range
+    data: bytes
+    ended: bool
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A task has failed: every rank forgets it, and rank 0 reports the reason."""
+
+    id: str
+    reason: FailureReason
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Every rank loads the next model."""
+
+    load: Any
+
+
+@dataclass(frozen=True)
+class Renewing:
+    """Every rank makes the links of a way of a model again."""
+
+    model: str
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Every rank returns."""
+
+
+# --- results: from a rank to rank 0
+
+
+@dataclass(frozen=True)
+class TaskAfter:
+    """A task after a run.
+
+    Attributes:
+        step, steps: that are done, and that there are.
+        narrow: its next call is one of another component than a transformer.
+        ended: nothing is left of it.
+    """
+
+    step: int
+    steps: int
+    narrow: bool
+    ended: bool
+
+
+@dataclass
+class RunDone:
+    """What a rank has done of a run.
+
+    Attributes:
+        number: of the run; rank: that reports.
+        answers: by task, `packed`; of the first rank of the run alone.
+        after: of each task.
+        calls: kind, number of requests and seconds of each call of a transformer.
+        parts: task, whether steps came before it, and seconds of each other call.
+        failed: by task.
+        broken: the way's links are to be made again.
+        rows: of its calls; batch: of the latest.
+        missing: tasks that are not on this rank (any more).
+        state: of the rank.
+        sent: bytes, by axis, since the start.
+    """
+
+    number: int
+    rank: int
+    answers: dict[str, bytes] = field(default_factory=dict)
+    after: dict[str, TaskAfter] = field(default_factory=dict)
+    calls: list[tuple[Kind, int, float]] = field(default_factory=list)
+    parts: list[tuple[str, bool, float]] = field(default_factory=list)
+    failed: dict[str, FailureReason] = field(default_factory=dict)
+    broken: bool = False
+    rows: int = 0
+    batch: int = 0
+    missing: list[str] = field(default_factory=list)
+    state: RankState | None = None
+    sent: Mapping[str, int] = field(default_factory=dict)
+
+
+# --- transport
+
+
+class Channel:
+    """Messages between rank 0 and the others, over process groups of the host. Made by all ranks at the same time.
+
+    Messages go out in one order, and threads receive them: no sender waits for a rank that computes.
+
+    Args:
+        rank, size: this rank, and their number.
+        inbox: on rank 0 called with each message for it, in the thread that received it.
+    """
+
+    def __init__(self, rank: int, size: int, inbox: Callable[[Any], None]) -> None:
+        self.rank, self.size, self._inbox = rank, size, inbox
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._down: Any = dist.new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
+        self._up: Any = dist.new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
+        self._threads: list[threading.Thread] = []
+        sources = range(1, size) if rank == 0 else [0] if size > 1 else []
+        for source in sources:
+            target = self._hear if rank == 0 else self._listen
+            thread = threading.Thread(target=target, args=(source,), name=f"ditmesh-pool-{source}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def publish(self, events: list[Any], only: Mapping[int, list[Any]] | None = None) -> None:
+        """Send events to all ranks, from rank 0's conductor.
+
+        Args:
+            events: in order.
+            only: by rank, what that rank gets in their place.
+        """
+        for rank in range(1, self.size):
+            self._send(events if only is None else only.get(rank, events), rank, self._down)
+        for event in events if only is None else only.get(0, events):
+            self.events.put(event)
+
+    def tell(self, message: Any) -> None:
+        """Send rank 0's conductor a message."""
+        if self.rank == 0:
+            self._inbox(message)
+        else:
+            self._send(message, 0, self._up)
+
+    def close(self) -> None:
+        """End the threads, after the last event. All ranks call this."""
+        if self.size == 1:
+            return
+        if self.rank > 0:
+            self._send(None, 0, self._up)
+        for thread in self._threads:
+            thread.join()
+        for group in (self._down, self._up):
+            dist.destroy_process_group(group)
+
+    def _send(self, message: Any, rank: int, group: Any) -> None:
+        data = pickle.dumps(message)
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.send(torch.tensor([len(data)]), rank, group=group)
+        dist.send(body, rank, group=group)
+
+    def _receive(self, rank: int, group: Any) -> Any:
+        size = torch.zeros(1, dtype=torch.long)
+        dist.recv(size, rank, group=group)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(body, rank, group=group)
+        return pickle.loads(body.numpy().tobytes())
+
+    def _hear(self, source: int) -> None:
+        while (message := self._receive(source, self._up)) is not None:
+            self._inbox(message)
+
+    def _listen(self, source: int) -> None:
+        while True:
+            try:
+                events = self._receive(source, self._down)
+            except Exception as error:
+                self.events.put(error)
+                return
+            for event in events:
+                self.events.put(event)
+            if any(isinstance(event, Ending) for event in events):
+                return

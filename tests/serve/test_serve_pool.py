@@ -1,0 +1,50 @@
+"""A pool of ranks that change between the steps of a request: every picture is the one that one rank draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ditmesh.serve.schedule.core import Scheduler
+from ditmesh.serve.worker.adaptive import serve_pool
+from ditmesh.serve.worker.protocol import Beat, Finished, ModelReady, TaskFailed, TaskStepped
+from support.batching import Owner, alone, at_once, of, picture, task
+from support.pool import PROMPTS, RandomScheduler, drawn, pictures, pool_spec
+
+SEEDS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(ranks: Any) -> list[np.ndarray]:
+    """Pictures of one rank with the settings of reproducible mode."""
+    said = drawn(ranks(1), pool_spec(1, reproducible=True), Scheduler(1), SEEDS)
+    return pictures(said, SEEDS)
+
+
+@pytest.mark.parametrize(
+    "schedule", [7, *(pytest.param(number, marks=pytest.mark.matrix) for number in range(1000, 1999))]
+)
+def test_a_random_schedule_gives_the_bits_of_one_rank(ranks, of_one_rank, schedule):
+    scheduler = RandomScheduler(2, seed=schedule)
+    said = drawn(ranks(2), pool_spec(2, reproducible=True), scheduler, SEEDS)
+    for found, expected in zip(pictures(said, SEEDS), of_one_rank, strict=True):
+        assert np.array_equal(found, expected)
+    # Several ranks have shared calls, or there would be nothing to compare.
+    assert of(said, Beat)[-1].bytes
+
+
+def test_pictures_of_a_pool_are_those_of_one_device(ranks):
+    starts = [task(str(n), prompt, seed=n) for n, prompt in enumerate(PROMPTS)]
+    starts.append(task("size", PROMPTS[0], width=66, height=64))
+    said = Owner(at_once(*starts), 5).serve(ranks(2), [pool_spec(2)], serve_pool)
+    (ready,) = of(said, ModelReady)
+    assert ready.card["batching"]
+    assert set(ready.modes) == {(1, 1), (2, 1), (1, 2)}
+    (failed,) = of(said, TaskFailed)
+    assert (failed.id, failed.code) == ("size", "invalid_request")
+    for n, prompt in enumerate(PROMPTS):
+        assert abs(picture(said, str(n)) - alone(prompt, n)).max() <= 1
+        assert [one.step for one in of(said, TaskStepped, str(n))] == [1, 2, 3, 4, 5]
+    assert {one.id for one in of(said, Finished)} == {"0", "1", "2", "3"}

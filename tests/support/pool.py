@@ -1,0 +1,100 @@
+"""A pool of ranks whose schedule is drawn at random, and what one rank draws by itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ditmesh import zoo
+from ditmesh.config import ParallelConfig
+from ditmesh.launch import RankPool
+from ditmesh.serve.offers import ModelSpec
+from ditmesh.serve.schedule.core import Run, Scheduler, Task
+from ditmesh.serve.schedule.costs import ALONE, Costs
+from ditmesh.serve.worker.adaptive import serve_pool
+from ditmesh.serve.worker.protocol import Cancel, Cancelled, TaskStepped
+from support.batching import Owner, of, picture, task
+
+PROMPTS = ["a red apple", "a green frog", "a yellow star", "a blue fish"]
+
+
+def pool_spec(ranks: int, name: str = "emoji", model: str = "emoji-sd3", **config: Any) -> ModelSpec:
+    return ModelSpec(name, str(zoo.path(model)), ParallelConfig(**config), pool=ranks)
+
+
+@dataclass
+class RandomScheduler(Scheduler):
+    """Any ranks for any task, for a few calls; tasks wait at random, and run together at random."""
+
+    seed: int = 0
+    draw: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed)
+
+    def decide(
+        self, costs: Costs, now: float, tasks: Sequence[Task], running: Sequence[Run] = (), free: Sequence[float] = ()
+    ) -> list[Run]:
+        busy = {rank for run in running for rank in run.ranks}
+        at_work = {id for run in running for id in run.tasks}
+        waiting = [one for one in tasks if one.id not in at_work]
+        self.draw.shuffle(waiting)
+        begun: list[Run] = []
+        while waiting:
+            one = waiting.pop()
+            if (begun or busy) and self.draw.random() < 0.3:
+                continue
+            modes = [ALONE] if one.narrow or not one.steps else list(self.modes.get(one.kind.model, [ALONE]))
+            self.draw.shuffle(modes)
+            for mode in modes:
+                firsts = [
+                    first
+                    for first in range(0, self.ranks, mode.ranks)
+                    if not busy.intersection(range(first, first + mode.ranks))
+                ]
+                if not firsts:
+                    continue
+                ids = [one.id]
+                if mode == ALONE and one.form is not None and not one.narrow:
+                    same = [other for other in waiting if other.form == one.form and not other.narrow]
+                    ids += [other.id for other in same if self.draw.random() < 0.5]
+                waiting = [other for other in waiting if other.id not in ids]
+                run = Run(self.draw.choice(firsts), mode, tuple(ids), self.draw.randint(1, 3), 1e-9)
+                begun.append(run if mode.ranks > 1 else Run(run.first, mode, run.tasks, 0, 1e-9))
+                busy.update(run.ranks)
+                break
+        return begun
+
+
+def drawn(pool: RankPool, spec: ModelSpec, scheduler: Scheduler, seeds: Sequence[int], **more: Any) -> list[Any]:
+    """Pictures of these seeds, of which each is asked for when the one before has done a step; one more is cancelled.
+
+    Returns:
+        The messages of the ranks.
+    """
+    starts = [task(str(seed), PROMPTS[seed % 4], seed=seed, **more) for seed in seeds]
+    starts.append(task("gone", PROMPTS[0], seed=99, **more))
+    left = iter(starts)
+
+    def script(message: Any, send: Any) -> None:
+        if type(message).__name__ == "ModelReady":
+            send(next(left))
+        elif isinstance(message, TaskStepped) and message.step == 1:
+            for one in [*[next(left, None)]]:
+                if one is not None:
+                    send(one)
+            if message.id == "gone":
+                send(Cancel("gone"))
+
+    said = Owner(script, len(starts)).serve(pool, [spec], partial(serve_pool, scheduler=scheduler))
+    assert len(of(said, Cancelled)) == 1
+    return said
+
+
+def pictures(said: Sequence[Any], seeds: Sequence[int]) -> list[np.ndarray]:
+    return [picture(said, str(seed)) for seed in seeds]
