@@ -27,7 +27,7 @@ from ditmesh.forecast.shipped import model_of
 from ditmesh.forecast.workload import workload_of
 from ditmesh.serve.schedule.core import Scheduler
 from ditmesh.serve.schedule.costs import AFTER, BEFORE, Kind, Mode, modes_of
-from ditmesh.serve.schedule.simulation import Outcome, World, adaptive, fixed, trace
+from ditmesh.serve.schedule.simulation import ServedTrace, World, adaptive, fixed, trace
 from harness import command_line, write_figures
 
 # Weight, kind and steps of each sort of request of the simulated trace.
@@ -68,7 +68,7 @@ def part(kind: Kind, which: str) -> float:
 WORLD = World(seconds, part)
 
 
-def simulated(ranks: int, load: float, requests: int, seed: int, bursts: int = 1) -> dict[str, Outcome]:
+def simulated(ranks: int, load: float, requests: int, seed: int, bursts: int = 1) -> dict[str, ServedTrace]:
     """Outcomes by server; ``"adaptive"`` and the fixed ones."""
     wishes = trace(MIX, load, ranks, requests, WORLD, seed, bursts=bursts)
     widest = min(ranks, HOST)

@@ -104,6 +104,14 @@ def generate(
         str | None,
         rank_option("--server", metavar="URL", help="Generate on this `ditmesh serve`; DITMESH_API_KEY holds the key."),
     ] = None,
+    deadline_ms: Annotated[
+        int | None,
+        rank_option(
+            "--deadline-ms",
+            help="Ask --server for each job in this many milliseconds; it refuses what it cannot do by then.",
+            callback=at_least(1),
+        ),
+    ] = None,
     overwrite: Overwrite = False,
     compare: Annotated[
         bool, output_option("--compare", help="Generate on one device too, and compare speed and images.")
@@ -136,7 +144,9 @@ def generate(
 
     if server is not None:
         check_options(context)
-        result = generate_on(server, prompts, model, pictures, inputs, out, overwrite)
+        result = generate_on(server, prompts, model, pictures, inputs, out, overwrite, deadline_ms)
+    elif deadline_ms is not None:
+        raise InputError(f"--deadline-ms {deadline_ms} is for a server with --schedule adaptive; add --server URL")
     else:
         began, there = time.perf_counter(), torchrun_rank()
         asked, settings = read_prompts(prompts, pictures.prompts_file), parallel.settings()

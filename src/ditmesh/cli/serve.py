@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config import AXES, ParallelConfig
 from ..errors import InputError
 from ..serve.settings import LOOPBACK, ApiSettings, LimitOption, ServiceSettings
 from .options import (
@@ -34,6 +35,7 @@ from .values import download, embedded_or, parallel_config
 if TYPE_CHECKING:
     from ..serve.offers import ModelSpec
 
+SCHEDULES = ("fixed", "adaptive")
 LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 
 
@@ -177,6 +179,14 @@ class ModelOptions:
     replicas: Annotated[
         int, typer.Option(help="Start this many groups of --devices ranks, each with all models.", callback=at_least(1))
     ] = 1
+    schedule: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(SCHEDULES),
+            help="Share every call as the configuration says, or let ranks change between steps, with deadlines.",
+            callback=one_of(SCHEDULES, {}),
+        ),
+    ] = "fixed"
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="Read the configuration from this file.")
     ] = None
@@ -251,7 +261,13 @@ def planned(
     """
     names, local, most = tuple(clients.allow_host or ()), host in LOOPBACK, limits.of(ServiceSettings)
     named = _named(models.model or ["emoji-sd3"], "--model"), _named(models.lora or [], "--lora")
-    devices, specs = _specs(*named, models.devices, models.config, parallel, most["max_batch"])
+    choose = _pooled if models.schedule == "adaptive" else _specs
+    devices, specs = choose(*named, models.devices, models.config, parallel, most["max_batch"])
+    if models.schedule == "adaptive" and models.offload != "none":
+        raise InputError(
+            f"--offload {models.offload} moves components between the calls of one request, and --schedule adaptive "
+            "makes calls of several; leave one of them out"
+        )
     settings = ApiSettings(
         **limits.of(ApiSettings),
         keys=clients.keys,
@@ -265,6 +281,7 @@ def planned(
     service = ServiceSettings(
         **most,
         devices=devices,
+        schedule=models.schedule,  # type: ignore[arg-type]
         replicas=models.replicas,
         device=ranks.device,
         threads=ranks.threads,
@@ -393,6 +410,40 @@ def _specs(
         own: dict[str, Any] = {"steps": steps, "guidance": guidance, "text_tokens": text_tokens}
         specs.append(ModelSpec(name, model, chosen or "auto", loras=files, together=together, **own))
     return world_size, specs
+
+
+def _pooled(
+    models: dict[str, str],
+    loras: dict[str, str],
+    devices: int | None,
+    config: Path | None,
+    parallel: ConfigOptions,
+    together: int,
+) -> tuple[int, list[ModelSpec]]:
+    """As `_specs`, for a pool: the settings are those of one rank, and degrees are chosen step by step.
+
+    Raises:
+        InputError: as `_specs`; or degrees are given, or something that keeps data between the steps of a request.
+    """
+    from ..recipe import RECIPE, keeps_between_steps
+
+    settings = parallel.settings()
+    given = [f"--{name} {settings[name]}" for name in (*AXES, "shard") if settings.get(name, 1) != 1]
+    if config is not None:
+        chosen = ParallelConfig.read(config)
+        given = [f"{name}: {degree}" for name, degree in chosen.degrees.items() if degree > 1]
+        settings = chosen.model_dump()
+    if given:
+        raise InputError(
+            f"{', '.join(given)} fixes how ranks share a call, and --schedule adaptive chooses that for every step; "
+            "leave it out, or use --schedule fixed"
+        )
+    one = ParallelConfig(**settings)
+    if kept := keeps_between_steps(RECIPE, one):
+        raise InputError(f"{kept}, so that requests cannot take turns by the step; use --schedule fixed")
+    _, specs = _specs(models, loras, 1, config, parallel, together)
+    ranks = devices or 1
+    return ranks, [replace(spec, config=one, pool=ranks) for spec in specs]
 
 
 def state_folder() -> Path:

@@ -23,6 +23,18 @@ class QueueFull(ServerError):
         self.retry_after = retry_after
 
 
+class DeadlineImpossible(ServerError):
+    """A request cannot be done by its deadline.
+
+    Attributes:
+        possible_ms: the smallest ``deadline_ms`` that could be met now.
+    """
+
+    def __init__(self, message: str, possible_ms: int) -> None:
+        super().__init__(message)
+        self.possible_ms = possible_ms
+
+
 class Stopping(QueueFull):
     """The server is stopping."""
 

@@ -14,7 +14,9 @@ from ..generate.job import check_content, job_for
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.receipt import Dtype, Offload
 from ..request import FieldError
-from .types import JobRequest, ModelCard
+from .schedule.core import Task
+from .schedule.costs import Kind
+from .types import Job, JobRequest, ModelCard
 
 # What is called otherwise in JSON.
 FIELDS = {"batch": "n"}
@@ -53,6 +55,19 @@ class ModelSpec:
     text_tokens: int | None = None
     check_memory: bool = True
     memory_limit: float | None = None
+
+
+def kind_of(spec: ModelSpec, card: Mapping[str, Any], request: JobRequest) -> Kind:
+    """What the steps of a request cost, as far as the request and the model's card say before inputs are read."""
+    width, height = request.width or card.get("width") or SIDE, request.height or card.get("height") or SIDE
+    frames = (request.frames or card.get("frames") or 1) if card.get("video") else 1
+    guidance = next((one for one in (request.guidance, spec.guidance, card.get("guidance")) if one is not None), 2.0)
+    return Kind(spec.name, width, height, frames, guidance > 1)
+
+
+def steps_of(spec: ModelSpec, card: Mapping[str, Any], request: JobRequest) -> int:
+    """The denoising steps of a request."""
+    return request.steps or spec.steps or card.get("steps") or STEPS
 
 
 @dataclass
@@ -135,6 +150,23 @@ class ServedModel:
         if (request.frames or request.fps) and not self.card.video:
             raise InputError(f"{self.spec.name} generates images, not videos; leave frames and fps out")
         check_frames(request, self.card)
+
+    def task(self, id: str, job: Job, step: int, owner: str) -> Task:
+        """A picture of a job as a scheduler sees it.
+
+        Args:
+            id: of the task.
+            job: accepted, or not yet.
+            step: steps of the picture that are done.
+            owner: of the job.
+        """
+        card, request = self.card.model_dump(), job.request
+        total = steps_of(self.spec, card, request)
+        within = request.deadline_ms
+        due = None if within is None else job.created + within / 1000
+        kind = kind_of(self.spec, card, request)
+        left = max(0, total - step)
+        return Task(id, kind, left, step > 0, job.created, total, due, owner, priority=request.priority)
 
     def work(self, request: JobRequest) -> float:
         """Estimated work of one image, in steps × megapixels × frames."""

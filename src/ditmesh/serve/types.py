@@ -12,6 +12,9 @@ Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 # A job with one of these statuses has ended.
 ENDED: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
 
+# A week, in milliseconds.
+MOST_DEADLINE = 7 * 86_400_000
+
 Format = Literal["png", "jpeg", "webp", "mp4"]
 InputRole = Literal["image", "mask", "control", "ip-image"]
 
@@ -47,6 +50,7 @@ class JobRequest(PictureRequest):
         loras: adapters that are on for this job alone.
         inputs: input pictures.
         priority: of jobs with the same key those of a higher one go first, and pause lower ones at the next step.
+        deadline_ms: milliseconds from its acceptance in which all its results are to be done; None: it is patient.
         previews: every how many steps a preview is made; 0: never.
         format: of the results; of videos ``"mp4"``, or an animated ``"png"`` (lossless) or ``"webp"``.
     """
@@ -59,6 +63,7 @@ class JobRequest(PictureRequest):
     loras: tuple[Adapter, ...] = Field(default=(), max_length=8)
     inputs: tuple[Input, ...] = Field(default=(), max_length=8)
     priority: int = Field(default=0, ge=-10, le=10)
+    deadline_ms: int | None = Field(default=None, ge=1, le=MOST_DEADLINE)
     previews: int = Field(default=0, ge=0, le=MOST_STEPS)
     format: Format = "png"
 
@@ -137,6 +142,7 @@ class ModelCard(BaseModel):
         frames, fps: of videos that do not say; frame_multiple: a video has 1 + a multiple of these frames.
         batching: whether steps of several requests run as one batch; else ``why`` says why not.
         labels: class names of class-conditional models.
+        deadlines: whether requests may have deadlines (``deadline_ms``).
         lora_notes: of LoRAs that fit the model in part, what is missing, by name.
     """
 
@@ -160,6 +166,7 @@ class ModelCard(BaseModel):
     labels: list[str] = Field(default_factory=list)
     loaded: bool = False
     batching: bool | None = None
+    deadlines: bool = False
     why: str = ""
 
 

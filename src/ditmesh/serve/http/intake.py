@@ -26,7 +26,7 @@ from ..settings import ApiSettings
 from ..types import Input, InputRole, Job, JobRequest, ModelCard
 from .bodies import LIMITED, check_limits
 from .errors import Refused, as_refused, wait_header
-from .keys import Limiter
+from .keys import Keys, Limiter
 from .logs import JobWatch
 from .metrics import Metrics
 from .streams import ended
@@ -86,6 +86,7 @@ class Server:
     watch: JobWatch
     limiter: Limiter
     uploads: Uploads
+    keys: Keys | None = None
     grace: float = 0.0
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: bool = False
@@ -127,6 +128,11 @@ class Server:
                 404, f"model {name!r} is none of this server's; use one of: {names}", "model_not_found", "model"
             )
         return found
+
+    def _class_of(self, request: JobRequest, owner: str) -> dict[str, Any]:
+        """The fields that a key's class of service adds to a request."""
+        usual = None if self.keys is None else self.keys.deadline_ms(owner)
+        return {} if usual is None or request.deadline_ms is not None else {"deadline_ms": usual}
 
     async def accept(
         self,
@@ -174,7 +180,7 @@ class Server:
                     headers=wait_header(wait),
                 )
             # The receipt, the metrics and the log use the model's real name.
-            more: dict[str, Any] = {"model": card.id}
+            more: dict[str, Any] = {"model": card.id, **self._class_of(request, owner)}
             if usual_format and (videos or card.video):
                 more["format"] = "mp4"
             if inputs is not None:

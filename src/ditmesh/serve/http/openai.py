@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...request import image_fields, request_fields
-from ..types import ENDED, Adapter, Format, Input, Job, JobImage, JobRequest, ModelCard
+from ..types import ENDED, MOST_DEADLINE, Adapter, Format, Input, Job, JobImage, JobRequest, ModelCard
 from .bodies import JsonRoute
 from .errors import ErrorDetail, Refused, described, wait_header
 from .intake import IdempotencyHeader, Server, Size, sized, validated
@@ -56,7 +56,7 @@ else:
 class ImageRequest(ImageFields):
     """A request for images from a prompt.
 
-    OpenAI's API does not have: seed, steps, guidance_scale, negative_prompt, loras, priority.
+    OpenAI's API does not have: seed, steps, guidance_scale, negative_prompt, loras, priority, deadline_ms.
 
     Attributes:
         quality, background, moderation, style: only values that change nothing are taken; others are refused.
@@ -77,6 +77,7 @@ class ImageRequest(ImageFields):
     partial_images: int | None = Field(default=None, ge=0, le=3)
     loras: list[Adapter] | None = Field(default=None, max_length=8)
     priority: int | None = Field(default=None, ge=-10, le=10)
+    deadline_ms: int | None = Field(default=None, ge=1, le=MOST_DEADLINE)
     quality: str | None = Field(default=None, max_length=32)
     background: str | None = Field(default=None, max_length=32)
     moderation: str | None = Field(default=None, max_length=32)
@@ -117,6 +118,7 @@ class ImageRequest(ImageFields):
             "n": self.n,
             "loras": self.loras and tuple(self.loras),
             "priority": self.priority,
+            "deadline_ms": self.deadline_ms,
             "format": self.output_format,
             "previews": ceil(steps / (self.partial_images + 1)) if self.partial_images else None,
         }
@@ -199,7 +201,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
         "description": "The pictures; with `stream` events.",
         "content": {"text/event-stream": {"schema": event_schema([*NAMES, "error"])}},
     },
-    **described(401, 403, 404, 409, 413, 429, 503, 507),
+    **described(401, 403, 404, 409, 413, 422, 429, 503, 507),
 }
 
 

@@ -68,6 +68,7 @@ function setModel(next) {
   const former = card;
   const known = former && sizes(former).includes(fields.size.value) ? former : null;
   card = next;
+  $("deadline-field").hidden = !next.deadlines;
   // A value that is the former model's default becomes the new one's.
   for (const name of ["steps", "guidance"]) {
     if (fields[name].value === String(former?.[name] ?? "")) fields[name].value = next[name] ?? "";
@@ -223,6 +224,7 @@ function body() {
     ...(height && { height }),
     ...(steps && { steps }),
     ...(fields.guidance.value !== "" && { guidance: number("guidance", false) }),
+    ...(card?.deadlines && fields.deadline.value !== "" && { deadline_ms: Math.ceil(1000 * number("deadline", false)) }),
     ...(loras.length && { loras }),
     ...(given.length && { inputs: given }),
     ...(!Number.isNaN(strength) && { strength }),
@@ -244,6 +246,7 @@ export function useRequest(request, pictureSeed) {
   fields.size.value = [...fields.size.options].some(({ value }) => value === wanted) ? wanted : CUSTOM;
   fields.width.value = request.width ?? "";
   fields.height.value = request.height ?? "";
+  fields.deadline.value = request.deadline_ms ? request.deadline_ms / 1000 : "";
   fields.n.value = 1;
   fields.seed.value = pictureSeed;
   fields.lock.checked = true;
@@ -269,7 +272,7 @@ function changed() {
   const shownSize = fields.size.value === CUSTOM ? "other size" : sizeName(fields.size.value);
   const parts = [shownSize, fields.steps.value && count(fields.steps.value, "step"), count(fields.n.value, "image")];
   write($("settings-summary"), parts.filter(Boolean).join(", "));
-  const kept = ["model", "prompt", "label", "negative_prompt", "size", "width", "height", "steps", "guidance"];
+  const kept = ["model", "prompt", "label", "negative_prompt", "size", "width", "height", "steps", "guidance", "deadline"];
   const values = [...kept, "seed", "n", "format"].map((name) => [name, fields[name].value]);
   const checked = ["lock", "previews"].map((name) => [name, fields[name].checked]);
   session.set("form", Object.fromEntries([...values, ...checked]));

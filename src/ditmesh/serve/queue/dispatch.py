@@ -13,8 +13,10 @@ from functools import partial
 
 from ..errors import StorageError
 from ..offers import ServedModel
+from ..schedule.core import Scheduler, Task, forecast
+from ..schedule.costs import Costs, Mode
 from ..settings import ServiceSettings
-from ..types import Job, JobError, JobImage, ReplicaState
+from ..types import Job, JobError, JobImage, JobRequest, ReplicaState
 from ..worker.protocol import (
     Beat,
     Cancelled,
@@ -43,6 +45,9 @@ SWITCH = 2.0
 # them; and before all jobs fail, or the server ends if none has ever served.
 LOADS, STARTS, MOST_STARTS = 2, 3, 6
 
+# Pictures that are given to a pool of ranks at a time.
+POOLED = 64
+
 TaskReport = TaskBegan | TaskStepped | Preview | Paused | Finished | TaskFailed | Cancelled
 
 
@@ -59,6 +64,7 @@ class ReplicaSlot:
         reserved: no task is given to it until it has none: then such a job gets it.
         failures: how often its ranks have failed since they last loaded a model.
         final: they are not started again.
+        modes: of a pool, by model, in which ranks share calls; costs: what calls take there.
     """
 
     replica: Replica
@@ -71,6 +77,8 @@ class ReplicaSlot:
     reserved: bool = False
     failures: int = 0
     final: bool = False
+    modes: dict[str, list[Mode]] = field(default_factory=dict)
+    costs: Costs = field(default_factory=Costs)
 
     @property
     def gave_up(self) -> bool:
@@ -104,6 +112,10 @@ class Dispatcher:
         """Prepare a replica for each of ``launchers``; for the other arguments see `Service`."""
         self._jobs, self._models = jobs, models
         self._most_loaded, self._most_running = settings.max_loaded, settings.max_batch
+        self._weights, self._ranks = settings.weights or {}, settings.devices
+        if settings.schedule == "adaptive":
+            # The ranks themselves decide which of them take steps.
+            self._most_running = POOLED
         self.slots = []
         for number, make in enumerate(launchers):
             name = f"replica-{number}"
@@ -242,7 +254,36 @@ class Dispatcher:
         slot.running[task] = (live, picture)
         paths = {one.digest: self._jobs.results.input(one.digest) for one in request.inputs}
         files = {digest: str(path) for digest, path in paths.items() if path is not None}
-        slot.replica.send(Start(PictureTask(task, live.model, request, picture, files, live.owner)))
+        within = None
+        if request.deadline_ms is not None:
+            within = live.job.created + request.deadline_ms / 1000 - time.time()
+        weight = self._weights.get(live.owner, 1.0)
+        slot.replica.send(Start(PictureTask(task, live.model, request, picture, files, live.owner, weight, within)))
+
+    def possible(self, request: JobRequest, owner: str) -> float | None:
+        """Seconds in which a pool could do a request, after what is accepted and due before it; None: not known yet."""
+        slots = [slot for slot in self.slots if slot.up and slot.costs.knows(request.model)]
+        model, now = self._models[request.model], time.time()
+
+        def tasks_of(live: JobState, pictures: Sequence[int]) -> list[Task]:
+            of = self._models[live.model]
+            return [of.task(live.task(n), live.job, live.progress.get(n, 0), live.owner) for n in pictures]
+
+        waiting: list[Task] = []
+        for live in self._jobs.live_jobs.values():
+            if not live.ended:
+                done = {image.index for image in live.job.images if image.url is not None}
+                waiting += tasks_of(live, [n for n in range(live.job.request.n) if n not in {*done, *live.tasks}])
+        found = []
+        for number, slot in enumerate(slots):
+            scheduler = Scheduler(self._ranks, slot.modes)
+            tasks = [task for live, n in slot.running.values() for task in tasks_of(live, [n])]
+            # Of what waits every replica gets its share.
+            tasks += waiting[number :: len(slots)]
+            job = Job(id="", status="queued", request=request, created=now)
+            wish = [model.task(f"wish/{n}", job, 0, owner) for n in range(request.n)]
+            found.append(forecast(scheduler, slot.costs, now, tasks, wish).seconds)
+        return min(found, default=None)
 
     # ---- from replicas
 
@@ -284,6 +325,7 @@ class Dispatcher:
                 logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
             state.state, state.models = "ready", sorted(slot.models)
             state.mesh, state.strategy = dict(said.mesh), said.strategy
+            slot.modes[said.name] = [Mode(*mode) for mode in said.modes]
         elif isinstance(said, ModelFailed):
             slot.loading, slot.models = "", slot.models - set(said.unloaded)
             state.message, state.models = said.message, sorted(slot.models)
@@ -295,6 +337,8 @@ class Dispatcher:
             state.ranks, state.bytes = list(said.ranks), dict(said.bytes)
             state.batch, state.calls, state.rows = said.batch, said.calls, said.rows
             state.synchronous_steps, state.drift = said.synchronous_steps, said.drift
+            if said.costs is not None:
+                slot.costs.take(said.costs)
 
     async def _apply_task_report(self, slot: ReplicaSlot, live: JobState, picture: int, said: TaskReport) -> None:
         if isinstance(said, (Finished, TaskFailed, Cancelled)):

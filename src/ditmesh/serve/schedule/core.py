@@ -24,8 +24,8 @@ BURST = 2.0
 WORTH = 0.93
 # A deadline counts as met in the plan if so much of the remaining seconds is left over.
 MARGIN = 0.03
-# A request without a deadline, or with one that was missed, that has waited for so many times of what it takes alone goes
-# before those with deadlines.
+# A request without a deadline, or with one that was missed, goes before those with deadlines when it has waited for so
+# many times of what it takes alone, and for so many seconds.
 PATIENCE, LEAST_PATIENCE = 12.0, 5.0
 
 
@@ -44,6 +44,7 @@ class Task:
         owner: whose it is; weight: of that owner's share.
         priority: among the tasks of its owner higher ones go first.
         narrow: its next call belongs to one rank (text encoder, autoencoder).
+        single: it is never shared by several ranks.
         form: calls of equal forms can be joined; None: they cannot.
     """
 
@@ -58,6 +59,7 @@ class Task:
     weight: float = 1.0
     priority: int = 0
     narrow: bool = False
+    single: bool = False
     form: object = None
 
 
@@ -135,7 +137,7 @@ class Scheduler:
         return before + calls * costs.call(task.kind, mode, together) + costs.part(task.kind, AFTER)
 
     def _modes(self, task: Task) -> Sequence[Mode]:
-        return (ALONE,) if task.narrow or not task.steps else self.modes.get(task.kind.model, (ALONE,))
+        return (ALONE,) if task.narrow or task.single or not task.steps else self.modes.get(task.kind.model, (ALONE,))
 
     def _best(self, costs: Costs, task: Task) -> dict[int, tuple[float, Mode]]:
         """By number of ranks the seconds that are left and the mode, only where more ranks are faster."""
@@ -188,6 +190,7 @@ class Scheduler:
                 ends[task.id] = place[1]
             if late is None:
                 return chosen, ends
+
             # The one that takes most is left out; the late one itself if it could not be in time alone.
             def work(task: Task) -> float:
                 return min(ranks * seconds for ranks, (seconds, _) in best[task.id].items())
@@ -199,9 +202,7 @@ class Scheduler:
                 dropped.add(max([*(task for task, _ in chosen), late], key=lambda task: (work(task), task.id)).id)
 
     @staticmethod
-    def _place(
-        heap: list[float], best: Mapping[int, tuple[float, Mode]], within: float
-    ) -> tuple[Mode, float] | None:
+    def _place(heap: list[float], best: Mapping[int, tuple[float, Mode]], within: float) -> tuple[Mode, float] | None:
         """Put a task onto the ranks that are free first, as few as are enough; None: it is late on any number."""
         for ranks, (seconds, mode) in best.items():
             taken = [heappop(heap) for _ in range(ranks)]
@@ -273,7 +274,7 @@ class Scheduler:
         taken: set[int] = set(busy)
         for one in placed:
             startable = [task for task in waiting if task.id not in runs_of]
-            if one.task.id not in runs_of and not taken.intersection(one.ranks):
+            if one.first >= 0 and one.task.id not in runs_of and not taken.intersection(one.ranks):
                 joined = self._join(costs, now, one, startable)
                 waiting = [task for task in waiting if task.id in runs_of or task in joined]
                 begun.append(self._run(costs, one))
@@ -440,9 +441,7 @@ class Forecast:
     alone: float
 
 
-def forecast(
-    scheduler: Scheduler, costs: Costs, now: float, tasks: Sequence[Task], wish: Sequence[Task]
-) -> Forecast:
+def forecast(scheduler: Scheduler, costs: Costs, now: float, tasks: Sequence[Task], wish: Sequence[Task]) -> Forecast:
     """When a request would be done, if it were accepted, and no accepted task with a deadline were made late for it.
 
     Args:
@@ -475,4 +474,3 @@ def forecast(
 
 def _due(task: Task, deadline: float) -> Task:
     return replace(task, deadline=deadline)
-

@@ -99,6 +99,10 @@ class Costs:
 
     # ---- answers
 
+    def knows(self, model: str) -> bool:
+        """Whether a call of a model was measured."""
+        return any(kind.model == model for kind, _, _ in self.calls)
+
     def measured(self, kind: Kind, mode: Mode = ALONE, together: int = 1) -> bool:
         """Whether such a call was measured at least twice: the first one may be slow."""
         return len(self.calls.get((kind, mode, together), ())) > 1
@@ -119,6 +123,11 @@ class Costs:
         guess = self._guess(kind, mode, together)
         return min([guess, *found])
 
+    def _seen(self, kind: Kind, mode: Mode) -> float:
+        """What a measured call has shown: the least of two, the median of more."""
+        found = self.calls[kind, mode, 1]
+        return median(found) if len(found) > 2 else min(found)
+
     def _guess(self, kind: Kind, mode: Mode, together: int) -> float:
         if together > 1:
             known = [n for n in range(1, together) if self.measured(kind, mode, n)]
@@ -136,7 +145,7 @@ class Costs:
         others = [one for one, how, n in self.calls if one.model == kind.model and how == mode and n == 1]
         if others := [one for one in others if self.measured(one, mode) and self.measured(one) and one != kind]:
             near = min(others, key=lambda one: abs(one.size - kind.size))
-            share = self.call(near, mode) / self.call(near)
+            share = self._seen(near, mode) / self._seen(near, ALONE)
         return alone * share
 
     def _alone(self, kind: Kind) -> float:
@@ -165,9 +174,7 @@ class Costs:
 
     def request(self, kind: Kind, steps: int, mode: Mode = ALONE) -> float:
         """Seconds of a whole request that has the ranks of a mode for itself."""
-        return (
-            self.part(kind, BEFORE) + self.calls_of(kind, steps) * self.call(kind, mode) + self.part(kind, AFTER)
-        )
+        return self.part(kind, BEFORE) + self.calls_of(kind, steps) * self.call(kind, mode) + self.part(kind, AFTER)
 
     # ---- between processes
 

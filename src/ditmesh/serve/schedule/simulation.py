@@ -1,4 +1,4 @@
-"""A server in simulated time: the scheduler, or a fixed configuration, serves a trace of requests whose costs are known.
+"""A server in simulated time: the scheduler, or a fixed configuration, serves requests whose costs are known.
 
 The adaptive server decides with `core.Scheduler`, the code of the ranks. The fixed one follows the rules of
 `worker.TaskScheduler`: replicas that take the oldest request first, and run a call of each group of like requests in
@@ -57,7 +57,7 @@ class _Request:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ServedTrace:
     """What has become of a trace.
 
     Attributes:
@@ -126,12 +126,12 @@ def trace(
     return found
 
 
-def _outcome(requests: Sequence[_Request], busy: float, wide: float) -> Outcome:
+def _outcome(requests: Sequence[_Request], busy: float, wide: float) -> ServedTrace:
     ends = [one.done or 0.0 for one in requests]
     seconds = tuple(end - one.wish.arrives for end, one in zip(ends, requests, strict=True))
     met = [one.wish.within is None or took <= one.wish.within for took, one in zip(seconds, requests, strict=True)]
     start = requests[0].wish.arrives
-    return Outcome(seconds, sum(met) / len(met), max(ends) - start, wide / busy if busy else 0.0)
+    return ServedTrace(seconds, sum(met) / len(met), max(ends) - start, wide / busy if busy else 0.0)
 
 
 @dataclass
@@ -144,6 +144,7 @@ class _Adaptive:
     wide: float = 0.0
     busy: float = 0.0
     live: dict[str, _Request] = field(default_factory=dict)
+    running: list[tuple[float, Run]] = field(default_factory=list)
 
     def seconds(self, kind: Kind, mode: Mode, together: int) -> float:
         """Of a call, measured."""
@@ -158,6 +159,28 @@ class _Adaptive:
             one.id, wish.kind, one.steps, one.begun, wish.arrives, wish.steps, due, wish.owner,
             narrow=one.stage != "step", form=wish.kind if one.stage == "step" else None,
         )  # fmt: skip
+
+    def advance(self, now: float, coming: float | None) -> float:
+        """Begin what can begin; the time at which something happens next.
+
+        Args:
+            now: seconds.
+            coming: when the next request arrives; None: none does.
+        """
+        for _, run in [item for item in self.running if item[0] <= now]:
+            for id in run.tasks:
+                if self.live[id].done is not None:
+                    del self.live[id]
+        self.running = [item for item in self.running if item[0] > now]
+        ranks, tasks = range(self.scheduler.ranks), [self.task(request) for request in self.live.values()]
+        free = [max((end for end, run in self.running if rank in run.ranks), default=now) for rank in ranks]
+        for run in self.scheduler.decide(self.costs, now, tasks, [run for _, run in self.running], free):
+            owner = self.live[run.tasks[0]].wish.owner
+            spent = self.run(run, now)
+            self.scheduler.charge(owner, spent * run.mode.ranks)
+            self.running.append((now + spent + MEETING, run))
+        events = [end for end, _ in self.running] + ([] if coming is None else [coming])
+        return min(events, default=now)
 
     def run(self, run: Run, now: float) -> float:
         """Simulate a run; the seconds that it takes."""
@@ -189,7 +212,7 @@ class _Adaptive:
 
 def adaptive(
     wishes: Sequence[Wish], world: World, scheduler: Scheduler, costs: Costs | None = None, noise: float = 0.05
-) -> Outcome:
+) -> ServedTrace:
     """Serve a trace with the scheduler.
 
     Args:
@@ -202,32 +225,15 @@ def adaptive(
     one = _Adaptive(world, scheduler, costs or Costs(), random.Random(0), noise)
     requests = [_Request(wish, number) for number, wish in enumerate(wishes)]
     coming, now = deque(requests), 0.0
-    running: list[tuple[float, Run]] = []
     while coming or one.live:
         while coming and coming[0].wish.arrives <= now:
             request = coming.popleft()
             one.live[request.id] = request
-        for _, run in [item for item in running if item[0] <= now]:
-            for id in run.tasks:
-                if one.live[id].done is not None:
-                    del one.live[id]
-        running = [item for item in running if item[0] > now]
-        tasks = [one.task(request) for request in one.live.values()]
-        free = [max((end for end, run in running if rank in run.ranks), default=now) for rank in range(scheduler.ranks)]
-        for run in scheduler.decide(one.costs, now, tasks, [run for _, run in running], free):
-            owner = one.live[run.tasks[0]].wish.owner
-            spent = one.run(run, now)
-            scheduler.charge(owner, spent * run.mode.ranks)
-            running.append((now + spent + MEETING, run))
-        events = [end for end, _ in running]
-        if coming:
-            events.append(coming[0].wish.arrives)
-        if events:
-            now = min(events)
+        now = one.advance(now, coming[0].wish.arrives if coming else None)
     return _outcome(requests, one.busy, one.wide)
 
 
-def fixed(wishes: Sequence[Wish], world: World, ranks: int, mode: Mode, together: int = 8) -> Outcome:
+def fixed(wishes: Sequence[Wish], world: World, ranks: int, mode: Mode, together: int = 8) -> ServedTrace:
     """Serve a trace with replicas of one configuration.
 
     Args:
@@ -248,11 +254,7 @@ def fixed(wishes: Sequence[Wish], world: World, ranks: int, mode: Mode, together
         now, running = replicas[number]
         while coming and coming[0].wish.arrives <= now:
             queue.append(coming.popleft())
-        # To the replica with the fewest, as the dispatcher does.
-        most = min(together, min(len(one) for _, one in replicas) + 1)
-        while queue and len(running) < max(most, 1):
-            running.append(queue.popleft())
-            most = min(together, min(len(one) for _, one in replicas) + 1)
+        _take(running, queue, [one for _, one in replicas], together)
         if not running:
             nexts = [coming[0].wish.arrives] if coming else []
             nexts += [at for at, one in replicas if one and at > now]
@@ -262,6 +264,12 @@ def fixed(wishes: Sequence[Wish], world: World, ranks: int, mode: Mode, together
         busy += spent * mode.ranks
         replicas[number] = now + spent + MEETING, [one for one in running if one.done is None]
     return _outcome(requests, busy, busy if mode.ranks > 1 else 0.0)
+
+
+def _take(running: list[_Request], queue: deque[_Request], everyone: Sequence[list[_Request]], together: int) -> None:
+    """Give a replica requests, as the dispatcher does: each to the one with the fewest."""
+    while queue and len(running) < min(together, min(len(one) for one in everyone) + 1):
+        running.append(queue.popleft())
 
 
 def _fixed_round(running: Sequence[_Request], world: World, mode: Mode, now: float) -> float:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..offers import ModelSpec
+from ..offers import ModelSpec, kind_of
 from ..schedule.core import Run, Scheduler
 from ..schedule.costs import ALONE, Kind
 from ..types import RankState
 from .batching import PipelineTask
-from .conductor import Conductor, Gone, kind_of
+from .conductor import Conductor, Gone
 from .loaded import LoadedModel
 from .model_cache import ModelCache
 from .pooled import PoolBatcher
@@ -92,7 +92,9 @@ class PoolWorker:
         self._models = ModelCache(self._ranks)
         self._tasks = PoolTasks(self._ranks, self._models)
         rank, size = self._ranks.rank, self._ranks.size
-        self._conductor = Conductor(lambda: self._channel, self._ranks.send, scheduler or Scheduler(size)) if rank == 0 else None
+        self._conductor = (
+            Conductor(lambda: self._channel, self._ranks.send, scheduler or Scheduler(size)) if rank == 0 else None
+        )
         inbox = (lambda message: None) if self._conductor is None else self._conductor.inbox.put
         self._channel = Channel(rank, size, inbox)
         self._threads: list[threading.Thread] = []
@@ -247,7 +249,7 @@ class PoolWorker:
         done.after[id] = TaskAfter(work.step, work.steps, waits, pipeline.ended)
 
     def _kind(self, work: RunningTask, model: LoadedModel) -> Kind:
-        return kind_of(work.task, model.card, model.spec)
+        return kind_of(model.spec, model.card, work.task.request)
 
     def _make_alone(
         self, run: Run, works: list[RunningTask], model: LoadedModel, batcher: PoolBatcher, done: RunDone
@@ -257,6 +259,9 @@ class PoolWorker:
 
         def seen(members: Sequence[PipelineTask], seconds: float) -> None:
             done.calls.append((self._kind(by_run[members[0]], model), len(members), seconds))
+            for one in members:
+                id = by_run[one].task.id
+                done.made[id] = done.made.get(id, 0) + 1
 
         stuck: set[PipelineTask] = set()
         first = True
@@ -291,6 +296,7 @@ class PoolWorker:
                 done.broken = True
                 return
             done.calls.append((self._kind(work, model), 1, seconds))
+            done.made[work.task.id] = len(done.calls)
 
     def _state(self) -> RankState | None:
         now = time.monotonic()

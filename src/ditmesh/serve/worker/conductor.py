@@ -15,26 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..offers import STEPS, ModelSpec
+from ..offers import ModelSpec, kind_of, steps_of
 from ..schedule.core import Run, Scheduler, Task
 from ..schedule.costs import AFTER, ALONE, BEFORE, Costs, Kind, Mode
 from ..types import RankState
 from .protocol import Beat, Cancel, Command, Load, ModelFailed, ModelReady, PictureTask, Start, Stop
+from .rendezvous import FailureReason
 from .wire import Answers, Assigned, Channel, Ending, Failing, Joined, Left, Loading, Renewing, RunDone, TaskAfter
 
 logger = logging.getLogger(__name__)
 
 # Seconds between heartbeats of ranks without work, and between two tables of costs for the owner.
 HEARTBEAT, TOLD = 1.0, 2.0
-
-
-def kind_of(task: PictureTask, card: Mapping[str, Any], spec: ModelSpec) -> Kind:
-    """The kind of a task's steps, before its inputs are read."""
-    request = task.request
-    width, height = request.width or card.get("width") or 1024, request.height or card.get("height") or 1024
-    frames = (request.frames or card.get("frames") or 1) if card.get("video") else 1
-    guidance = next((one for one in (request.guidance, spec.guidance, card.get("guidance")) if one is not None), 2.0)
-    return Kind(spec.name, width, height, frames, guidance > 1)
 
 
 @dataclass(eq=False)
@@ -171,11 +163,11 @@ class Conductor:
                 return
             known = spec, {}
         spec, card = known
-        steps = task.request.steps or spec.steps or card.get("steps") or STEPS
+        steps = steps_of(spec, card, task.request)
         now = time.monotonic()
         deadline = None if task.within is None else now + task.within
         self._lives[task.id] = Live(
-            task, kind_of(task, card, spec), now, deadline, TaskAfter(0, steps, narrow=True, ended=False)
+            task, kind_of(spec, card, task.request), now, deadline, TaskAfter(0, steps, narrow=True, ended=False)
         )
 
     @property
@@ -196,7 +188,7 @@ class Conductor:
         self.scheduler.modes = self._modes
         for live in self._lives.values():
             if live.task.model == message.name and live.run is None and not live.after.step:
-                live.kind = kind_of(live.task, message.card, load.spec)
+                live.kind = kind_of(load.spec, message.card, live.task.request)
 
     # ---- results
 
@@ -231,47 +223,60 @@ class Conductor:
 
     def _go_on(self, live: Live, going: Going, first: RunDone, broken: bool, events: list[Any]) -> None:
         """What becomes of a task after a run."""
-        id, mode = live.task.id, going.run.mode
+        id = live.task.id
         reason = next((one.failed[id] for one in going.done if id in one.failed), None)
         if any(id in one.missing for one in going.done):
             del self._lives[id]
             return
-        after = first.after.get(id)
         if broken:
-            # The answers that all ranks of the run agree on are not known: it begins again, on one rank.
-            again = live.task if not live.alone else None
-            del self._lives[id]
-            if again is None and reason is not None:
-                events.append(Failing(id, reason))
-            elif again is not None:
-                events += [Left(id, cancelled=False), Joined(again)]
-                self._lives[id] = Live(
-                    again, live.kind, live.arrived, live.deadline,
-                    TaskAfter(0, live.after.steps, narrow=True, ended=False), alone=True,
-                )  # fmt: skip
+            self._again(live, reason, events)
             return
-        data = first.answers.get(id, b"")
-        ended = after is not None and after.ended
+        after = first.after.get(id)
+        data, ended = first.answers.get(id, b""), after is not None and after.ended
         if data or ended:
             events.append(Answers(id, going.run.ranks, data, ended, first.batch))
         if reason is not None:
             events.append(Failing(id, reason))
             del self._lives[id]
+        elif after is not None:
+            self._learn(live, first, after)
+            live.after = after
+            if ended:
+                del self._lives[id]
+
+    def _again(self, live: Live, reason: FailureReason | None, events: list[Any]) -> None:
+        """Begin a task again after ranks have failed together, on one rank; the second time it fails.
+
+        The answers that all ranks of the run have are not known.
+        """
+        id = live.task.id
+        del self._lives[id]
+        if live.alone:
+            events.append(Failing(id, reason or FailureReason("internal", "the ranks have failed twice")))
             return
-        assert after is not None
-        live.calls += sum(1 for _ in first.calls) if mode.ranks > 1 or len(going.run.tasks) == 1 else 0
+        events += [Left(id, cancelled=False), Joined(live.task)]
+        self._lives[id] = Live(
+            live.task,
+            live.kind,
+            live.arrived,
+            live.deadline,
+            TaskAfter(0, live.after.steps, narrow=True, ended=False),
+            alone=True,
+        )
+
+    def _learn(self, live: Live, first: RunDone, after: TaskAfter) -> None:
+        """Learn the costs of a task's parts when they are over."""
         for name, before, seconds in first.parts:
-            if name == id and before:
+            if name == live.task.id and before:
                 live.before += seconds
-            elif name == id:
+            elif name == live.task.id:
                 live.late += seconds
+        live.calls += first.made.get(live.task.id, 0)
         if after.step and not live.after.step:
             self.costs.add_part(live.kind, BEFORE, live.before)
-            live.calls = 0
-        if ended:
+        if after.ended:
             self.costs.add_part(live.kind, AFTER, live.late)
-            del self._lives[id]
-        live.after = after
+            self.costs.add_steps(live.kind.model, live.calls, after.steps)
 
     # ---- decisions
 
@@ -334,8 +339,9 @@ class Conductor:
             owner=live.task.owner,
             weight=live.task.weight,
             priority=request.priority,
-            narrow=after.narrow or live.alone,
-            form=None if live.alone else (live.kind, request.loras),
+            narrow=after.narrow,
+            single=live.alone,
+            form=None if live.alone else (live.kind, request.loras, after.narrow),
         )
 
     # ---- the owner

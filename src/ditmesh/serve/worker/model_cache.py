@@ -88,7 +88,8 @@ class ModelCache:
         strategy, modes = config.describe(), ()
         if spec.pool:
             modes = tuple(tuple(mode) for mode in model.modes)
-            strategy = f"a pool of {spec.pool} ranks, of which up to {max(rows * tokens for rows, tokens in modes)} share a call"
+            most = max(rows * tokens for rows, tokens in modes)
+            strategy = f"a pool of {spec.pool} ranks, of which up to {most} share a call"
         return ModelReady(spec.name, model.card, mesh, strategy, tuple(unloaded), modes)
 
     def close(self) -> None:

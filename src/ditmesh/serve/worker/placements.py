@@ -206,5 +206,3 @@ class Placements:
             for axis, count in way.mesh.traffic.bytes_sent.items():
                 sent[axis] = sent.get(axis, 0) + count
         return sent
-
-

@@ -175,7 +175,7 @@ class RunDone:
         number: of the run; rank: that reports.
         answers: by task, `packed`; of the first rank of the run alone.
         after: of each task.
-        calls: kind, number of requests and seconds of each call of a transformer.
+        calls: kind, number of requests and seconds of each call of a transformer; made: number of them by task.
         parts: task, whether steps came before it, and seconds of each other call.
         failed: by task.
         broken: the way's links are to be made again.
@@ -190,6 +190,7 @@ class RunDone:
     answers: dict[str, bytes] = field(default_factory=dict)
     after: dict[str, TaskAfter] = field(default_factory=dict)
     calls: list[tuple[Kind, int, float]] = field(default_factory=list)
+    made: dict[str, int] = field(default_factory=dict)
     parts: list[tuple[str, bool, float]] = field(default_factory=list)
     failed: dict[str, FailureReason] = field(default_factory=dict)
     broken: bool = False
