@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -138,8 +139,9 @@ def test_runs_never_overlap_and_blocks_are_aligned(ranks):
     draw = random.Random(ranks)
     one, known = scheduler(ranks), costs()
     tasks = {
-        str(n): task(str(n), draw.choice([SMALL, LARGE]), draw.randint(1, 9), narrow=draw.random() < 0.2) for n in range(20)
-    }  # fmt: skip
+        str(n): task(str(n), draw.choice([SMALL, LARGE]), draw.randint(1, 9), narrow=draw.random() < 0.2)
+        for n in range(20)
+    }
     running: list[tuple[float, Run]] = []
     now = 0.0
     for _ in range(300):
@@ -209,7 +211,7 @@ def test_sizes_of_blocks_divide_one_another():
     assert sizes_of(7) == [1, 7]
     for ranks in range(1, 65):
         sizes = sizes_of(ranks)
-        assert all(large % small == 0 for small, large in zip(sizes, sizes[1:], strict=False))
+        assert all(large % small == 0 for small, large in pairwise(sizes))
         assert all(mode.ranks in sizes for mode in modes_of(ranks, 4, True))
 
 

@@ -147,7 +147,7 @@ class Service(JobStore):
         possible = ceil(1000 * seconds)
         raise DeadlineImpossible(
             f"deadline_ms={request.deadline_ms}: the request takes longer than that now; {possible} ms could be met, "
-            f"so ask for deadline_ms={possible} or more, or for less",
+            f"so ask for deadline_ms={possible} or more, or for fewer steps or a smaller size",
             possible,
         )
 

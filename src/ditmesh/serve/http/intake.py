@@ -76,6 +76,7 @@ class Server:
     """The object that all endpoints share.
 
     Attributes:
+        keys: of clients, with their classes of service; None: anyone may ask.
         grace: seconds that jobs under way have when it stops, unless `stop` is told otherwise.
         closing: set when the server stops and has done what it could.
     """
@@ -86,8 +87,8 @@ class Server:
     watch: JobWatch
     limiter: Limiter
     uploads: Uploads
-    keys: Keys | None = None
     grace: float = 0.0
+    keys: Keys | None = None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: bool = False
     # Requests that wait for a job's end, by its id; and tasks that cancel jobs without a waiting client.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 from .costs import AFTER, ALONE, BEFORE, Costs, Kind, Mode
 
@@ -123,6 +124,9 @@ class Scheduler:
     used: dict[str, float] = field(default_factory=dict)
     # The first of the ranks that a task was meant to have when the last decision was made.
     _meant: dict[str, int] = field(default_factory=dict, repr=False)
+    # Answers of `_best`, and the costs that they are of.
+    _memo: dict[Any, dict[int, tuple[float, Mode]]] = field(default_factory=dict, repr=False)
+    _version: tuple[int, int] = (0, -1)
 
     def charge(self, owner: str, seconds: float, weight: float = 1.0) -> None:
         """Record the time of ranks that an owner has had."""
@@ -141,8 +145,18 @@ class Scheduler:
 
     def _best(self, costs: Costs, task: Task) -> dict[int, tuple[float, Mode]]:
         """By number of ranks the seconds that are left and the mode, only where more ranks are faster."""
+        modes = tuple(self._modes(task))
+        key = task.kind, task.steps, task.begun, modes
+        if self._version != (id(costs), costs.version) or len(self._memo) > 10_000:
+            self._memo.clear()
+            self._version = id(costs), costs.version
+        if key not in self._memo:
+            self._memo[key] = self._faster(costs, task, modes)
+        return self._memo[key]
+
+    def _faster(self, costs: Costs, task: Task, modes: Sequence[Mode]) -> dict[int, tuple[float, Mode]]:
         found: dict[int, tuple[float, Mode]] = {}
-        for mode in self._modes(task):
+        for mode in modes:
             seconds = self.left(costs, task, mode)
             if mode.ranks not in found or seconds < found[mode.ranks][0]:
                 found[mode.ranks] = seconds, mode
@@ -295,22 +309,26 @@ class Scheduler:
 
     def _widen(self, costs: Costs, placed: Sequence[_Placed], free: int) -> None:
         """Give ranks without work to the tasks that gain most by them."""
-        while free:
-            found: tuple[float, int, Mode] | None = None
-            for number, one in enumerate(placed):
-                seconds = self.left(costs, one.task, one.mode)
-                for ranks, (wider, mode) in self._best(costs, one.task).items():
-                    more = ranks - one.mode.ranks
-                    if 0 < more <= free and wider < seconds * 0.98:
-                        gain = (seconds - wider) / seconds / more
-                        if found is None or gain > found[0]:
-                            found = gain, number, mode
-                        break
-            if found is None:
-                return
-            _, number, mode = found
-            free -= mode.ranks - placed[number].mode.ranks
-            placed[number].mode = mode
+        steps: list[tuple[float, int, int, Mode]] = []
+
+        def offer(number: int) -> None:
+            """Put the next wider mode of a task, with its gain for each rank, onto the heap."""
+            one = placed[number]
+            best, now = self._best(costs, one.task), one.mode.ranks
+            seconds = best[now][0] if now in best else self.left(costs, one.task, one.mode)
+            for ranks, (wider, mode) in best.items():
+                if ranks > now and wider < seconds * 0.98:
+                    heappush(steps, (-(seconds - wider) / seconds / (ranks - now), number, ranks - now, mode))
+                    return
+
+        for number in range(len(placed) if free else 0):
+            offer(number)
+        while free and steps:
+            _, number, more, mode = heappop(steps)
+            if more <= free:
+                free -= more
+                placed[number].mode = mode
+                offer(number)
 
     def _lay_out(self, placed: list[_Placed], runs_of: Mapping[str, Run], wait: Sequence[float]) -> None:
         """Give every task its ranks: those that it has or was meant to have before, else those that are free first.

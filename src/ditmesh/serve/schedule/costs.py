@@ -80,22 +80,31 @@ class Costs:
     calls: dict[tuple[Kind, Mode, int], list[float]] = field(default_factory=dict)
     parts: dict[tuple[Kind, str], list[float]] = field(default_factory=dict)
     per_step: dict[str, float] = field(default_factory=dict)
-    # Answers since the last addition.
+    # Number of additions, and answers since the last one.
+    version: int = 0
     _known: dict[tuple[Kind, Mode, int], float] = field(default_factory=dict, repr=False)
+    _parts: dict[tuple[Kind, str], float] = field(default_factory=dict, repr=False)
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._known.clear()
+        self._parts.clear()
 
     def add(self, kind: Kind, mode: Mode, together: int, seconds: float) -> None:
         """Record a call of a transformer for ``together`` requests."""
         _keep(self.calls.setdefault((kind, mode, together), []), seconds)
-        self._known.clear()
+        self._changed()
 
     def add_part(self, kind: Kind, part: str, seconds: float) -> None:
         """Record all calls before the first step of a request (`BEFORE`), or after the last one (`AFTER`)."""
         _keep(self.parts.setdefault((kind, part), []), seconds)
+        self._changed()
 
     def add_steps(self, model: str, calls: int, steps: int) -> None:
         """Record how many calls of a transformer the steps of a request took."""
         if steps > 0 and calls > 0:
             self.per_step[model] = calls / steps
+            self._changed()
 
     # ---- answers
 
@@ -158,6 +167,11 @@ class Costs:
 
     def part(self, kind: Kind, part: str) -> float:
         """Seconds of what comes before the steps of a request, or after them."""
+        if (kind, part) not in self._parts:
+            self._parts[kind, part] = self._part(kind, part)
+        return self._parts[kind, part]
+
+    def _part(self, kind: Kind, part: str) -> float:
         found = self.parts.get((kind, part))
         if found:
             return median(found)
@@ -189,7 +203,7 @@ class Costs:
     def take(self, table: CostTable) -> None:
         """Know what another process knows, in the place of what was known."""
         self.calls, self.parts, self.per_step = dict(table.calls), dict(table.parts), dict(table.per_step)
-        self._known.clear()
+        self._changed()
 
 
 @dataclass(frozen=True)

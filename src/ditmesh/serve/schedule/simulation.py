@@ -100,6 +100,7 @@ def trace(
     seed: int = 0,
     factor: float | None = 1.5,
     bursts: int = 1,
+    modes: Sequence[Mode] = (ALONE,),
 ) -> list[Wish]:
     """Requests that arrive as a Poisson process.
 
@@ -110,7 +111,8 @@ def trace(
         requests: how many.
         world: true costs.
         seed: of the draws.
-        factor: each request is to be done within so many times what it takes alone on one rank; None: patient.
+        factor: each request is to be done within so many times what it takes alone; None: patient.
+        modes: alone, the fastest of these.
         bursts: so many arrive at a time, at so many times longer intervals.
     """
     draw = random.Random(seed)
@@ -121,7 +123,7 @@ def trace(
     for number, wish in enumerate(chosen):
         if number % bursts == 0:
             now += draw.expovariate(load * ranks / mean / bursts)
-        within = None if factor is None else factor * world.alone(wish)
+        within = None if factor is None else factor * min(world.alone(wish, mode) for mode in modes)
         found.append(Wish(now, wish.kind, wish.steps, within))
     return found
 
@@ -172,8 +174,10 @@ class _Adaptive:
                 if self.live[id].done is not None:
                     del self.live[id]
         self.running = [item for item in self.running if item[0] > now]
-        ranks, tasks = range(self.scheduler.ranks), [self.task(request) for request in self.live.values()]
-        free = [max((end for end, run in self.running if rank in run.ranks), default=now) for rank in ranks]
+        tasks, free = [self.task(request) for request in self.live.values()], [now] * self.scheduler.ranks
+        for end, run in self.running:
+            for rank in run.ranks:
+                free[rank] = end
         for run in self.scheduler.decide(self.costs, now, tasks, [run for _, run in self.running], free):
             owner = self.live[run.tasks[0]].wish.owner
             spent = self.run(run, now)

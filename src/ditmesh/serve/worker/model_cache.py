@@ -85,9 +85,10 @@ class ModelCache:
         model = self.models[spec.name]
         config = model.engine.config
         mesh = {axis: degree for axis, degree in config.degrees.items() if degree > 1}
-        strategy, modes = config.describe(), ()
+        strategy = config.describe()
+        modes: tuple[tuple[int, int], ...] = ()
         if spec.pool:
-            modes = tuple(tuple(mode) for mode in model.modes)
+            modes = tuple((mode.rows, mode.tokens) for mode in model.modes)
             most = max(rows * tokens for rows, tokens in modes)
             strategy = f"a pool of {spec.pool} ranks, of which up to {most} share a call"
         return ModelReady(spec.name, model.card, mesh, strategy, tuple(unloaded), modes)
