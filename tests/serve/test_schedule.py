@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from ditmesh.serve.schedule.core import BURST, Run, Scheduler, Task, forecast
-from ditmesh.serve.schedule.costs import AFTER, ALONE, BEFORE, Costs, Kind, Mode, modes_of, sizes_of
+from ditmesh.serve.schedule.costs import AFTER, ALONE, BEFORE, StepCosts, Kind, Mode, modes_of, sizes_of
 from ditmesh.serve.schedule.simulation import World, adaptive, fixed, trace
 
 SMALL, LARGE = Kind("m", 64, 64), Kind("m", 256, 256)
 
 
-def costs(small: float = 0.01, large: float = 0.1, speedup: float = 0.9, row: float = 1.0) -> Costs:
+def costs(small: float = 0.01, large: float = 0.1, speedup: float = 0.9, row: float = 1.0) -> StepCosts:
     """Measured: a call takes as long on n ranks as ``1 / (n * speedup)`` of it; each further row ``row`` of it."""
-    found = Costs()
+    found = StepCosts()
     for kind, seconds in ((SMALL, small), (LARGE, large)):
         for _ in range(3):
             for ranks in (1, 2, 4, 8):
@@ -188,7 +188,7 @@ def test_a_forecast_counts_what_is_accepted_and_its_deadlines():
 
 
 def test_costs_are_guessed_from_what_is_near_and_learnt():
-    found = Costs(prior=lambda kind: 1.0 if kind == LARGE else None)
+    found = StepCosts(prior=lambda kind: 1.0 if kind == LARGE else None)
     assert found.call(LARGE) == 1.0
     for _ in range(3):
         found.add(SMALL, ALONE, 1, 0.01)
@@ -200,7 +200,7 @@ def test_costs_are_guessed_from_what_is_near_and_learnt():
     assert found.call(LARGE, Mode(1, 2)) < 0.2
     found.add_part(SMALL, BEFORE, 0.5)
     assert found.part(LARGE, BEFORE) == 0.5
-    other = Costs()
+    other = StepCosts()
     other.take(found.table())
     assert other.call(LARGE) == found.call(LARGE)
 

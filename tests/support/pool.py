@@ -15,7 +15,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.schedule.core import Run, Scheduler, Task
-from ditmesh.serve.schedule.costs import ALONE, Costs
+from ditmesh.serve.schedule.costs import ALONE, StepCosts
 from ditmesh.serve.worker.adaptive import serve_pool
 from ditmesh.serve.worker.protocol import Cancel, Cancelled, TaskStepped
 from support.batching import Owner, of, picture, task
@@ -38,7 +38,12 @@ class RandomScheduler(Scheduler):
         self.draw = random.Random(self.seed)
 
     def decide(
-        self, costs: Costs, now: float, tasks: Sequence[Task], running: Sequence[Run] = (), free: Sequence[float] = ()
+        self,
+        costs: StepCosts,
+        now: float,
+        tasks: Sequence[Task],
+        running: Sequence[Run] = (),
+        free: Sequence[float] = (),
     ) -> list[Run]:
         busy = {rank for run in running for rank in run.ranks}
         at_work = {id for run in running for id in run.tasks}

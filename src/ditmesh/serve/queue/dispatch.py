@@ -14,7 +14,7 @@ from functools import partial
 from ..errors import StorageError
 from ..offers import ServedModel
 from ..schedule.core import Scheduler, Task, forecast
-from ..schedule.costs import Costs, Mode
+from ..schedule.costs import StepCosts, Mode
 from ..settings import ServiceSettings
 from ..types import Job, JobError, JobImage, JobRequest, ReplicaState
 from ..worker.protocol import (
@@ -78,7 +78,7 @@ class ReplicaSlot:
     failures: int = 0
     final: bool = False
     modes: dict[str, list[Mode]] = field(default_factory=dict)
-    costs: Costs = field(default_factory=Costs)
+    costs: StepCosts = field(default_factory=StepCosts)
 
     @property
     def gave_up(self) -> bool:

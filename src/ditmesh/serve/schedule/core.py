@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from .costs import AFTER, ALONE, BEFORE, Costs, Kind, Mode
+from .costs import AFTER, ALONE, BEFORE, StepCosts, Kind, Mode
 
 # Seconds for which ranks go on before they ask again what to do; a longer call is not interrupted.
 QUANTUM = 0.025
@@ -134,7 +134,7 @@ class Scheduler:
 
     # ---- the time that is left
 
-    def left(self, costs: Costs, task: Task, mode: Mode = ALONE, together: int = 1) -> float:
+    def left(self, costs: StepCosts, task: Task, mode: Mode = ALONE, together: int = 1) -> float:
         """Seconds until a task is done on the ranks of a mode."""
         calls = costs.calls_of(task.kind, task.steps)
         before = 0.0 if task.begun else costs.part(task.kind, BEFORE)
@@ -143,7 +143,7 @@ class Scheduler:
     def _modes(self, task: Task) -> Sequence[Mode]:
         return (ALONE,) if task.narrow or task.single or not task.steps else self.modes.get(task.kind.model, (ALONE,))
 
-    def _best(self, costs: Costs, task: Task) -> dict[int, tuple[float, Mode]]:
+    def _best(self, costs: StepCosts, task: Task) -> dict[int, tuple[float, Mode]]:
         """By number of ranks the seconds that are left and the mode, only where more ranks are faster."""
         modes = tuple(self._modes(task))
         key = task.kind, task.steps, task.begun, modes
@@ -154,7 +154,7 @@ class Scheduler:
             self._memo[key] = self._faster(costs, task, modes)
         return self._memo[key]
 
-    def _faster(self, costs: Costs, task: Task, modes: Sequence[Mode]) -> dict[int, tuple[float, Mode]]:
+    def _faster(self, costs: StepCosts, task: Task, modes: Sequence[Mode]) -> dict[int, tuple[float, Mode]]:
         found: dict[int, tuple[float, Mode]] = {}
         for mode in modes:
             seconds = self.left(costs, task, mode)
@@ -171,7 +171,7 @@ class Scheduler:
     # ---- the order
 
     def in_time(
-        self, costs: Costs, now: float, tasks: Sequence[Task], free: Sequence[float] = ()
+        self, costs: StepCosts, now: float, tasks: Sequence[Task], free: Sequence[float] = ()
     ) -> tuple[list[tuple[Task, Mode]], dict[str, float]]:
         """The tasks with deadlines that are planned to be in time, by deadline, with the fewest ranks for it.
 
@@ -228,7 +228,7 @@ class Scheduler:
         return None
 
     def order(
-        self, costs: Costs, now: float, tasks: Sequence[Task], wait: Sequence[float] = ()
+        self, costs: StepCosts, now: float, tasks: Sequence[Task], wait: Sequence[float] = ()
     ) -> list[tuple[Task, Mode]]:
         """The tasks in the order in which they get ranks, each with the mode that its deadline needs."""
         chosen, _ = self.in_time(costs, now, [task for task in tasks if task.deadline is not None], wait)
@@ -260,7 +260,7 @@ class Scheduler:
 
     def decide(
         self,
-        costs: Costs,
+        costs: StepCosts,
         now: float,
         tasks: Sequence[Task],
         running: Sequence[Run] = (),
@@ -307,7 +307,7 @@ class Scheduler:
                 waiting.append(task)
         return placed, waiting, free
 
-    def _widen(self, costs: Costs, placed: Sequence[_Placed], free: int) -> None:
+    def _widen(self, costs: StepCosts, placed: Sequence[_Placed], free: int) -> None:
         """Give ranks without work to the tasks that gain most by them."""
         steps: list[tuple[float, int, int, Mode]] = []
 
@@ -370,7 +370,7 @@ class Scheduler:
         live = {one.task.id for one in placed}
         self._meant = {id: first for id, first in self._meant.items() if id in live}
 
-    def _join(self, costs: Costs, now: float, one: _Placed, waiting: list[Task]) -> list[Task]:
+    def _join(self, costs: StepCosts, now: float, one: _Placed, waiting: list[Task]) -> list[Task]:
         """Let tasks that have no ranks run in the calls of one that has, where that saves time; returns the others."""
         first = one.task
         if first.form is None or first.narrow or not first.steps:
@@ -386,10 +386,10 @@ class Scheduler:
         return rest
 
     @staticmethod
-    def _worth(costs: Costs, kind: Kind, mode: Mode, rows: int) -> bool:
+    def _worth(costs: StepCosts, kind: Kind, mode: Mode, rows: int) -> bool:
         return costs.call(kind, mode, rows) < WORTH * rows * costs.call(kind, mode)
 
-    def _still_in_time(self, costs: Costs, now: float, one: _Placed) -> bool:
+    def _still_in_time(self, costs: StepCosts, now: float, one: _Placed) -> bool:
         """Whether a further row makes none of a batch late that is not late without it."""
         rows = len(one.batch)
         for task in one.batch:
@@ -400,14 +400,14 @@ class Scheduler:
                 return False
         return True
 
-    def call(self, costs: Costs, mode: Mode, batch: Sequence[Task]) -> float:
+    def call(self, costs: StepCosts, mode: Mode, batch: Sequence[Task]) -> float:
         """Seconds of the next call of some tasks."""
         first = batch[0]
         if first.narrow or not first.steps:
             return costs.part(first.kind, BEFORE if first.steps else AFTER)
         return costs.call(first.kind, mode, len(batch))
 
-    def _run(self, costs: Costs, one: _Placed) -> Run:
+    def _run(self, costs: StepCosts, one: _Placed) -> Run:
         call = max(self.call(costs, one.mode, one.batch), 1e-6)
         ids = tuple(task.id for task in one.batch)
         if one.mode.ranks == 1:
@@ -418,7 +418,7 @@ class Scheduler:
 
     def _backfill(
         self,
-        costs: Costs,
+        costs: StepCosts,
         placed: Sequence[_Placed],
         waiting: Sequence[Task],
         runs_of: Mapping[str, Run],
@@ -459,7 +459,9 @@ class Forecast:
     alone: float
 
 
-def forecast(scheduler: Scheduler, costs: Costs, now: float, tasks: Sequence[Task], wish: Sequence[Task]) -> Forecast:
+def forecast(
+    scheduler: Scheduler, costs: StepCosts, now: float, tasks: Sequence[Task], wish: Sequence[Task]
+) -> Forecast:
     """When a request would be done, if it were accepted, and no accepted task with a deadline were made late for it.
 
     Args:

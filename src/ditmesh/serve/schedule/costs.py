@@ -66,7 +66,7 @@ Measured = tuple[Kind, Mode, int, float]
 
 
 @dataclass
-class Costs:
+class StepCosts:
     """Seconds of calls. The same additions in the same order give the same answers on every rank.
 
     Args:
@@ -92,19 +92,24 @@ class Costs:
 
     def add(self, kind: Kind, mode: Mode, together: int, seconds: float) -> None:
         """Record a call of a transformer for ``together`` requests."""
-        _keep(self.calls.setdefault((kind, mode, together), []), seconds)
-        self._changed()
+        key = kind, mode, together
+        _keep(self.calls.setdefault(key, []), seconds)
+        if _apart(self._call(*key), self._known.get(key)):
+            self._changed()
 
     def add_part(self, kind: Kind, part: str, seconds: float) -> None:
         """Record all calls before the first step of a request (`BEFORE`), or after the last one (`AFTER`)."""
-        _keep(self.parts.setdefault((kind, part), []), seconds)
-        self._changed()
+        key = kind, part
+        _keep(self.parts.setdefault(key, []), seconds)
+        if _apart(self._part(*key), self._parts.get(key)):
+            self._changed()
 
     def add_steps(self, model: str, calls: int, steps: int) -> None:
         """Record how many calls of a transformer the steps of a request took."""
         if steps > 0 and calls > 0:
-            self.per_step[model] = calls / steps
-            self._changed()
+            before, self.per_step[model] = self.per_step.get(model), calls / steps
+            if before != self.per_step[model]:
+                self._changed()
 
     # ---- answers
 
@@ -208,11 +213,16 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostTable:
-    """The measurements of `Costs`, as data."""
+    """The measurements of `StepCosts`, as data."""
 
     calls: Mapping[tuple[Kind, Mode, int], list[float]]
     parts: Mapping[tuple[Kind, str], list[float]]
     per_step: Mapping[str, float]
+
+
+def _apart(value: float, known: float | None) -> bool:
+    """Whether a value differs so much from the known one that decisions should change."""
+    return known is None or abs(value - known) > 0.03 * known
 
 
 def _keep(values: list[float], seconds: float) -> None:

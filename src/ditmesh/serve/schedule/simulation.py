@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .core import Run, Scheduler, Task
-from .costs import AFTER, ALONE, BEFORE, Costs, Kind, Mode
+from .costs import AFTER, ALONE, BEFORE, StepCosts, Kind, Mode
 
 # Seconds from the end of a run to the beginning of the next one on the same ranks.
 MEETING = 0.001
@@ -140,7 +140,7 @@ def _outcome(requests: Sequence[_Request], busy: float, wide: float) -> ServedTr
 class _Adaptive:
     world: World
     scheduler: Scheduler
-    costs: Costs
+    costs: StepCosts
     draw: random.Random
     noise: float
     wide: float = 0.0
@@ -215,7 +215,7 @@ class _Adaptive:
 
 
 def adaptive(
-    wishes: Sequence[Wish], world: World, scheduler: Scheduler, costs: Costs | None = None, noise: float = 0.05
+    wishes: Sequence[Wish], world: World, scheduler: Scheduler, costs: StepCosts | None = None, noise: float = 0.05
 ) -> ServedTrace:
     """Serve a trace with the scheduler.
 
@@ -226,7 +226,7 @@ def adaptive(
         costs: what is known at the beginning; default: nothing.
         noise: a call takes up to so much longer, relative.
     """
-    one = _Adaptive(world, scheduler, costs or Costs(), random.Random(0), noise)
+    one = _Adaptive(world, scheduler, costs or StepCosts(), random.Random(0), noise)
     requests = [_Request(wish, number) for number, wish in enumerate(wishes)]
     coming, now = deque(requests), 0.0
     while coming or one.live:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..offers import ModelSpec, kind_of, steps_of
 from ..schedule.core import Run, Scheduler, Task
-from ..schedule.costs import AFTER, ALONE, BEFORE, Costs, Kind, Mode
+from ..schedule.costs import AFTER, ALONE, BEFORE, StepCosts, Kind, Mode
 from ..types import RankState
 from .protocol import Beat, Cancel, Command, Load, ModelFailed, ModelReady, PictureTask, Start, Stop
 from .rendezvous import FailureReason
@@ -82,7 +82,7 @@ class Conductor:
 
     def __init__(self, channel: Callable[[], Channel], send: Callable[[Any], None], scheduler: Scheduler) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.costs = Costs()
+        self.costs = StepCosts()
         self.scheduler = scheduler
         self._channel_of, self._send, self._ranks = channel, send, scheduler.ranks
         self._lives: dict[str, Live] = {}
