@@ -14,7 +14,7 @@ from functools import partial
 from ..errors import StorageError
 from ..offers import ServedModel
 from ..schedule.core import Scheduler, Task, forecast
-from ..schedule.costs import StepCosts, Mode
+from ..schedule.costs import Mode, StepCosts
 from ..settings import ServiceSettings
 from ..types import Job, JobError, JobImage, JobRequest, ReplicaState
 from ..worker.protocol import (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from .costs import AFTER, ALONE, BEFORE, StepCosts, Kind, Mode
+from .costs import AFTER, ALONE, BEFORE, Kind, Mode, StepCosts
 
 # Seconds for which ranks go on before they ask again what to do; a longer call is not interrupted.
 QUANTUM = 0.025

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .core import Run, Scheduler, Task
-from .costs import AFTER, ALONE, BEFORE, StepCosts, Kind, Mode
+from .costs import AFTER, ALONE, BEFORE, Kind, Mode, StepCosts
 
 # Seconds from the end of a run to the beginning of the next one on the same ranks.
 MEETING = 0.001

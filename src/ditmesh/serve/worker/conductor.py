@@ -17,7 +17,7 @@ from typing import Any
 
 from ..offers import ModelSpec, kind_of, steps_of
 from ..schedule.core import Run, Scheduler, Task
-from ..schedule.costs import AFTER, ALONE, BEFORE, StepCosts, Kind, Mode
+from ..schedule.costs import AFTER, ALONE, BEFORE, Kind, Mode, StepCosts
 from ..types import RankState
 from .protocol import Beat, Cancel, Command, Load, ModelFailed, ModelReady, PictureTask, Start, Stop
 from .rendezvous import FailureReason
