@@ -1,33 +1,42 @@
 """An adaptive schedule against every fixed configuration of the same devices, on a mixed trace.
 
     python benchmarks/serving_schedule.py simulate --ranks 8 64   # simulated, with the cost model
-    python benchmarks/serving_schedule.py measure --requests 60   # two servers' ranks on this machine, in turns
+    python benchmarks/serving_schedule.py switch                  # what a change of ranks between two steps costs here
 
 The trace mixes small pictures, large pictures and videos. A request is in time if it is done within 1.5 times what it
 takes alone on one device. ``simulate`` decides with the code of the server and takes the seconds of calls from
 `ditmesh.forecast`: its figures are simulated, nothing runs on a device. The load is relative to the capacity: the
-requests per second that all devices do if each makes one request after the other.
+requests per second that all devices do if each makes one request after the other. ``switch`` runs two ranks of this
+machine. `serving_load.py` compares whole servers.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ditmesh import zoo
 from ditmesh.config import ParallelConfig
 from ditmesh.forecast.catalogue import shape
 from ditmesh.forecast.costs.hardware import Hardware, machine
 from ditmesh.forecast.prediction import predict
 from ditmesh.forecast.shipped import model_of
 from ditmesh.forecast.workload import workload_of
+from ditmesh.launch import RankPool
+from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.schedule.core import Scheduler
 from ditmesh.serve.schedule.costs import AFTER, BEFORE, Kind, Mode, modes_of
 from ditmesh.serve.schedule.simulation import ServedTrace, World, adaptive, fixed, trace
+from ditmesh.serve.types import JobRequest
+from ditmesh.serve.worker.batching import PipelineTask
+from ditmesh.serve.worker.protocol import PictureTask
 from harness import command_line, write_figures
 
 # Weight, kind and steps of each sort of request of the simulated trace.
@@ -114,6 +123,64 @@ def simulate(options: Any) -> dict[str, Any]:
     return figures
 
 
+def switched(steps: int, *, report: Any = None) -> dict[str, list[float]]:
+    """Seconds of a call that two ranks share, after one like it and after one of each rank alone. A rank function."""
+    import torch
+
+    from ditmesh.serve.worker.loaded import LoadedModel
+    from ditmesh.serve.worker.pooled import PoolBatcher
+    from ditmesh.serve.worker.rendezvous import HostAllGather
+
+    gather = HostAllGather()
+    found: dict[str, list[float]] = {"same": [], "changed": []}
+    with torch.no_grad(), ExitStack() as undo:
+        spec = ModelSpec("emoji", str(zoo.path("emoji-sd3")), ParallelConfig(), pool=2)
+        model = LoadedModel(spec, torch.device("cpu"), gather, undo)
+        batcher = model.batcher
+        assert isinstance(batcher, PoolBatcher)
+        request = JobRequest(prompt="a red fox", steps=4 * steps, seed=0)
+        prepared = model.prepare(PictureTask("one", "emoji", request, 0))
+        run = PipelineTask(prepared.pipe, prepared.arguments, 0, torch.device("cpu"))
+        run.resume()
+        while not batcher.steps(run):
+            batcher.make_narrow_call(run)
+        after = ""
+        # Two shared calls in turn, then one of each rank alone.
+        for mode in [Mode(1, 2), Mode(1, 2), Mode()] * steps:
+            if not batcher.steps(run):
+                break
+            if mode.ranks == 1:
+                batcher.make_calls([run], lambda *of: None)
+                after = "changed"
+                # Neither rank waits for the other in what is timed.
+                gather(None)
+                continue
+            seconds = batcher.make_shared_call(run, mode)
+            found["changed" if found["same"] and after == "changed" else "same"].append(seconds)
+            after = "same"
+            gather(None)
+        run.leave()
+        model.close()
+    gather.close()
+    # The first calls of a form are looked at.
+    return {name: values[3:] for name, values in found.items()}
+
+
+def switch(options: Any) -> dict[str, Any]:
+    """Print and return what a change of ranks costs."""
+    with RankPool(2, threads=1) as pool:
+        found = pool.run(switched, options.steps)[0]
+    costs = [1000 * (b - a) for a, b in zip(found["same"], found["changed"], strict=False)]
+    figures = {
+        "calls": len(costs),
+        "same_ms": 1000 * statistics.median(found["same"]),
+        "changed_ms": 1000 * statistics.median(found["changed"]),
+        "cost_ms": statistics.median(costs),
+    }
+    print(", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
+    return figures
+
+
 def main() -> None:
     parser = command_line(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -124,8 +191,10 @@ def main() -> None:
     one.add_argument(
         "--fastest", action="store_true", help="deadlines of 1.5 times the fastest configuration, not of one device"
     )
+    two = commands.add_parser("switch")
+    two.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
-    run: Callable[[Any], dict[str, Any]] = {"simulate": simulate}[options.command]
+    run: Callable[[Any], dict[str, Any]] = {"simulate": simulate, "switch": switch}[options.command]
     write_figures(run(options), options.json)
 
 
