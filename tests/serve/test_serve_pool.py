@@ -48,3 +48,40 @@ def test_pictures_of_a_pool_are_those_of_one_device(ranks):
         assert abs(picture(said, str(n)) - alone(prompt, n)).max() <= 1
         assert [one.step for one in of(said, TaskStepped, str(n))] == [1, 2, 3, 4, 5]
     assert {one.id for one in of(said, Finished)} == {"0", "1", "2", "3"}
+
+
+def serve_broken(specs: Any, *, report: Any) -> None:
+    """As `serve_pool`; the second call that two ranks share fails on rank 1."""
+    import torch.distributed as dist
+
+    from ditmesh.serve.worker.placements import Placement
+
+    whole, calls = Placement.call, []
+
+    def broken(self: Any, *of: Any) -> Any:
+        calls.append(of)
+        if len(calls) == 2 and dist.get_rank() == 1:
+            raise RuntimeError("on purpose")
+        return whole(self, *of)
+
+    Placement.call = broken  # type: ignore[method-assign]
+    try:
+        serve_pool(specs, report=report)
+    finally:
+        Placement.call = whole  # type: ignore[method-assign]
+
+
+def test_a_call_that_fails_on_one_of_two_ranks_costs_no_request(ranks):
+    """The request begins again on one rank, the links are made again, and the next request is shared."""
+
+    def script(message: Any, send: Any) -> None:
+        at_once(task("0", PROMPTS[0]))(message, send)
+        if isinstance(message, Finished) and message.id == "0":
+            send(task("1", PROMPTS[1], seed=1))
+
+    said = Owner(script, 2).serve(ranks(2), [pool_spec(2)], serve_broken)
+    for n in (0, 1):
+        assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1
+    steps = [one.step for one in of(said, TaskStepped, "0")]
+    assert steps[-5:] == [1, 2, 3, 4, 5]
+    assert of(said, Beat)[-1].bytes

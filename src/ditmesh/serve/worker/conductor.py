@@ -233,12 +233,13 @@ class Conductor:
             return
         after = first.after.get(id)
         data, ended = first.answers.get(id, b""), after is not None and after.ended
-        if data or ended:
-            events.append(Answers(id, going.run.ranks, data, ended, first.batch))
         if reason is not None:
             events.append(Failing(id, reason))
             del self._lives[id]
-        elif after is not None:
+            return
+        if data or ended:
+            events.append(Answers(id, going.run.ranks, data, ended, first.batch))
+        if after is not None:
             self._learn(live, first, after)
             live.after = after
             if ended:
@@ -293,7 +294,8 @@ class Conductor:
                         self._loading = load
                         events.append(Loading(load))
                 self._publish(events)
-                if self._loading is not None or self._renew:
+                # Ranks that are at work end what they are at, and begin nothing before that.
+                if self._loading is not None or self._going:
                     return
         if self._loading is None:
             self._decide(events)
