@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from .comm import DesyncError, PeerError
     from .comm.mesh import Mesh
     from .config import ParallelConfig
-    from .engine import engine_of, parallelize, parallelized, restore, simulate, simulated
+    from .engine import engine_of, follow, parallelize, parallelized, restore, simulate, simulated
     from .generate.loading import load
     from .layout import TokenLayout
-    from .ranks import Ranks
+    from .ranks import Followers, Ranks
 
 __all__ = [
     "AsyncClient",
@@ -33,6 +33,7 @@ __all__ = [
     "ConfigError",
     "DesyncError",
     "DitmeshError",
+    "Followers",
     "HostsWarning",
     "InputDifferenceWarning",
     "InputError",
@@ -47,6 +48,7 @@ __all__ = [
     "TokenLayout",
     "__version__",
     "engine_of",
+    "follow",
     "load",
     "parallelize",
     "parallelized",
@@ -61,12 +63,14 @@ _LAZY = {
     "AsyncClient": "client",
     "Client": "client",
     "DesyncError": "comm",
+    "Followers": "ranks",
     "Mesh": "comm.mesh",
     "ParallelConfig": "config",
     "PeerError": "comm",
     "Ranks": "ranks",
     "TokenLayout": "layout",
     "engine_of": "engine",
+    "follow": "engine",
     "load": "generate.loading",
     "parallelize": "engine",
     "parallelized": "engine",

@@ -37,6 +37,11 @@ class PipelineCall:
         self._subclass = type(own.__name__, (own,), {"__call__": wrapped, "__module__": own.__module__})
         pipe.__class__ = self._subclass
 
+    @property
+    def outermost(self) -> bool:
+        """Whether a call comes here first."""
+        return type(self._pipe) is self._subclass
+
     def undo(self) -> None:
         """Give the pipeline its own class back; under another library's subclass, do nothing from now on."""
         self._around = lambda proceed, *args, **kwargs: proceed(*args, **kwargs)

@@ -1,6 +1,6 @@
 """`parallelize`, and the engine of transformers and their pipelines."""
 
-from .api import agreed, configuration_for, parallelize, parallelized
+from .api import agreed, configuration_for, follow, parallelize, parallelized
 from .engine import Engine
 from .simulation import simulate, simulated
 from .targets import DENOISERS, ENGINE, ConfigLike, denoisers, engine_of, find_layout, restore
@@ -15,6 +15,7 @@ __all__ = [
     "denoisers",
     "engine_of",
     "find_layout",
+    "follow",
     "parallelize",
     "parallelized",
     "restore",

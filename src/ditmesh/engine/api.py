@@ -27,7 +27,8 @@ from ..strategies.heads import heads_of
 from .controls import ControlNets
 from .engine import Engine
 from .first_call import FirstCall
-from .targets import ENGINE, ConfigLike, denoisers, device_of, find_layout, given_layout, refuse_twice, restore
+from .follow import Following
+from .targets import ENGINE, FOLLOWED, ConfigLike, denoisers, device_of, find_layout, given_layout, refuse_twice, restore
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ def parallelize(
     timeout: float = DEFAULT_DEADLINE,
     recipe: Recipe = RECIPE,
     check: bool = False,
+    follow: bool = False,
 ) -> T:
     """Make a diffusers DiT pipeline (or a bare transformer) run on all ranks of the job, in place.
 
@@ -57,6 +59,7 @@ def parallelize(
         recipe: the strategies in the order in which they are applied, for adding your own.
         check: compare the first call of every form with one device, whatever the layout: such a call runs twice, once
             whole on every rank, and a difference is an error on all ranks. Not with ``tensor``, ``pipe`` and ``shard``.
+        follow: only rank 0 calls ``target``, and its calls are sent to the other ranks, which call `follow` instead.
 
     Pipelines that share a transformer (``from_pipe``) share its ranks: call this on each of them with the same
     configuration; the weights are restored with the last pipeline.
@@ -72,6 +75,11 @@ def parallelize(
     refuse_twice(target)
     models = denoisers(target)
     if any(ENGINE in vars(model) for model in models):
+        if follow:
+            raise InputError(
+                f"the transformer of this {type(target).__name__} is parallelised already, so that it cannot be followed "
+                "as well; call ditmesh.restore(...) on its pipeline first, or leave follow out"
+            )
         _share(target, models, config)
         return target
     layouts = [given_layout(layout, model) or _layout_before_a_call(model) for model in models]
@@ -99,7 +107,28 @@ def parallelize(
         first = FirstCall(models, layouts, config, mesh, owns_mesh, applied)
         if not isinstance(target, nn.Module):
             first.attach(target)
+    if follow and mesh.world_size > 1:
+        Following(target, mesh)
     return target
+
+
+def follow(target: Any) -> None:
+    """Make every call of ``target`` that rank 0 makes, until rank 0 calls `restore`; then it is restored here, too.
+
+    For the ranks but rank 0 that have called ``parallelize(target, ..., follow=True)``. A call that fails on one rank
+    raises on rank 0, and the ranks go on following.
+
+    Raises:
+        InputError: ``target`` is not followed, or this is rank 0.
+        PeerError: rank 0 has ended.
+    """
+    following = vars(target).get(FOLLOWED)
+    if following is None:
+        raise InputError(
+            f"this {type(target).__name__} follows no rank; call ditmesh.parallelize(..., follow=True) on all ranks"
+        )
+    following.follow()
+    restore(target)
 
 
 def _warn_of_hosts(target: Any, model: nn.Module, mesh: Mesh) -> None:

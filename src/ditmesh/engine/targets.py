@@ -26,6 +26,8 @@ ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
 
 # The attribute that holds a parallelised object's engine.
 ENGINE = "_ditmesh_engine"
+# The attribute of one whose calls are made on all ranks (`follow.Following`).
+FOLLOWED = "_ditmesh_followed"
 
 # Components of diffusers' pipelines that hold the denoising transformer. Wan has two, for early and for late steps;
 # Ideogram 4 has one for each branch of guidance; Kandinsky's and Shap-E's denoises an embedding.
@@ -58,7 +60,10 @@ def restore(target: T) -> T:
     Raises:
         InputError: ``target`` is not parallelised.
     """
-    engine_of(target).detach(target)
+    engine = engine_of(target)
+    if (following := vars(target).get(FOLLOWED)) is not None:
+        following.end()
+    engine.detach(target)
     return target
 
 

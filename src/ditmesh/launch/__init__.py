@@ -7,12 +7,14 @@ already, and `init_from_environment` (or `TorchrunRanks`) joins them. Another pa
 
 from .backend import Launcher, MessageSink, connection, device_of_launcher, launcher, threads_of_launcher
 from .devices import DeviceChoice, default_threads, physical_cores, resolve_device
+from .hosted import HostedRanks
 from .pool import RankPool, begin_local_ranks
 from .processes import Terminated, guarded_folder, interrupt_behind, interrupts_end, interrupts_raise, leave
 from .torchrun import TorchrunRanks, from_torchrun, init_from_environment, torchrun_rank
 
 __all__ = [
     "DeviceChoice",
+    "HostedRanks",
     "Launcher",
     "MessageSink",
     "RankPool",

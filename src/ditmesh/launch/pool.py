@@ -142,13 +142,15 @@ class RankPool(StayingRanks):
             start_fork_server([QUIET, *preload])
             server = fork_server()
         for rank, gpu in enumerate(gpus):
-            ours, theirs = socket.socketpair()
             settings = rank_.RankSettings(
                 rank, self.world_size, self.device, gpu, self.threads, self.timeout, str(self._folder), server
             )
-            # Not daemonic: a rank may start processes of its own, such as data loader workers.
-            process = context.Process(target=rank_.main, args=(settings, theirs), name=f"ditmesh-rank-{rank}")
             self._settings.append(settings)
+            if self._is_here(rank):
+                continue
+            ours, theirs = socket.socketpair()
+            # Not daemonic: a rank may start processes of its own, such as data loader workers.
+            process = context.Process(target=self._main, args=(settings, theirs), name=f"ditmesh-rank-{rank}")
             self._channels.append(OwnerChannel(ours))
             # The fork server is deaf already, and may take long while it imports: waiting for it can be broken off.
             with contextlib.ExitStack() as around:
@@ -160,6 +162,13 @@ class RankPool(StayingRanks):
             self._processes.append(process)
             # Otherwise the end of the rank would not be seen as the end of its connection.
             theirs.close()
+
+    # What the process of a rank runs.
+    _main = staticmethod(rank_.main)
+
+    def _is_here(self, rank: int) -> bool:
+        """Whether a rank has no process of its own (`HostedRanks`)."""
+        return False
 
     @property
     def pids(self) -> list[int]:

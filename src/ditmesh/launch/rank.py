@@ -41,8 +41,8 @@ class RankSettings:
         return Path(self.folder) / f"stack-{self.rank}"
 
 
-def main(settings: RankSettings, connection: socket.socket) -> None:
-    """Run a rank, from its first import to its end."""
+def main(settings: RankSettings, connection: socket.socket, joins: bool = True) -> None:
+    """Run a rank, from its first import to its end; ``joins``: it joins the others before it answers calls."""
     chatter_off()
     # The owner decides what Ctrl-C means; the terminal sends it to every process of the group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,7 +55,7 @@ def main(settings: RankSettings, connection: socket.socket) -> None:
     faulthandler.enable(stack_file)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, stack_file)
-    if not _answer_calls(settings, RankChannel(connection)):
+    if not _answer_calls(settings, RankChannel(connection), joins):
         # The owner has ended, or ends this rank in a moment: the thread sees to it.
         follower.join()
     import torch.distributed as dist
@@ -64,10 +64,16 @@ def main(settings: RankSettings, connection: socket.socket) -> None:
 
     # This process runs no exit handlers.
     stop_watching()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def _answer_calls(settings: RankSettings, channel: RankChannel) -> bool:
+def main_of_hosted(settings: RankSettings, connection: socket.socket) -> None:
+    """Run a rank beside a process that is a rank itself: it joins when it is told to."""
+    main(settings, connection, joins=False)
+
+
+def _answer_calls(settings: RankSettings, channel: RankChannel, joins: bool) -> bool:
     """Join, and answer calls; whether the owner has said that there are no more."""
     try:
         # torch may be loaded already, by the fork server: the variable is for libraries that come later.
@@ -76,7 +82,8 @@ def _answer_calls(settings: RankSettings, channel: RankChannel) -> bool:
         import torch
 
         torch.set_num_threads(settings.threads)
-        join_group(settings, "rendezvous")
+        if joins:
+            join_group(settings, "rendezvous")
     except BaseException as error:
         channel.send("failure", of_exception(settings.rank, error))
         return False

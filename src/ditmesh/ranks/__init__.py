@@ -4,7 +4,8 @@ The owner's process holds no weights. A call of a pipeline travels to every rank
 ``torchrun``; what rank 0 returns comes back.
 """
 
+from .follow import FollowedModel, Followers
 from .handle import Ranks
 from .pipeline import RemotePipeline
 
-__all__ = ["Ranks", "RemotePipeline"]
+__all__ = ["FollowedModel", "Followers", "Ranks", "RemotePipeline"]

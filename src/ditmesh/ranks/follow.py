@@ -1,0 +1,483 @@
+"""`Followers`: ranks beside a running program, which hold copies of its models and take part in their calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..config import ParallelConfig
+from ..core.request import PipelineCall
+from ..engine import ConfigLike, engine_of, parallelize, restore
+from ..engine.follow import CallFollower, CallLead, FollowerFailure, lost_another
+from ..engine.targets import device_of
+from ..errors import ConfigError, InputError, RankFailed
+from ..launch import DeviceChoice, HostedRanks
+from ..launch.hosted import STOP_LIMIT
+from .copies import Change, CopiedModule, Parcel, applied, packed, unpacked
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+# Attributes of a module that hold its hooks.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+class Followers:
+    """Ranks of this machine beside this process, which is rank 0 with its own device, its own model and its own thread.
+
+    ::
+
+        with ditmesh.Followers(2) as followers:
+            followers.parallelize(transformer, {"ulysses": 2})
+            transformer(...)
+
+    For an application that has loaded a model and goes on as it is. Each other process holds a copy of the model: on
+    the CPU all of them share one, on GPUs each has its own. What is changed on the model here, between calls, is
+    changed on the copies before the next call. The processes end with this one, however it ends.
+    """
+
+    def __init__(
+        self,
+        devices: int,
+        device: DeviceChoice = "auto",
+        threads: int | None = None,
+        timeout: float = DEFAULT_DEADLINE,
+        *,
+        gpus: Sequence[int] | None = None,
+        stop_limit: float = STOP_LIMIT,
+        prepare: Callable[[], Any] | None = None,
+    ) -> None:
+        """Start the other ranks.
+
+        Args:
+            devices: number of ranks, this process included.
+            device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
+            threads: of each rank in a call, also of this process on the CPU; default: an equal share of the cores.
+            timeout: deadline of every collective of a call, in seconds.
+            gpus: their numbers, this process's first; default: its current one, and those that follow.
+            stop_limit: seconds after which a rank that is stopped by a signal counts as lost.
+            prepare: is called on the other ranks first.
+
+        Raises:
+            ConfigError: the devices are not there, or this process is a rank already.
+            RankFailed: a rank could not start.
+        """
+        if gpus is None and device != "cpu" and torch.cuda.is_available():
+            first, count = torch.cuda.current_device(), torch.cuda.device_count()
+            gpus = [(first + place) % count for place in range(devices)]
+        self._pool = HostedRanks(devices, device, threads, gpus, stop_limit)
+        self._timeout = timeout
+        self._models: dict[str, FollowedModel] = {}
+        try:
+            if prepare is not None:
+                self.run(prepare)
+        except BaseException:
+            self._pool.close()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, this process included."""
+        return self._pool.world_size
+
+    @property
+    def device(self) -> str:
+        """Type of the ranks' devices."""
+        return self._pool.device
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the other ranks."""
+        return self._pool.pids[1:]
+
+    @property
+    def closed(self) -> bool:
+        """Whether the ranks have ended: they were closed, or one was lost."""
+        return self._pool.closed
+
+    @property
+    def reason(self) -> str:
+        """Why they have ended; empty: they have not."""
+        return self._pool.reason
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``fn(*args)`` on the other ranks; the results, of rank 1 first.
+
+        Raises:
+            Exception: what ``fn`` raises.
+            RankFailed: a rank was lost.
+        """
+        return [value for value, _ in self._both(_nothing, _outcome, fn, args)]
+
+    def parallelize(self, model: nn.Module, config: ConfigLike, **options: Any) -> FollowedModel:
+        """Copy a model to the other ranks, and make its calls run on all ranks, in place.
+
+        Args:
+            model: on this process's device, as for `ditmesh.parallelize`.
+            config: as there; its degrees multiply to the number of ranks.
+            options: further ones of `ditmesh.parallelize`.
+
+        Returns:
+            A handle, whose `FollowedModel.close` undoes this.
+
+        Raises:
+            ConfigError, InputError, LayoutError: as `ditmesh.parallelize`; or the model cannot be copied.
+            RankFailed: a rank was lost.
+        """
+        made = FollowedModel(self, model, ParallelConfig.read(config), options)
+        made.stand_in()
+        return made
+
+    def close(self) -> None:
+        """Restore the models, and end the other ranks. Harmless if they have ended."""
+        for model in list(self._models.values()):
+            with suppress(Exception):
+                model.close()
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"closed: {self.reason}" if self.closed else f"{len(self._models)} models"
+        return f"Followers({self.world_size} on {self.device}, {state})"
+
+    def _both(self, here: Callable[[], T], fn: Callable[..., Any], *args: Any) -> list[tuple[Any, T]]:
+        """What every other rank has returned, with what was returned here.
+
+        Raises:
+            Exception: what was raised here, or, if it came first, there.
+            RankFailed: a rank was lost.
+        """
+        if self.closed:
+            raise ConfigError(f"the ranks beside this process have ended ({self.reason}); make new Followers")
+        done = self._pool.together(here, fn, *args)
+        failures = [one for one in done.others if isinstance(one, FollowerFailure)]
+        error = done.error
+        if error is not None and not (failures and lost_another(error)):
+            raise error
+        if failures:
+            # Causes before consequences.
+            raise min(failures, key=lambda one: one.lost).as_error() from error
+        return [(other, done.value) for other in done.others]
+
+
+class FollowedModel:
+    """A model of this process whose calls run on all ranks.
+
+    Attributes:
+        model: it.
+        config: the configuration in force.
+        lead: what sends its calls.
+    """
+
+    def __init__(self, followers: Followers, model: nn.Module, config: ParallelConfig, options: dict[str, Any]) -> None:
+        self.followers, self.model, self.config = followers, model, config
+        config.check_world_size(followers.world_size)
+        self._key = uuid.uuid4().hex
+        self._copied = CopiedModule(model)
+        self._class: PipelineCall | None = None
+        self._others_hooks = {id(one): _hook_keys(one) for one in model.modules()}
+        self._forward = vars(model).get("forward")
+        kind = followers.device
+        with packed(model, kind) as parcel:
+            followers._both(_nothing, _take_model, self._key, parcel)
+        followers._models[self._key] = self
+        timeout = followers._timeout
+
+        def begin() -> Mesh:
+            mesh = Mesh(config, device_of(model) if kind == "cuda" else "cpu", timeout)
+            try:
+                parallelize(model, config, mesh=mesh, **options)
+                engine_of(model).own_mesh()
+            except BaseException:
+                mesh.close()
+                raise
+            return mesh
+
+        try:
+            self.mesh: Mesh = followers._both(begin, _begin_following, self._key, config, timeout, options)[0][1]
+        except BaseException:
+            followers._models.pop(self._key, None)
+            with suppress(Exception):
+                followers._both(_nothing, _drop_model, self._key)
+            raise
+        self.lead = CallLead(type(model).__name__, self.mesh, lambda: engine_of(model))
+        self._asleep: list[tuple[dict[Any, Any], dict[Any, Any]]] | None = None
+        self._slept_forward: Any = None
+        self.closed = False
+
+    def stand_in(self) -> None:
+        """Let all calls of the model in this process run on all ranks, from now on."""
+
+        def around(proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return self.call(proceed, args, kwargs)
+
+        if self._class is None:
+            self._class = PipelineCall(self.model, around)
+
+    def call(
+        self,
+        proceed: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        for_others: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        rewritten: Collection[str] = (),
+    ) -> Any:
+        """Make one call on all ranks.
+
+        Args:
+            proceed: the model's own call.
+            args, kwargs: of this process.
+            for_others: the arguments of the other ranks, where they differ.
+            rewritten: names of parameters whose values have changed where nothing shows it.
+
+        Raises:
+            Exception: whatever the call raises, here or on another rank.
+            RankFailed: a rank was lost; the ranks have ended.
+        """
+        if self.lead.inside:
+            return proceed(*args, **kwargs)
+        self.update(rewritten)
+        try:
+            with _threads(self.followers):
+                return self.lead.call(self._ask, proceed, args, kwargs, for_others)
+        finally:
+            if not self.closed:
+                self._copied.note()
+
+    def _ask(self, content: bytes, here: Callable[[], T]) -> T:
+        try:
+            return self.followers._both(here, _follow_call, self._key, content)[0][1]
+        except BaseException:
+            if not self.followers.closed:
+                self.mesh.fail_request()
+            raise
+
+    def update(self, rewritten: Collection[str] = ()) -> None:
+        """Change the copies to what the model is now; see `call`. Calls do this by themselves.
+
+        Raises:
+            InputError: it has other modules than when it was copied.
+        """
+        if not self._copied.same_modules:
+            raise InputError(
+                f"this {type(self.model).__name__} has other modules than when it was copied to the other ranks; "
+                "restore it and parallelize it again"
+            )
+        if changes := self._copied.changes(rewritten):
+            with packed(changes, self.followers.device, self._copied.numbers) as parcel:
+                self.followers._both(_nothing, _change_model, self._key, parcel)
+            self._copied.note()
+
+    # --- the model for others, in this process ---------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Leave the model as it was before it was parallelised, until `wake`, for calls in this process alone."""
+        if self._asleep is not None:
+            return
+        self._asleep = []
+        for one in self.model.modules():
+            others = self._others_hooks.setdefault(id(one), set())
+            for name in _HOOKS:
+                held: dict[Any, Any] = vars(one)[name]
+                ours = {key: hook for key, hook in held.items() if key not in others}
+                if ours:
+                    self._asleep.append((held, dict(held)))
+                    for key in ours:
+                        del held[key]
+        self._slept_forward = vars(self.model).pop("forward", None)
+        if self._forward is not None:
+            vars(self.model)["forward"] = self._forward
+
+    def wake(self) -> None:
+        """Undo `sleep`.
+
+        Raises:
+            InputError: the model's forward was replaced meanwhile.
+        """
+        if self._asleep is None:
+            return
+        if vars(self.model).get("forward") is not self._forward:
+            raise InputError(f"the forward of this {type(self.model).__name__} was replaced; parallelize it again")
+        # All that is there now is others'.
+        for one in self.model.modules():
+            self._others_hooks.setdefault(id(one), set()).update(_hook_keys(one))
+        for held, before in self._asleep:
+            later = {key: hook for key, hook in held.items() if key not in before}
+            held.clear()
+            held.update({**before, **later})
+        self._asleep = None
+        if self._slept_forward is not None:
+            vars(self.model)["forward"] = self._slept_forward
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Parallel within the ``with`` block, and as it was outside of it."""
+        self.wake()
+        try:
+            yield
+        finally:
+            self.sleep()
+
+    def close(self) -> None:
+        """Restore the model, exactly, and drop the copies."""
+        if self.closed:
+            return
+        self.closed = True
+        self.followers._models.pop(self._key, None)
+        with ExitStack() as undo:
+            if self._class is not None:
+                undo.callback(self._class.undo)
+            with suppress(InputError):
+                self.wake()
+            if self.followers.closed:
+                # What joins the ranks is gone.
+                self.mesh.abandon()
+                undo.callback(_restored, self.model)
+            else:
+                undo.callback(
+                    self.followers._both, functools.partial(_restored, self.model), _drop_model, self._key
+                )
+
+
+def _hook_keys(module: nn.Module) -> set[Any]:
+    return {key for name in _HOOKS for key in vars(module)[name]}
+
+
+def _restored(model: nn.Module) -> None:
+    with suppress(InputError):
+        restore(model)
+
+
+@contextmanager
+def _threads(followers: Followers) -> Iterator[None]:
+    """On the CPU, as many threads as the other ranks have: they share its cores."""
+    before = torch.get_num_threads()
+    wanted = followers._pool.threads if followers.device == "cpu" else before
+    if wanted != before:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        if wanted != before:
+            torch.set_num_threads(before)
+
+
+def _nothing() -> None:
+    return None
+
+
+# --- on the other ranks ------------------------------------------------------------------------------------------
+
+
+class _Copy:
+    """A model's copy on this rank."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.follower: CallFollower | None = None
+        self.mesh: Mesh | None = None
+
+
+# The copies that this process holds, which is a rank and nothing else.
+_copies: dict[str, _Copy] = {}
+
+
+def _device() -> torch.device:
+    from ..comm.backends import device_of_rank
+
+    return device_of_rank()
+
+
+def _failure(error: Exception) -> FollowerFailure:
+    import torch.distributed as dist
+
+    return FollowerFailure.of(dist.get_rank(), error)
+
+
+def _outcome(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What a function returns, or its failure."""
+    try:
+        return fn(*args)
+    except Exception as error:
+        return _failure(error)
+
+
+def _take_model(key: str, parcel: Parcel) -> FollowerFailure | None:
+    try:
+        device = _device()
+        _copies[key] = _Copy(unpacked(parcel, device), device)
+    except Exception as error:
+        return _failure(error)
+    return None
+
+
+def _change_model(key: str, parcel: Parcel) -> FollowerFailure | None:
+    try:
+        copy = _copies[key]
+        changes: list[Change] = unpacked(parcel, copy.device, list(copy.model.modules()))
+        applied(copy.model, changes)
+    except Exception as error:
+        return _failure(error)
+    return None
+
+
+def _begin_following(
+    key: str, config: ParallelConfig, timeout: float, options: dict[str, Any]
+) -> FollowerFailure | None:
+    copy = _copies[key]
+    mesh: Mesh | None = None
+    try:
+        mesh = copy.mesh = Mesh(config, copy.device, timeout)
+        parallelize(copy.model, config, mesh=mesh, **options)
+        engine_of(copy.model).own_mesh()
+    except Exception as error:
+        if mesh is not None:
+            mesh.close()
+        return _failure(error)
+    model = copy.model
+    copy.follower = CallFollower(type(model).__name__, mesh, lambda: engine_of(model), model)
+    return None
+
+
+def _follow_call(key: str, content: bytes) -> FollowerFailure | None:
+    copy = _copies[key]
+    assert copy.follower is not None
+    assert copy.mesh is not None
+    try:
+        copy.follower.run(content)
+    except Exception as error:
+        copy.mesh.fail_request()
+        return _failure(error)
+    return None
+
+
+def _drop_model(key: str) -> FollowerFailure | None:
+    copy = _copies.pop(key, None)
+    try:
+        if copy is not None:
+            _restored(copy.model)
+    except Exception as error:
+        return _failure(error)
+    return None
