@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,69 @@ def output_place(prefix: str, width: int, height: int) -> tuple[str, str, int, s
 def metadata_allowed() -> bool:
     """Whether ComfyUI may write metadata into files."""
     return not getattr(args, "disable_metadata", False)
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+def root() -> str:
+    """ComfyUI's folder."""
+    return os.path.dirname(os.path.abspath(folder_paths.__file__))
+
+
+def node_folders() -> list[str]:
+    """The folders of custom nodes."""
+    return [os.path.abspath(folder) for folder in folder_paths.get_folder_paths("custom_nodes")]
+
+
+def model_arguments() -> list[str]:
+    """ComfyUI's own command line, which decides about dtypes and attention."""
+    return list(sys.argv)
+
+
+def torch_attention() -> bool:
+    """Whether ComfyUI's attention is torch's."""
+    from comfy.ldm.modules import attention
+
+    return attention.optimized_attention is attention.attention_pytorch
+
+
+def diffusion_model_wrappers(options: Mapping[str, Any]) -> list[Any]:
+    """Wrappers that other nodes have put around the diffusion model itself."""
+    import comfy.patcher_extension as extension
+
+    return extension.get_all_wrappers(extension.WrappersMP.DIFFUSION_MODEL, options)
+
+
+def put_around(patcher: Any, key: str, around: Callable[..., Any], before_run: Callable[..., Any]) -> None:
+    """Let ``around(executor, ...)`` stand around every call of a clone's model, once, and be told before a sampling."""
+    import comfy.patcher_extension as extension
+
+    calls, runs = extension.WrappersMP.APPLY_MODEL, extension.CallbacksMP.ON_PRE_RUN
+    patcher.remove_wrappers_with_key(calls, key)
+    patcher.remove_callbacks_with_key(runs, key)
+    patcher.add_wrapper_with_key(calls, key, around)
+    patcher.add_callback_with_key(runs, key, before_run)
+
+
+def devices_of(patcher: Any, count: int) -> tuple[str, tuple[int, ...] | None]:
+    """Type of a model's device, and the numbers of so many GPUs, its own first.
+
+    Raises:
+        ConfigError: so many are not there.
+    """
+    from ditmesh import ConfigError
+
+    device = patcher.load_device
+    if device.type == "cpu":
+        return "cpu", None
+    if device.type != "cuda":
+        raise ConfigError(f"ComfyUI computes on {device.type}, and ditmesh on CUDA and the CPU; bypass this node")
+    import torch
+
+    there, first = torch.cuda.device_count(), device.index if device.index is not None else torch.cuda.current_device()
+    if there < count:
+        raise ConfigError(
+            f"{count} devices are asked for, and ComfyUI sees {there}; start it without --cuda-device, or ask for fewer"
+        )
+    return "cuda", tuple((first + place) % there for place in range(count))

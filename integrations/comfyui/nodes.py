@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import host
 from .mesh import MeshPipeline, MeshSettings, close_all
+from .parallel import ParallelizeModel, close_followers
 from .remote import ServerPipeline
 from .request import (
     Lora,
@@ -404,8 +405,10 @@ class SavePictures:
 
 
 host.when_unloaded(close_all)
+host.when_unloaded(close_followers)
 
 NODE_CLASS_MAPPINGS = {
+    "DitmeshParallelizeModel": ParallelizeModel,
     "DitmeshLoadPipeline": LoadPipeline,
     "DitmeshConnect": Connect,
     "DitmeshLoRA": AddLora,
@@ -415,6 +418,7 @@ NODE_CLASS_MAPPINGS = {
     "DitmeshSave": SavePictures,
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
+    "DitmeshParallelizeModel": "Parallelize model (ditmesh)",
     "DitmeshLoadPipeline": "Load pipeline on a mesh (ditmesh)",
     "DitmeshConnect": "Connect to a server (ditmesh)",
     "DitmeshLoRA": "LoRA (ditmesh)",

@@ -28,7 +28,17 @@ from .controls import ControlNets
 from .engine import Engine
 from .first_call import FirstCall
 from .follow import Following
-from .targets import ENGINE, FOLLOWED, ConfigLike, denoisers, device_of, find_layout, given_layout, refuse_twice, restore
+from .targets import (
+    ENGINE,
+    FOLLOWED,
+    ConfigLike,
+    denoisers,
+    device_of,
+    find_layout,
+    given_layout,
+    refuse_twice,
+    restore,
+)
 
 T = TypeVar("T")
 

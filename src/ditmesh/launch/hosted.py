@@ -130,7 +130,9 @@ class HostedRanks(RankPool):
             met = self._beside(self._join_anew, None)
             if met is not True:
                 self._end("the ranks could not meet")
-                raise RankFailed(f"the {world_size - 1} ranks beside this process did not meet it within {MEET_LIMIT:g} s", 0)
+                raise RankFailed(
+                    f"the {world_size - 1} ranks beside this process did not meet it within {MEET_LIMIT:g} s", 0
+                )
             undo.pop_all()
 
     def _is_here(self, rank: int) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 import uuid
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +18,7 @@ from ..core.request import PipelineCall
 from ..engine import ConfigLike, engine_of, parallelize, restore
 from ..engine.follow import CallFollower, CallLead, FollowerFailure, lost_another
 from ..engine.targets import device_of
-from ..errors import ConfigError, InputError, RankFailed
+from ..errors import ConfigError, InputError
 from ..launch import DeviceChoice, HostedRanks
 from ..launch.hosted import STOP_LIMIT
 from .copies import Change, CopiedModule, Parcel, applied, packed, unpacked
@@ -84,7 +83,11 @@ class Followers:
             gpus = [(first + place) % count for place in range(devices)]
         self._pool = HostedRanks(devices, device, threads, gpus, stop_limit)
         self._timeout = timeout
-        self._models: dict[str, FollowedModel] = {}
+        # Models go when the program drops them; their copies then go before the next call.
+        self._models: weakref.WeakValueDictionary[str, FollowedModel] = weakref.WeakValueDictionary()
+        self._dropped: list[str] = []
+        # For the program that has these ranks.
+        self.wanted: Any = None
         try:
             if prepare is not None:
                 self.run(prepare)
@@ -126,12 +129,15 @@ class Followers:
         """
         return [value for value, _ in self._both(_nothing, _outcome, fn, args)]
 
-    def parallelize(self, model: nn.Module, config: ConfigLike, **options: Any) -> FollowedModel:
+    def parallelize(
+        self, model: nn.Module, config: ConfigLike, *, sleeps: bool = False, **options: Any
+    ) -> FollowedModel:
         """Copy a model to the other ranks, and make its calls run on all ranks, in place.
 
         Args:
             model: on this process's device, as for `ditmesh.parallelize`.
             config: as there; its degrees multiply to the number of ranks.
+            sleeps: calls stay this process's own but within `FollowedModel.awake`, by `FollowedModel.call`.
             options: further ones of `ditmesh.parallelize`.
 
         Returns:
@@ -142,7 +148,7 @@ class Followers:
             RankFailed: a rank was lost.
         """
         made = FollowedModel(self, model, ParallelConfig.read(config), options)
-        made.stand_in()
+        made.sleep() if sleeps else made.stand_in()
         return made
 
     def close(self) -> None:
@@ -171,6 +177,8 @@ class Followers:
         """
         if self.closed:
             raise ConfigError(f"the ranks beside this process have ended ({self.reason}); make new Followers")
+        while self._dropped:
+            self._pool.together(_nothing, _drop_model, self._dropped.pop())
         done = self._pool.together(here, fn, *args)
         failures = [one for one in done.others if isinstance(one, FollowerFailure)]
         error = done.error
@@ -195,6 +203,7 @@ class FollowedModel:
         self.followers, self.model, self.config = followers, model, config
         config.check_world_size(followers.world_size)
         self._key = uuid.uuid4().hex
+        self.closed = False
         self._copied = CopiedModule(model)
         self._class: PipelineCall | None = None
         self._others_hooks = {id(one): _hook_keys(one) for one in model.modules()}
@@ -203,6 +212,8 @@ class FollowedModel:
         with packed(model, kind) as parcel:
             followers._both(_nothing, _take_model, self._key, parcel)
         followers._models[self._key] = self
+        self._drop = weakref.finalize(self, followers._dropped.append, self._key)
+        self._drop.atexit = False
         timeout = followers._timeout
 
         def begin() -> Mesh:
@@ -218,14 +229,13 @@ class FollowedModel:
         try:
             self.mesh: Mesh = followers._both(begin, _begin_following, self._key, config, timeout, options)[0][1]
         except BaseException:
-            followers._models.pop(self._key, None)
+            self._forget()
             with suppress(Exception):
                 followers._both(_nothing, _drop_model, self._key)
             raise
         self.lead = CallLead(type(model).__name__, self.mesh, lambda: engine_of(model))
         self._asleep: list[tuple[dict[Any, Any], dict[Any, Any]]] | None = None
         self._slept_forward: Any = None
-        self.closed = False
 
     def stand_in(self) -> None:
         """Let all calls of the model in this process run on all ranks, from now on."""
@@ -340,12 +350,16 @@ class FollowedModel:
         finally:
             self.sleep()
 
+    def _forget(self) -> None:
+        self._drop.detach()
+        self.followers._models.pop(self._key, None)
+
     def close(self) -> None:
         """Restore the model, exactly, and drop the copies."""
         if self.closed:
             return
         self.closed = True
-        self.followers._models.pop(self._key, None)
+        self._forget()
         with ExitStack() as undo:
             if self._class is not None:
                 undo.callback(self._class.undo)
@@ -356,9 +370,7 @@ class FollowedModel:
                 self.mesh.abandon()
                 undo.callback(_restored, self.model)
             else:
-                undo.callback(
-                    self.followers._both, functools.partial(_restored, self.model), _drop_model, self._key
-                )
+                undo.callback(self.followers._both, functools.partial(_restored, self.model), _drop_model, self._key)
 
 
 def _hook_keys(module: nn.Module) -> set[Any]:
