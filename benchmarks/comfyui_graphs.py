@@ -1,0 +1,402 @@
+"""Generated graphs of a real ComfyUI: the node Parallelize model against the same graph without it.
+
+    DITMESH_COMFYUI=~/ComfyUI python benchmarks/comfyui_graphs.py --graphs 200 --seed 0
+
+Tiny models with random weights of every family, LoRA stacks that change from graph to graph, samplers, odd sizes,
+batches, guidance on and off, masks, reference latents, ControlNet residuals and patches of other nodes; ComfyUI's own
+functions sample all of it, on the CPU. A graph may give what one device gives, or be refused in a sentence. Anything
+else is counted as wrong, and the exit status says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+# Largest error allowed, of the largest value of the latents.
+ALLOWED = 1e-5
+
+SAMPLERS = ["euler", "euler_ancestral", "heun", "dpmpp_2m", "ddim", "lcm", "res_multistep", "dpm_2"]
+SCHEDULERS = ["simple", "normal", "beta", "sgm_uniform"]
+CONFIGS = ["ulysses=2", "ring=2", "cfg=2", "ulysses=2 reproducible", "data=2"]
+
+
+def prepare(arguments: list[str]) -> Any:
+    """Import ComfyUI from DITMESH_COMFYUI with these options, and the nodes; the package of the nodes."""
+    folder = os.environ["DITMESH_COMFYUI"]
+    # Before stand-ins of packages that ComfyUI wants and nothing here uses.
+    import transformers.modeling_utils  # noqa: F401
+
+    import ditmesh  # noqa: F401
+
+    sys.argv = [str(Path(folder) / "main.py"), "--cpu", *arguments]
+    sys.path.insert(0, folder)
+    sys.path += os.environ.get("DITMESH_COMFYUI_STUBS", "").split(os.pathsep)
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    import comfy.sample
+    import comfy.samplers
+    import comfy.sd  # noqa: F401
+
+    spec = importlib.util.spec_from_file_location(
+        "ditmesh_nodes",
+        ROOT / "integrations" / "comfyui" / "__init__.py",
+        submodule_search_locations=[str(ROOT / "integrations" / "comfyui")],
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = package
+    spec.loader.exec_module(package)
+    return package
+
+
+def numbers(*shape: int, seed: int) -> Any:
+    import torch
+
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# The width of the text's embedding, everywhere.
+TEXT = 24
+FLUX = {
+    "in_channels": 16, "out_channels": 16, "vec_in_dim": 16, "context_in_dim": TEXT, "hidden_size": 32,
+    "mlp_ratio": 2.0, "num_heads": 4, "depth": 2, "depth_single_blocks": 2, "axes_dim": [2, 2, 4], "theta": 10000,
+    "patch_size": 2, "qkv_bias": True, "guidance_embed": True,
+}  # fmt: skip
+WAN = {
+    "patch_size": (1, 2, 2), "text_len": 16, "in_dim": 16, "dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": TEXT,
+    "out_dim": 16, "num_heads": 4, "num_layers": 2, "window_size": (-1, -1), "qk_norm": True, "cross_attn_norm": True,
+    "eps": 1e-6,
+}  # fmt: skip
+SD3 = {
+    "in_channels": 16, "pos_embed_scaling_factor": None, "input_size": None, "pos_embed_offset": None,
+    "pos_embed_max_size": 16, "patch_size": 2, "depth": 2, "adm_in_channels": 16, "qk_norm": "rms",
+    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": TEXT, "out_features": 128}},
+}  # fmt: skip
+# By family: the class of comfy.supported_models, its settings, dimensions of the latents between channels and rows.
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "flux": ("Flux", {"image_model": "flux", **FLUX}, ()),
+    "sd3": ("SD3", SD3, ()),
+    "aura": (
+        "AuraFlow",
+        {
+            "in_channels": 4, "out_channels": 4, "patch_size": 2, "dim": 64, "n_layers": 4,
+            "n_double_layers": 2, "n_heads": 4, "global_conddim": 64, "cond_seq_dim": TEXT, "max_seq": 256,
+        },  # fmt: skip
+        (),
+    ),
+    "lumina2": (
+        "Lumina2",
+        {
+            "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 48, "n_layers": 2,
+            "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 2, "qk_norm": True, "cap_feat_dim": TEXT,
+            "axes_dims": (4, 4, 4), "axes_lens": (32, 32, 32),
+        },  # fmt: skip
+        (),
+    ),
+    "qwen": (
+        "QwenImage",
+        {
+            "image_model": "qwen_image", "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 2,
+            "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": TEXT,
+            "pooled_projection_dim": 16, "guidance_embeds": False, "axes_dims_rope": (4, 6, 6),
+        },  # fmt: skip
+        (1,),
+    ),
+    "chroma": (
+        "Chroma",
+        {
+            "image_model": "chroma", "in_channels": 64, "out_channels": 64, "context_in_dim": TEXT, "hidden_size": 32,
+            "mlp_ratio": 2.0, "num_heads": 4, "depth": 2, "depth_single_blocks": 2, "axes_dim": [2, 2, 4],
+            "theta": 10000, "patch_size": 2, "qkv_bias": True, "in_dim": 64, "out_dim": 32, "hidden_dim": 32,
+            "n_layers": 2,
+        },  # fmt: skip
+        (),
+    ),
+    "hunyuan_video": (
+        "HunyuanVideo",
+        {
+            "image_model": "hunyuan_video", **FLUX, "theta": 256, "patch_size": [1, 2, 2], "byt5": False,
+            "meanflow": False,
+        },  # fmt: skip
+        (3,),
+    ),
+    "wan": ("WAN21_T2V", {"image_model": "wan2.1", "model_type": "t2v", **WAN}, (3,)),
+    "wan_i2v": ("WAN21_I2V", {"image_model": "wan2.1", "model_type": "i2v", **WAN, "in_dim": 36}, (3,)),
+    "vace": (
+        "WAN21_Vace",
+        {
+            "image_model": "wan2.1", "model_type": "vace", **WAN, "vace_layers": 1, "vace_in_dim": 96,
+        },  # fmt: skip
+        (3,),
+    ),
+    "ltxv": (
+        "LTXV",
+        {
+            "image_model": "ltxv", "in_channels": 128, "cross_attention_dim": 32, "attention_head_dim": 8,
+            "num_attention_heads": 4, "caption_channels": TEXT, "num_layers": 2,
+        },  # fmt: skip
+        (3,),
+    ),
+    "cosmos": (
+        "CosmosT2IPredict2",
+        {
+            "image_model": "cosmos_predict2", "max_img_h": 64, "max_img_w": 64, "max_frames": 8, "in_channels": 16,
+            "out_channels": 16, "patch_spatial": 2, "patch_temporal": 1, "model_channels": 48,
+            "concat_padding_mask": True, "crossattn_emb_channels": TEXT, "num_blocks": 2, "num_heads": 4,
+            "mlp_ratio": 2.0, "pos_emb_cls": "rope3d", "pos_emb_learnable": False, "extra_per_block_abs_pos_emb": False,
+        },  # fmt: skip
+        (1,),
+    ),
+}  # fmt: skip
+
+
+def built(family: str, seed: int = 0) -> Any:
+    """ComfyUI's own ModelPatcher around its own model of a family, with random weights."""
+    import comfy.model_patcher
+    import comfy.supported_models
+    import torch
+
+    name, settings, _ = FAMILIES[family]
+    config = getattr(comfy.supported_models, name)(dict(settings))
+    config.set_inference_dtype(torch.float32, None)
+    model = config.get_model({}, "", device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.diffusion_model.parameters():
+            scale = 0.1 if parameter.dim() > 1 else 0.3
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    model.eval().requires_grad_(False)
+    return comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
+
+
+def with_lora(patcher: Any, seed: int, strength: float) -> Any:
+    """A clone with a LoRA file's contents on some of its matrices, as *LoraLoaderModelOnly* puts them on."""
+    import comfy.sd
+
+    chooser, low = random.Random(seed), {}
+    names = [n for n, p in patcher.model.named_parameters() if p.dim() == 2 and "block" in n or "layers" in n]
+    names = [name for name in names if name.endswith(".weight")]
+    for number, name in enumerate(chooser.sample(sorted(names), min(3, len(names)))):
+        weight = patcher.model.state_dict()[name]
+        if weight.dim() != 2:
+            continue
+        stem = name.removesuffix(".weight")
+        low[f"{stem}.lora_up.weight"] = numbers(weight.shape[0], 2, seed=seed * 10 + number) * 0.2
+        low[f"{stem}.lora_down.weight"] = numbers(2, weight.shape[1], seed=seed * 10 + number + 5) * 0.2
+    return comfy.sd.load_lora_for_models(patcher, None, low, strength, 0.0)[0]
+
+
+class Residuals:
+    """A ControlNet of another node: it adds residuals of the right shape to some blocks."""
+
+    def __init__(self, tokens: int, width: int, seed: int) -> None:
+        self.previous_controlnet = self.extra_hooks = None
+        self._shape, self._seed = (tokens, width), seed
+
+    def get_control(self, x: Any, *_: Any) -> dict[str, Any]:
+        some = [numbers(x.shape[0], *self._shape, seed=self._seed + n) * 0.3 for n in range(2)]
+        return {"input": some, "output": [-one for one in some]}
+
+    def pre_run(self, *_: Any) -> None: ...
+
+    def cleanup(self) -> None: ...
+
+    def get_models(self) -> list[Any]:
+        return []
+
+    def inference_memory_requirements(self, dtype: Any) -> int:
+        return 0
+
+    def get_extra_hooks(self) -> list[Any]:
+        return []
+
+    def copy(self) -> Any:
+        return self
+
+
+def same_block(args: Any, extra: Any) -> Any:
+    """A patch that stands in for a block and changes nothing."""
+    return extra["original_block"](args)
+
+
+def softer_block(args: Any, extra: Any) -> Any:
+    """One that changes what a block gives, token by token."""
+    out = extra["original_block"](args)
+    return {**out, "img": out["img"] * 0.9}
+
+
+def mixing_block(args: Any, extra: Any) -> Any:
+    """One that mixes tokens where no one can see it."""
+    out = extra["original_block"](args)
+    return {**out, "img": out["img"] + 0.5 * out["img"].roll(1, dims=1)}
+
+
+PATCHES = {"same": same_block, "softer": softer_block, "mixing": mixing_block}
+
+
+def sampled(patcher: Any, graph: dict[str, Any]) -> Any:
+    """What ComfyUI's own sampling makes of a graph: the latents."""
+    import comfy.sample
+    import torch
+
+    family, seed = graph["family"], graph["seed"]
+    _, _, between = FAMILIES[family]
+    rows, columns = graph["size"]
+    channels = patcher.model.latent_format.latent_channels
+    latent = torch.zeros(graph["batch"], channels, *between, rows, columns)
+
+    def condition(number: int) -> list[Any]:
+        text = numbers(1, graph["text"], TEXT, seed=seed + number)
+        more: dict[str, Any] = {"pooled_output": numbers(1, 16, seed=seed + number + 1), "guidance": 3.5}
+        if graph.get("references"):
+            more["reference_latents"] = [numbers(1, channels, *between, 6, 4 + 2 * n, seed=90 + n) for n in range(2)]
+        if graph.get("control") and number == 0:
+            tokens = -(-rows // 2) * -(-columns // 2)
+            more["control"] = Residuals(tokens, 32, seed)
+            more["control_apply_to_uncond"] = True
+        if family == "wan_i2v":
+            more["concat_latent_image"] = numbers(1, 16, *between, rows, columns, seed=41)
+            more["concat_mask"] = torch.ones(1, 1, *between, rows, columns)
+        if family == "vace":
+            more["vace_frames"] = [numbers(1, 32, *between, rows, columns, seed=43)]
+            more["vace_mask"] = [torch.ones(1, 64, *between, rows, columns)]
+            more["vace_strength"] = [1.0]
+        if family in ("ltxv", "lumina2"):
+            more |= {"frame_rate": 25, "attention_mask": torch.ones(1, graph["text"])}
+        return [[text, more]]
+
+    noise = comfy.sample.prepare_noise(latent, seed, None)
+    mask = None
+    if graph.get("mask"):
+        mask = torch.ones(1, 1, rows, columns)
+        mask[..., : columns // 2] = 0
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            patcher,
+            noise,
+            graph["steps"],
+            graph["cfg"],
+            graph["sampler"],
+            graph["scheduler"],
+            condition(0),
+            condition(50),
+            latent,
+            denoise=graph.get("denoise", 1.0),
+            noise_mask=mask,
+            disable_pbar=True,
+            seed=seed,
+        )
+
+
+EACH = {
+    "seed": 3, "size": (10, 8), "batch": 1, "text": 7, "steps": 3, "cfg": 4.0, "sampler": "euler",
+    "scheduler": "simple", "loras": [(1, 1.0)], "mask": False,
+}  # fmt: skip
+
+
+def generated(chooser: random.Random, families: list[str]) -> dict[str, Any]:
+    """A graph."""
+    family = chooser.choice(families)
+    still = not FAMILIES[family][2]
+    graph: dict[str, Any] = {
+        "family": family,
+        "config": chooser.choice(CONFIGS[:3] + CONFIGS),
+        "seed": chooser.randrange(1000),
+        "size": (chooser.choice([8, 10, 12, 7 if still else 6]), chooser.choice([8, 10, 6, 9 if still else 14])),
+        "batch": chooser.choice([1, 1, 2, 3]),
+        "text": chooser.choice([6, 7, 12]),
+        "steps": chooser.choice([2, 3]),
+        "cfg": chooser.choice([1.0, 4.0]),
+        "sampler": chooser.choice(SAMPLERS),
+        "scheduler": chooser.choice(SCHEDULERS),
+        "loras": [(chooser.randrange(50), chooser.choice([0.5, 1.0, -0.7])) for _ in range(chooser.choice([0, 1, 2]))],
+        "mask": chooser.random() < 0.2,
+    }
+    if family == "flux":
+        graph["references"] = chooser.random() < 0.3
+        graph["control"] = chooser.random() < 0.3 and not graph["references"]
+        if chooser.random() < 0.4:
+            graph["patch"] = chooser.choice([*PATCHES])
+    return graph
+
+
+def run(package: Any, models: dict[str, Any], graph: dict[str, Any]) -> tuple[str, Any]:
+    """What came of a graph: ``"right"``, ``"refused"`` or ``"wrong"``, and the error or a sentence."""
+    from ditmesh import DitmeshError
+
+    plain = models.setdefault(graph["family"], None) or built(graph["family"])
+    models[graph["family"]] = plain
+    for seed, strength in graph["loras"]:
+        plain = with_lora(plain, seed, strength)
+    if graph["loras"] and not plain.patches:
+        raise AssertionError("no LoRA fits the model")
+    if name := graph.get("patch"):
+        plain = plain.clone()
+        plain.set_model_patch_replace(PATCHES[name], "dit", "double_block", 1)
+    expected = sampled(plain, graph)
+    node = package.NODE_CLASS_MAPPINGS["DitmeshParallelizeModel"]()
+    try:
+        (parallel,) = node.parallelize(plain, ulysses=1, ring=1, cfg=1, settings=graph["config"])
+        out = sampled(parallel, graph)
+    except DitmeshError as error:
+        return "refused", str(error).splitlines()[0]
+    again = sampled(plain, graph)
+    error = float((out - expected).abs().max() / expected.abs().max())
+    after = float((again - expected).abs().max())
+    if after:
+        return "wrong", f"without the node afterwards: off by {after}"
+    return ("right" if error <= ALLOWED else "wrong"), error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--graphs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--families", default=",".join(FAMILIES), help="names, with commas between them")
+    parser.add_argument("--attention", default="--use-pytorch-cross-attention", help="ComfyUI's option")
+    parser.add_argument("--one", help="a single graph, as JSON")
+    parser.add_argument("--each", action="store_true", help="every family with ulysses=2 and ring=2, instead")
+    options = parser.parse_args()
+    package = prepare([options.attention] if options.attention else [])
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    chooser, models, counts = random.Random(options.seed), {}, {"right": 0, "refused": 0, "wrong": 0}
+    try:
+        families = options.families.split(",")
+        for number in range(2 * len(families) if options.each else options.graphs):
+            if options.each:
+                graph = {**EACH, "family": families[number // 2], "config": ("ulysses=2", "ring=2")[number % 2]}
+            else:
+                graph = json.loads(options.one) if options.one else generated(chooser, families)
+            started = time.monotonic()
+            try:
+                outcome, what = run(package, models, graph)
+            except Exception as error:
+                outcome, what = "wrong", f"{type(error).__name__}: {error}"
+                traceback.print_exc()
+            counts[outcome] += 1
+            seconds = round(time.monotonic() - started, 1)
+            print(json.dumps({"n": number, **graph, "outcome": outcome, "what": what, "s": seconds}), flush=True)
+    finally:
+        package.parallel.close_followers()
+    print(json.dumps(counts))
+    sys.exit(counts["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    main()
