@@ -275,7 +275,7 @@ def sampled(patcher: Any, graph: dict[str, Any]) -> Any:
             more["vace_mask"] = [torch.ones(1, 64, *between, rows, columns)]
             more["vace_strength"] = [1.0]
         if family in ("ltxv", "lumina2"):
-            more |= {"frame_rate": 25, "attention_mask": torch.ones(1, graph["text"])}
+            more |= {"frame_rate": 25, "attention_mask": torch.ones(1, graph["text"]).long()}
         return [[text, more]]
 
     noise = comfy.sample.prepare_noise(latent, seed, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -137,6 +137,41 @@ def refuse_calls(model: nn.Module, error: Exception) -> Callable[[], None]:
 
 def _refuse(error: Exception, *_: Any, **__: Any) -> Any:
     raise type(error)(*error.args)
+
+
+def is_patch(value: Any) -> bool:
+    """Whether an attribute is what a `Patch` has put there."""
+    return isinstance(value, _Replacement)
+
+
+def put_aside(owners: Iterable[Any]) -> Callable[[], None]:
+    """Leave objects for a while as they were without patches; returns what puts the patches back.
+
+    Raises:
+        InputError: when they are put back, and another has replaced the same attribute meanwhile.
+    """
+    held: list[tuple[dict[str, Any], str, _Replacement, Any]] = []
+    for owner in owners:
+        state = vars(owner)
+        for name, value in list(state.items()):
+            if isinstance(value, _Replacement):
+                below = value
+                while isinstance(below, _Replacement):
+                    below = below.patch._had
+                held.append((state, name, value, below))
+                if below is _MISSING:
+                    del state[name]
+                else:
+                    state[name] = below
+
+    def put_back() -> None:
+        for state, name, _, below in held:
+            if state.get(name, _MISSING) is not below:
+                raise InputError(f"{name!r} of a parallelised module was replaced; restore the model and begin again")
+        for state, name, value, _ in held:
+            state[name] = value
+
+    return put_back
 
 
 class CallChain:

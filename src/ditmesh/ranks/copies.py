@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..core.patching import is_patch
 from ..engine.sent import ALIGNMENT, as_bytes, from_bytes
 from ..errors import InputError
 
 # Attributes of a module that are not copied: what parallelises it here, and hooks, which are put on and off.
-_OURS = ("_ditmesh_engine", "_ditmesh_followed", "forward")
+_OURS = ("_ditmesh_engine", "_ditmesh_followed")
 
 
 class _Place(NamedTuple):
@@ -307,7 +308,7 @@ def _attributes(one: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(one).items()
-        if name not in _TORCH and name not in _OURS and not name.startswith(("_forward_", "_backward_"))
+        if name not in _TORCH and name not in _OURS and not is_patch(value) and not name.startswith(("_forward_", "_backward_"))
     }
 
 

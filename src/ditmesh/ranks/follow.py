@@ -14,6 +14,7 @@ from torch import nn
 
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
+from ..core.patching import put_aside
 from ..core.request import PipelineCall
 from ..engine import ConfigLike, engine_of, parallelize, restore
 from ..engine.follow import CallFollower, CallLead, FollowerFailure, lost_another
@@ -207,7 +208,6 @@ class FollowedModel:
         self._copied = CopiedModule(model)
         self._class: PipelineCall | None = None
         self._others_hooks = {id(one): _hook_keys(one) for one in model.modules()}
-        self._forward = vars(model).get("forward")
         kind = followers.device
         with packed(model, kind) as parcel:
             followers._both(_nothing, _take_model, self._key, parcel)
@@ -235,7 +235,7 @@ class FollowedModel:
             raise
         self.lead = CallLead(type(model).__name__, self.mesh, lambda: engine_of(model))
         self._asleep: list[tuple[dict[Any, Any], dict[Any, Any]]] | None = None
-        self._slept_forward: Any = None
+        self._put_back: Callable[[], None] = _nothing
 
     def stand_in(self) -> None:
         """Let all calls of the model in this process run on all ranks, from now on."""
@@ -303,7 +303,10 @@ class FollowedModel:
     # --- the model for others, in this process ---------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Leave the model as it was before it was parallelised, until `wake`, for calls in this process alone."""
+        """Leave the model as it was before it was parallelised, until `wake`, for calls in this process alone.
+
+        An attention function stays replaced, which passes on what no parallel block has asked for.
+        """
         if self._asleep is not None:
             return
         self._asleep = []
@@ -316,20 +319,17 @@ class FollowedModel:
                     self._asleep.append((held, dict(held)))
                     for key in ours:
                         del held[key]
-        self._slept_forward = vars(self.model).pop("forward", None)
-        if self._forward is not None:
-            vars(self.model)["forward"] = self._forward
+        self._put_back = put_aside(self.model.modules())
 
     def wake(self) -> None:
         """Undo `sleep`.
 
         Raises:
-            InputError: the model's forward was replaced meanwhile.
+            InputError: what is patched was replaced meanwhile.
         """
         if self._asleep is None:
             return
-        if vars(self.model).get("forward") is not self._forward:
-            raise InputError(f"the forward of this {type(self.model).__name__} was replaced; parallelize it again")
+        self._put_back()
         # All that is there now is others'.
         for one in self.model.modules():
             self._others_hooks.setdefault(id(one), set()).update(_hook_keys(one))
@@ -338,8 +338,6 @@ class FollowedModel:
             held.clear()
             held.update({**before, **later})
         self._asleep = None
-        if self._slept_forward is not None:
-            vars(self.model)["forward"] = self._slept_forward
 
     @contextmanager
     def awake(self) -> Iterator[None]:
