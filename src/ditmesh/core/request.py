@@ -34,7 +34,7 @@ class PipelineCall:
             return self._around(functools.partial(call, pipe), *args, **kwargs)
 
         self._class = own
-        self._subclass = type(own.__name__, (own,), {"__call__": wrapped, "__module__": own.__module__})
+        self._subclass: Any = type(own.__name__, (own,), {"__call__": wrapped, "__module__": own.__module__})
         pipe.__class__ = self._subclass
 
     @property
@@ -45,5 +45,10 @@ class PipelineCall:
     def undo(self) -> None:
         """Give the pipeline its own class back; under another library's subclass, do nothing from now on."""
         self._around = lambda proceed, *args, **kwargs: proceed(*args, **kwargs)
+        self._subclass._ditmesh_undone = True
         if type(self._pipe) is self._subclass:
-            self._pipe.__class__ = self._class
+            own = self._class
+            # Those that lay under this one and were undone before it.
+            while vars(own).get("_ditmesh_undone"):
+                own = own.__bases__[0]
+            self._pipe.__class__ = own

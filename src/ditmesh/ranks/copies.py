@@ -308,7 +308,10 @@ def _attributes(one: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(one).items()
-        if name not in _TORCH and name not in _OURS and not is_patch(value) and not name.startswith(("_forward_", "_backward_"))
+        if name not in _TORCH
+        and name not in _OURS
+        and not is_patch(value)
+        and not name.startswith(("_forward_", "_backward_"))
     }
 
 
