@@ -52,7 +52,7 @@ def test_the_copies_stay_what_the_model_is(followers: ditmesh.Followers) -> None
     assert relative_error(net(**given)[0], truth) <= 1e-5
     # In place; another tensor; an attribute; in inference mode, where nothing shows it.
     net.embed.weight.mul_(1.5)
-    net.layers[1].text.weight = torch.nn.Parameter(net.layers[1].text.weight * 0.5, requires_grad=False)
+    net.layers[1].kv.weight = torch.nn.Parameter(net.layers[1].kv.weight * 0.5, requires_grad=False)
     net.layers[0].strength = [2.0]
     changed = net(**given)[0]
     assert followers.run(_strength) == [[2.0]]
