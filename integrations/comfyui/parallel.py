@@ -68,10 +68,13 @@ class Branch:
 
     def around(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """One call of the model by the sampler."""
+        with one_sentence():
+            return self._around(executor, *args, **kwargs)
+
+    def _around(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         from ditmesh.core.request import PipelineCall
 
-        base = executor.class_obj
-        session = session_of(base, self)
+        session = session_of(executor.class_obj, self)
         if self._begins:
             self._begins = False
             session.begin(_steps(kwargs, args))
@@ -215,7 +218,7 @@ class Session:
 
 
 def _options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a call as the model gets them on all ranks: attention goes through ditmesh, and what is done is out."""
+    """Options of a call as the model gets them on all ranks: attention through ditmesh, without what is done."""
     from ditmesh.attention.handed import HandedAttention
 
     given = {name: value for name, value in options.items() if name not in _DONE}
@@ -315,8 +318,7 @@ def session_of(base: Any, branch: Branch) -> Session:
             return held
         held.close()
         del vars(base)[_ATTRIBUTE]
-    with one_sentence():
-        made = Session(base, branch, followers_for(branch))
+    made = Session(base, branch, followers_for(branch))
     vars(base)[_ATTRIBUTE] = made
     return made
 
@@ -405,8 +407,8 @@ def parallelized(model: Any, settings: ModelSettings, devices: int = 0) -> Any:
     for name in AXES:
         if name not in DEGREES and given.get(name, 1) != 1:
             raise ConfigError(
-                f"{name}={given[name]} is not for the node Parallelize model, whose ranks all hold the whole model; use "
-                "ulysses, ring and cfg"
+                f"{name}={given[name]} is not for the node Parallelize model, whose ranks all hold the whole model; "
+                "use ulysses, ring and cfg"
             )
     if devices > 1 and not any(given.get(name, 1) != 1 for name in DEGREES):
         given["ulysses"] = devices
@@ -465,7 +467,7 @@ class ParallelizeModel:
                     "STRING",
                     {
                         "default": "",
-                        "tooltip": 'More of the parallel configuration, such as "reproducible" or "exchange=displaced".',
+                        "tooltip": 'More of the configuration, such as "reproducible" or "exchange=displaced".',
                     },
                 ),
                 "check": (

@@ -146,7 +146,7 @@ def test_a_rank_that_is_lost_is_said_in_a_sentence(number: signal.Signals) -> No
 
 @torch.no_grad()
 def test_errors_and_refusals(followers: ditmesh.Followers) -> None:
-    with pytest.raises(ConfigError, match="process group of torch.distributed already"):
+    with pytest.raises(ConfigError, match=r"process group of torch\.distributed already"):
         ditmesh.Followers(2, "cpu", 1)
     with pytest.raises(ZeroDivisionError):
         followers.run(_divide, 0)

@@ -1,8 +1,8 @@
 """Attention functions that an application hands to its model with every call, as ComfyUI does.
 
-Such a function takes ``(q, k, v, heads, mask, ...)`` and stands where the model calls attention. `HandedAttention` takes
-its place: it calls torch's `scaled_dot_product_attention`, where the strategies are, and the kernel `"handed"` calls the
-function for what is computed on one device.
+Such a function takes ``(q, k, v, heads, mask, ...)`` and stands where the model calls attention. `HandedAttention`
+takes its place: it calls torch's `scaled_dot_product_attention`, where the strategies are, and the kernel `"handed"`
+calls the function for what is computed on one device.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ class HandedAttention:
         skip_output_reshape: bool = False,
         **more: Any,
     ) -> Tensor:
-        """Attention of q (B, S, H·D), or (B, H, S, D) with ``skip_reshape``; the output (B, S, H·D), or (B, H, S, D) with
-        ``skip_output_reshape``."""
+        """Attention of q (B, S, H·D), or (B, H, S, D) with ``skip_reshape``.
+
+        The output is (B, S, H·D), or (B, H, S, D) with ``skip_output_reshape``.
+        """
         if not skip_reshape:
             q, k, v = (one.reshape(one.shape[0], one.shape[1], heads, -1).transpose(1, 2) for one in (q, k, v))
         if mask is not None:

@@ -87,8 +87,8 @@ def parallelize(
     if any(ENGINE in vars(model) for model in models):
         if follow:
             raise InputError(
-                f"the transformer of this {type(target).__name__} is parallelised already, so that it cannot be followed "
-                "as well; call ditmesh.restore(...) on its pipeline first, or leave follow out"
+                f"the transformer of this {type(target).__name__} is parallelised already, so that it cannot be "
+                "followed as well; call ditmesh.restore(...) on its pipeline first, or leave follow out"
             )
         _share(target, models, config)
         return target

@@ -160,7 +160,7 @@ def _memory(size: int, files: ExitStack) -> tuple[int | str, int]:
         files.callback(os.close, number)
         found: int | str = number
     else:
-        named = files.enter_context(tempfile.NamedTemporaryFile(prefix="ditmesh-copy-"))
+        named = files.enter_context(tempfile.NamedTemporaryFile(prefix="ditmesh-copy-"))  # noqa: SIM115
         number, found = named.fileno(), named.name
     os.ftruncate(number, max(1, size))
     return found, number

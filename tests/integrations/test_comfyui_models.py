@@ -1,0 +1,177 @@
+"""The node Parallelize model, in a stand-in for ComfyUI's models: real ranks beside this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ditmesh.errors import ConfigError, InputError, LayoutError, RankFailed
+from support import comfyui
+from support.comfyui_models import APPLY_MODEL, DIFFUSION_MODEL, Base, Denoiser, Patcher, models, sample
+from support.models import relative_error
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("comfy")
+    with comfyui.comfyui(folder) as host, models(folder, host.modules):
+        host.package.parallel.host.model_arguments = lambda: ["main.py", "--cpu"]
+        yield host.package.NODE_CLASS_MAPPINGS["DitmeshParallelizeModel"]()
+        host.package.parallel.close_followers()
+
+
+def parallel(node: Any, model: Patcher, settings: str = "ulysses=2", **more: Any) -> Patcher:
+    return node.parallelize(model, ulysses=1, ring=1, cfg=1, settings=settings, **more)[0]
+
+
+def followers(node: Any) -> Any:
+    return sys.modules[type(node).__module__]._running[0]
+
+
+def softer(given: Any, extra: Any) -> Any:
+    out = extra["original_block"](given)
+    return {**out, "img": out["img"] * 0.5}
+
+
+def mixing(given: Any, extra: Any) -> Any:
+    out = extra["original_block"](given)
+    return {**out, "img": out["img"] + out["img"].roll(1, dims=1)}
+
+
+class Outside:
+    """A patch that writes where others read: what it leaves there depends on the tokens that it was given."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(1)
+
+    def __call__(self, given: Any, extra: Any) -> Any:
+        self.mean = given["img"].mean(dim=1, keepdim=True)
+        out = extra["original_block"](given)
+        return {**out, "img": out["img"] + self.mean}
+
+
+@pytest.mark.parametrize("settings", ["ulysses=2", "ring=2", "cfg=2", "ulysses=2 reproducible"])
+def test_samples_are_those_of_one_device(node: Any, settings: str) -> None:
+    plain = Patcher(Base())
+    truth = sample(plain)
+    made = parallel(node, plain, settings)
+    assert relative_error(sample(made), truth) <= 1e-5
+    # A clone without the node, in between, and all that is on the model.
+    assert torch.equal(sample(plain), truth)
+    assert relative_error(sample(made), truth) <= 1e-5
+    assert type(plain.model.diffusion_model) is Denoiser
+
+
+def test_patches_of_weights_and_blocks_are_on_for_their_clone_alone(node: Any) -> None:
+    plain = Patcher(Base())
+    name = "diffusion_model.blocks.1.img.weight"
+    lora = plain.with_lora(name, torch.randn(48, 16, generator=torch.Generator().manual_seed(1)))
+    other = lora.with_lora(name, torch.randn(48, 16, generator=torch.Generator().manual_seed(2)))
+    control = {"output": [torch.full((2, 24, 16), 0.3 * number) for number in range(3)]}
+    cases = [
+        (plain, {}),
+        (lora, {}),
+        (other, {}),
+        (plain, {}),
+        (lora.replace_block(2, softer), {}),
+        (other, {"control": control}),
+    ]
+    truth = [sample(one, **given) for one, given in cases]
+    assert relative_error(truth[1], truth[0]) > 1e-2
+    assert relative_error(truth[4], truth[1]) > 1e-3
+    for (one, given), expected in zip(cases, truth, strict=True):
+        assert relative_error(sample(parallel(node, one), **given), expected) <= 1e-5
+    assert torch.equal(sample(plain), truth[0])
+
+
+def test_wrappers_of_other_nodes_run_once_and_here(node: Any) -> None:
+    plain = Patcher(Base())
+    ran: list[str] = []
+
+    def wrapper(name: str) -> Any:
+        def around(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            # No other process could have this list.
+            ran.append(name)
+            return executor(*args, **kwargs)
+
+        return around
+
+    made = parallel(node, plain, check=False)
+    made.add_wrapper_with_key(APPLY_MODEL, "other", wrapper("outer"))
+    made.add_wrapper_with_key(DIFFUSION_MODEL, "other", wrapper("inner"))
+    assert relative_error(sample(made, steps=2), sample(plain, steps=2)) <= 1e-5
+    assert ran == ["outer", "inner"] * 2
+
+
+@pytest.mark.parametrize("patch", [mixing, Outside()], ids=["mixes tokens", "writes outside"])
+@pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
+def test_a_patch_that_no_rank_can_cut_is_refused_by_name(node: Any, patch: Any, later: bool) -> None:
+    plain = Patcher(Base())
+    if later:
+        # The layout is known by then.
+        sample(parallel(node, plain))
+    name = getattr(patch, "__name__", "Outside")
+    with pytest.raises(LayoutError, match=name):
+        sample(parallel(node, plain.replace_block(1, patch)))
+    assert relative_error(sample(parallel(node, plain)), sample(plain)) <= 1e-5
+
+
+def test_refusals(node: Any) -> None:
+    plain = Patcher(Base())
+    assert parallel(node, plain, "") is plain
+    with pytest.raises(ConfigError, match=r"pipe=2 is not for the node Parallelize model"):
+        parallel(node, plain, "pipe=2")
+    with pytest.raises(ConfigError, match=r"is for 2 devices, and devices is 3"):
+        parallel(node, plain, devices=3)
+    with pytest.raises(ConfigError, match="stands in a widget and in settings"):
+        node.parallelize(plain, ulysses=2, ring=1, cfg=1, settings="ulysses=2")
+    net = Base()
+    net.diffusion_model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(InputError, match="Sequential is no Diffusion Transformer"):
+        parallel(node, Patcher(net))
+    lock = threading.Lock()
+
+    def locked(given: Any, extra: Any) -> Any:
+        with lock:
+            return softer(given, extra)
+
+    patched = plain.replace_block(0, locked)
+    with pytest.raises(InputError, match=r"transformer_options.*patches_replace.*cannot be sent to the other ranks"):
+        sample(parallel(node, patched))
+
+
+class Interrupted(Exception):
+    """What a sampler raises between two steps."""
+
+
+def test_interrupts_and_lost_ranks_end_one_sampling(node: Any) -> None:
+    plain = Patcher(Base())
+    truth, made = sample(plain), parallel(node, plain)
+    sample(made)
+    before = followers(node).pids
+
+    def interrupt(step: int) -> None:
+        if step == 1:
+            raise Interrupted
+
+    def kill(step: int) -> None:
+        if step == 1:
+            os.kill(before[0], signal.SIGKILL)
+
+    with pytest.raises(Interrupted):
+        sample(made, on=interrupt)
+    assert relative_error(sample(made), truth) <= 1e-5
+    assert followers(node).pids == before
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 was killed by SIGKILL") as caught:
+        sample(made, on=kill)
+    assert "\n" not in str(caught.value)
+    assert torch.equal(sample(plain), truth)
+    assert relative_error(sample(made), truth) <= 1e-5
+    assert followers(node).pids != before
