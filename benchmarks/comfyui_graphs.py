@@ -49,7 +49,7 @@ def prepare(arguments: list[str]) -> Any:
     comfy.options.enable_args_parsing()
     import comfy.sample
     import comfy.samplers
-    import comfy.sd  # noqa: F401
+    import comfy.sd
 
     spec = importlib.util.spec_from_file_location(
         "ditmesh_nodes",
@@ -96,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         {
             "in_channels": 4, "out_channels": 4, "patch_size": 2, "dim": 64, "n_layers": 4,
             "n_double_layers": 2, "n_heads": 4, "global_conddim": 64, "cond_seq_dim": TEXT, "max_seq": 256,
-        },  # fmt: skip
+        },
         (),
     ),
     "lumina2": (
@@ -105,7 +105,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
             "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 48, "n_layers": 2,
             "n_refiner_layers": 1, "n_heads": 4, "n_kv_heads": 2, "qk_norm": True, "cap_feat_dim": TEXT,
             "axes_dims": (4, 4, 4), "axes_lens": (32, 32, 32),
-        },  # fmt: skip
+        },
         (),
     ),
     "qwen": (
@@ -114,7 +114,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
             "image_model": "qwen_image", "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 2,
             "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": TEXT,
             "pooled_projection_dim": 16, "guidance_embeds": False, "axes_dims_rope": (4, 6, 6),
-        },  # fmt: skip
+        },
         (1,),
     ),
     "chroma": (
@@ -124,7 +124,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
             "mlp_ratio": 2.0, "num_heads": 4, "depth": 2, "depth_single_blocks": 2, "axes_dim": [2, 2, 4],
             "theta": 10000, "patch_size": 2, "qkv_bias": True, "in_dim": 64, "out_dim": 32, "hidden_dim": 32,
             "n_layers": 2,
-        },  # fmt: skip
+        },
         (),
     ),
     "hunyuan_video": (
@@ -132,7 +132,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         {
             "image_model": "hunyuan_video", **FLUX, "theta": 256, "patch_size": [1, 2, 2], "byt5": False,
             "meanflow": False,
-        },  # fmt: skip
+        },
         (3,),
     ),
     "wan": ("WAN21_T2V", {"image_model": "wan2.1", "model_type": "t2v", **WAN}, (3,)),
@@ -141,7 +141,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         "WAN21_Vace",
         {
             "image_model": "wan2.1", "model_type": "vace", **WAN, "vace_layers": 1, "vace_in_dim": 96,
-        },  # fmt: skip
+        },
         (3,),
     ),
     "ltxv": (
@@ -149,7 +149,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         {
             "image_model": "ltxv", "in_channels": 128, "cross_attention_dim": 32, "attention_head_dim": 8,
             "num_attention_heads": 4, "caption_channels": TEXT, "num_layers": 2,
-        },  # fmt: skip
+        },
         (3,),
     ),
     "cosmos": (
@@ -159,7 +159,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
             "out_channels": 16, "patch_spatial": 2, "patch_temporal": 1, "model_channels": 48,
             "concat_padding_mask": True, "crossattn_emb_channels": TEXT, "num_blocks": 2, "num_heads": 4,
             "mlp_ratio": 2.0, "pos_emb_cls": "rope3d", "pos_emb_learnable": False, "extra_per_block_abs_pos_emb": False,
-        },  # fmt: skip
+        },
         (1,),
     ),
 }  # fmt: skip
@@ -189,7 +189,7 @@ def with_lora(patcher: Any, seed: int, strength: float) -> Any:
     import comfy.sd
 
     chooser, low = random.Random(seed), {}
-    names = [n for n, p in patcher.model.named_parameters() if p.dim() == 2 and "block" in n or "layers" in n]
+    names = [n for n, p in patcher.model.named_parameters() if (p.dim() == 2 and "block" in n) or "layers" in n]
     names = [name for name in names if name.endswith(".weight")]
     for number, name in enumerate(chooser.sample(sorted(names), min(3, len(names)))):
         weight = patcher.model.state_dict()[name]

@@ -88,7 +88,7 @@ def dumped(value: Any, tensors: _Tensors) -> bytes:
     """
     import cloudpickle
 
-    class Pickler(cloudpickle.Pickler):
+    class CallPickler(cloudpickle.Pickler):
         def persistent_id(self, obj: Any) -> Any:
             if type(obj) in (Tensor, torch.nn.Parameter):
                 if obj.layout is not torch.strided:
@@ -99,11 +99,11 @@ def dumped(value: Any, tensors: _Tensors) -> bytes:
             return None
 
     stream = io.BytesIO()
-    Pickler(stream).dump(value)
+    CallPickler(stream).dump(value)
     return stream.getvalue()
 
 
-class _Unpickler(pickle.Unpickler):
+class _CallUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, tensors: Sequence[Tensor], device: torch.device) -> None:
         super().__init__(io.BytesIO(data))
         self._tensors, self._device = tensors, device
@@ -226,7 +226,7 @@ class CallReceiver:
             kept.append(tensor if one.near else tensor.cpu())
         self._kept = kept
         # Models write to what they are given.
-        return _Unpickler(data, [tensor.clone() for tensor in kept], device).load()
+        return _CallUnpickler(data, [tensor.clone() for tensor in kept], device).load()
 
 
 def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, str]:

@@ -83,7 +83,7 @@ class _Pickled:
 
         outer = self
 
-        class Pickler(cloudpickle.Pickler):
+        class CopyPickler(cloudpickle.Pickler):
             def persistent_id(self, obj: Any) -> Any:
                 if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided and not obj.is_meta:
                     return ("tensor", outer._number(obj))
@@ -92,7 +92,7 @@ class _Pickled:
                 return None
 
         stream = io.BytesIO()
-        Pickler(stream).dump(value)
+        CopyPickler(stream).dump(value)
         return stream.getvalue()
 
     def _number(self, tensor: Tensor) -> int:
@@ -102,7 +102,7 @@ class _Pickled:
         return self._numbers[id(tensor)]
 
 
-class _Unpickler(pickle.Unpickler):
+class _CopyUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
         super().__init__(io.BytesIO(data))
         self._tensors, self._modules = tensors, modules
@@ -204,7 +204,7 @@ def unpacked(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] 
             tensor = from_bytes(whole[place.start : end], place.shape, place.dtype)
             tensor = tensor.to(device) if place.near else tensor
         tensors.append(nn.Parameter(tensor, requires_grad=False) if place.parameter else tensor)
-    return _Unpickler(parcel.data, tensors, modules).load()
+    return _CopyUnpickler(parcel.data, tensors, modules).load()
 
 
 def _bytes(place: _Place) -> int:
@@ -214,7 +214,7 @@ def _bytes(place: _Place) -> int:
     return count
 
 
-class Change(NamedTuple):
+class ModuleChange(NamedTuple):
     """What is different in one module of a copy: tensors and attributes by name, and the names that are gone."""
 
     module: int
@@ -256,7 +256,7 @@ class CopiedModule:
         order = list(self.module.modules())
         return len(order) == len(self._order) and all(a is b for a, b in zip(order, self._order, strict=True))
 
-    def changes(self, rewritten: Collection[str] = ()) -> list[Change]:
+    def changes(self, rewritten: Collection[str] = ()) -> list[ModuleChange]:
         """What the module has that the copies do not.
 
         Args:
@@ -278,11 +278,11 @@ class CopiedModule:
             changed = {n: v for n, v in now.items() if n not in seen.attributes or not _is(v, seen.attributes[n])}
             gone = tuple(n for n in seen.attributes if n not in now)
             if parameters or buffers or changed or gone:
-                found.append(Change(number, parameters, buffers, changed, gone))
+                found.append(ModuleChange(number, parameters, buffers, changed, gone))
         return found
 
 
-def applied(module: nn.Module, changes: Sequence[Change]) -> None:
+def applied(module: nn.Module, changes: Sequence[ModuleChange]) -> None:
     """Make a copy what the module has become."""
     order = list(module.modules())
     for change in changes:

@@ -22,7 +22,7 @@ from ..engine.targets import device_of
 from ..errors import ConfigError, InputError
 from ..launch import DeviceChoice, HostedRanks
 from ..launch.hosted import STOP_LIMIT
-from .copies import Change, CopiedModule, Parcel, applied, packed, unpacked
+from .copies import CopiedModule, ModuleChange, Parcel, applied, packed, unpacked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -285,7 +285,7 @@ class FollowedModel:
             raise
 
     def update(self, rewritten: Collection[str] = ()) -> None:
-        """Change the copies to what the model is now; see `call`. Calls do this by themselves.
+        """ModuleChange the copies to what the model is now; see `call`. Calls do this by themselves.
 
         Raises:
             InputError: it has other modules than when it was copied.
@@ -446,7 +446,7 @@ def _take_model(key: str, parcel: Parcel) -> FollowerFailure | None:
 def _change_model(key: str, parcel: Parcel) -> FollowerFailure | None:
     try:
         copy = _copies[key]
-        changes: list[Change] = unpacked(parcel, copy.device, list(copy.model.modules()))
+        changes: list[ModuleChange] = unpacked(parcel, copy.device, list(copy.model.modules()))
         applied(copy.model, changes)
     except Exception as error:
         return _failure(error)
