@@ -102,13 +102,16 @@ def inspect(
 ) -> None:
     """Show a model's token layout, parameters and token counts; with --check, probe it and compare.
 
-    With --memory: what every rank needs to load, encode, denoise and decode. Nothing is read but configurations.
+    With --memory: what every rank needs to load, encode, denoise and decode; of the YAML file of a training run, what
+    it needs to train. Nothing is read but configurations.
 
     [bold]Examples[/bold]
 
     ditmesh inspect ./my-model --size 1024x1024 --check
 
     ditmesh inspect --memory --model flux.1-dev --devices 2 --tensor 2 --hardware 4090
+
+    ditmesh inspect --memory run.yaml --hardware 4090
 
     ditmesh inspect ./my-model --config "ulysses=4 cfg=2" --hosts 2
 
@@ -124,6 +127,15 @@ def inspect(
     settings = parallel.settings()
     if config is not None and (settings or devices is not None):
         raise InputError("--config gives the whole configuration; leave degrees and --devices out")
+    if memory and Path(model).suffix in (".yaml", ".yml"):
+        # A run of training.
+        from ..train.config import TrainConfig
+        from ..train.memory.check import predicted_training, show_training
+
+        if settings or config is not None or devices is not None:
+            raise InputError(f"{model!r} gives the configuration of its run; leave --config, --devices and degrees out")
+        emit(predicted_training(TrainConfig.read(model), hardware), as_json, show_training)
+        return
     if memory:
         check_planned(model or "emoji-sd3")
         components, workload, heads = _asked(model, wanted, frames, tokens, pictures, guidance)

@@ -13,7 +13,18 @@ import typer
 import yaml
 
 from ..errors import ConfigError, InputError
-from .options import AsJson, Device, Devices, Threads, Timeout, TrainingOptions, common_option, with_groups
+from .options import (
+    AsJson,
+    Device,
+    Devices,
+    MemoryCheck,
+    MemoryLimit,
+    Threads,
+    Timeout,
+    TrainingOptions,
+    common_option,
+    with_groups,
+)
 from .show import bar, count, emit
 
 if TYPE_CHECKING:
@@ -65,6 +76,8 @@ def train(
     device: Device = "auto",
     threads: Threads = None,
     timeout: Timeout = 600.0,
+    memory_check: MemoryCheck = True,
+    memory_limit: MemoryLimit = None,
     as_json: AsJson = False,
 ) -> None:
     """Train or fine-tune a diffusion transformer on N devices.
@@ -124,7 +137,8 @@ def train(
         if not in_lines:
             show = partial(_show, progress, progress.add_task("loading", total=None))
         with launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
-            results = ranks.run(_on_rank, chosen, timeout, on_message=lambda _, now: show(now))
+            limit = None if memory_limit is None else memory_limit * 1e9
+            results = ranks.run(_on_rank, chosen, timeout, memory_check, limit, on_message=lambda _, now: show(now))
             speaks = ranks.is_reporter
     if speaks:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
@@ -331,13 +345,21 @@ class StepLines:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _on_rank(config: TrainConfig, timeout: float, *, report: MessageSink) -> dict[str, Any]:
+def _on_rank(
+    config: TrainConfig, timeout: float, check_memory: bool, memory_limit: float | None, *, report: MessageSink
+) -> dict[str, Any]:
     """Train on a rank of the command; progress is reported as plain data, which the command reads without torch."""
     from ..generate.runner import quieten
     from ..train.run import train
 
     quieten()
-    return train(config, timeout=timeout, report=lambda now: report(asdict(now)))
+    return train(
+        config,
+        timeout=timeout,
+        report=lambda now: report(asdict(now)),
+        check_memory=check_memory,
+        memory_limit=memory_limit,
+    )
 
 
 def _preparing(now: dict[str, Any]) -> dict[str, Any]:

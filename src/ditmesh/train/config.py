@@ -487,6 +487,11 @@ class TrainConfig(BaseModel):
         return ParallelConfig.read({**given, "inputs": "per-data-rank", "reproducible": self.in_order})
 
     @property
+    def quantises_slices(self) -> bool:
+        """Whether the frozen base is put into fewer bits after tensor ranks have cut it."""
+        return self.base_precision is not None and self.parallel.tensor > 1
+
+    @property
     def accumulation(self) -> int:
         """Forwards of one optimizer step on one data rank."""
         if self.global_batch_size is None:

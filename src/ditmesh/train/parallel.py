@@ -20,7 +20,7 @@ from .gradients.sync import GradientSync, TensorSlicesOf
 from .model.adapters import add_adapters
 from .model.compiling import compile_blocks_of
 from .model.dropout import TokenDropout, dropping, refusal
-from .model.frozen import host_digest
+from .model.frozen import freeze, host_digest
 from .model.token_subset import TokenSubset
 
 
@@ -82,8 +82,6 @@ class ParallelTraining:
         undo: ExitStack,
         restore: Callable[..., None],
     ) -> None:
-        if config.lora is not None and mesh.tensor.size > 1:
-            raise ConfigError("tensor ranks split adapters again in every call; train lora with ulysses, ring or data")
         self.speeds = DataSpeeds(config.data_speeds, mesh)
         self.subset = TokenSubset(model, layout_of(model)) if config.token_share < 1 else None
         if self.subset is not None:
@@ -103,6 +101,9 @@ class ParallelTraining:
             inside = mesh.inside_stages()
             parallelize(cast(Any, model), inside.config, mesh=inside)
             undo.callback(restore)
+        if config.quantises_slices:
+            # Slices are cut of plain weights.
+            freeze(model, config.base_precision)
         if mesh.sequence.size > 1 and dropping(model):
             undo.callback(TokenDropout(model, mesh).close)
         self.stages = TrainedStages(trained, model, config.parallel, mesh) if mesh.pipe.size > 1 else None

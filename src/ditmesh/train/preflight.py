@@ -24,9 +24,18 @@ def check_settings(config: TrainConfig) -> None:
         if why is not None and value != field.default:
             raise ConfigError(f"{name}={value} is not for training: {why}")
     if config.lora is not None and config.parallel.tensor > 1:
-        raise ConfigError(
-            f"tensor={config.parallel.tensor} cuts weights, and not the adapters of lora; use ulysses, ring or data"
-        )
+        _check_cut_adapters(config, config.lora)
+
+
+def _check_cut_adapters(config: TrainConfig, lora: LoraConfig) -> None:
+    """Reject adapters that tensor ranks cannot cut with the layers below them."""
+    tensor = f"tensor={config.parallel.tensor}"
+    if lora.type != "lora":
+        raise ConfigError(f"lora.type={lora.type!r}: {tensor} cuts plain LoRA alone; use type: lora, or ulysses or data")
+    if config.parallel.pipe > 1:
+        raise ConfigError(f"lora with {tensor} and pipe={config.parallel.pipe} is not tested; leave one of the two out")
+    if config.base_offload:
+        raise ConfigError(f"base_offload={config.base_offload:g}: slices of {tensor} stay on the device; leave it out")
 
 
 def check_folders(config: TrainConfig) -> None:

@@ -22,6 +22,7 @@ from .config import TrainConfig
 from .data.samples import pixels
 from .logs.charts import validation_grid
 from .logs.training_log import averaged_words
+from .memory.check import check_training_memory
 from .model.frozen import read_pipeline_frozen
 from .trainer import Trainer
 
@@ -33,6 +34,8 @@ def train(
     *,
     timeout: float = DEFAULT_DEADLINE,
     report: Callable[[Any], None] | None = None,
+    check_memory: bool = True,
+    memory_limit: float | None = None,
 ) -> dict[str, Any]:
     """Train as a configuration says. Every rank of the job calls this.
 
@@ -43,6 +46,8 @@ def train(
         timeout: deadline of every collective, in seconds.
         report: takes a `Preparing` now and then and one `DataReport` before the first step, and a `Progress` after
             every step; on rank 0.
+        check_memory: refuse a run that does not fit, before a weight is read; what cannot be predicted is not refused.
+        memory_limit: bytes that a rank may take; None: what its device has left.
 
     Returns:
         ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``validation_loss`` (of
@@ -63,7 +68,10 @@ def train(
 
     config = TrainConfig.read(config)
     info = find_model(config.pretrained_model_name_or_path)
-    if config.base_precision is not None and config.lora is not None and not config.lora.fuse_base_lora:
+    if check_memory and info.local:
+        check_training_memory(config, info, device_of_rank(), memory_limit)
+    read_in_few_bits = config.base_precision is not None and config.lora is not None and not config.quantises_slices
+    if read_in_few_bits and not config.lora.fuse_base_lora:
         pipe = read_pipeline_frozen(info, config.base_precision)
     else:
         pipe = DiffusionPipeline.from_pretrained(info.files if info.local else info.name)

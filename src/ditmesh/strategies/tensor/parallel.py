@@ -303,7 +303,7 @@ class TensorParallel:
 
     def spread(self) -> set[int]:
         """Ids of the parameters that are this rank's slices at the moment. Adapters are whole until the next call."""
-        found = {id(p) for site in self.plan.sites for p, _ in _base_parameters(site, self._base(site))}
+        found = {id(p) for site in self.plan.sites for p in _held(site, self._base(site))}
         for site, outer in self._linears():
             parameters = _adapter_parameters(site, outer)
             found.update(id(p) for p, dim in parameters if dim is None or p.shape[dim] != site.cut.total)
@@ -359,6 +359,32 @@ def _base_parameters(site: Site, base: nn.Module) -> Iterator[tuple[nn.Parameter
         parameter = base._parameters.get(name)
         if parameter is not None:
             yield parameter, site.dim_of(name)
+
+
+def _held(site: Site, base: nn.Module) -> Iterator[nn.Parameter]:
+    """What a rank holds of a layer that is cut: where a slice was quantised since, the parts that it is kept in."""
+    if site.kind != "norm" and "weight" not in base._parameters:
+        yield from base.parameters()
+    else:
+        yield from (parameter for parameter, _ in _base_parameters(site, base))
+
+
+def adapter_cuts(model: nn.Module, made: TensorPlan) -> Iterator[tuple[str, int | None, Partition | None]]:
+    """Every parameter of adapters that a rank does not hold whole, as `TensorPlan.parameters` has those of the model.
+
+    Args:
+        model: with whole adapters.
+        made: its plan.
+
+    Raises:
+        InputError: an adapter is no plain LoRA.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for site in made.sites:
+        if site.kind == "norm":
+            continue
+        for parameter, dim in _adapter_parameters(site, model.get_submodule(site.path)):
+            yield names[id(parameter)], dim, None if dim is None else site.cut
 
 
 def _adapter_parameters(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Parameter, int | None]]:

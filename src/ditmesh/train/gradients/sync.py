@@ -22,6 +22,7 @@ from ...core.partition import Partition
 from ...errors import ConfigError
 from ...layout import layout_of
 from ...strategies.pipefusion.stages import kept_parameters
+from ...strategies.tensor.parallel import adapter_cuts
 from ...strategies.tensor.slices import plan
 from ..config import Sharding
 from .ordered import OrderedGradients, weight_gradients
@@ -198,7 +199,8 @@ class TensorSlicesOf:
         self._cuts: dict[str, tuple[int | None, Partition | None]] = {}
         if self._link.size > 1:
             made = plan(model, self._link.size)
-            self._cuts = {prefix + name: (dim, cut) for name, dim, cut in made.parameters()}
+            cuts = (*made.parameters(), *adapter_cuts(model, made))
+            self._cuts = {prefix + name: (dim, cut) for name, dim, cut in cuts}
         self._ids: set[int] = set()
 
     def follow(self, named: Iterator[tuple[str, nn.Parameter]]) -> None:

@@ -210,13 +210,24 @@ def add_adapters(pipe: Any, config: TrainConfig) -> None:
     # Whole weights say which layers there are, not layers with adapters.
     targets = {name: _targets(pipe, name, lora) for name in config.train_modules}
     below = _load_base(pipe, lora)
-    freeze(pipe.transformer, config.base_precision, config.base_offload)
+    if not config.quantises_slices:
+        freeze(pipe.transformer, config.base_precision, config.base_offload)
     for name, where in targets.items():
         _add(getattr(pipe, name), peft_config(lora, where))
     for _, part in adapted(pipe):
         activate(part, adapters_of(part), {**below, TRAINED: 1.0})
         for path, parameter in part.named_parameters():
             parameter.requires_grad_(TRAINED in path.split("."))
+
+
+def inject(model: nn.Module, lora: LoraConfig, targets: list[str] | str) -> None:
+    """Put new adapters on a model, as a run does on its transformer.
+
+    Raises:
+        ConfigError: they do not fit the model.
+        InputError: peft is not installed.
+    """
+    _add(model, peft_config(lora, targets))
 
 
 def _targets(pipe: Any, name: str, lora: LoraConfig) -> list[str] | str:

@@ -1,0 +1,221 @@
+"""Whether a run fits, before any of its weights are read; and the table of its memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ...comm.objects import broadcast_object, gather_objects
+from ...core.unexpected import MISTAKES, unexpected
+from ...errors import DitmeshError, InputError
+from ...forecast.catalogue import Shape, shapes
+from ...forecast.costs.work import Workload
+from ...forecast.memory.available import free_memory
+from ...forecast.memory.check import components_of, components_of_shape
+from ...forecast.memory.phases import Components
+from ...forecast.workload import workload_of
+from ...generate.model_info import ModelInfo, find_model
+from ..config import TrainConfig
+from ..data.order import bucket_sizes
+from ..model.frozen import PACKAGES
+from .needs import TrainingPhase, TrainingRank, tokens_of, training_needs
+
+log = logging.getLogger(__name__)
+
+# More than an autoencoder's activations take, in bytes a pixel and sample.
+_LARGEST = 16e3
+# More numbers of a token than blocks keep for the backward pass, by the width of a block; and weights of a block by the
+# square of its width. What is far from a limit by these is not looked at.
+_KEPT, _SQUARES = 100, 10
+# Weights, gradients, two moments and an average.
+_COPIES = 5
+
+
+def largest_workload(config: TrainConfig, model: ModelInfo | Shape) -> Workload:
+    """The tokens of a sample at the largest size and length of a run.
+
+    Raises:
+        InputError: the model cannot have that size or that number of frames.
+    """
+    length = config.max_sequence_length
+    text = max(length) if isinstance(length, tuple) else length
+    height, width = max(bucket_sizes(config), key=lambda size: size[0] * size[1])
+    return workload_of(model, (width, height), text, guidance=False, frames=config.num_frames)
+
+
+def predicted_training(config: TrainConfig, hardware: str = "cpu", model: str | None = None) -> dict[str, Any]:
+    """The memory of every rank of a run, as JSON data; nothing is read but configurations.
+
+    Args:
+        config: the run.
+        hardware: a device of `plan`'s table.
+        model: a name of the catalogue in the place of the run's model.
+
+    Raises:
+        InputError, ConfigError: the model is not there, or something cannot be predicted.
+    """
+    from ...forecast.costs.hardware import device
+
+    components, workload = _subject(config, model)
+    part = device(hardware, "float32" if hardware == "cpu" else "bfloat16")
+    where: Literal["cpu", "cuda"] = "cpu" if part.name == "cpu" else "cuda"
+    ranks = training_needs(components, config, workload, where, part.runtime)
+    return {
+        "model": components.name,
+        "config": config.parallel.describe(),
+        "devices": config.parallel.world_size,
+        "size": [workload.width, workload.height],
+        "tokens": tokens_of(workload),
+        "batch": config.train_batch_size,
+        "predicted": True,
+        "ranks": [_as_data(one) for one in ranks],
+    }
+
+
+def _subject(config: TrainConfig, model: str | None) -> tuple[Components, Workload]:
+    name = model or config.pretrained_model_name_or_path
+    known = shapes().get(name.lower().rpartition("/")[2])
+    if known is not None and not Path(name).exists():
+        return components_of_shape(known), largest_workload(config, known)
+    info = find_model(name)
+    return components_of(info), largest_workload(config, info)
+
+
+def _as_data(one: TrainingRank) -> dict[str, Any]:
+    phases = {phase.name: {**vars(phase), "total": phase.total} for phase in one.phases}
+    return {
+        "stage": one.stage,
+        "ranks": one.ranks,
+        "phases": phases,
+        "peak": one.peak.name,
+        "peak_bytes": one.peak.total,
+    }
+
+
+def check_training_memory(
+    config: TrainConfig, info: ModelInfo, device: torch.device, limit: float | None = None
+) -> None:
+    """Raise an error if a run does not fit, before anything is read. Collective; rank 0 predicts for all.
+
+    What cannot be predicted is not refused.
+
+    Args:
+        config: the run.
+        info: the model, whose files are here.
+        device: where this rank computes.
+        limit: bytes that a rank may take; None: what the device has left (on a CPU the host, in equal parts).
+
+    Raises:
+        InputError: on all ranks alike; names what would fit.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    ranks = dist.get_world_size() if grouped else 1
+    room = free_memory(device, ranks) if limit is None else limit
+    if ranks > 1:
+        room = min(gather_objects(room))
+    sentence = None
+    if not grouped or dist.get_rank() == 0:
+        sentence = _refusal(config, info, "cuda" if device.type == "cuda" else "cpu", room)
+    if ranks > 1:
+        sentence = broadcast_object(sentence)
+    if sentence is not None:
+        raise InputError(sentence)
+
+
+def _refusal(config: TrainConfig, info: ModelInfo, device: Literal["cpu", "cuda"], room: float) -> str | None:
+    try:
+        workload = largest_workload(config, info)
+        if _bound(config, info, workload) < room:
+            return None
+        components = components_of(info)
+        worst = _worst(components, config, workload, device)
+        if worst.total <= room:
+            return None
+        way = "nothing that was tried would fit"
+        for words, other in _others(config):
+            needed = _worst(components, other, workload, device).total
+            if needed <= room:
+                way = f"with {words} it would need {needed / 1e9:.3g} GB"
+                break
+    except (DitmeshError, OSError) as error:
+        log.debug("%s: what its training needs is not known: %s", info.name, error)
+        return None
+    except MISTAKES as error:
+        unexpected(log, error, f"{info.name} is trained without a check of its memory")
+        return None
+    return (
+        f"training {info.name} with {config.parallel.describe()} needs {worst.total / 1e9:.3g} GB on a rank "
+        f"({worst.name}), and {room / 1e9:.3g} GB are free; {way}. Use that, a smaller resolution or another "
+        "configuration (ditmesh inspect --memory RUN.yaml predicts it), or switch the check off (--no-memory-check)"
+    )
+
+
+def _worst(
+    components: Components, config: TrainConfig, workload: Workload, device: Literal["cpu", "cuda"]
+) -> TrainingPhase:
+    every = training_needs(components, config, workload, device)
+    return max((one.peak for one in every), key=lambda phase: phase.total)
+
+
+def _others(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """What saves memory, in words: each beside those before it."""
+    from importlib.util import find_spec
+
+    said: list[str] = []
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if not config.gradient_checkpointing:
+        changes.append(("gradient_checkpointing: true", {"gradient_checkpointing": True}))
+    if config.train_batch_size > 1:
+        changes.append(("train_batch_size: 1", {"train_batch_size": 1, "global_batch_size": config.batch}))
+    if config.lora is not None and config.base_precision is None:
+        precision = "nf4" if find_spec(PACKAGES["nf4"]) is not None else "bf16"
+        changes.append((f"base_precision: {precision}", {"base_precision": precision}))
+    if config.lora is None and config.sharding == "auto" and config.parallel.world_size > 1:
+        changes.append(("sharding: fsdp", {"sharding": "fsdp"}))
+    for words, change in changes:
+        said.append(words)
+        config = config.model_copy(update=change)
+        yield ", ".join(said), config
+
+
+def _bound(config: TrainConfig, info: ModelInfo, workload: Workload) -> float:
+    """More bytes than a rank needs, from the sizes of files, which may hold half of what float32 takes."""
+    stored = 2.0 * sum(path.stat().st_size for path in info.files.glob("*/*.safetensors"))
+    model = 2.0 * sum(path.stat().st_size for path in (info.files / "transformer").glob("*.safetensors"))
+    heads, head = info.heads or 1, info.transformer.get("attention_head_dim")
+    width = max(64, heads * head if isinstance(head, int) else 64)
+    # Twice as many images where class images stand beside samples.
+    tokens = 2 * config.train_batch_size * tokens_of(workload)
+    activations = tokens * _KEPT * model / (_SQUARES * width)
+    pixels = workload.width * workload.height * (config.num_frames or 1)
+    return stored + _COPIES * model + activations * config.parallel.pipe + _LARGEST * pixels
+
+
+def show_training(result: dict[str, Any]) -> None:
+    """Print what `predicted_training` returns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    width, height = result["size"]
+    console.print(
+        f"training {result['model']}, {result['config']}, {width} x {height} ({result['tokens']} tokens), "
+        f"{result['batch']} a forward: GB of every rank; all figures are predicted",
+        markup=False,
+    )
+    several = len({one["stage"] for one in result["ranks"]}) > 1
+    names = ("trained", "frozen", "others", "gradients", "optimizer", "average", "activations", "shared", "process")
+    for one in result["ranks"]:
+        stage = f"stage {one['stage']}, " if several else ""
+        table = Table(title=f"{stage}{one['ranks']} rank{'s' * (one['ranks'] > 1)}", title_justify="left")
+        for column in ("phase", *names, "total"):
+            table.add_column(column, justify="left" if column == "phase" else "right")
+        for name, phase in one["phases"].items():
+            style = "bold" if name == one["peak"] else None
+            table.add_row(name, *(f"{phase[column] / 1e9:.3g}" for column in (*names, "total")), style=style)
+        console.print(table)
