@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ditmesh
@@ -18,6 +19,7 @@ from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.export import export
 from ditmesh.train.config import LoraConfig
 from ditmesh.train.model.adapters import TRAINED, add_adapters, save_adapters, targets_of
+from ditmesh.train.preflight import check_settings
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.exam import Exam, images, others, videos
@@ -319,3 +321,32 @@ def test_targets():
     assert "self_attention" in found
     assert "feed_forward" not in found
     assert TRAINED == "default"
+
+
+def test_tensor_ranks_train_the_adapter_of_one_device(ranks, root, tmp_path):
+    """Curve, moving average and what is saved; also from a checkpoint of data ranks."""
+    more = {"lora": {"rank": 2, "alpha": 6.0, "target_modules": "all-linear"}, "max_train_steps": 3, "use_ema": True}
+    given = run_of(root, tmp_path / "alone", learning_rate=3e-2, ema_decay=0.5, **more)
+    done = train(given)
+    alone = losses_of({**given, "output_dir": str(tmp_path / "again")})
+    cut = {**given, "parallel": {"tensor": 2}, "output_dir": str(tmp_path / "cut")}
+    for found in ranks(2).run(losses_of, cut):
+        assert max(abs(found[step] / alone[step] - 1) for step in alone) <= 1e-5
+    resumed = {**cut, "output_dir": str(tmp_path / "resumed"), "sharding": "fsdp", "parallel": {"data": 2}}
+    ranks(2).run(losses_of, {**resumed, "max_train_steps": 2})
+    last = {"parallel": {"tensor": 2}, "sharding": "auto", "resume_from_checkpoint": "latest"}
+    result = ranks(2).run(train, {**resumed, **last})[0]
+    assert result["loss"] == pytest.approx(alone[2], rel=1e-5)
+    saved, wanted = (load_file(Path(one["pipeline"]) / WEIGHTS) for one in (result, done))
+    assert saved.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(saved[name], value, rtol=1e-3, atol=1e-5), name
+    fresh = loaded(root / "flux")
+    fresh.load_lora_weights(result["pipeline"])
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr"])
+def test_tensor_ranks_cut_plain_lora_alone(root, tmp_path, kind):
+    given = run_of(root, tmp_path, lora={"type": kind}, parallel={"tensor": 2})
+    with pytest.raises(ditmesh.ConfigError, match="tensor=2 cuts plain LoRA alone"):
+        check_settings(TrainConfig.read(given))

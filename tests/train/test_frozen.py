@@ -17,6 +17,7 @@ from ditmesh.generate.files import adapter, load_adapters
 from ditmesh.generate.model_info import find_model
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.export import export
+from ditmesh.train.memory.needs import saved_bytes
 from ditmesh.train.model import frozen
 from ditmesh.train.model.frozen import FrozenLinear, freeze, quantised, read_pipeline_frozen, weights_in_state_dicts
 from ditmesh.train.preflight import check_settings
@@ -306,10 +307,65 @@ def test_refused(root, tmp_path, monkeypatch):
         ({"lora": None, "base_precision": "nf4"}, "whole weights are trained in float32 on the device; add lora"),
         ({"base_precision": "int3"}, "base_precision='int3'"),
         ({"lora": None, "base_offload": 0.5}, "base_offload=0.5: whole weights are trained in float32 on the device"),
-        ({"base_precision": "nf4", "parallel": {"tensor": 2}}, "tensor=2 cuts weights"),
+        ({"base_offload": 0.5, "parallel": {"tensor": 2}}, "slices of tensor=2 stay on the device"),
     ):
         with pytest.raises(ditmesh.ConfigError, match=said):
             check_settings(TrainConfig.read(run_of(root, tmp_path / "out", **more)))
     monkeypatch.setitem(frozen.PACKAGES, "nf4", "no_such_package")
     with pytest.raises(ditmesh.InputError, match="needs no_such_package, which is not installed; pip install"):
         frozen.check_precision("nf4")
+
+
+@pytest.mark.parametrize("precision", ["nf4", pytest.param("int8", marks=pytest.mark.matrix)])
+def test_tensor_ranks_quantise_their_slices(ranks, root, tmp_path, precision):
+    """Each slice by itself, so that its rounding is another; no bit of the base changes."""
+    needs(precision)
+    given = run_of(root, tmp_path / "alone", max_train_steps=2)
+    alone = train(given)
+    less = {**given, "base_precision": precision, "parallel": {"tensor": 2}, "output_dir": str(tmp_path / "cut")}
+    pool = ranks(2)
+    one, other = pool.run(train, less)
+    assert one["loss"] == pytest.approx(alone["loss"], rel=0.1)
+    assert one["loss"] != alone["loss"]
+    assert one["loss"] == other["loss"]
+    assert (Path(one["pipeline"]) / "pytorch_lora_weights.safetensors").exists()
+    for held, base in pool.run(held_of_a_slice, less):
+        assert held <= 0.6 * base
+
+
+def held_of_a_slice(given: dict[str, Any]) -> tuple[int, int]:
+    """On a rank: bytes of a layer's quantised slice, and of the slice in float32."""
+    config = TrainConfig.read({**given, "output_dir": given["output_dir"] + "-held"})
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    whole = pipe.transformer.transformer_blocks[0].attn.to_q.weight.nbytes
+    with Trainer(config, pipe, timeout=100.0) as trainer:
+        before = base_bits(pipe.transformer)
+        trainer.run()
+        after = base_bits(pipe.transformer)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        layer = pipe.transformer.transformer_blocks[0].attn.to_q.base_layer
+        assert isinstance(layer, FrozenLinear)
+        return layer.W_q.nbytes, whole // 2
+
+
+def test_text_encoders_in_fewer_bits(root, tmp_path):
+    """Of those that are not trained, the linear layers; the run is that of rounded embeddings."""
+    given = run_of(root, tmp_path / "whole")
+    whole = train(given)
+    less = train({**given, "encoder_precision": "bf16", "output_dir": str(tmp_path / "less")})
+    assert less["loss"] == pytest.approx(whole["loss"], rel=1e-2)
+    assert less["loss"] != whole["loss"]
+    config = TrainConfig.read({**given, "encoder_precision": "bf16", "output_dir": str(tmp_path / "again")})
+    pipe = pipeline_of(given)
+    before = sum(p.nbytes for p in pipe.text_encoder_2.parameters())
+    frozen.freeze_encoders(pipe, config)
+    kept = [one for one in pipe.text_encoder_2.modules() if isinstance(one, FrozenLinear)]
+    assert kept
+    after = sum(p.nbytes for p in pipe.text_encoder_2.parameters())
+    settings_of_t5 = pipe.text_encoder_2.config.to_dict()
+    told = saved_bytes("T5EncoderModel", settings_of_t5, "bf16").weights
+    assert before - after == told == 2 * sum(one.in_features * one.out_features for one in kept)
+    # Trained ones stay whole.
+    pipe = pipeline_of(given)
+    frozen.freeze_encoders(pipe, config.model_copy(update={"train_modules": ("transformer", "text_encoder_2")}))
+    assert not any(isinstance(one, FrozenLinear) for one in pipe.text_encoder_2.modules())

@@ -74,6 +74,7 @@ class TrainConfig(BaseModel):
             quantised: ``int8``, ``fp8`` (torchao), ``nf4`` (bitsandbytes); None: as they are.
         base_offload: with ``lora``, the share of these layers that keep their weights in host memory and copy
             them to the device for each forward and backward pass.
+        encoder_precision: the same as ``base_precision`` for the linear layers of text encoders that are not trained.
 
     Data
         train_data_dir: a folder of images or videos with ``metadata.jsonl``, another listing or caption files, or a
@@ -191,6 +192,7 @@ class TrainConfig(BaseModel):
     from_scratch: bool = False
     base_precision: Literal["bf16", "fp16", "int8", "fp8", "nf4"] | None = None
     base_offload: Share = 0.0
+    encoder_precision: Literal["bf16", "fp16", "int8", "fp8", "nf4"] | None = None
 
     train_data_dir: str = ""
     train_data: tuple[DataSetConfig, ...] = ()

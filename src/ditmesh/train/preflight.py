@@ -31,7 +31,9 @@ def _check_cut_adapters(config: TrainConfig, lora: LoraConfig) -> None:
     """Reject adapters that tensor ranks cannot cut with the layers below them."""
     tensor = f"tensor={config.parallel.tensor}"
     if lora.type != "lora":
-        raise ConfigError(f"lora.type={lora.type!r}: {tensor} cuts plain LoRA alone; use type: lora, or ulysses or data")
+        raise ConfigError(
+            f"lora.type={lora.type!r}: {tensor} cuts plain LoRA alone; use type: lora, or ulysses or data"
+        )
     if config.parallel.pipe > 1:
         raise ConfigError(f"lora with {tensor} and pipe={config.parallel.pipe} is not tested; leave one of the two out")
     if config.base_offload:
@@ -75,6 +77,10 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
         ConfigError, InputError: naming the setting, its value and the way out.
     """
     check_settings(config)
+    if config.encoder_precision is not None:
+        from .model.frozen import check_precision
+
+        check_precision(config.encoder_precision, "encoder_precision")
     check_folders(config)
     check_folder(config.output_dir, "output_dir")
     if config.cache_dir is not None:

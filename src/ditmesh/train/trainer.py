@@ -44,6 +44,7 @@ from .islands.islands import Islands
 from .islands.log import IslandLog
 from .logs.trackers import check_trackers
 from .logs.training_log import TrainingLog
+from .model.frozen import freeze_encoders
 from .model.token_subset import on_grid, random_tokens
 from .objective import NoiseObjective, sample_losses
 from .optimizer.optimizers import begin_state, facts_of_state, fill_state, known_state, rate_of, state_of
@@ -211,6 +212,8 @@ class Trainer:
     def _prepare(self) -> None:
         config, pipe = self.config, self.pipe
         torch.manual_seed(config.seed)
+        # Before the device has whole ones.
+        freeze_encoders(pipe, config)
         pipe.to(self.device)
         self.family.prepare(pipe)
         self.data = TrainingData(pipe, self.family, config, self.mesh, self.device, self._preparing)

@@ -37,7 +37,7 @@ NO_MATTER = {
 # Settings with a new value from the first step on.
 AT_ONCE = {
     *("learning_rate", "scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_decay_steps", "lr_num_cycles", "lr_power"),
-    "compile",
+    *("compile", "encoder_precision"),
     *("adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon", "max_grad_norm", "ema_decay"),
     *("max_train_steps", "num_train_epochs", "token_share", "token_share_until", "mixed_precision", "reproducible"),
     *("lora.dropout", "optimizer_args"),

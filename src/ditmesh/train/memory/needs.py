@@ -21,8 +21,10 @@ from ...layout.conventions import Size
 from ...layout.describe import on_meta
 from ...strategies.pipefusion.stages import first_cut, kinds_of, stage_of
 from ..config import TrainConfig
+from ..gradients.reduce import BUCKET
+from ..model.frozen import encoders_to_freeze, layers_to_freeze
 from ..optimizer.optimizers import optimizer_name, state_per_weight
-from .walk import StepNeeds, StepSettings, step_needs
+from .walk import StepNeeds, StepSettings, bytes_of_parts, step_needs
 
 PhaseName = Literal["load", "encode", "step", "update"]
 # Tensors of a weight's size that an update makes beside the state, one weight at a time on a CPU.
@@ -104,7 +106,7 @@ def training_needs(
     refused = unpredicted(config)
     if refused is not None:
         raise LayoutError(refused)
-    part, others = components.denoisers[0], _others(components, workload)
+    part, others = components.denoisers[0], _others(components, config, workload)
     encoding = _encoding(components, config, workload)
     found = []
     for stage, lengths in enumerate(_stages(part, config)):
@@ -130,14 +132,34 @@ def unpredicted(config: TrainConfig) -> str | None:
     return None
 
 
-def _others(components: Components, workload: Workload) -> float:
-    """Bytes of the other components and of transformers that are not trained, in float32."""
+def _others(components: Components, config: TrainConfig, workload: Workload) -> float:
+    """Bytes of the other components and of transformers that are not trained: float32, and `encoder_precision`."""
     parts = [components.vae] if components.vae is not None else []
     parts += components.denoisers[1:]
     weights = sum(_weights(part.kind, part.settings) for part in parts)
     how, alone = WalkOptions(torch.float32), ParallelConfig()
-    texts = [encode(one.kind, one.settings, alone, workload.text, how) for one in components.encoders.values()]
-    return weights + sum(text.weights for text in texts) + components.other
+    texts = components.encoders.values()
+    weights += sum(encode(one.kind, one.settings, alone, workload.text, how).weights for one in texts)
+    for name in encoders_to_freeze(components.encoders, config):
+        part, precision = components.encoders[name], config.encoder_precision
+        assert precision is not None
+        weights -= saved_bytes(part.kind, part.settings, precision).weights
+    return weights + components.other
+
+
+@kept
+def saved_bytes(kind: str, settings: Mapping[str, Any], precision: str) -> Needs:
+    """Bytes that a text encoder's linear layers take less in a precision than in float32; as `Needs.weights`."""
+    import transformers
+
+    cls: Any = getattr(transformers, kind)
+    with torch.device("meta"):
+        model = cls(cls.config_class.from_dict(dict(settings)))
+    less = 0.0
+    for name in layers_to_freeze(model):
+        weight = model.get_submodule(name).weight
+        less += 4.0 * weight.numel() - bytes_of_parts(weight.numel(), weight.shape[0], precision)
+    return Needs(less, 0.0)
 
 
 def _weights(kind: str, settings: Mapping[str, Any]) -> float:
@@ -224,6 +246,7 @@ def _step(
         checkpointing=config.gradient_checkpointing,
         autocast=config.mixed_precision,
         sharding=sharding,
+        accumulates=config.accumulation > 1,
         device=device,
     )
     images = config.train_batch_size * (2 if config.class_data_dir is not None else 1)
@@ -252,8 +275,12 @@ def _phases(
     optimizer, average = state * trained, trained if config.use_ema else 0.0
     # Gradients of shards are no part of the walk; of others they are, and are there from step to step only in it.
     shard = trained if shards > 1 else 0.0
-    buckets = trained if config.sharding == "ddp" and ranks.world_size > 1 else 0.0
+    exchanged = ranks.data * ranks.ulysses * ranks.ring > 1
+    buckets = trained if config.sharding == "ddp" and exchanged else 0.0
     beside = trained if device == "cuda" else TEMPORARIES * step.largest / shards
+    if exchanged and (config.sharding == "none" or ranks.pipe > 1):
+        # Gradients are copied into messages after the backward pass, some at a time.
+        beside = max(beside, min(trained, BUCKET + step.largest))
     loaded = _weights(part.kind, part.settings) if config.base_precision is None else step.frozen + step.trained
     held = {"trained": trained, "frozen": frozen, "others": others, "process": process}
     kept = {"optimizer": optimizer, "average": average, "shared": step.shared}

@@ -49,6 +49,7 @@ class StepSettings:
         checkpointing: whether blocks are computed again in the backward pass.
         autocast: ``mixed_precision``.
         sharding: of the gradients, ``none`` where there is nobody to exchange them with.
+        accumulates: whether a step has several micro-batches, so that gradients are there when the last one begins.
         device: where it computes.
     """
 
@@ -58,6 +59,7 @@ class StepSettings:
     checkpointing: bool = False
     autocast: str = "no"
     sharding: str = "none"
+    accumulates: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
 
 
@@ -102,6 +104,14 @@ class _Phantom:
         made = torch.empty(high - low, self.width, dtype=dtype)
         del scales
         return made
+
+
+def bytes_of_parts(count: int, rows: int, precision: str) -> float:
+    """Bytes of a linear layer's weight, of so many numbers and rows, as `freeze` keeps it."""
+    if precision in ("bf16", "fp16"):
+        return 2.0 * count
+    scales = -(-count // BLOCK)
+    return count / 2 + scales + 4 * -(-scales // SCALES) + 1092 if precision == "nf4" else count + 4.0 * rows
 
 
 def _frozen_layer(layer: nn.Linear, precision: str) -> FrozenLinear:
@@ -212,11 +222,13 @@ def _step(
         kinds = dict(zip(kinds_of(model, layout), (block for _, block in blocks_of(model, layout)), strict=True))
         most = [bytes_of(kinds[kind]) for kind in sorted(kinds)]
 
+        passes = 2 if given.accumulates else 1
+
         def done(parameter: Tensor) -> None:
-            """A gradient is there: shards are cut from it, or it is copied into a message."""
+            """A gradient is there: shards are cut from it, or in the last pass it is copied into a message."""
             if given.sharding == "fsdp":
                 parameter.grad = None
-            elif given.sharding == "auto" and parameter.nbytes < LARGE:
+            elif given.sharding == "auto" and parameter.nbytes < LARGE and not passes:
                 small.append(float(parameter.nbytes))
                 sent.append(torch.empty_like(parameter))
 
@@ -226,15 +238,19 @@ def _step(
         with WithoutValues(), alive:
             inputs = make.inputs(size)
             gc.collect()
-            with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
-                outputs = model(**inputs)
-            outputs = outputs[0]
-            loss = sum(one.float().square().mean() for one in (outputs if isinstance(outputs, list) else [outputs]))
-            del outputs
-            gc.collect()
-            forward = alive.now
-            cast(Tensor, loss).backward()
-            del loss, inputs
+            while passes:
+                passes -= 1
+                gradients = sum(float(p.grad.nbytes) for p in trained if p.grad is not None)
+                with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+                    outputs = model(**inputs)[0]
+                loss = sum(one.float().square().mean() for one in (outputs if isinstance(outputs, list) else [outputs]))
+                del outputs
+                gc.collect()
+                forward = alive.now - gradients
+                cast(Tensor, loss).backward()
+                del loss
+                gc.collect()
+            del inputs
         for hook in hooks:
             hook.remove()
         largest = max((float(p.nbytes) for p in trained), default=0.0)

@@ -8,7 +8,7 @@ Quantisers are those of bitsandbytes (NF4) and torchao (int8, float8).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
@@ -25,6 +25,7 @@ from ...core.staging import onto
 from ...errors import ConfigError, InputError
 from ...generate.loading import build_empty, fill_weights, weight_files
 from ...generate.model_info import ModelInfo
+from ..config import TrainConfig
 
 # Linear layers outside of blocks are quantised where both sides are at least so wide: the projections from and to
 # latents are small, and what they lose every token loses.
@@ -153,7 +154,7 @@ def _bitsandbytes() -> Any:
     return bitsandbytes.functional
 
 
-def check_precision(precision: str | None) -> None:
+def check_precision(precision: str | None, setting: str = "base_precision") -> None:
     """Reject a precision without the package for it.
 
     Raises:
@@ -163,7 +164,7 @@ def check_precision(precision: str | None) -> None:
 
     package = PACKAGES.get(precision or "")
     if package is not None and find_spec(package) is None:
-        raise InputError(f"base_precision={precision!r} needs {package}, which is not installed; pip install {package}")
+        raise InputError(f"{setting}={precision!r} needs {package}, which is not installed; pip install {package}")
 
 
 class FrozenLinear(nn.Linear):
@@ -294,6 +295,19 @@ def freeze(model: nn.Module, precision: str | None, share: float = 0.0) -> None:
     for number, layer in enumerate(layers):
         if int((number + 1) * share) > int(number * share):
             layer.keep_on_host()
+
+
+def encoders_to_freeze(names: Iterable[str], config: TrainConfig) -> list[str]:
+    """Of a pipeline's components, the text encoders that ``encoder_precision`` is for."""
+    asked = config.encoder_precision is not None
+    return [one for one in names if asked and one.startswith("text_encoder") and one not in config.train_modules]
+
+
+def freeze_encoders(pipe: Any, config: TrainConfig) -> None:
+    """Keep the linear layers of a pipeline's text encoders in fewer bits, in place, as a run says."""
+    for name in encoders_to_freeze(pipe.components, config):
+        if isinstance(pipe.components[name], nn.Module):
+            freeze(pipe.components[name], config.encoder_precision)
 
 
 def _convert(model: nn.Module, precision: str | None) -> None:
