@@ -120,3 +120,14 @@ def test_the_page_is_up_to_date(request):
     assert PAGE.read_text(encoding="utf-8") == as_markdown(), (
         "pytest tests/train/test_train_settings.py --write-support"
     )
+
+
+@pytest.mark.parametrize(("how", "factor"), [("no", 1.0), ("linear", 12.0), (True, 12.0), ("sqrt", 12.0**0.5)])
+def test_scale_lr_multiplies_by_the_global_batch(how, factor):
+    """Whether it comes from accumulation and data ranks or is given; as diffusers' scripts do for ``linear``."""
+    given = {"pretrained_model_name_or_path": "m", "train_data_dir": "d", "output_dir": "o", "scale_lr": how}
+    given |= {"learning_rate": 1e-4, "train_batch_size": 2}
+    alone = {"gradient_accumulation_steps": 6}
+    ranks = {"gradient_accumulation_steps": 3, "parallel": {"data": 2}}
+    for more in (alone, ranks, {"global_batch_size": 12}, {"global_batch_size": 12, "parallel": {"data": 2}}):
+        assert TrainConfig.read({**given, **more}).peak_rate == pytest.approx(1e-4 * factor)

@@ -116,7 +116,7 @@ def bytes_of_parts(count: int, rows: int, precision: str) -> float:
 
 def _frozen_layer(layer: nn.Linear, precision: str) -> FrozenLinear:
     """The layer as `freeze` makes it, without values."""
-    rows, width = layer.out_features, layer.in_features
+    rows, width = layer.weight.shape
     count, one = rows * width, torch.uint8
     if precision in ("bf16", "fp16", "fp32"):
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]

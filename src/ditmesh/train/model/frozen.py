@@ -320,7 +320,9 @@ def _convert(model: nn.Module, precision: str | None) -> None:
                 f"({type(layer.weight.data).__name__} of torchao); leave it out"
             )
         parts, form = quantised(layer.weight, precision) if precision else _of_torchao(layer.weight.data)
-        _replace(model, name, FrozenLinear(parts, form, (layer.out_features, layer.in_features), layer.bias))
+        # Of a tensor rank's slice the layer's own numbers of features are those of the whole.
+        shape = cast("tuple[int, int]", tuple(layer.weight.shape))
+        _replace(model, name, FrozenLinear(parts, form, shape, layer.bias))
 
 
 def _is_torchao_layer(layer: nn.Module) -> bool:
