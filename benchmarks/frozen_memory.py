@@ -11,7 +11,7 @@ attention projections; float32, activation checkpointing, AdamW; two steps on on
 
 Of the worst rank: what it has of its own (RssAnon and RssShmem, looked at every 2 ms) beyond what it had before there
 was a model, when the model is there and at its peak; over the bytes that the transformer's weights alone have in
-bfloat16. `inspect --memory` predicts no training: what the steps add to the weights is measured, not predicted. And the
+bfloat16. Beside it what `inspect --memory` predicts of the step (tensors; a process has other memory too). And the
 largest relative difference of a loss from one rank's on the same base, which must be 1e-5 at most. It needs no quiet
 machine.
 """
@@ -162,6 +162,24 @@ def trained(name: str, side: int, scale: float, config: dict[str, int]) -> dict[
     }
 
 
+def predicted(name: str, side: int, scale: float) -> float:
+    """What `inspect --memory` says of the same step: weights, adapters with their state, and everything beside them."""
+    from ditmesh import ParallelConfig
+    from ditmesh.forecast.catalogue import shape
+    from ditmesh.layout.conventions import Size
+    from ditmesh.train.config import LoraConfig
+    from ditmesh.train.memory.walk import StepSettings, step_needs
+
+    if scale != 1:
+        return float("nan")
+    frames = 2 if BLOCKS[name][1] == "bcfhw" or name == "ltx-video" else 1
+    given = StepSettings(lora=LoraConfig(rank=16).model_dump_json(), precision="nf4", checkpointing=True)
+    ranks = ParallelConfig(ulysses=2, inputs="trust")
+    size = Size(side, side, 2 * side, batch=1, frames=frames)
+    found = step_needs(shape(name).transformer, {**shape(name).config, **BLOCKS[name][0]}, ranks, size, given)
+    return found.frozen + 3 * found.trained + found.peak + found.shared
+
+
 def compared(name: str, side: int, scale: float) -> dict[str, Any]:
     """Two ranks beside one."""
     from ditmesh.launch import RankPool
@@ -180,6 +198,7 @@ def compared(name: str, side: int, scale: float) -> dict[str, Any]:
         "bf16": bf16,
         "held": max(rank["held"] for rank in two),
         "peak": max(rank["peak"] for rank in two),
+        "predicted": predicted(name, side, scale),
         "peak over bf16": max(rank["peak"] for rank in two) / bf16,
         "held over bf16": max(rank["held"] for rank in two) / bf16,
         "peak of one rank": alone["peak"],
@@ -201,7 +220,7 @@ def main() -> None:
     for name in given.models:
         case = figures["models"][name] = compared(name, given.tokens, given.width_scale)
         write_figures(figures, given.json)
-        giga = [f"{case[key] / 1e9:.2f}" for key in ("bf16", "held", "peak")]
+        giga = [f"{case[key] / 1e9:.2f}" for key in ("bf16", "held", "peak", "predicted")]
         ratios = [f"{case[key]:.3f}" for key in ("held over bf16", "peak over bf16")]
         rows.append([name, f"{case['weights'] / 1e9:.2f}", *giga, *ratios, f"{case['loss off']:.1e}"])
         print(*rows[-1], f"{case['seconds']:.0f} s", flush=True)
@@ -211,6 +230,7 @@ def main() -> None:
         "bf16 GB",
         "held GB",
         "peak GB",
+        "predicted GB",
         "held / bf16",
         "peak / bf16",
         "loss differs by",
