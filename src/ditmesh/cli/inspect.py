@@ -127,20 +127,9 @@ def inspect(
     settings = parallel.settings()
     if config is not None and (settings or devices is not None):
         raise InputError("--config gives the whole configuration; leave degrees and --devices out")
-    if memory and Path(model).suffix in (".yaml", ".yml"):
-        # A run of training.
-        from ..train.config import TrainConfig
-        from ..train.memory.check import predicted_training, show_training
-
-        if settings or config is not None or devices is not None:
-            raise InputError(f"{model!r} gives the configuration of its run; leave --config, --devices and degrees out")
-        emit(predicted_training(TrainConfig.read(model), hardware), as_json, show_training)
-        return
     if memory:
-        check_planned(model or "emoji-sd3")
-        components, workload, heads = _asked(model, wanted, frames, tokens, pictures, guidance)
-        chosen = _config_of(config, devices, settings, heads)
-        emit(_needed(components, workload, chosen, dtype, hardware), as_json, _show_memory)
+        request = wanted, frames, tokens, pictures, guidance
+        emit(*_memory(model, request, (config, devices, settings), dtype, hardware, as_json))
         return
     asked = bool(settings) or devices is not None or config is not None
     if asked != (explain or hosts is not None):
@@ -170,6 +159,29 @@ def inspect(
     emit(facts, as_json, partial(_show, layout=layout, check=check))
     if found.get("differences"):
         raise typer.Exit(1)
+
+
+def _memory(
+    model: str,
+    request: tuple[tuple[int, int] | None, int | None, int | None, int, bool | None],
+    ranks: tuple[str | None, int | None, dict[str, Any]],
+    dtype: str,
+    hardware: str,
+    as_json: bool,
+) -> tuple[dict[str, Any], bool, Any]:
+    """What `emit` shows with --memory: of a model that generates, or of the file of a training run."""
+    config, devices, settings = ranks
+    if Path(model).suffix in (".yaml", ".yml"):
+        from ..train.config import TrainConfig
+        from ..train.memory.check import predicted_training, show_training
+
+        if settings or config is not None or devices is not None:
+            raise InputError(f"{model!r} gives the configuration of its run; leave --config, --devices and degrees out")
+        return predicted_training(TrainConfig.read(model), hardware), as_json, show_training
+    check_planned(model or "emoji-sd3")
+    components, workload, heads = _asked(model, *request)
+    chosen = _config_of(config, devices, settings, heads)
+    return _needed(components, workload, chosen, dtype, hardware), as_json, _show_memory
 
 
 def _write(layout: TokenLayout, path: Path) -> None:

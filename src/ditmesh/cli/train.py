@@ -196,13 +196,15 @@ def _checked(config: Path, changes: Sequence[str], samples: Path | None) -> dict
     if not is_run:
         return checked_recipe(chosen)
     from ..train.data.check import checked_data, conditioned_by_label
+    from ..train.memory.check import most_memory
     from ..train.preflight import check_folders
 
     check_folders(chosen)
     pipe = loaded_pipeline(chosen)
     # Labels need no recipe: an adapter says all of it.
     recipe = {"sizes": [], "pipeline": type(pipe).__name__} if conditioned_by_label(pipe) else None
-    return {**(recipe or checked_recipe(chosen, pipe)), "data": checked_data(chosen, pipe, samples)}
+    found = {**(recipe or checked_recipe(chosen, pipe)), "data": checked_data(chosen, pipe, samples)}
+    return {**found, "memory": most_memory(chosen)}
 
 
 def _say_check(result: dict[str, Any]) -> Report:
@@ -212,6 +214,7 @@ def _say_check(result: dict[str, Any]) -> Report:
     if not result["sizes"]:
         report.text(f"{result['pipeline']}, trained by labels")
         _say_data(report, result["data"])
+        report.text(_memory_words(result["memory"]))
         return report
     adapter = "no adapter: observed" if result["adapter"] is None else f"adapter {result['adapter']}; also observed"
     report.text(f"{result['pipeline']}, {result['transformer']} ({adapter}), objective {result['objective']}")
@@ -232,7 +235,17 @@ def _say_check(result: dict[str, Any]) -> Report:
         report.table((f"{size['size'][0]} x {size['size'][1]} pixels", "as seen in the pipeline's own loop"), rows)
     if "data" in result:
         _say_data(report, result["data"])
+        report.text(_memory_words(result["memory"]))
     return report
+
+
+def _memory_words(memory: dict[str, Any]) -> str:
+    if memory["bytes"] is None:
+        return f"memory: not predicted ({memory['why']})"
+    return (
+        f"memory: {memory['bytes'] / 1e9:.3g} GB on a rank at most ({memory['phase']}), predicted; ditmesh inspect "
+        "--memory has the table"
+    )
 
 
 def _say_data(report: Report, data: dict[str, Any]) -> None:

@@ -77,6 +77,16 @@ def predicted_training(config: TrainConfig, hardware: str = "cpu", model: str | 
     }
 
 
+def most_memory(config: TrainConfig) -> dict[str, Any]:
+    """What the rank that needs most needs: ``bytes``, ``phase`` and ``why`` they are not predicted, each or None."""
+    try:
+        components, workload = _subject(config, None)
+        worst = _worst(components, config, workload, "cuda" if torch.cuda.is_available() else "cpu")
+    except (DitmeshError, OSError) as error:
+        return {"bytes": None, "phase": None, "why": str(error)}
+    return {"bytes": worst.total, "phase": worst.name, "why": None}
+
+
 def _subject(config: TrainConfig, model: str | None) -> tuple[Components, Workload]:
     name = model or config.pretrained_model_name_or_path
     known = shapes().get(name.lower().rpartition("/")[2])

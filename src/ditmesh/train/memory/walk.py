@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config import ParallelConfig
+from ...core.alive import LiveBytes
 from ...engine import Engine
 from ...errors import DitmeshError, LayoutError
 from ...forecast.memory.cache import Needs, kept
@@ -207,8 +208,6 @@ def _step(
     alive, pools = how.meters(model)
     mesh: Any = phantom_mesh(config, pools)
     engine = Engine([(model, layout)], config, mesh, owns_mesh=False) if config.world_size > 1 else None
-    small: list[float] = []
-    sent: list[Tensor] = []
     try:
         if engine is not None:
             engine.open(model)
@@ -222,41 +221,15 @@ def _step(
         kinds = dict(zip(kinds_of(model, layout), (block for _, block in blocks_of(model, layout)), strict=True))
         most = [bytes_of(kinds[kind]) for kind in sorted(kinds)]
 
-        passes = 2 if given.accumulates else 1
-
-        def done(parameter: Tensor) -> None:
-            """A gradient is there: shards are cut from it, or in the last pass it is copied into a message."""
-            if given.sharding == "fsdp":
-                parameter.grad = None
-            elif given.sharding == "auto" and parameter.nbytes < LARGE and not passes:
-                small.append(float(parameter.nbytes))
-                sent.append(torch.empty_like(parameter))
-
-        hooks = [parameter.register_post_accumulate_grad_hook(done) for parameter in trained]
         make.dtype = torch.float32
-        dtype = AUTOCAST.get(given.autocast)
+        gradients = _Gradients(trained, given.sharding)
         with WithoutValues(), alive:
-            inputs = make.inputs(size)
-            gc.collect()
-            while passes:
-                passes -= 1
-                gradients = sum(float(p.grad.nbytes) for p in trained if p.grad is not None)
-                with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
-                    outputs = model(**inputs)[0]
-                loss = sum(one.float().square().mean() for one in (outputs if isinstance(outputs, list) else [outputs]))
-                del outputs
-                gc.collect()
-                forward = alive.now - gradients
-                cast(Tensor, loss).backward()
-                del loss
-                gc.collect()
-            del inputs
-        for hook in hooks:
-            hook.remove()
+            forward = _passes(model, make.inputs(size), given, alive, gradients)
+        gradients.close()
         largest = max((float(p.nbytes) for p in trained), default=0.0)
         messages = float(pools.bytes) if pools else 0.0
         return [
-            Needs(mine, alive.peak, forward, sum(small) + 0.0, (largest,)),
+            Needs(mine, alive.peak, forward, gradients.small, (largest,)),
             Needs(whole - mine, messages, 0.0, 0.0, tuple(most)),
         ]
     finally:
@@ -264,6 +237,60 @@ def _step(
             engine.end_request(failed=True)
             mesh.tensor.over = True
             engine.close()
+
+
+class _Gradients:
+    """What becomes of gradients when they are there: shards are cut from them, or they are copied into messages.
+
+    Args:
+        trained: the weights.
+        sharding: of the gradients.
+
+    Attributes:
+        last: whether the pass is the step's last one, after which they are sent.
+        small: bytes that are copied.
+    """
+
+    def __init__(self, trained: Sequence[nn.Parameter], sharding: str) -> None:
+        self._trained, self._sharding = trained, sharding
+        self._sent: list[Tensor] = []
+        self.last, self.small = True, 0.0
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._done) for parameter in trained]
+
+    @property
+    def bytes(self) -> float:
+        """Of those that are there."""
+        return sum(float(p.grad.nbytes) for p in self._trained if p.grad is not None)
+
+    def _done(self, parameter: Tensor) -> None:
+        if self._sharding == "fsdp":
+            parameter.grad = None
+        elif self._sharding == "auto" and parameter.nbytes < LARGE and self.last:
+            self.small += float(parameter.nbytes)
+            self._sent.append(torch.empty_like(parameter))
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _passes(model: Any, inputs: dict[str, Any], given: StepSettings, alive: LiveBytes, gradients: _Gradients) -> float:
+    """Forward and backward; with several micro-batches in a step twice. What the forward keeps, beside gradients."""
+    dtype, forward = AUTOCAST.get(given.autocast), 0.0
+    gc.collect()
+    for last in (False, True) if given.accumulates else (True,):
+        gradients.last, before = last, gradients.bytes
+        with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+            outputs = model(**inputs)[0]
+        loss = sum(one.float().square().mean() for one in (outputs if isinstance(outputs, list) else [outputs]))
+        del outputs
+        gc.collect()
+        forward = alive.now - before
+        cast(Tensor, loss).backward()
+        del loss
+        gc.collect()
+    return forward
 
 
 def step_needs(
