@@ -34,7 +34,6 @@ CONFIGS = {
     "ring": {"parallel": {"ring": 2, "shared_memory": False}},
     "data": {"parallel": {"data": 2}},
     "tensor": {"parallel": {"tensor": 2}},
-    "pipe": {"parallel": {"pipe": 2}},
     "ddp": {"parallel": {"data": 2}, "sharding": "ddp"},
     "fsdp": {"parallel": {"data": 2}, "sharding": "fsdp"},
 }
@@ -72,20 +71,15 @@ class Faulty:
         if point == "reading":
             trainer.data.encoded.batch = self._before(trainer.data.encoded.batch)
         elif point == "forward":
-            self._own_block(trainer).register_forward_pre_hook(self._now)
+            trainer.pipe.transformer.transformer_blocks[-1].register_forward_pre_hook(self._now)
         elif point == "backward":
-            self._own_block(trainer).register_forward_hook(self._in_backward)
+            trainer.pipe.transformer.transformer_blocks[-1].register_forward_hook(self._in_backward)
         elif point == "optimizer":
             trainer.update.optimizer.register_step_pre_hook(self._now)
         elif point == "state":
             trainer._state = self._before(trainer._state)
         else:
             HuggingFaceStorageWriter.write_data = self._before(self._write)
-
-    @staticmethod
-    def _own_block(trainer: Trainer):
-        """One that runs on this rank, of stages too."""
-        return trainer.pipe.transformer.transformer_blocks[-1 if dist.get_rank() else 0]
 
     def _now(self, *_):
         if self._trainer.step >= 1:
@@ -151,7 +145,7 @@ class ended_in:  # noqa: N801
         return isinstance(error, Exception)
 
 
-SAMPLE = [("ulysses", True, ["backward"]), ("pipe", True, ["backward"])]
+SAMPLE = [("ulysses", True, ["backward"])]
 # torch's wrappers hold their group: there the others learn of it when the process of the rank ends.
 EVERY = [(name, later, list(POINTS)) for name in CONFIGS if name not in ("ddp", "fsdp") for later in (False, True)]
 

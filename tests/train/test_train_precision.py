@@ -89,7 +89,6 @@ MESHES = [
     ({"data": 2}, "fsdp"),
     ({"ulysses": 2}, "fsdp"),
     ({"ring": 2}, "ddp"),
-    ({"pipe": 2}, "none"),
 ]
 # Of four ranks each.
 MORE = [
