@@ -70,8 +70,8 @@ def train(
     info = find_model(config.pretrained_model_name_or_path)
     if check_memory and info.local:
         check_training_memory(config, info, device_of_rank(), memory_limit)
-    read_in_few_bits = config.base_precision is not None and config.lora is not None and not config.quantises_slices
-    if read_in_few_bits and not config.lora.fuse_base_lora:
+    lora, cut_first = config.lora, config.quantises_slices
+    if config.base_precision is not None and lora is not None and not lora.fuse_base_lora and not cut_first:
         pipe = read_pipeline_frozen(info, config.base_precision)
     else:
         pipe = DiffusionPipeline.from_pretrained(info.files if info.local else info.name)
