@@ -69,7 +69,7 @@ def test_a_slow_rank_costs_little_six_steps_later(ranks):
     assert max(made[105]) > min(made[105]) > 0
 
 
-@pytest.mark.parametrize(("slow", "noise", "bound"), [(1.0, 0.3, 1.1), (1.8, 0.1, 1.0), (1.8, 0.3, 1.0)])
+@pytest.mark.parametrize(("slow", "noise", "bound"), [(1.0, 0.3, 1.1), (1.8, 0.1, 1.0), (1.8, 0.3, 1.02)])
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_that_make_little_difference_cost_little(seed, slow, noise, bound):
     """Little of a step depends on tokens, and steps differ much by chance: moves are few, and undone."""

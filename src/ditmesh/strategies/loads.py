@@ -28,8 +28,8 @@ FAR, RECENT = 0.25, 3
 # Of its share a rank keeps at least this in one move.
 LEAST = 0.5
 # Of how much longer the slowest rank took, what may be left once tokens have moved: else they move back, and stay for
-# so many steps at least.
-HELPED, PAUSE = 0.7, 50
+# so many steps at least, and at most.
+HELPED, PAUSE, LONGEST = 0.7, 50, 800
 # Seconds that a failed request waits for times of other ranks.
 PATIENCE = 20.0
 
@@ -68,12 +68,14 @@ class Watch:
 
     Whether fewer tokens make a rank faster is then seen. Where much of a step does not depend on them, or the machine
     was busy for a moment, they do not: then the shares are those from before, and nothing moves for a while, twice as
-    long every time.
+    long every time. So it is where another rank is the slowest than the time before, but then all get equal shares.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._pause = PAUSE
+        # The rank that the latest move was made for.
+        self._slowest: int | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -100,7 +102,7 @@ class Watch:
             before, self._before = self._before, None
             if self._excess() > HELPED * before[1]:
                 self.forget()
-                self._quiet, self._pause = self._pause, 2 * self._pause
+                self._quiet, self._pause = self._pause, min(2 * self._pause, LONGEST)
                 return before[0]
         if self._quiet:
             self._quiet -= 1
@@ -112,7 +114,14 @@ class Watch:
         if max(self._sums) < LIMIT and (far < FAR or len(self._recent) < RECENT):
             return None
         took, excess, whole = self._took(), self._excess(), sum(shares)
+        slowest = took.index(max(took))
         self.forget()
+        if self._slowest not in (None, slowest):
+            # What was slow is fast: by chance, or because it has recovered.
+            self._slowest = None
+            self._quiet, self._pause = self._pause, min(2 * self._pause, LONGEST)
+            return (1 / self._ranks,) * self._ranks
+        self._slowest = slowest
         self._before = tuple(share / whole for share in shares), excess
         found = [share / one for share, one in zip(shares, took, strict=True)]
         least = [share / whole * sum(found) * LEAST for share in shares]
