@@ -69,6 +69,14 @@ def test_seconds_are_spent_and_kept(limit, exact):
     assert sum(one.synchronous for one in past) == exact
 
 
+@pytest.mark.parametrize("steps", [3, 12, 15])
+def test_requests_that_end_early_or_late_have_a_verdict(steps):
+    """A second-order sampler takes more steps than it announces; a user may stop one."""
+    past = [Past(step == 0, 0.1 if step else None, 1.0) for step in range(steps)]
+    for text in ("adaptive(20dB)", "adaptive(60s)"):
+        assert "the budget is" in parse(text).verdict(Outlook(4, even_levels(12)), past)  # type: ignore[attr-defined]
+
+
 def test_seconds_are_said_to_be_broken():
     past, verdict = decided("adaptive(5s)", [0.2] * 12)
     assert [one.synchronous for one in past] == [True] + [False] * 11

@@ -261,7 +261,8 @@ class Adaptive:
 
     def made(self, outlook: Outlook, past: Sequence[Past]) -> float:
         """The predicted error of a request that is over, with the drift that its stale steps had."""
-        return sqrt(self._errors(len(past), len(past), outlook, past)[0]) if past else 0.0
+        total = _total(outlook, f"adaptive({self.budget:g})")
+        return sqrt(self._errors(len(past), total, outlook, past)[0])
 
     @staticmethod
     def _errors(step: int, total: int, outlook: Outlook, past: Sequence[Past]) -> tuple[float, float, list[float]]:
