@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -41,8 +43,6 @@ def test_equals_one_device(ranks, model, config):
 
 def tokens_and_heads(config: dict[str, Any]) -> tuple[int, int]:
     """Image tokens that enter this rank's first block, and heads of its first attention."""
-    from unittest import mock
-
     from ditmesh.attention.kernels.builtin import Native
 
     seen: list[tuple[int, int]] = []
@@ -105,6 +105,28 @@ def test_speeds_are_measured(ranks):
     assert first["kept"] == first["measured"]
     assert first["measured"][1] < first["again"][1] < first["again"][0]
     assert first["error"] <= TOLERANCE
+
+
+def unlike_slices(config: dict[str, Any]) -> dict[str, Any]:
+    """Every rank measures a time of its own, those with slices of the same weights too."""
+
+    def seconds(work: Callable[[], Any], device: Any) -> float:
+        work()
+        return 1.0 + dist.get_rank()
+
+    model, made = tiny("Flux"), inputs("Flux", RAGGED)
+    truth = run(model, made)
+    with mock.patch("ditmesh.strategies.balance.median_seconds", seconds), ditmesh.parallelized(model, config):
+        run(model, made)
+        error = relative_error(run(model, made), truth)
+        return {"speeds": ditmesh.engine_of(model).balances[0].speeds, "error": error}
+
+
+def test_slices_of_the_same_weights_have_the_same_tokens(ranks):
+    """Tensor ranks add up what they compute for the same tokens, so they have to agree on the cut."""
+    found = ranks(4).run(unlike_slices, {"ring": 2, "tensor": 2, "speeds": "auto"})
+    assert {one["speeds"] for one in found} == {(0.67, 0.33)}
+    assert all(one["error"] <= TOLERANCE for one in found)
 
 
 def given_speeds() -> str:

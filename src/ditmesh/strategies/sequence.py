@@ -103,7 +103,9 @@ class SequenceParallel:
         self.coverage = Coverage()
         # All tokens are here and the model's own attention is wanted: nothing is to be done at a block.
         self.passive = self.link.size == 1 and not self.keeps_keys and config.attention in (None, "native")
-        self.balance = Balance(config.speeds, mesh.sequence, mesh.device, band=UNEVEN)
+        # Ranks with slices of the same weights work on the same tokens: all of them have to agree.
+        agree = mesh.sequence if mesh.tensor.size == 1 else mesh.world
+        self.balance = Balance(config.speeds, agree, mesh.device, mesh.sequence.size, mesh.sequence.rank, band=UNEVEN)
         # Whether the call in progress has the arguments, timestep and latents apart, of the step before.
         self.steady: Callable[[], bool] = lambda: False
         self._call = _CutTensors()
