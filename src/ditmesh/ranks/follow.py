@@ -365,8 +365,9 @@ class FollowedModel:
                 self.wake()
             if self.followers.closed:
                 # What joins the ranks is gone.
-                self.mesh.abandon()
                 undo.callback(_restored, self.model)
+                with suppress(Exception):
+                    self.mesh.abandon()
             else:
                 undo.callback(self.followers._both, functools.partial(_restored, self.model), _drop_model, self._key)
 
