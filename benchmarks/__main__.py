@@ -29,7 +29,7 @@ def main(words: Sequence[str]) -> None:
     known = benchmarks()
     name = words[0] if words else ""
     if name in ("", "-h", "--help"):
-        print("\n".join([__doc__ or "", "", *(f"{name:16}{line}" for name, line in known.items())]))
+        print("\n".join([__doc__ or "", "", *(f"{name:18}{line}" for name, line in known.items())]))
         return
     if name not in known:
         raise SystemExit(f"there is no benchmark {name!r}; use one of {', '.join(known)}")

@@ -14,7 +14,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -79,7 +79,7 @@ class Relative(EmojiDiT):
         transformer.load_state_dict(parent.transformer.state_dict())
         for module in transformer.modules():
             if isinstance(module, nn.Module) and hasattr(module, "dropout_prob"):
-                module.dropout_prob = 0.0  # the trainer drops labels, the same ones for all blocks
+                cast(Any, module).dropout_prob = 0.0  # the trainer drops labels, the same ones for all blocks
         scheduler = DDIMScheduler.from_config(parent.scheduler.config, prediction_type=self.objective)
         return DiTPipeline(transformer, parent.vae, scheduler)  # pyright: ignore[reportArgumentType]
 

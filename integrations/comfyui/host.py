@@ -109,13 +109,6 @@ def model_arguments() -> list[str]:
     return list(sys.argv)
 
 
-def torch_attention() -> bool:
-    """Whether ComfyUI's attention is torch's."""
-    from comfy.ldm.modules import attention
-
-    return attention.optimized_attention is attention.attention_pytorch
-
-
 def diffusion_model_wrappers(options: Mapping[str, Any]) -> list[Any]:
     """Wrappers that other nodes have put around the diffusion model itself."""
     import comfy.patcher_extension as extension

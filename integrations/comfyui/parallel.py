@@ -28,6 +28,8 @@ KEY = "ditmesh"
 DEGREES = ("ulysses", "ring", "cfg", "data")
 # Options of a call that have done their work on rank 0 by then.
 _DONE = ("wrappers", "callbacks", "uuids")
+# The option in which a function stands that is called in the place of attention.
+_OVERRIDE = "optimized_attention_override"
 # Where options of a call hold functions of other nodes.
 _PATCHES = ("patches", "patches_replace")
 
@@ -157,14 +159,20 @@ class Session:
         from ditmesh import LayoutError
 
         call = dict(zip(self._parameters, args, strict=False)) | kwargs
-        named = _named_patches(call.get("transformer_options") or {})
-        call["transformer_options"] = _options(call.get("transformer_options") or {})
+        options = call.get("transformer_options") or {}
+        named = _named_patches(options)
+        call["transformer_options"] = _options(options)
+        alone = call
+        if (override := options.get(_OVERRIDE)) is not None:
+            self._check_override(override)
+            # One device is asked with the override where ComfyUI would have called it.
+            alone = {**call, "transformer_options": {**call["transformer_options"], _OVERRIDE: override}}
         form = (_form(call), tuple(sorted(named)))
         checks = self._branch.settings.check and form not in self._checked
         base = self._base()
         self.followed.sleep()
         try:
-            truth = proceed(**_copied(call)) if checks else None
+            truth = proceed(**_copied(alone)) if checks else None
             with _by_value(), self.followed.awake(), self._versions():
                 # In inference mode torch counts no versions, by which this mode knows what a block has changed.
                 given = _copied(call) if self._branch.config.reproducible else call
@@ -175,6 +183,22 @@ class Session:
             self._compare(out, truth, named)
             self._checked.add(form)
         return out
+
+    def _check_override(self, override: Any) -> None:
+        """Refuse an attention override that ranks would leave out.
+
+        Raises:
+            InputError: the configuration has attention of its own.
+        """
+        from ditmesh import InputError
+        from ditmesh.attention.handed import NAME
+
+        if self._branch.config.attention != NAME:
+            (name,) = list(_named_patches({_OVERRIDE: override}))[:1] or ["an attention override"]
+            raise InputError(
+                f"{name} cannot be used with {self._branch.config.describe()}, which computes attention by itself; use "
+                "ulysses and cfg without reproducible and attention settings, or take the override off the model"
+            )
 
     @contextlib.contextmanager
     def _versions(self) -> Iterator[None]:
@@ -222,7 +246,7 @@ def _options(options: Mapping[str, Any]) -> dict[str, Any]:
     from ditmesh.attention.handed import HandedAttention
 
     given = {name: value for name, value in options.items() if name not in _DONE}
-    given["optimized_attention_override"] = HandedAttention(options.get("optimized_attention_override"))
+    given[_OVERRIDE] = HandedAttention(options.get(_OVERRIDE))
     return given
 
 
@@ -268,8 +292,8 @@ def _named_patches(options: Mapping[str, Any]) -> list[str]:
             yield f"{named.__qualname__} of {getattr(named, '__module__', '?')} ({place})"
 
     found = [name for kind in _PATCHES for name in inside(options.get(kind), (kind,))]
-    if (override := options.get("optimized_attention_override")) is not None:
-        found += inside(override, ("optimized_attention_override",))
+    if (override := options.get(_OVERRIDE)) is not None:
+        found += inside(override, (_OVERRIDE,))
     return found
 
 
@@ -425,7 +449,7 @@ def parallelized(model: Any, settings: ModelSettings, devices: int = 0) -> Any:
             f"{type(inner or model.model).__name__} is no Diffusion Transformer: its tokens cannot be shared out; use "
             "the MODEL without the node Parallelize model"
         )
-    if config.attention is None and config.ring == 1 and not config.reproducible and not host.torch_attention():
+    if config.attention is None and config.ring == 1 and not config.reproducible:
         config = config.model_copy(update={"attention": "handed"})
     device, gpus = host.devices_of(model, config.world_size)
     branch = Branch(settings, config, device, gpus)

@@ -45,6 +45,10 @@ def mixing(given: Any, extra: Any) -> Any:
     return {**out, "img": out["img"] + out["img"].roll(1, dims=1)}
 
 
+def turned(given: Any, extra: Any) -> Any:
+    return extra["original_block"]({**given, "img": given["img"].flip(1)})
+
+
 class Outside:
     """A patch that writes where others read: what it leaves there depends on the tokens that it was given."""
 
@@ -55,6 +59,21 @@ class Outside:
         self.mean = given["img"].mean(dim=1, keepdim=True)
         out = extra["original_block"](given)
         return {**out, "img": out["img"] + self.mean}
+
+
+def noisy(given: Any, extra: Any) -> Any:
+    out = extra["original_block"](given)
+    return {**out, "img": out["img"] + torch.randn_like(out["img"])}
+
+
+def shifted(function: Any, q: Any, k: Any, v: Any, heads: int, **more: Any) -> Any:
+    """An attention override: tokens ask for others than themselves."""
+    return function(q.roll(1, dims=2 if more.get("skip_reshape") else 1), k, v, heads, **more)
+
+
+def headless(function: Any, q: Any, k: Any, v: Any, heads: int, **more: Any) -> Any:
+    """One that goes by the number of heads, of which a rank has a part."""
+    return function(q * heads, k, v, heads, **more)
 
 
 @pytest.mark.parametrize("settings", ["ulysses=2", "ring=2", "cfg=2", "ulysses=2 reproducible"])
@@ -110,17 +129,47 @@ def test_wrappers_of_other_nodes_run_once_and_here(node: Any) -> None:
     assert ran == ["outer", "inner"] * 2
 
 
-@pytest.mark.parametrize("patch", [mixing, Outside()], ids=["mixes tokens", "writes outside"])
-@pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
-def test_a_patch_that_no_rank_can_cut_is_refused_by_name(node: Any, patch: Any, later: bool) -> None:
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("patch", [mixing, turned, Outside()], ids=["mixes tokens", "turns them", "keeps their mean"])
+def test_patches_between_blocks_see_all_tokens(node: Any, patch: Any, check: bool) -> None:
+    """Tokens that leave a block are gathered where an operation asks for others than a rank has."""
     plain = Patcher(Base())
-    if later:
-        # The layout is known by then.
-        sample(parallel(node, plain))
-    name = getattr(patch, "__name__", "Outside")
-    with pytest.raises(LayoutError, match=name):
-        sample(parallel(node, plain.replace_block(1, patch)))
+    patched = plain.replace_block(1, patch)
+    truth = sample(patched)
+    assert relative_error(truth, sample(plain)) > 1e-3
+    for settings in ("ulysses=2", "ring=2"):
+        # Also after calls without the patch, when the layout is known.
+        sample(parallel(node, plain, settings, check=check))
+        assert relative_error(sample(parallel(node, patched, settings, check=check)), truth) <= 1e-5
+
+
+def test_what_no_rank_can_compute_is_refused_by_the_name_of_the_patch(node: Any) -> None:
+    plain = Patcher(Base())
+    with pytest.raises(LayoutError, match="noisy of"):
+        sample(parallel(node, plain.replace_block(1, noisy)))
     assert relative_error(sample(parallel(node, plain)), sample(plain)) <= 1e-5
+
+
+def overridden(model: Patcher, override: Any) -> Patcher:
+    made = model.clone()
+    made.options["optimized_attention_override"] = override
+    return made
+
+
+def test_attention_overrides_are_called_or_refused(node: Any) -> None:
+    plain = Patcher(Base())
+    patched = overridden(plain, shifted)
+    truth = sample(patched)
+    assert relative_error(truth, sample(plain)) > 1e-2
+    for settings in ("ulysses=2", "cfg=2"):
+        assert relative_error(sample(parallel(node, patched, settings)), truth) <= 1e-5
+        # Put on behind the node, as other nodes do.
+        assert relative_error(sample(overridden(parallel(node, plain, settings), shifted)), truth) <= 1e-5
+    for settings in ("ring=2", "ulysses=2 reproducible"):
+        with pytest.raises(InputError, match=r"shifted of .* cannot be used with .*take the override off the model"):
+            sample(parallel(node, patched, settings))
+    with pytest.raises(LayoutError, match=r"does not give what one device gives.*headless of"):
+        sample(parallel(node, overridden(plain, headless)))
 
 
 def test_refusals(node: Any) -> None:

@@ -57,7 +57,7 @@ def test_the_runner_knows_all_benchmarks(tmp_path: Path) -> None:
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check", "serving_history"}
     unknown = script("__main__.py", "exakt")
     assert unknown.returncode == 1
-    assert "there is no benchmark 'exakt'; use one of big_model, distribution, exact, " in unknown.stderr
+    assert "there is no benchmark 'exakt'; use one of big_model, comfyui_graphs, " in unknown.stderr
     # As the file by itself, with its options.
     assert script("__main__.py", "memory_table", "--help").stdout == script("memory_table.py", "--help").stdout
     figures = tmp_path / "figures.json"

@@ -79,6 +79,15 @@ class HandedAttention:
 
         The output is (B, S, H·D), or (B, H, S, D) with ``skip_output_reshape``.
         """
+        if not intercept.is_handled():
+            # This rank has all tokens: the application's own call, as it is.
+            given = {**more, "attn_precision": attn_precision, "skip_reshape": skip_reshape}
+            given |= {"mask": mask, "skip_output_reshape": skip_output_reshape}
+            return (
+                function(q, k, v, heads, **given)
+                if self._inner is None
+                else self._inner(function, q, k, v, heads, **given)
+            )
         if not skip_reshape:
             q, k, v = (one.reshape(one.shape[0], one.shape[1], heads, -1).transpose(1, 2) for one in (q, k, v))
         if mask is not None:

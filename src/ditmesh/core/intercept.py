@@ -201,6 +201,11 @@ def uninstall() -> None:
             _interceptor = None
 
 
+def is_handled() -> bool:
+    """Whether attention in this thread goes to a handler: the thread is inside a block that has one."""
+    return _handler.get() is not None
+
+
 @contextmanager
 def handled_by(handler: AttentionHandler | None) -> Iterator[None]:
     """Attention is intercepted, and this thread's calls go to ``handler``; None: to the original function."""

@@ -128,7 +128,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def from_bytes(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The tensor of these bytes; it shares their memory."""
-    return data.view(dtype).view(*shape) if data.numel() else data.new_empty(tuple(shape), dtype=dtype)
+    return data.view(dtype).view(tuple(shape)) if data.numel() else data.new_empty(tuple(shape), dtype=dtype)
 
 
 def _places(facts: Sequence[_Facts]) -> tuple[list[int], int]:
