@@ -54,7 +54,7 @@ LATENTS = torch.arange(12.0).reshape(3, 4)
 
 def play(folder: Path, calls: int, changed: int | None = None, rank: int = 0, request: int = 0) -> tuple[Journal, list]:
     """Calls of a toy under a journal; before one of them the latents are changed."""
-    toy = Toy()
+    toy = Toy().eval()
     book = Journal({"transformer": toy}, folder, rank)
     book.begin(request)
     outputs = []

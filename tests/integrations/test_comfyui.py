@@ -144,7 +144,7 @@ def check_input(entry: Any) -> None:
         if kind in ("INT", "FLOAT"):
             assert options["min"] <= options["default"] <= options["max"]
     else:
-        assert kind in {"IMAGE", "MASK"} or kind.startswith("DITMESH_")
+        assert kind in {"IMAGE", "MASK", "MODEL"} or kind.startswith("DITMESH_")
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -55,6 +55,10 @@ class AttentionHandler(Protocol):
 class Observer:
     """Base of a handler that only notes what attention is asked, while a layout is derived."""
 
+    def unnoted(self, call: Callable[[], Any]) -> Any:
+        """Make a call of attention that cannot be noted, and return its result."""
+        return call()
+
 
 # The attention of torch itself, whatever stands in its place, now or when this module was imported.
 sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
@@ -116,7 +120,7 @@ class _Interceptor:
             mask = call.get("attn_mask")
             if isinstance(handler, Observer) and mask is not None and not isinstance(mask, Tensor):
                 # What it cannot note is seen as any other module that mixes tokens.
-                handler = None
+                return handler.unnoted(lambda: original(**call))
             if handler is None and not compiling:
                 return original(**call)
             taken = {name: call.pop(name, default) for name, default in _TAKEN.items()}

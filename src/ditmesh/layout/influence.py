@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..attention.masks import per_token
@@ -78,6 +79,12 @@ class Listener(intercept.Observer):
         self.asked.append(_AttentionCall(q_bhsd, k_bhsd, v_bhsd, mask, out, scale))
         # The block may write to it.
         return out.clone()
+
+    def unnoted(self, call: Callable[[], Any]) -> Any:
+        # Flex attention does not run inside a mode; the copy is made in the mode, which then knows of it.
+        with _disable_current_modes():
+            out = call()
+        return out.clone() if isinstance(out, Tensor) else out
 
     def left_out(self) -> None:
         """Of no interest: what mixes no tokens is no attention."""
