@@ -161,6 +161,7 @@ def fresh_ranks() -> Iterator[RankPool]:
 OVERLAPPED: dict[str, Any] = {"parallel": {"data": 2}, "learning_rate": 1e-5}
 
 
+@pytest.mark.matrix
 def test_gradients_are_exchanged_while_others_are_computed(fresh_ranks, tmp_path):
     folder_of(tmp_path, 8)
     for truth, found, _, findings in fresh_ranks.run(training_run, str(tmp_path), OVERLAPPED, 3, "late"):

@@ -529,6 +529,7 @@ def test_recorded_steps_on_slow_links_are_near_their_bounds() -> None:
     assert max(without) <= 1.11
 
 
+@pytest.mark.matrix
 def test_predictions_of_recorded_steps() -> None:
     """Of steps that were measured, those of one half of the cases predict the other half, and which is the fastest."""
     ended = script("planner.py", "report", BENCHMARKS / "measured" / "planner.json")

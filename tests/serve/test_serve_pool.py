@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from support.batching import Owner, alone, at_once, of, picture, task
 from support.pool import PROMPTS, RandomScheduler, drawn, pictures, pool_spec
 
 SEEDS = (0, 1, 2)
+# Random schedules in the matrix, some 3 s each.
+SCHEDULES = int(os.environ.get("DITMESH_TEST_SCHEDULES", "50"))
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def of_one_rank(ranks: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "schedule", [7, *(pytest.param(number, marks=pytest.mark.matrix) for number in range(1000, 1999))]
+    "schedule", [7, *(pytest.param(number, marks=pytest.mark.matrix) for number in range(1000, 1000 + SCHEDULES))]
 )
 def test_a_random_schedule_gives_the_bits_of_one_rank(ranks, of_one_rank, schedule):
     scheduler = RandomScheduler(2, seed=schedule)
@@ -71,6 +74,7 @@ def serve_broken(specs: Any, *, report: Any) -> None:
         Placement.call = whole  # type: ignore[method-assign]
 
 
+@pytest.mark.matrix
 def test_a_call_that_fails_on_one_of_two_ranks_costs_no_request(ranks):
     """The request begins again on one rank, the links are made again, and the next request is shared."""
 

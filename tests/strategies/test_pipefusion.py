@@ -197,7 +197,8 @@ def alone() -> Callable[[str], torch.Tensor]:
 MORE = ("dit, dpm++ 1", "dit, dpm++ 3", "dit, unipc 3", "wan", "qwen_image", "cogview4", "mochi")
 
 
-@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", [False, True])
 def test_unmodified_pipelines_and_samplers(ranks, alone, more):
     """Two stages draw to the bit what a sweep over the patches on one device draws, and never wait for all patches."""
     names = [name for name in DRAWN if (name in MORE) == more]
