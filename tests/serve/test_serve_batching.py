@@ -442,8 +442,8 @@ def test_a_batch_for_which_there_is_no_memory_is_made_smaller(ranks, rank):
     starts = [task(str(n), PROMPTS[n % 3], seed=n) for n in range(4)]
     said = Owner(at_once(*starts), 4).serve(ranks(2), [spec(ulysses=2)], partial(serve_broken, rows=6, rank=rank))
     assert not of(said, TaskFailed)
-    # Two requests at a time, as soon as four have failed.
-    assert {one.batch for one in of(said, TaskStepped)} == {4}
+    # Two requests at a time as soon as four have failed; one, where three of them had come and failed.
+    assert {one.batch for one in of(said, TaskStepped)} <= {2, 4}
     for n in range(4):
         assert abs(picture(said, str(n)) - alone(PROMPTS[n % 3], n)).max() <= 1
         assert [one.step for one in of(said, TaskStepped, str(n))] == [1, 2, 3, 4, 5]
