@@ -89,6 +89,7 @@ MESHES = [
     ({"data": 2}, "fsdp"),
     ({"ulysses": 2}, "fsdp"),
     ({"ring": 2}, "ddp"),
+    ({"pipe": 2}, "none"),
 ]
 # Of four ranks each.
 MORE = [
