@@ -123,7 +123,7 @@ def verdicts(warmup: str) -> tuple[str, list[bool], list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("warmup", "kept"), [("adaptive(0.001s)", False), ("adaptive(600s)", True), ("adaptive(20dB)", True)]
+    ("warmup", "kept"), [("adaptive(0.001s)", False), ("adaptive(600s)", True), ("adaptive(6dB)", True)]
 )
 def test_ranks_decide_alike_and_say_so(ranks, warmup, kept):
     first, second = ranks(2).run(verdicts, warmup)
