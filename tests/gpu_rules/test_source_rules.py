@@ -32,7 +32,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "core/digests.py": "a generator's state is on the host on every device",
         "generate/preview.py": "the colours were brought to the host",
         "serve/worker/rendezvous.py": "messages of a gloo group",
-        "serve/worker/wire.py": "brought to the host in the line before, or a message of a gloo group",
+        "serve/worker/wire.py": "a message of a gloo group",
         "tools/study/running.py": "read from a file",
         "train/run.py": "pictures read from files",
     },

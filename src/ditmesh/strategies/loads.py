@@ -191,11 +191,9 @@ class StepLoads:
     def begin_step(self, call: TransformerCall) -> None:
         """A step begins, on all ranks."""
         fresh = self._began is None or self._began[0] != call.request
+        self._end_step()
         if fresh:
-            self._end_step()
             self.steps = []
-        else:
-            self._end_step()
         if self._post is not None and not torch.is_grad_enabled():
             self._exchange(fresh, call.step)
         self._began = call.request, call.step, self._clock(), self._waited()

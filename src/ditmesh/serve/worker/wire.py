@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...engine.sent import as_bytes
 from ..schedule.core import Run
 from ..schedule.costs import Kind, Mode
 from ..types import RankState
@@ -56,9 +57,8 @@ def packed(value: Any) -> bytes:
     packer.dump(value)
     tensors = []
     for tensor in packer.tensors:
-        plain = tensor.detach().contiguous().cpu()
-        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        tensors.append((plain.dtype, tuple(plain.shape), tensor.device.type != "cpu", data))
+        data = as_bytes(tensor).cpu().numpy().tobytes() if tensor.numel() else b""
+        tensors.append((tensor.dtype, tuple(tensor.shape), tensor.device.type != "cpu", data))
     return pickle.dumps((file.getvalue(), tensors))
 
 
