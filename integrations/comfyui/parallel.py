@@ -264,7 +264,7 @@ def _form(call: Mapping[str, Any]) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A call whose tensors may be written to."""
+    """A copy of a call; its tensors may be written to."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -431,7 +431,7 @@ def parallelized(model: Any, settings: ModelSettings, devices: int = 0) -> Any:
     for name in AXES:
         if name not in DEGREES and given.get(name, 1) != 1:
             raise ConfigError(
-                f"{name}={given[name]} is not for the node Parallelize model, whose ranks all hold the whole model; "
+                f"{name}={given[name]} is not for the node Parallelize model: each rank holds the whole model; "
                 "use ulysses, ring and cfg"
             )
     if devices > 1 and not any(given.get(name, 1) != 1 for name in DEGREES):

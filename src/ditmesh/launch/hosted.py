@@ -1,4 +1,4 @@
-"""Ranks beside a process that somebody else has started: that process stays what it is, and is rank 0 as well."""
+"""Ranks beside a running program: its process stays what it is, and is rank 0 as well."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Task:
         arrived: seconds, on the clock of ``now``.
         total: steps in all.
         deadline: on the same clock; None: it is patient.
-        owner: whose it is; weight: of that owner's share.
+        owner: name of the client that it belongs to; weight: of that owner's share.
         priority: among the tasks of its owner higher ones go first.
         narrow: its next call belongs to one rank (text encoder, autoencoder).
         single: it is never shared by several ranks.

@@ -49,7 +49,7 @@ class StepSettings:
         offload: ``base_offload``, where the host's memory is not the device's.
         checkpointing: whether blocks are computed again in the backward pass.
         autocast: ``mixed_precision``.
-        sharding: of the gradients, ``none`` where there is nobody to exchange them with.
+        sharding: of the gradients, ``none`` where no other rank exchanges them.
         accumulates: whether a step has several micro-batches, so that gradients are there when the last one begins.
         device: where it computes.
     """
