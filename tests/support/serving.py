@@ -9,13 +9,15 @@ import contextlib
 import hashlib
 import os
 import secrets
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -364,17 +366,24 @@ def serving(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    limit = time.monotonic() + 20
-    while not server.started and time.monotonic() < limit:
+    limit = time.monotonic() + 90
+    while not server.started:
         assert thread.is_alive(), failed
+        assert time.monotonic() < limit, stack_of(thread)
         time.sleep(0.01)
     try:
         yield url_of(listening)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         assert not failed
-        assert not thread.is_alive()
+        assert not thread.is_alive(), stack_of(thread)
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """Where a thread is that should be elsewhere."""
+    frame = sys._current_frames().get(cast("int", thread.ident))
+    return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
 def main() -> None:

@@ -241,7 +241,8 @@ def test_simulated_is_real(tmp_path, capsys, monkeypatch, ranks, strategy):
         assert len(rank["steps"]) == 3
         assert sum(step["seconds"] for step in rank["steps"]) < rank["seconds"]
         assert all(0 < step["work_processor"] <= step["seconds"] for step in rank["steps"])
-        assert sum(step["in_collectives"] for step in rank["steps"]) == pytest.approx(rank["in_collectives"], rel=0.1)
+        # Ranks also wait for each other before the first step and after the last one.
+        assert 0 < sum(step["in_collectives"] for step in rank["steps"]) <= rank["in_collectives"]
     assert "Working by rank and step" in (tmp_path / "report.html").read_text(encoding="utf-8")
     # Every rank has half of the tokens.
     assert {rank["bytes_sent"] for rank in real["ranks"]} == {real["ranks"][0]["bytes_sent"]}

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 import ditmesh
+from ditmesh.core import intercept
 from ditmesh.train import TrainConfig
 from ditmesh.train.gradients.overlap import OverlappedSum
 from ditmesh.train.trainer import Trainer
@@ -61,6 +62,15 @@ def alone(given):
 def test_compiled_blocks_learn_as_eager_ones(given, alone, more):
     losses, _, graphs, restored = losses_of(given(**more))
     # Blocks share their code.
+    assert 1 <= graphs <= 2
+    assert restored
+    assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-5
+
+
+def test_compiled_blocks_learn_beside_a_parallel_model(given, alone):
+    """While another model of the process is parallel, compiled blocks call attention as an operator."""
+    with intercept.handled_by(None):
+        losses, _, graphs, restored = losses_of(given(compile="aot_eager"))
     assert 1 <= graphs <= 2
     assert restored
     assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-5
