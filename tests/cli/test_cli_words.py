@@ -289,7 +289,7 @@ def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.Captur
     phase = {"weights": 123e9, "activations": 123e9, "kept": 1e9, "shared": 1e9, "process": 1e9, "total": 456e9}
     rank = {"stage": 0, "ranks": 1, "phases": {"denoise": phase}, "peak": "denoise", "peak_bytes": 1}
     memory = {"model": "m", "config": "c", "size": [8, 8], "dtype": "bfloat16", "ranks": [rank]}
-    said = printed(monkeypatch, capsys, lambda: inspect._show_memory(memory))
+    said = printed(monkeypatch, capsys, lambda: print_report(inspect._say_memory(memory)))
     is_whole(said, ["activations", "process", "denoise", "456"])
     with pytest.raises(SystemExit):
         main(["inspect"])

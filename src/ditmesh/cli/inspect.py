@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..forecast.memory.phases import Components
     from ..generate.model_info import ModelInfo
     from ..layout import TokenLayout
+    from ..report.report import Report
 
 
 layout_option = functools.partial(typer.Option, rich_help_panel="Layout")
@@ -156,7 +157,7 @@ def inspect(
             facts["between_hosts"] = _between(place, step, chosen, hosts)
     if save is not None:
         _write(layout, save)
-    emit(facts, as_json, partial(_show, layout=layout, check=check))
+    emit(facts, as_json, partial(_say, layout=layout, check=check))
     if found.get("differences"):
         raise typer.Exit(1)
 
@@ -173,15 +174,15 @@ def _memory(
     config, devices, settings = ranks
     if Path(model).suffix in (".yaml", ".yml"):
         from ..train.config import TrainConfig
-        from ..train.memory.check import predicted_training, show_training
+        from ..train.memory.check import predicted_training, training_report
 
         if settings or config is not None or devices is not None:
             raise InputError(f"{model!r} gives the configuration of its run; leave --config, --devices and degrees out")
-        return predicted_training(TrainConfig.read(model), hardware), as_json, show_training
+        return predicted_training(TrainConfig.read(model), hardware), as_json, training_report
     check_planned(model or "emoji-sd3")
     components, workload, heads = _asked(model, *request)
     chosen = _config_of(config, devices, settings, heads)
-    return _needed(components, workload, chosen, dtype, hardware), as_json, _show_memory
+    return _needed(components, workload, chosen, dtype, hardware), as_json, _say_memory
 
 
 def _write(layout: TokenLayout, path: Path) -> None:
@@ -242,34 +243,21 @@ def _anatomy(
     }
 
 
-def _show_anatomy(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print(f"[bold]{facts['config']}[/], outermost first:")
-    table = Table(box=None, padding=(0, 2, 0, 2))
-    for column in ("around", "what", "why"):
-        table.add_column(column, overflow="fold")
-    around = ""
+def _say_anatomy(report: Report, facts: dict[str, Any]) -> None:
+    around, rows = "", []
     for layer in facts["layers"]:
-        table.add_row(
-            *map(escape, ("" if layer["around"] == around else layer["around"], layer["name"], layer["reason"]))
-        )
+        rows.append(("" if layer["around"] == around else layer["around"], layer["name"], layer["reason"]))
         around = layer["around"]
-    console.print(table)
+    report.table(("around", "what", "why"), rows, f"{facts['config']}, outermost first", keys=3)
     if facts["exchanges"] is None:
-        console.print("Exchanges are not predicted for this configuration and model.")
+        report.text("Exchanges are not predicted for this configuration and model.")
         return
-    console.print("Exchanges of rank 0 in a step, with one block of each kind; predicted:")
-    table = Table(box=None, padding=(0, 2, 0, 2))
-    for column in ("where", "link", "exchange", "times", "MB"):
-        table.add_column(column, justify="right" if column in ("times", "MB") else "left")
-    for each in facts["exchanges"]:
-        row = (each["where"], each["link"], each["kind"], str(each["times"]), f"{each['bytes'] / 1e6:.3g}")
-        table.add_row(*map(escape, row))
-    console.print(table)
+    rows = [
+        (each["where"], each["link"], each["kind"], str(each["times"]), f"{each['bytes'] / 1e6:.3g}")
+        for each in facts["exchanges"]
+    ]
+    caption = "Exchanges of rank 0 in a step, with one block of each kind; predicted"
+    report.table(("where", "link", "exchange", "times", "MB"), rows, caption, keys=3)
 
 
 def _config_of(config: str | None, devices: int | None, settings: dict[str, Any], heads: int | None) -> ParallelConfig:
@@ -308,73 +296,63 @@ def _between(model: str, wanted: dict[str, Any], config: ParallelConfig, hosts: 
     }
 
 
-def _show_between(between: dict[str, Any]) -> None:
+def _say_between(report: Report, between: dict[str, Any]) -> None:
     """Lines about the traffic between hosts."""
-    from rich.console import Console
-
     from ..forecast.hosts import BUSY, describe_bytes
-
-    def say(text: str) -> None:
-        Console().print(text, highlight=False, soft_wrap=True)
+    from ..report.report import Styled
 
     ranks = " + ".join(map(str, between["hosts"]))
-    say(f"[bold]{between['config']}[/] on {ranks} ranks of {len(between['hosts'])} hosts, predicted, a step:")
+    report.text(f"{between['config']} on {ranks} ranks of {len(between['hosts'])} hosts, predicted, a step:")
     names = [*between["axes"], *(axis for axis in between["bytes_a_step"] if axis not in between["axes"])]
     for axis in names:
         sent = describe_bytes(between["bytes_a_step"].get(axis, 0.0))
         first = between["bytes_a_synchronous_step"].get(axis, 0.0)
         late = "" if first == between["bytes_a_step"].get(axis, 0.0) else f" ({describe_bytes(first)} when synchronous)"
-        say(f"  {axis} reaches across hosts: {sent}{late}")
+        report.text(f"  {axis} reaches across hosts: {sent}{late}")
     if not names:
-        say("  nothing goes between hosts")
+        report.text("  nothing goes between hosts")
     if set(names) & set(BUSY):
         best = between["better"]
         least = best and f"{best['config']} sends {describe_bytes(sum(best['bytes_a_step'].values()))}"
-        say(f"  [yellow]keep ulysses and tensor inside of a host[/]{': ' + least if least else ''}")
+        report.text(
+            Styled("  keep ulysses and tensor inside of a host", "unsure"), f": {least}" if least is not None else ""
+        )
 
 
-def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def _say(facts: dict[str, Any], layout: TokenLayout, check: bool) -> Report:
+    from ..report.report import Report, Styled
 
-    console = Console()
+    report = Report()
     width, height = facts["size"]
-    console.print(f"[bold]{facts['transformer']}[/] of {facts['pipeline']} ({escape(facts['model'])})", highlight=False)
-    console.print(
+    report.text(Styled(facts["transformer"], "strong"), f" of {facts['pipeline']} ({facts['model']})")
+    report.text(
         f"{facts['parameters'] / 1e6:,.1f} million parameters, of which --shard shares out "
         f"{facts['shared_by_shard'] / max(1, facts['parameters']):.0%}; {facts['heads'] or '?'} heads; "
         f"{width} x {height} pixels are {facts['image_tokens']:,} image tokens; "
-        f"sizes in multiples of {facts['size_multiple']}",
-        highlight=False,
+        f"sizes in multiples of {facts['size_multiple']}"
     )
     if "layers" in facts:
-        _show_anatomy(facts)
-        return
-    console.print(f"Token layout ({layout.source})", markup=False, highlight=False, soft_wrap=True)
+        _say_anatomy(report, facts)
+        return report
+    report.text(f"Token layout ({layout.source})")
     for region in layout.regions:
-        table = Table(box=None, padding=(0, 2, 0, 2))
-        for column in ("what", "argument", "tokens"):
-            table.add_column(column, overflow="fold", no_wrap=column != "tokens")
-        chained = " (fed by the list before)" if region.chained else ""
         rows = [("stream", s.arg, f"{s.name}, dimension {s.dim}") for s in region.streams]
         rows += [("cut", c.arg, f"{' + '.join(c.tokens)}, dimension {c.dim}") for c in region.cuts]
         rows += [("whole", path, "") for path in region.whole]
         for number, attention in enumerate(region.attention, 1):
             mixes = f"{' + '.join(attention.queries)} ask {' + '.join(attention.keys)}" if attention.keys else "local"
             rows.append((f"attention {number}", "", mixes))
-        for values in rows:
-            table.add_row(*map(escape, values))
-        console.print(f"[bold]{escape(region.blocks)}[/]{chained}", highlight=False)
-        console.print(table, highlight=False)
+        chained = " (fed by the list before)" if region.chained else ""
+        report.table(("what", "argument", "tokens"), rows, f"{region.blocks}{chained}", keys=3)
     if layout.refused:
-        console.print("Derived from the call that sets one: " + ", ".join(layout.refused), highlight=False)
+        report.text("Derived from the call that sets one: " + ", ".join(layout.refused))
     if "between_hosts" in facts:
-        _show_between(facts["between_hosts"])
+        _say_between(report, facts["between_hosts"])
     if check and not facts["differences"]:
-        console.print("[green]The probe agrees with this layout.[/]")
+        report.text(Styled("The probe agrees with this layout.", "good"))
     for difference in facts.get("differences", []):
-        console.print(f"[red]differs[/] {escape(difference)}", highlight=False)
+        report.text(Styled("differs ", "bad"), difference)
+    return report
 
 
 def _asked(
@@ -434,25 +412,9 @@ def _needed(
     }
 
 
-def _show_memory(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _say_memory(result: dict[str, Any]) -> Report:
+    from ..forecast.memory.report import memory_report
 
-    console = Console(highlight=False)
     width, height = result["size"]
-    console.print(
-        f"{result['model']}, {result['config']}, {width} x {height}, {result['dtype']}: GB of every rank; all figures "
-        "are predicted",
-        markup=False,
-    )
-    several = len({one["stage"] for one in result["ranks"]}) > 1
-    for one in result["ranks"]:
-        stages = f"stage {one['stage']}, " if several else ""
-        table = Table(title=f"{stages}{one['ranks']} rank{'s' * (one['ranks'] > 1)}", title_justify="left")
-        names = ("weights", "activations", "kept", "shared", "process", "total")
-        for column in ("phase", *names):
-            table.add_column(column, justify="left" if column == "phase" else "right")
-        for name, phase in one["phases"].items():
-            style = "bold" if name == one["peak"] else None
-            table.add_row(name, *(f"{phase[column] / 1e9:.3g}" for column in names), style=style)
-        console.print(table)
+    lead = f"{result['model']}, {result['config']}, {width} x {height}, {result['dtype']}"
+    return memory_report(lead, result["ranks"], ("weights", "activations", "kept", "shared", "process"))

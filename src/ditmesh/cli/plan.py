@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError, did_you_mean
-from ..report.text import print_table
 from .options import (
     JOB,
     OFFLOADS,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from ..forecast.explain import Line
     from ..forecast.plan.subject import PlanSubject
     from ..forecast.search import Found
+    from ..report.report import Report
 
 ENCODERS = ("whole", "sharded", "rank0", "freed", "before")
 OBJECTIVES = ("latency", "throughput", "cost")
@@ -187,7 +187,7 @@ def plan(
         emit({"forgotten": count}, as_json, lambda _: print(f"{count} kept plans deleted"))
         return
     if show_cache:
-        emit({"kept": _kept()}, as_json, _show_kept)
+        emit({"kept": _kept()}, as_json, _say_kept)
         return
     if sum((exact, reproducible, stale)) > 1:
         raise InputError("--exact, --reproducible and --stale contradict one another; give one of them")
@@ -227,7 +227,7 @@ def plan(
     if measure:
         result["measured"] = made.measure(exactness, device)
     result["seconds"] = time.perf_counter() - started
-    emit(result, as_json, partial(_show, made=made))
+    emit(result, as_json, partial(_say, made=made))
     if html is not None:
         from ..forecast.plan.page import page_of
 
@@ -356,62 +356,68 @@ def _kept() -> list[dict[str, Any]]:
     ]
 
 
-def _show_kept(result: dict[str, Any]) -> None:
-    for entry in result["kept"]:
-        print(
+def _say_kept(result: dict[str, Any]) -> Report:
+    from ..report.report import Report
+
+    report = Report()
+    report.points(
+        [
             f"{entry['model']}: {entry['image']} image tokens, {entry['branches']} branches, "
             f"{entry['devices']} x {entry['device']}: {entry['config']}, {entry['step_seconds'] * 1e3:.3g} ms a step"
-        )
+            for entry in result["kept"]
+        ]
+    )
     if not result["kept"]:
-        print("nothing is kept; ditmesh plan MODEL --measure keeps what it finds")
+        report.text("nothing is kept; ditmesh plan MODEL --measure keeps what it finds")
+    return report
 
 
-def _show(result: dict[str, Any], made: _Planned) -> None:
-    from rich.console import Console
-    from rich.markup import escape
+def _say(result: dict[str, Any], made: _Planned) -> Report:
+    from ..report.report import Report
 
-    console = Console(highlight=False)
-    _show_plan(console, result)
+    report = Report()
+    _say_plan(report, result)
     for changed in result["what_if"]:
-        console.print(f"\n[bold]what if {escape(changed['changed'])}[/]")
-        _show_plan(console, changed)
+        report.section(f"what if {changed['changed']}")
+        _say_plan(report, changed)
     if "measured" in result:
-        console.print("\n[bold]measured[/], milliseconds a step (predicted in brackets); the fastest is kept")
-        for one in result["measured"]:
-            console.print(
+        report.section("measured")
+        report.text("milliseconds a step (predicted in brackets); the fastest is kept")
+        report.points(
+            [
                 f"  {one['words']}: {one['step_seconds'] * 1e3:.3g} ({one['predicted_step_seconds'] * 1e3:.3g})"
-            )
+                for one in result["measured"]
+            ]
+        )
     reasons = made.found.refused.most_common(2)
     if reasons:
         more = "; ".join(reason for reason, _ in reasons)
-        console.print(f"[dim]{sum(made.found.refused.values())} were refused: {escape(more)}[/]", soft_wrap=True)
+        report.text(f"{sum(made.found.refused.values())} were refused: {more}", note=True)
+    return report
 
 
-def _show_plan(console: Any, result: dict[str, Any]) -> None:
-    from rich.markup import escape
-
+def _say_plan(report: Report, result: dict[str, Any]) -> None:
     from ..forecast.explain import number
+    from ..report.report import Styled
 
-    console.print(
-        f"{escape(result['model'])} on {escape(result['hardware'])}: {result['image_tokens']:,} image and "
+    report.text(
+        f"{result['model']} on {result['hardware']}: {result['image_tokens']:,} image and "
         f"{result['text_tokens']:,} text tokens, {result['steps']} steps, "
-        f"guidance {'on' if result['branches'] > 1 else 'off'}; all figures are predicted",
-        soft_wrap=True,
+        f"guidance {'on' if result['branches'] > 1 else 'off'}; all figures are predicted"
     )
     rows = []
     for one in result["configurations"]:
-        red = "" if one["fits"] else "[red]"
         cells = [number(one["denoising_seconds"]), number(one["step_seconds"] * 1e3)]
-        cells = [escape(one["words"]), str(one["devices"]), *cells, f"{one['memory_bytes'] / 1e9:.3g}"]
-        rows.append([red + cell for cell in cells])
-    print_table(console, ("configuration", "devices", "denoising s", "ms a step", "GB a rank"), rows)
-    for one in result["configurations"]:
-        console.print(f"{one['words']}: {one['why']}", markup=False)
+        cells = [one["words"], str(one["devices"]), *cells, f"{one['memory_bytes'] / 1e9:.3g}"]
+        rows.append([Styled(cell, "" if one["fits"] else "bad") for cell in cells])
+    report.table(("configuration", "devices", "denoising s", "ms a step", "GB a rank"), rows)
+    report.points([f"{one['words']}: {one['why']}" for one in result["configurations"]])
     error = result["configurations"][0]["error"]
     if error is not None:
-        console.print(f"[dim]Predictions with this hardware profile were off by {error:.0%} on average.[/]")
+        report.text(f"Predictions with this hardware profile were off by {error:.0%} on average.", note=True)
     if any(one["synchronous_steps"] < result["steps"] for one in result["configurations"]):
-        console.print(
-            "[dim]Stale strategies lose something: on an embedded model displaced patches were 40 dB, PipeFusion 43 dB "
-            "from the exact picture with one synchronous step (docs/findings.md).[/]"
+        report.text(
+            "Stale strategies lose something: on an embedded model displaced patches were 40 dB, PipeFusion 43 dB "
+            "from the exact image with one synchronous step (docs/findings.md).",
+            note=True,
         )

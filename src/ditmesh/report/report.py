@@ -33,8 +33,8 @@ ROOM = 7
 class Styled(str):
     """Text with a meaning, in a table or a paragraph.
 
-    ``"good"``, ``"bad"`` and ``"unsure"`` are coloured; ``"words"`` sets a cell as running text, ``"name"`` to the
-    left.
+    ``"good"``, ``"bad"`` and ``"unsure"`` are coloured, ``"strong"`` is bold; ``"words"`` sets a cell as running text,
+    ``"name"`` to the left.
     """
 
     kind: str

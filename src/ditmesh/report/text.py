@@ -10,7 +10,7 @@ from .report import Paragraph, Points, Report, ReportTable, Section, Styled
 if TYPE_CHECKING:
     from rich.console import Console
 
-COLOURS = {"good": "green", "bad": "red", "unsure": "yellow"}
+COLOURS = {"good": "green", "bad": "red", "unsure": "yellow", "strong": "bold"}
 
 
 def print_report(report: Report) -> None:
@@ -19,12 +19,12 @@ def print_report(report: Report) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    for block in report.blocks:
+    for place, block in enumerate(report.blocks):
         if isinstance(block, Section):
-            console.print(Text(block.title, "bold"), soft_wrap=True)
+            console.print(Text("\n" * (place > 0) + block.title, "bold"), soft_wrap=True)
         elif isinstance(block, Paragraph):
             parts = ((part, COLOURS.get(part.kind, "")) for part in block.parts)
-            console.print(Text.assemble(*parts), soft_wrap=True)
+            console.print(Text.assemble(*parts, style="dim" if block.note else ""), soft_wrap=True)
         elif isinstance(block, Points):
             for text in block.texts:
                 console.print(Text(text), soft_wrap=True)
@@ -96,8 +96,9 @@ def print_table(
             now.append(left.pop(0))
             room -= widths[now[-1]] + 2
         table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, title=title, title_justify="left")
+        sizes = _narrowed(widths[:keys], least, console.width - sum(widths[at] + 2 for at in now) - 2 * keys + 1)
         for at in range(keys):
-            table.add_column(escape(names[at]), min_width=least[at], overflow="fold")
+            table.add_column(escape(names[at]), width=sizes[at], overflow="fold")
         for at in now:
             table.add_column(escape(names[at]), justify="right", no_wrap=True, min_width=widths[at])
         for row in cells:
@@ -106,3 +107,13 @@ def print_table(
         title = None
     for line in legend:
         console.print(line, soft_wrap=True)
+
+
+def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Widths of columns that have ``room`` together: the one with most to give goes first, and words break last."""
+    sizes = list(widths)
+    while sum(sizes) > room and max(sizes) > 1:
+        # rich narrows columns too, but cuts off the last letter of the last one where it has no padding.
+        at = max(range(len(sizes)), key=lambda one: (max(0, sizes[one] - least[one]), sizes[one]))
+        sizes[at] -= 1
+    return sizes

@@ -18,8 +18,10 @@ from ...forecast.costs.work import Workload
 from ...forecast.memory.available import free_memory
 from ...forecast.memory.check import components_of, components_of_shape
 from ...forecast.memory.phases import Components
+from ...forecast.memory.report import memory_report
 from ...forecast.workload import workload_of
 from ...generate.model_info import ModelInfo, find_model
+from ...report.report import Report
 from ..config import TrainConfig
 from ..data.order import bucket_sizes
 from ..model.frozen import PACKAGES
@@ -206,26 +208,12 @@ def _bound(config: TrainConfig, info: ModelInfo, workload: Workload) -> float:
     return stored + _COPIES * model + activations * config.parallel.pipe + _LARGEST * pixels
 
 
-def show_training(result: dict[str, Any]) -> None:
-    """Print what `predicted_training` returns."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
+def training_report(result: dict[str, Any]) -> Report:
+    """What `predicted_training` returns, for a terminal."""
     width, height = result["size"]
-    console.print(
+    lead = (
         f"training {result['model']}, {result['config']}, {width} x {height} ({result['tokens']} tokens), "
-        f"{result['batch']} a forward: GB of every rank; all figures are predicted",
-        markup=False,
+        f"{result['batch']} a forward"
     )
-    several = len({one["stage"] for one in result["ranks"]}) > 1
-    names = ("trained", "frozen", "others", "gradients", "optimizer", "average", "activations", "shared", "process")
-    for one in result["ranks"]:
-        stage = f"stage {one['stage']}, " if several else ""
-        table = Table(title=f"{stage}{one['ranks']} rank{'s' * (one['ranks'] > 1)}", title_justify="left")
-        for column in ("phase", *names, "total"):
-            table.add_column(column, justify="left" if column == "phase" else "right")
-        for name, phase in one["phases"].items():
-            style = "bold" if name == one["peak"] else None
-            table.add_row(name, *(f"{phase[column] / 1e9:.3g}" for column in (*names, "total")), style=style)
-        console.print(table)
+    kinds = ("trained", "frozen", "others", "gradients", "optimizer", "average", "activations", "shared", "process")
+    return memory_report(lead, result["ranks"], kinds)
