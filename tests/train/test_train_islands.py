@@ -82,9 +82,9 @@ LOCAL_SGD = {"every": EVERY, "learning_rate": 1.0, "momentum": 0.0}
 @pytest.mark.parametrize(
     "islands",
     [
-        DILOCO,
+        pytest.param(DILOCO, marks=pytest.mark.matrix),
         LOCAL_SGD,
-        {**DILOCO, "compress": "int8"},
+        pytest.param({**DILOCO, "compress": "int8"}, marks=pytest.mark.matrix),
         {**DILOCO, "start": 2, "compress": "int8"},
         {"every": 3, "delay": 1},
     ],
@@ -145,7 +145,11 @@ def test_islands_of_two_ranks(pools, data, tmp_path, parallel, more):
         assert found[0]["sent"] == pytest.approx(alone[0]["sent"] / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("islands", [DILOCO, {"every": 3, "compress": "int8", "delay": 1}], ids=str)
+@pytest.mark.parametrize(
+    "islands",
+    [pytest.param(DILOCO, marks=pytest.mark.matrix), {"every": 3, "compress": "int8", "delay": 1}],
+    ids=str,
+)
 def test_a_run_resumed_between_outer_steps_is_the_whole_run(pools, data, tmp_path, islands):
     more = {"max_train_steps": 6, "use_ema": True, "checkpointing_steps": 3}
     whole = on_islands(pools(1), weights_of, *runs(data, tmp_path / "whole", islands, **more))

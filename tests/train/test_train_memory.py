@@ -101,9 +101,10 @@ def run_of(root: Path, out: Path, model: str = "emoji-sd3", **more: Any) -> dict
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "ulysses, checkpointing": ("emoji-sd3", {"parallel": {"ulysses": 2}, "gradient_checkpointing": True}),
+    "pixart": ("pixart", {"parallel": {"ulysses": 2}, "train_batch_size": 8}),
 }
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ulysses, checkpointing": ("emoji-sd3", {"parallel": {"ulysses": 2}, "gradient_checkpointing": True}),
     "data": ("emoji-sd3", {"parallel": {"data": 2}, "train_batch_size": 4}),
     "tensor": ("emoji-sd3", {"parallel": {"tensor": 2}, "use_ema": True}),
     "pipe": ("emoji-flux", {"parallel": {"pipe": 2}, "train_batch_size": 2}),
@@ -117,7 +118,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         {"parallel": {"ulysses": 2}, "lora": {"rank": 4}, "base_precision": "bf16", "mixed_precision": "bf16"},
     ),
     "lora, nf4 base": ("emoji-flux", {"parallel": {"data": 2}, "lora": {"rank": 4}, "base_precision": "nf4"}),
-    "pixart": ("pixart", {"parallel": {"ulysses": 2}, "train_batch_size": 8}),
 }
 
 

@@ -216,7 +216,7 @@ _ARGUMENTS: dict[str, Callable[[_Inputs], Any]] = {
     "audio_encoder_attention_mask": lambda i: i.text_mask("audio_encoder_attention_mask"),
     "attention_mask": lambda i: i.attention_mask(),
     "joint_attention_kwargs": lambda i: i.joint_mask(),
-    "added_cond_kwargs": lambda i: {"resolution": None, "aspect_ratio": None},
+    "added_cond_kwargs": lambda i: {"resolution": i.full(64.0, 2), "aspect_ratio": i.full(1.0, 1)},
     "return_dict": lambda i: False,
 }
 

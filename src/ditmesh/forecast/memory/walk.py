@@ -106,7 +106,7 @@ def denoise(
     counts = [order.count(kind) for kind in range(max(order) + 1)]
 
     def look(blocks: Sequence[int]) -> Needs:
-        with kept_blocks(model, layout, blocks), _collected_by_hand():
+        with kept_blocks(model, layout, blocks), collected_by_hand():
             return _step(model, layout, config, workload, how)
 
     once = look([1] * len(counts))
@@ -132,7 +132,7 @@ def model_on_meta(kind: str, settings: str) -> nn.Module:
 
 
 @contextmanager
-def _collected_by_hand() -> Iterator[None]:
+def collected_by_hand() -> Iterator[None]:
     """Garbage is collected where the walk says so, among what the walk has made.
 
     Else what is alive would depend on when Python collects, and most of a walk's time would go into looking at the
@@ -184,9 +184,15 @@ def _step(model: nn.Module, layout: TokenLayout, config: ParallelConfig, workloa
                 mesh.tensor.over = True
                 engine.close()
     raise LayoutError(
-        f"{type(model).__name__} cannot run without values, so what it needs is not known: "
-        + ("; ".join(reasons) or "no way to call it was found")
+        f"{type(model).__name__} cannot run without values, so what it needs is not known: {first_of(reasons)}"
     )
+
+
+def first_of(reasons: Sequence[str]) -> str:
+    """Why the likeliest way to call a model failed, and how many others did."""
+    if not reasons:
+        return "no way to call it was found"
+    return reasons[0] + (f"; {len(reasons) - 1} other ways to call it failed too" if len(reasons) > 1 else "")
 
 
 def _some_steps(engine: Engine, model: nn.Module, alive: LiveBytes, make: Conventions, size: Size, calls: int) -> float:
@@ -309,7 +315,7 @@ def decode(
     video = any(parameter.dim() == 5 for parameter in getattr(vae, "decoder", vae).parameters())
     pictures, frames, *plane = sizes
     latents = (pictures, channels, *((frames,) if video else ()), *plane)
-    with fake_weights(vae, how.dtype), _collected_by_hand():
+    with fake_weights(vae, how.dtype), collected_by_hand():
         alive, pools = how.meters(vae)
         context = Context(config, phantom_mesh(config, pools), [])
         wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
@@ -355,7 +361,7 @@ def encode(
     with torch.device("meta"):
         model: Any = cls(cls.config_class.from_dict(dict(settings))).eval()
     most = getattr(model.config, "max_position_embeddings", None) or tokens
-    with fake_weights(model, how.dtype), _collected_by_hand():
+    with fake_weights(model, how.dtype), collected_by_hand():
         alive, pools = how.meters(model)
         sharded = None
         if config.text_encoder == "sharded" and config.world_size > 1:

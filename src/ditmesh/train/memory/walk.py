@@ -23,7 +23,7 @@ from ...engine import Engine
 from ...errors import DitmeshError, LayoutError
 from ...forecast.memory.cache import Needs, kept
 from ...forecast.memory.phantom import phantom_mesh
-from ...forecast.memory.walk import FAILURES, WalkOptions, bytes_of, fake_weights
+from ...forecast.memory.walk import FAILURES, WalkOptions, bytes_of, collected_by_hand, fake_weights, first_of
 from ...forecast.model_work import WithoutValues, kept_blocks
 from ...layout import TokenLayout, known_models
 from ...layout.conventions import Conventions, Size, call_variants
@@ -160,15 +160,16 @@ def _walked(
     reasons: list[str] = []
     for way in sorted(call_variants(on_meta(kind, json.loads(settings))), key=lambda way: way.optional):
         model = on_meta(kind, json.loads(settings)).train()
-        with kept_blocks(model, layout, blocks), _as_in_training(model, given, config.tensor > 1) as elsewhere:
+        with (
+            kept_blocks(model, layout, blocks),
+            _as_in_training(model, given, config.tensor > 1) as elsewhere,
+            collected_by_hand(),
+        ):
             try:
                 return _step(model, layout, config, Conventions(model, way), size, given, elsewhere)
             except (DitmeshError, *FAILURES) as error:
                 reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
-    raise LayoutError(
-        f"{kind} cannot be trained without values, so what it needs is not known: "
-        + ("; ".join(reasons) or "no way to call it was found")
-    )
+    raise LayoutError(f"{kind} cannot be trained without values, so what it needs is not known: {first_of(reasons)}")
 
 
 @contextmanager
