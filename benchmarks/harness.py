@@ -27,6 +27,24 @@ def write_figures(figures: Mapping[str, Any], file: Path | None) -> None:
         file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
+def write_compactly(figures: Mapping[str, Any], file: Path | None) -> None:
+    """The same, with a line for every row of a table, and lines of their own for what is short."""
+    if file is not None:
+        file.write_text(compact(figures, 4) + "\n", encoding="utf-8")
+
+
+def compact(value: Any, levels: int) -> str:
+    """JSON that is broken into lines in its outer levels only, and there only where it would be long."""
+    whole = json.dumps(value)
+    if levels == 0 or len(whole) <= 120 or not isinstance(value, list | dict):
+        return whole
+    pairs = isinstance(value, dict)
+    entries = [(f"{json.dumps(name)}: ", each) for name, each in value.items()] if pairs else [("", v) for v in value]
+    lines = ",\n".join(name + compact(each, levels - 1) for name, each in entries)
+    opened, closed = "{}" if pairs else "[]"
+    return f"{opened}\n{lines}\n{closed}"
+
+
 def paired_ratios(baseline: Sequence[float], times: Sequence[float]) -> list[float]:
     """Speed-up over the baseline, turn by turn: neighbours in time are compared, because machines drift."""
     return [b / t for b, t in zip(baseline, times, strict=True)]

@@ -1,18 +1,30 @@
 """Tokens that move while a request runs: a rank that becomes slow in mid-request, and two ranks that are alike.
 
-    python benchmarks/moving.py [--steps 40] [--slow-from 20] [--json out.json]
+    python benchmarks/moving.py [--slow stopped] [--steps 40] [--slow-from 20] [--json out.json]
     python benchmarks/moving.py --even 1000          # two equal ranks, over so many steps of a small model
 
-Rank 1 becomes slow by sleeping in every block for as long as it has just taken: it works at half its speed, on however
-many tokens it has. Every step's seconds and waiting are those of `engine.all_loads()`; the JSON file has them for every
-rank and step, as a page could draw them. The balanced step is that of speeds=2,1, which know the slow rank beforehand.
+Rank 1 becomes slow in one of these ways, on however many tokens it has:
+
+``sleeps``: in every block for as long as it has just taken. ``stopped``: another process stops and continues it every
+10 milliseconds, as ``cpulimit`` does. ``busy``: ranks are pinned to a core each, and an endless loop to that of rank 1.
+``nice``: the same, and rank 1 has a nice value of 3 besides, so that it gets a third of its core.
+
+Every step's seconds and waiting are those of `engine.all_loads()`; the JSON file has them for every rank and step, as a
+page could draw them. The balanced step is that of given speeds, which know the slow rank beforehand. Where the machine
+has other work, seconds by the clock are compared badly. Beside them stand those that this other work did not take; they
+still have all that makes rank 1 slow, if that is not other work itself.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,39 +37,86 @@ from machine import describe_machine
 
 CONTENDERS: dict[str, dict[str, Any]] = {
     "ring=2, even": {"ring": 2},
-    "ring=2, speeds=2,1": {"ring": 2, "speeds": (2, 1)},
+    "ring=2, speeds given": {"ring": 2, "speeds": "given"},
     "ring=2, speeds=auto": {"ring": 2, "speeds": "auto"},
     "displaced, even": {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
     "displaced, speeds=auto": {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "speeds": "auto"},
 }
+# Ways of becoming slow, and how fast rank 0 is then beside rank 1.
+WAYS = {"sleeps": 2.0, "stopped": 2.0, "busy": 2.0, "nice": 2.95}
 # Steps behind the one in which a rank becomes slow until it is asked for what a step costs.
 LATER = 6
+# Stops and continues a process until its own input ends.
+LIMITER = """
+import os, select, signal, sys
+try:
+    while not select.select([sys.stdin], [], [], 0.01)[0]:
+        os.kill(int(sys.argv[1]), signal.SIGSTOP)
+        select.select([], [], [], 0.01)
+        os.kill(int(sys.argv[1]), signal.SIGCONT)
+finally:
+    os.kill(int(sys.argv[1]), signal.SIGCONT)
+"""
+LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
+
+
+@contextmanager
+def slower(way: str) -> Iterator[None]:
+    """This process is slowed by others for as long as the ``with`` block lasts."""
+    if way == "stopped":
+        command = [sys.executable, "-c", LIMITER, str(os.getpid())]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
+            try:
+                yield
+            finally:
+                # Its input ends, and it has us go on.
+                assert other.stdin is not None
+                other.stdin.close()
+                other.wait()
+        return
+    if way not in ("busy", "nice"):
+        yield
+        return
+    with subprocess.Popen([sys.executable, "-c", LOOP]) as other:
+        if way == "nice":
+            os.setpriority(os.PRIO_PROCESS, 0, 3)
+        try:
+            yield
+        finally:
+            other.send_signal(signal.SIGKILL)
+            if way == "nice":
+                os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def request(
-    config: dict[str, Any], steps: int, slow_from: int, small: bool
-) -> list[list[tuple[float, float, int, bool]]]:
-    """For every rank and step: seconds, waiting, image tokens, and whether tokens moved."""
+    config: dict[str, Any], steps: int, slow_from: int, small: bool, way: str = "sleeps"
+) -> list[list[tuple[float, float, int, bool, float]]]:
+    """For every rank and step: seconds, waiting, image tokens, whether tokens moved, and what others did not take."""
     import torch
 
     import ditmesh
 
+    torch.set_num_threads(1)
     if small:
         from support.models import RAGGED, inputs, tiny
 
         model, made = tiny("Flux"), inputs("Flux", RAGGED)
     else:
         model, made = exact.benchmark_model(), exact.benchmark_inputs()
+    second = torch.distributed.get_rank() == 1
+    cores = sorted(os.sched_getaffinity(0))
+    if way in ("busy", "nice"):
+        os.sched_setaffinity(0, {cores[torch.distributed.get_rank()]})
     slow = False
     undo = []
-    for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
+    for block in [*model.transformer_blocks, *model.single_transformer_blocks] if way == "sleeps" else ():
         began = [0.0, 0.0]
 
         def starts(*_: Any, began: list[float] = began) -> None:
             began[:] = time.perf_counter(), ditmesh.engine_of(model).mesh.waited
 
         def ends(*_: Any, began: list[float] = began) -> None:
-            if slow and torch.distributed.get_rank() == 1:
+            if slow and second:
                 waited = ditmesh.engine_of(model).mesh.waited - began[1]
                 time.sleep(max(time.perf_counter() - began[0] - waited, 0.0))
 
@@ -65,15 +124,20 @@ def request(
     with ditmesh.parallelized(model, config), torch.no_grad():
         engine = ditmesh.engine_of(model)
         engine.begin_request(steps)
-        for step in range(steps):
-            slow = step >= slow_from
+        for _ in range(slow_from):
             engine.clock.advance()
             model(**made)
+        slow = True
+        with slower(way if second else ""):
+            for _ in range(slow_from, steps):
+                engine.clock.advance()
+                model(**made)
         engine.end_request()
         every = engine.all_loads()
     for handle in undo:
         handle.remove()
-    return [[(one.seconds, one.waited, one.tokens, one.moved) for one in rank] for rank in every]
+    os.sched_setaffinity(0, cores)
+    return [[(one.seconds, one.waited, one.tokens, one.moved, one.own or 0.0) for one in rank] for rank in every]
 
 
 def main() -> None:
@@ -83,6 +147,8 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--slow-from", type=int, default=20)
+    parser.add_argument("--slow", choices=WAYS, default="sleeps", help="how rank 1 becomes slow")
+    parser.add_argument("--only", help="contenders whose names begin with this")
     parser.add_argument("--even", type=int, help="two equal ranks instead, over so many steps of a small model")
     options = parser.parse_args()
 
@@ -100,22 +166,30 @@ def main() -> None:
         show_table("Two equal ranks, speeds=auto", columns, rows, machine)
         write_figures(figures | {"loads": [first, second]}, options.json)
         return
-    rows, balanced = [], 0.0
+    rows: list[list[str]] = []
+    balanced: list[float] = []
     with RankPool(2, threads=1) as pool:
         for name, config in CONTENDERS.items():
-            loads = pool.run(request, config, options.steps, options.slow_from, False)[0]
+            if options.only and not name.startswith(options.only):
+                continue
+            given = {"speeds": (WAYS[options.slow], 1.0)} if config.get("speeds") == "given" else {}
+            loads = pool.run(request, config | given, options.steps, options.slow_from, False, options.slow)[0]
             figures[name] = loads
-            took = [max(step) for step in zip(*([one[0] for one in rank] for rank in loads), strict=True)]
-            before = statistics.median(took[2 : options.slow_from])
-            later = statistics.median(took[options.slow_from + LATER :])
-            balanced = later if name == "ring=2, speeds=2,1" else balanced
+            row, later = [name], []
+            # By the clock, and what the slower rank has to do without other work.
+            for what in (0, 4):
+                took = [max(step) for step in zip(*([one[what] for one in rank] for rank in loads), strict=True)]
+                later.append(statistics.median(took[options.slow_from + LATER :]))
+                row += [f"{statistics.median(took[2 : options.slow_from]):.3f}", f"{later[-1]:.3f}"]
+            balanced = later if "given" in name else balanced
+            row += [f"{ours / best:.2f}" for ours, best in zip(later, balanced, strict=False)] or ["-", "-"]
             moves = ", ".join(str(step) for step, one in enumerate(loads[0]) if one[3])
-            over = f"{later / balanced:.2f}" if balanced else "-"
-            tokens = f"{loads[0][-1][2]} : {loads[1][-1][2]}"
-            rows.append([name, f"{before:.3f}", f"{later:.3f}", over, moves, tokens])
-    columns = ["", "s a step", f"from {LATER} steps after on", "of balanced", "moved at", "tokens"]
-    show_table(f"Two ranks, one at half speed from step {options.slow_from} on", columns, rows, machine)
-    write_figures(figures, options.json)
+            rows.append([*row, moves, f"{loads[0][-1][2]} : {loads[1][-1][2]}"])
+            write_figures(figures, options.json)
+    later = f"from {LATER} on"
+    columns = ["", "s a step", later, "without others", later, "of balanced", "without", "moved at", "tokens"]
+    title = f"Two ranks, one becomes slow ({options.slow}) in step {options.slow_from}"
+    show_table(title, columns, rows, machine, width=120)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ one draws each once more from another seed, and the tables are made of what is t
 ``experiment``: 50 steps, N = 2, 4, 8, fixed warm-ups from none to 40 steps, first and last steps, adaptive; DDIM and
 DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``samplers``: three
 more. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the noise in place of the
-velocity. ``tokens``: one recipe at 64 and 1,024 tokens. ``counts``: fewer steps. Models that are not embedded
-(epsilon, 64 and 1,024 tokens) are those of `training/relatives.py`, looked for in ``--models``; where one is not
-there, its table is left out. `benchmarks/figures.py` draws the figures of the page from the JSON files.
+velocity; ``degrees``: these, and DPM-Solver++, on more numbers of devices. ``tokens``: one recipe at 64 and 1,024
+tokens. ``counts``: fewer steps. Models that are not embedded (epsilon, 64 and 1,024 tokens) are those of
+`training/relatives.py`, looked for in ``--models``; where one is not there, its table is left out.
+`benchmarks/figures.py` draws the figures of the page from the JSON files.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from harness import command_line, write_figures
+from harness import command_line, write_compactly
 from machine import describe_machine
 
 # Pictures of one request: captions of the model, evenly spaced.
@@ -75,6 +76,12 @@ class Table:
         more = f"-{self.steps}" if self.part == "counts" else ""
         return f"{self.part}-{self.model}-{self.sampler}{more}"
 
+    @property
+    def store(self) -> str:
+        """Of the folder that its cells are in: those of other numbers of devices lie together, with one reference."""
+        part = "experiment" if self.model == "emoji-dit-s" else "objectives"
+        return f"{part}-{self.model}-{self.sampler}" if self.part == "degrees" else self.name
+
 
 def policies(steps: int) -> tuple[str, ...]:
     """One synchronous step, and for two larger counts every way there is to spend them."""
@@ -113,6 +120,7 @@ TABLES = [
     *(Table("roots", *model, (2, 4, 8, 16), ROOTS, rounds=2) for model in (FLOW, SMALL)),
     Table("experiment", "emoji-dit-s", "ddim", LONG, NUMBERS, (*WARMUPS, *PLACED)),
     Table("experiment", "emoji-dit-s", "dpm", LONG, (2,), ("fixed(0)", "fixed(1)", "fixed(40)")),
+    Table("degrees", "emoji-dit-s", "dpm", LONG, (4, 8), ("fixed(1)",)),
     Table("detail", "emoji-dit-s", "ddim", LONG, (4,), WARMUPS[:4], captions=4, detail=True, rounds=1),
     Table(
         "strategies",
@@ -121,8 +129,14 @@ TABLES = [
     ),
     *(Table("samplers", "emoji-dit-s", sampler, LONG, (4,), ("fixed(1)",)) for sampler in ("unipc", "euler", "ddpm")),
     *(Table("counts", "emoji-dit-s", "ddim", steps, NUMBERS, ("fixed(1)",)) for steps in (10, 20)),
-    Table("objectives", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)", "fixed(10)", "fixed(40)"), captions=6),
-    Table("objectives", "dit-epsilon", "ddim", LONG, (4,), ("fixed(1)", "fixed(10)", "fixed(40)")),
+    *(
+        Table(part, *model, LONG, devices, warmups)
+        for model in (("dit-epsilon", "ddim"), ("emoji-sd3", "euler"))
+        for part, devices, warmups in (
+            ("objectives", (4,), ("fixed(1)", "fixed(40)", PLACED[0])),
+            ("degrees", (2, 8), ("fixed(1)",)),
+        )
+    ),
     Table("detail", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
     Table("detail", "dit-epsilon", "ddim", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
     Table("tokens", "dit-64-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
@@ -191,7 +205,7 @@ def measure(tables: list[Table], out: Path, rounds: int, models: Path) -> None:
                 if cell is not None:
                     console.print(f"round {count}, {table.name}: {cell.describe()}", markup=False)
 
-            run_cells(plan_of(table, count, models), Store(out / table.name), on_cell=told)
+            run_cells(plan_of(table, count, models), Store(out / table.store), on_cell=told)
 
 
 def finished(tables: list[Table], out: Path, rounds: int, models: Path) -> Iterator[tuple[Table, Any]]:
@@ -201,15 +215,16 @@ def finished(tables: list[Table], out: Path, rounds: int, models: Path) -> Itera
     from ditmesh.tools.study.store import Store
 
     for table in tables:
-        if not (out / table.name).is_dir():
+        if not (out / table.store).is_dir():
             continue
-        store = Store(out / table.name)
+        store = Store(out / table.store)
         for count in range(min(rounds, table.rounds or rounds), 0, -1):
             plan = plan_of(table, count, models)
             cells = [store.get(cell, plan.setup) for cell in plan.cells]
             if all(cell is not None for cell in cells):
                 results = StudyResults(plan, [cell for cell in cells if cell is not None])
-                write(results, out / table.name)
+                if table.store == table.name:
+                    write(results, out / table.name)
                 yield table, results
                 break
 
@@ -440,7 +455,7 @@ def main() -> None:
     figures = {
         "machine": machine,
         "tables": [
-            {"table": asdict(table), **figures_of(results, options.out / table.name / "cells")}
+            {"table": asdict(table), **figures_of(results, options.out / table.store / "cells")}
             for table, results in found
         ],
         "relatives": {
@@ -450,7 +465,7 @@ def main() -> None:
         },
         "compared": [{"what": what, **asdict(apart)} for what, apart in comparisons(found)],
     }
-    write_figures(figures, options.json)
+    write_compactly(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +20,7 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.core.clock import TransformerCall
+from ditmesh.core.thread_clock import CoreShare, ThreadClock, ThreadTime
 from ditmesh.strategies.loads import StepLoads, Watch, evened
 from ditmesh.strategies.tokens import TokenStrategy
 from support.models import RAGGED, inputs, relative_error, run, tiny
@@ -118,7 +128,8 @@ def test_a_group_sees_its_own_times_and_the_slowest_tensor_rank():
 
     def post(told: torch.Tensor) -> Any:
         world["sum"] = world.get("sum", torch.zeros_like(told)) + told
-        return lambda _: torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 3.0]]])
+        seconds = torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 3.0]]])
+        return lambda _: torch.stack([seconds, seconds, torch.ones_like(seconds)], dim=-1)
 
     now = [0.0]
     loads = StepLoads(
@@ -135,6 +146,133 @@ def test_a_group_sees_its_own_times_and_the_slowest_tensor_rank():
             loads.begin_step(TransformerCall(request=0, step=step))
             now[0] += 1.0
     assert moved[0] == ((0.75, 0.25), 5)
+
+
+RECORDED = Path(__file__).with_name("recorded_loads.json")
+
+
+def replayed(same_cores: bool, slow_from: int = 10**9) -> list[tuple[float, ...]]:
+    """Shares of two ranks in the steps of a recording, whose times go with their shares.
+
+    The recording was made on two cores of a machine with thirty other processes at work: by the clock a rank's steps
+    differ by a factor of two to four from one to the next.
+
+    Args:
+        same_cores: whether both say that they get the same turns on the same cores.
+        slow_from: from this step on rank 1 takes twice as long.
+    """
+    steps = json.loads(RECORDED.read_text(encoding="utf-8"))["steps"]
+    shares, made, seen, now, at = [(0.5, 0.5)], [], [0.0], [0.0], [0]
+
+    def post(_: torch.Tensor) -> Any:
+        # What was told is of the step before.
+        told, had = steps[at[0] - 1], made[at[0] - 1]
+        slow = 2.0 if at[0] - 1 >= slow_from else 1.0
+        rows = [
+            [told[2 * rank + what] * 2e-5 * had[rank] * (slow if rank else 1.0) for what in (0, 1)]
+            + [0.0 if same_cores else float(rank)]
+            for rank in (0, 1)
+        ]
+        return lambda _: torch.tensor([[[rows[0]], [rows[1]]]], dtype=torch.float64)
+
+    def move(speeds: tuple[float, ...], step: int) -> bool:
+        shares.append(speeds)
+        return True
+
+    loads = StepLoads(
+        lambda: seen[0],
+        lambda: shares[-1],
+        0,
+        post,
+        ((0, 0, 0), (1, 2, 1)),
+        move,
+        clock=lambda: now[0],
+        cores=lambda: 0,
+    )
+    with torch.no_grad():
+        for at[0] in range(len(steps)):
+            now[0] += 1.0
+            loads.begin_step(TransformerCall(request=0, step=at[0]))
+            made.append(shares[-1])
+    return made
+
+
+@pytest.mark.parametrize("same_cores", [True, False])
+def test_equal_ranks_stay_even_on_a_busy_machine(same_cores):
+    """Over 1,000 recorded steps: also by the clock alone, as ranks of which each has its own core would be judged."""
+    made = replayed(same_cores)
+    assert len(made) > 1000
+    assert all(abs(2 * share - 1) <= 0.03 for shares in made for share in shares)
+
+
+def test_one_that_becomes_slow_on_a_busy_machine_is_found():
+    """Steps are short: what counts is a second or so. It gets half as much, and keeps that."""
+    made = replayed(True, slow_from=300)
+    first = next(step for step, shares in enumerate(made) if shares[1] < 0.4)
+    # Steps of ten milliseconds, of which 0.25 s count together, three times; and those that began before.
+    assert 300 < first <= 300 + 4 * 25 + 20
+    assert all(shares[1] == pytest.approx(1 / 3, abs=0.02) for shares in made[first:])
+
+
+def busy(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_what_other_work_takes_is_no_time_of_the_thread():
+    """One core, two endless loops: half of the time is the other's. A thread that sleeps is late by itself."""
+    if not hasattr(os, "sched_setaffinity") or not Path("/proc/thread-self/schedstat").exists():
+        pytest.skip("the system does not say how long threads wait for a core")
+    cores, clock = os.sched_getaffinity(0), ThreadClock()
+    code = "import os; os.sched_setaffinity(0, {int(os.environ['CORE'])})\nwhile True: pass"
+    core = min(cores)
+    other = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "CORE": str(core)})
+    try:
+        os.sched_setaffinity(0, {core})
+        time.sleep(0.3)
+        before, began = clock.read(), time.perf_counter()
+        busy(0.5)
+        shared = clock.read().own(time.perf_counter() - began, before) / (time.perf_counter() - began)
+        before, began = clock.read(), time.perf_counter()
+        time.sleep(0.5)
+        slept = clock.read().own(time.perf_counter() - began, before) / (time.perf_counter() - began)
+    finally:
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        os.sched_setaffinity(0, cores)
+    # What else the machine does takes its part of both.
+    assert shared < 0.75
+    assert slept > shared
+    assert slept > 0.6
+
+
+def test_cores_and_priority_are_compared():
+    """Ranks on the same cores have one number; pinned to one of them, or with another priority, another."""
+    here, there = CoreShare(), CoreShare()
+    assert here.number() == there.number() < 2**48
+    cores = os.sched_getaffinity(0)
+    if len(cores) > 1:
+        before = here.number()
+        found = []
+
+        def pinned() -> None:
+            os.sched_setaffinity(0, {min(cores)})
+            found.append(there.number())
+
+        # Cores belong to a thread.
+        thread = threading.Thread(target=pinned)
+        thread.start()
+        thread.join()
+        assert found[0] != before == here.number()
+
+
+def test_own_seconds_are_between_the_processors_and_the_clocks():
+    since = ThreadTime(1.0, 1.0)
+    assert ThreadTime(1.2, 1.5).own(1.0, since) == pytest.approx(0.5)
+    # More delay than the time has: some of it was while the thread waited for others.
+    assert ThreadTime(1.2, 1.9).own(1.0, since) == pytest.approx(0.2)
+    assert ThreadTime(3.0, 1.0).own(1.0, since) == 1.0
 
 
 # --- on ranks --------------------------------------------------------------------------------------------------------
@@ -156,6 +294,7 @@ def slowed(config: dict[str, Any], steps: int, slow_from: int) -> dict[str, Any]
         engine.balances[0].wanted = False
         (loads,) = [one._loads for one in engine.strategies if isinstance(one, TokenStrategy)]
         loads._clock, loads._waited = lambda: now[0], lambda: 0.0
+        loads._thread = SimpleNamespace(read=lambda: ThreadTime(0.0, 0.0))
         handle = model.transformer_blocks[0].register_forward_pre_hook(tick, with_kwargs=True)
         try:
             engine.begin_request(steps)

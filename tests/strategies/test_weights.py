@@ -110,13 +110,13 @@ def test_speeds_are_measured(ranks):
 def unlike_slices(config: dict[str, Any]) -> dict[str, Any]:
     """Every rank measures a time of its own, those with slices of the same weights too."""
 
-    def seconds(work: Callable[[], Any], device: Any) -> float:
+    def seconds(work: Callable[[], Any], device: Any) -> tuple[float, float]:
         work()
-        return 1.0 + dist.get_rank()
+        return 1.0 + dist.get_rank(), 1.0 + dist.get_rank()
 
     model, made = tiny("Flux"), inputs("Flux", RAGGED)
     truth = run(model, made)
-    with mock.patch("ditmesh.strategies.balance.median_seconds", seconds), ditmesh.parallelized(model, config):
+    with mock.patch("ditmesh.strategies.balance.median_times", seconds), ditmesh.parallelized(model, config):
         run(model, made)
         error = relative_error(run(model, made), truth)
         return {"speeds": ditmesh.engine_of(model).balances[0].speeds, "error": error}

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..comm import Link
+from ..core.thread_clock import CoreShare, ThreadClock
 from .loads import evened
 
 # How often a block is run to time it, after one run that does not count.
@@ -58,17 +59,25 @@ class Balance:
 
     def measure(self, work: Callable[[], Any]) -> None:
         """Time ``work``, which is as much on every rank, and set the speeds. A collective call."""
-        self.agree(median_seconds(work, self._device))
+        self.agree(*median_times(work, self._device))
 
-    def agree(self, seconds: float) -> None:
+    def agree(self, seconds: float, own: float | None = None) -> None:
         """Set the speeds from the time that every rank takes for the same work. A collective call.
+
+        Args:
+            seconds: by the clock.
+            own: of these, those that other work on this machine did not take; default: all. They count where all ranks
+                get the same turns on the same cores.
 
         The new speeds are mixed half and half with those measured before: a machine's hiccup does not throw
         all tokens about.
         """
-        mine = torch.tensor([[self._share, 1 / seconds]], dtype=torch.float64, device=self._device)
-        measured = self._link.all_gather(mine, (1,) * self._link.size, dim=0).tolist()
-        speeds = [min(speed for share, speed in measured if int(share) == number) for number in range(self._shares)]
+        told = [self._share, 1 / seconds, 1 / (own or seconds), CoreShare().number()]
+        mine = torch.tensor([told], dtype=torch.float64, device=self._device)
+        gathered = self._link.all_gather(mine, (1,) * self._link.size, dim=0).tolist()
+        which = 2 if len({cores for *_, cores in gathered}) == 1 else 1
+        measured = [(int(one[0]), one[which]) for one in gathered]
+        speeds = [min(speed for share, speed in measured if share == number) for number in range(self._shares)]
         fresh: Sequence[float] = [speed / sum(speeds) for speed in speeds]
         fresh = evened(fresh, self._band)
         if self._measured:
@@ -84,16 +93,23 @@ def mixed(fresh: Sequence[float], before: Sequence[float]) -> list[float]:
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device | str) -> float:
-    """How long ``work`` takes, after one run that does not count.
+    """How long ``work`` takes by the clock; see `median_times`."""
+    return median_times(work, device)[0]
+
+
+def median_times(work: Callable[[], Any], device: torch.device | str) -> tuple[float, float]:
+    """How long ``work`` takes, after one run that does not count: by the clock, and without what other work took.
 
     The median: a speed that lasts counts, not the best moment nor the worst.
     """
-    wait = partial(torch.cuda.synchronize, device) if torch.device(device).type == "cuda" else lambda: None
-    seconds = []
+    on_gpu = torch.device(device).type == "cuda"
+    wait = partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
+    clock, seconds, own = ThreadClock(), [], []
     for _ in range(1 + RUNS):
         wait()
-        start = time.perf_counter()
+        start, before = time.perf_counter(), clock.read()
         work()
         wait()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+        own.append(seconds[-1] if on_gpu else clock.read().own(seconds[-1], before))
+    return statistics.median(seconds[1:]), statistics.median(own[1:])

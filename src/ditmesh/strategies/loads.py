@@ -1,7 +1,9 @@
 """Every rank's time and tokens in every step of a request, and when tokens should move because of them.
 
 A rank that waits for others has less to do than they have. What it computes itself is a step's time without that, so
-ranks that are slow for a while, or become so, show in every step, with no block run for a measurement.
+ranks that are slow for a while, or become so, show in every step, with no block run for a measurement. On a machine
+with other work a rank also waits for its core. Among ranks that share the same cores in the same way that is chance,
+and is taken off; elsewhere it is what makes a rank slow.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core.clock import TransformerCall
+from ..core.thread_clock import CoreShare, ThreadClock, ThreadTime
 
 # A rank whose step takes less than this share longer than the mean is not slow: see `Watch`.
 DEAD_BAND = 0.08
@@ -25,6 +28,12 @@ DEAD_BAND = 0.08
 MOST, LIMIT = 0.3, 1.0
 # And at once where a rank takes this share longer than the mean in so many steps in a row, whose median is its speed.
 FAR, RECENT = 0.25, 3
+# Where steps differ by chance, the band is as wide as they are, sums are to reach so many times that, and a rank is far
+# off from so many times on. The chance is that of so many steps.
+SUMMED, CERTAIN, HISTORY = 5.0, 3.0, 32
+# Steps that are shorter count together until they are this many seconds long, by their medians: what the system does
+# with a core it does for some tens of milliseconds.
+SPAN = 0.25
 # Of its share a rank keeps at least this in one move.
 LEAST = 0.5
 # Of how much longer the slowest rank took, what may be left once tokens have moved: else they move back, and stay for
@@ -44,6 +53,7 @@ class StepLoad:
         waited: of these, for which the rank waited for others.
         tokens: of the image on this rank; 0 while nothing is known of them.
         moved: whether tokens were shared out otherwise from this step on.
+        own: of the seconds without waiting those that other work on the machine did not take; None: not known.
     """
 
     step: int
@@ -51,6 +61,7 @@ class StepLoad:
     waited: float
     tokens: int
     moved: bool = False
+    own: float | None = None
 
     @property
     def computed(self) -> float:
@@ -61,10 +72,12 @@ class StepLoad:
 class Watch:
     """Decides, from what all ranks know alike, when shares are to change.
 
-    A cumulative sum (Page 1954, "Continuous inspection schemes") for every rank: of how much longer than the mean it
-    took in a step, as a share of that, without a dead band, and never below 0. One that is somewhat slower passes the
-    limit after some steps, and one that is as fast as others, with steps that differ by chance, never. A step counts
-    `MOST` at most, so that no single one moves anything. For one that is far too slow `RECENT` steps are enough.
+    What it sees is a step, or the median of several short ones. Every rank has a cumulative sum (Page 1954, "Continuous
+    inspection schemes") of how much longer than the mean it took in a step, as a share of that, without a dead band,
+    and never below 0. One that is somewhat slower passes the limit after some steps, and one that is as fast as others,
+    with steps that differ by chance, never. A step counts `MOST` at most, so that no single one moves anything. For one
+    that is far too slow `RECENT` steps are enough. The dead band and both limits grow with what ranks' steps differ by
+    chance, which is the median of how far one differs from the step before.
 
     Whether fewer tokens make a rank faster is then seen. Where much of a step does not depend on them, or the machine
     was busy for a moment, they do not: then the shares are those from before, and nothing moves for a while, twice as
@@ -76,10 +89,12 @@ class Watch:
         self._pause = PAUSE
         # The rank that the latest move was made for.
         self._slowest: int | None = None
+        # By how much ranks' steps differ from those before, of two neighbours with the same shares each.
+        self._differences: deque[list[float]] = deque(maxlen=HISTORY)
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known of the ranks."""
+        """Nothing is known of the ranks, but how much their steps differ by chance."""
         self._sums = [0.0] * self._ranks
         # Seconds of the latest steps, and how much longer than the mean they are.
         self._recent: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=RECENT)
@@ -97,6 +112,8 @@ class Watch:
         if min(seconds) <= 0 or len(shares) != self._ranks or min(shares) <= 0:
             return None
         over = [one / mean - 1 for one in seconds]
+        if self._recent:
+            self._differences.append([abs(now - then) for now, then in zip(over, self._recent[-1][1], strict=True)])
         self._recent.append((seconds, over))
         if self._before is not None and len(self._recent) == RECENT:
             before, self._before = self._before, None
@@ -107,11 +124,7 @@ class Watch:
         if self._quiet:
             self._quiet -= 1
             return None
-        self._sums = [
-            max(0.0, before + min(more, MOST) - DEAD_BAND) for before, more in zip(self._sums, over, strict=True)
-        ]
-        far = max(min(past[rank] for _, past in self._recent) for rank in range(self._ranks))
-        if max(self._sums) < LIMIT and (far < FAR or len(self._recent) < RECENT):
+        if not self._is_slow(over):
             return None
         took, excess, whole = self._took(), self._excess(), sum(shares)
         slowest = took.index(max(took))
@@ -126,6 +139,22 @@ class Watch:
         found = [share / one for share, one in zip(shares, took, strict=True)]
         least = [share / whole * sum(found) * LEAST for share in shares]
         return evened([max(one, bound) for one, bound in zip(found, least, strict=True)], DEAD_BAND)
+
+    def _is_slow(self, over: Sequence[float]) -> bool:
+        """Add a step to the sums, and say whether one is at its limit, or a rank is far off."""
+        chance = self.chance()
+        band = max(DEAD_BAND, chance)
+        self._sums = [max(0.0, before + min(more, MOST) - band) for before, more in zip(self._sums, over, strict=True)]
+        far = max(min(past[rank] for _, past in self._recent) for rank in range(self._ranks))
+        is_far = len(self._recent) == RECENT and far >= max(FAR, CERTAIN * chance)
+        return is_far or max(self._sums) >= max(LIMIT, SUMMED * chance)
+
+    def chance(self) -> float:
+        """Standard deviation by which a rank's step differs from the mean by chance, of the rank with the largest."""
+        if not self._differences:
+            return 0.0
+        # Of a normal distribution the median of two values' distance is 0.954 of it.
+        return max(map(statistics.median, zip(*self._differences, strict=True))) / 0.954
 
     def _took(self) -> list[float]:
         """Seconds of every rank, the median of the latest steps."""
@@ -148,8 +177,9 @@ def evened(speeds: Sequence[float], band: float) -> tuple[float, ...]:
 class StepLoads:
     """The loads of this rank, and their exchange while ranks are balanced.
 
-    Every step each rank tells all others how long it computed in the step before, in one small message that nothing
-    waits for: it is read when the next step begins.
+    Every step each rank tells all others how long it computed in the step before, with and without what other work took
+    of its core, and which cores it may use with what priority, in one small message that nothing waits for: it is read
+    when the next step begins.
 
     Args:
         waited: this rank's seconds of waiting so far.
@@ -160,7 +190,7 @@ class StepLoads:
             each.
         move: takes the group's new speeds when a step begins, on every rank, and returns whether tokens move.
         holds: whether tokens must stay where they are in this step.
-        clock: seconds, for tests.
+        clock, cores: seconds, and the number of `CoreShare`; for tests.
 
     Attributes:
         steps: those of the latest request that are over.
@@ -176,13 +206,17 @@ class StepLoads:
         move: Callable[[tuple[float, ...], int], bool] = lambda speeds, step: False,
         holds: Callable[[int], bool] = lambda step: False,
         clock: Callable[[], float] = time.perf_counter,
+        cores: Callable[[], int] | None = None,
     ) -> None:
         self._waited, self._tokens, self._rank = waited, tokens, rank
         self._post, self._place, self._move, self._holds = post, place, move, holds
-        self._clock = clock
+        self._clock, self._thread = clock, ThreadClock()
+        self._cores = cores or CoreShare().number
         self.steps: list[StepLoad] = []
-        self._began: tuple[int, int, float, float] | None = None
+        self._began: tuple[int, int, float, float, ThreadTime] | None = None
         self._watch = Watch(place[1][1])
+        # Of short steps that count together, the seconds of every sequence rank.
+        self._together: list[list[float]] = []
         self._coming: Callable[[timedelta | None], Tensor] | None = None
         self._wanted: tuple[float, ...] | None = None
         # Whether what comes next is of a step before tokens moved.
@@ -196,7 +230,7 @@ class StepLoads:
             self.steps = []
         if self._post is not None and not torch.is_grad_enabled():
             self._exchange(fresh, call.step)
-        self._began = call.request, call.step, self._clock(), self._waited()
+        self._began = call.request, call.step, self._clock(), self._waited(), self._thread.read()
 
     def end_request(self, failed: bool = False) -> None:
         """The request is over: its last step, too."""
@@ -215,15 +249,18 @@ class StepLoads:
         self._watch.forget()
         self._coming = self._wanted = None
         self._old = False
+        self._together = []
 
     def _end_step(self) -> None:
         if self._began is None:
             return
-        _, step, began, waited = self._began
+        _, step, began, waited, thread = self._began
         lengths = self._tokens()
         own = lengths[self._rank] if len(lengths) > self._rank else 0
         seconds = self._clock() - began
-        self.steps.append(StepLoad(step, seconds, min(self._waited() - waited, seconds), own, self._moved))
+        waits = min(self._waited() - waited, seconds)
+        alone = self._thread.read().own(seconds - waits, thread)
+        self.steps.append(StepLoad(step, seconds, waits, own, self._moved, alone))
         self._moved = False
 
     def _exchange(self, fresh: bool, step: int) -> None:
@@ -238,16 +275,26 @@ class StepLoads:
         if fresh or self.steps[-1].step == 0:
             return
         (group, rank, part), sizes = self._place
-        told = torch.zeros(sizes, dtype=torch.float64)
-        told[group, rank, part] = self.steps[-1].computed
+        told, last = torch.zeros((*sizes, 3), dtype=torch.float64), self.steps[-1]
+        alone = last.computed if last.own is None else last.own
+        told[group, rank, part] = torch.tensor([last.computed, alone, self._cores()], dtype=torch.float64)
         assert self._post is not None
         self._coming = self._post(told)
 
     def _read(self, coming: Callable[[timedelta | None], Tensor]) -> None:
+        told = coming(None)[self._place[0][0]]
+        # On the same cores, with the same priority, what others take of them says nothing about a rank.
+        alike = bool((told[..., 2] == told[0, 0, 2]).all())
         # Ranks that share weights share tokens: the slowest of them counts.
-        seconds = coming(None)[self._place[0][0]].amax(dim=1).tolist()
+        seconds = told[..., 1 if alike else 0].amax(dim=1).tolist()
         if self._old:
             self._old = False
+            self._together = []
             return
-        wanted = self._watch.see(seconds, self._tokens())
+        self._together.append(seconds)
+        if sum(map(max, self._together)) < SPAN:
+            return
+        pooled = [statistics.median(each) for each in zip(*self._together, strict=True)]
+        self._together = []
+        wanted = self._watch.see(pooled, self._tokens())
         self._wanted = wanted or self._wanted
