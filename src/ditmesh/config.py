@@ -101,7 +101,7 @@ class ParallelConfig(BaseModel):
             depends on it, but not on the number of stages; ``patches=4`` without stages gives the image of
             ``pipe=4, patches=4`` on one device.
         warmup: the policy of synchronous (exact) steps of a stale strategy: ``"fixed(4)"``, ``"sqrt(2)"``,
-            ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.05)"``: see docs/staleness.md.
+            ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(40dB)"``: see docs/staleness.md.
         compress: the compression of displaced keys and values; default: none. ``"residual4"`` and the others send what
             is new since the last message in so many bits a number: see docs/staleness.md.
         stages: the number of blocks of every stage. ``"estimated"``: by the weights that image tokens pass through.
@@ -204,7 +204,7 @@ class ParallelConfig(BaseModel):
     warmup: Annotated[
         str,
         Setting(
-            'Choose the exact steps of a stale strategy, such as "fixed(4)" or "adaptive(0.05)".',
+            'Choose the exact steps of a stale strategy, such as "fixed(4)", "adaptive(40dB)" or "adaptive(3.5s)".',
             decides=True,
             form="POLICY",
             untrained="training has no stale steps; leave it out",

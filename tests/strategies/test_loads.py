@@ -233,18 +233,17 @@ def test_what_other_work_takes_is_no_time_of_the_thread():
         time.sleep(0.3)
         before, began = clock.read(), time.perf_counter()
         busy(0.5)
-        shared = clock.read().own(time.perf_counter() - began, before) / (time.perf_counter() - began)
+        took = time.perf_counter() - began
+        shared = clock.read().own(took, before)
         before, began = clock.read(), time.perf_counter()
         time.sleep(0.5)
-        slept = clock.read().own(time.perf_counter() - began, before) / (time.perf_counter() - began)
+        slept = clock.read().own(time.perf_counter() - began, before)
     finally:
         other.send_signal(signal.SIGKILL)
         other.wait()
         os.sched_setaffinity(0, cores)
-    # What else the machine does takes its part of both.
-    assert shared < 0.75
-    assert slept > shared
-    assert slept > 0.6
+    assert shared < 0.75 * took
+    assert slept > 0.45
 
 
 def test_cores_and_priority_are_compared():

@@ -149,7 +149,7 @@ def study(
 
     ditmesh study "a red fox" --devices 2,4,8 --warmup 0,1,2,4,8 --steps 12
 
-    ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(0.05)" --images 4
+    ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(40dB)" --images 4
     """
     from ..generate.job import check_layout, check_named
 
