@@ -137,9 +137,10 @@ def draw_warmup(tables: Tables) -> Path | None:
     labels = {"first_last(1, 4)": "first 1,\nlast 4", "adaptive(0.001, 5)": "adap-\ntive, 5"}
     axis.set_xticks(range(len(warmups)), [labels.get(one) or str(warmup_of({"warmup": one})) for one in warmups])
     for sampler, style, name in (("ddim", "-", ""), ("dpm", "--", ", DPM-Solver++")):
-        found = tables.find("experiment", "emoji-dit-s", sampler)
-        for number, devices in enumerate(found["table"]["devices"] if found else ()):
-            rows = tables.rows(found, devices=devices)
+        found = [tables.find(part, "emoji-dit-s", sampler) for part in ("experiment", "degrees")]
+        every = [row for one in found for row in tables.rows(one)]
+        for number, devices in enumerate(sorted({row["devices"] for row in every})):
+            rows = [row for row in every if row["devices"] == devices]
             for is_fixed in (True, False):
                 some = [row for row in rows if row["warmup"].startswith("fixed(") == is_fixed]
                 places = [warmups.index(row["warmup"]) + 0.06 * (number - 1) for row in some]
@@ -192,14 +193,18 @@ def draw_objectives(tables: Tables) -> Path | None:
     if len(known) < 2:
         return None
     figure, axes = plt().subplots(1, 2, figsize=(7.4, 3.0))
+    shown, devices = ("fixed(1)", "fixed(40)", "first_last(1, 4)"), (2, 4, 8)
     for number, (name, table) in enumerate(known):
-        rows = [row for row in tables.rows(table, devices=4) if row["warmup"] in ("fixed(1)", "fixed(10)", "fixed(40)")]
-        bars(axes[0], [place + 0.05 * (number - 1) for place in range(len(rows))], rows, number, name)
-        few = [tables.rows(table, devices=n, warmup="fixed(1)")[0] for n in table["table"]["devices"]]
-        bars(axes[1], [place + 0.05 * (number - 1) for place in range(len(few))], few, number, name)
-    axes[0].set_xticks(range(3), ["1", "10", "40"])
-    axes[0].set_xlabel("synchronous steps at the beginning, of 50; N = 4")
-    axes[1].set_xticks(range(3), ["2", "4", "8"])
+        of = table["table"]
+        more = tables.find("degrees", of["model"], of["sampler"])
+        rows = [row for warmup in shown for row in tables.rows(table, devices=4, warmup=warmup)]
+        bars(axes[0], [place + 0.05 * (number - 1) for place in range(len(rows))], rows, number, name, linestyle="none")
+        few = {row["devices"]: row for one in (table, more) for row in tables.rows(one, warmup="fixed(1)")}
+        places = [devices.index(n) + 0.05 * (number - 1) for n in sorted(few)]
+        bars(axes[1], places, [few[n] for n in sorted(few)], number, name)
+    axes[0].set_xticks(range(3), ["first 1", "first 40", "first 1, last 4"])
+    axes[0].set_xlabel("synchronous steps, of 50; N = 4")
+    axes[1].set_xticks(range(3), list(map(str, devices)))
     axes[1].set_xlabel("N, one synchronous step")
     axes[0].set_ylabel("PSNR, dB")
     axes[0].legend(fontsize=7.5)
