@@ -85,7 +85,7 @@ class CoreShare:
         try:
             machine, groups = (Path(name).read_text(encoding="utf-8") for name in (MACHINE, GROUPS))
         except OSError:
-            # Nobody knows then whether two ranks are on one machine.
+            # Without them nothing says whether two ranks are on one machine.
             machine, groups = str(os.urandom(16)), ""
         # A line is a number, names, and a folder.
         lines = [line.split(":", 2)[1:] for line in groups.splitlines()]
