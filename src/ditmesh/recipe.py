@@ -13,7 +13,7 @@ from .config import ParallelConfig
 from .errors import ConfigError
 from .layout import TokenLayout
 from .strategies.base import Promise, Strategy
-from .strategies.caches import Caches
+from .strategies.caches import Caches, kept_by
 from .strategies.checked import CheckedCalls, CheckedLayout
 from .strategies.compiled import CompiledBlocks
 from .strategies.determinism import FixedArithmetic
@@ -95,9 +95,18 @@ def check(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[nn.Modu
             strategy.check(config, model, layout)
 
 
-def keeps_between_steps(recipe: Recipe, config: ParallelConfig) -> str:
-    """What a configuration keeps of one request's step for the next, as `Strategy.keeps_between_steps` has it."""
-    return next((kept for one in wanted(recipe, config) if (kept := one.keeps_between_steps(config))), "")
+def keeps_between_steps(recipe: Recipe, config: ParallelConfig, models: Iterable[nn.Module] = ()) -> str:
+    """What is kept of one request's step for the next, as a clause; empty: nothing.
+
+    Requests then cannot take turns by the step, share a batch, or go on on other ranks. Everything that has to know
+    (servers, ``--elastic``, predictions) asks here.
+
+    Args:
+        recipe, config: strategies, each of which says what it keeps (`Strategy.keeps_between_steps`).
+        models: that have been loaded; their caches keep something, whatever the configuration is.
+    """
+    kept = next((kept for one in wanted(recipe, config) if (kept := one.keeps_between_steps(config))), "")
+    return kept or next((kept for model in models if (kept := kept_by(model))), "")
 
 
 def promise_of(config: ParallelConfig, recipe: Recipe = RECIPE) -> Promise:

@@ -412,26 +412,42 @@ def test_a_lora_that_fits_in_part_is_named(tmp_path):
     assert not partial_fits(pipe, files)
 
 
-def serve_broken(specs: Any, *, report: Any, rows: int, rank: int) -> None:
-    """As `serve_rank`, with a transformer that fails on one rank (-1: all) with so many rows, as without memory."""
+def serve_broken(specs: Any, *, report: Any, rows: int, rank: int, tasks: int) -> None:
+    """As `serve_rank`, with a transformer that fails on one rank (-1: all) with so many rows, as without memory.
+
+    No task takes its first step before so many ``tasks`` wait for theirs, whenever they have come.
+    """
     import torch.distributed as dist
     from diffusers import SD3Transformer2DModel
 
-    from ditmesh.serve.worker.worker import serve_rank
+    from ditmesh.serve.worker.batching import Batcher
+    from ditmesh.serve.worker.worker import TaskScheduler, serve_rank
 
-    whole = SD3Transformer2DModel.forward
+    whole, whole_round, whole_steps = SD3Transformer2DModel.forward, TaskScheduler.round, Batcher._run_steps
+    served, together = [], []
 
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if hidden_states.shape[0] >= rows and rank in (-1, dist.get_rank()):
             raise torch.OutOfMemoryError(f"CUDA out of memory: no room for {hidden_states.shape[0]} rows")
         return whole(self, hidden_states, *args, **kwargs)
 
+    def one_round(self: Any) -> None:
+        # Before that, the model is looked at.
+        served.append(True)
+        whole_round(self)
+
+    def steps(self: Any, runs: Any) -> Any:
+        if served and not together and len(runs) < tasks:
+            return None
+        together.extend(runs if served else ())
+        return whole_steps(self, runs)
+
     forward.__signature__ = __import__("inspect").signature(whole)
-    SD3Transformer2DModel.forward = forward
+    SD3Transformer2DModel.forward, TaskScheduler.round, Batcher._run_steps = forward, one_round, steps
     try:
         serve_rank(specs, report=report)
     finally:
-        SD3Transformer2DModel.forward = whole
+        SD3Transformer2DModel.forward, TaskScheduler.round, Batcher._run_steps = whole, whole_round, whole_steps
 
 
 @pytest.mark.parametrize("rank", [pytest.param(-1, marks=pytest.mark.matrix), 1])
@@ -440,10 +456,11 @@ def test_a_batch_for_which_there_is_no_memory_is_made_smaller(ranks, rank):
     from functools import partial
 
     starts = [task(str(n), PROMPTS[n % 3], seed=n) for n in range(4)]
-    said = Owner(at_once(*starts), 4).serve(ranks(2), [spec(ulysses=2)], partial(serve_broken, rows=6, rank=rank))
+    broken = partial(serve_broken, rows=6, rank=rank, tasks=4)
+    said = Owner(at_once(*starts), 4).serve(ranks(2), [spec(ulysses=2)], broken)
     assert not of(said, TaskFailed)
-    # Two requests at a time as soon as four have failed; one, where three of them had come and failed.
-    assert {one.batch for one in of(said, TaskStepped)} <= {2, 4}
+    # Two requests, of two rows each, at a time as soon as four have failed.
+    assert {one.batch for one in of(said, TaskStepped)} == {4}
     for n in range(4):
         assert abs(picture(said, str(n)) - alone(PROMPTS[n % 3], n)).max() <= 1
         assert [one.step for one in of(said, TaskStepped, str(n))] == [1, 2, 3, 4, 5]
@@ -505,6 +522,39 @@ def test_stale_strategies_run_one_after_the_other_and_say_why(ranks):
     assert [one.step for one in of(said, TaskStepped, "1")] == [1, 2, 3, 4, 5]
     # All of its steps are synchronous.
     assert abs(picture(said, "1") - alone(PROMPTS[1], 1)).max() <= 1
+
+
+def test_what_is_kept_of_a_step_is_one_question(capsys):
+    """A server, `--schedule adaptive`, `--elastic` and predictions give the same reason; a cache is one as well."""
+    from diffusers import FirstBlockCacheConfig
+
+    import ditmesh
+    from ditmesh.cli.main import main
+    from ditmesh.errors import ConfigError
+    from ditmesh.generate.elastic import check_elastic
+    from ditmesh.recipe import RECIPE, keeps_between_steps
+    from ditmesh.serve.worker.batching import Batcher
+    from support.pipelines import MAKERS
+
+    stale = ParallelConfig(ring=2, exchange="displaced")
+    kept = keeps_between_steps(RECIPE, stale)
+    assert "of one request" in kept
+    with pytest.raises(ConfigError, match=re.escape(kept)):
+        check_elastic(stale.model_copy(update={"reproducible": True}), 2)
+    with pytest.raises(SystemExit):
+        main(["serve", "--schedule", "adaptive", "--devices", "2", "--exchange", "displaced"])
+    assert "step before, of one request" in capsys.readouterr().err
+    assert not keeps_between_steps(RECIPE, ParallelConfig(ulysses=2))
+
+    pipe = MAKERS["flux"]()
+    with ditmesh.parallelized(pipe, {}):
+        assert not Batcher(pipe, pipe).why
+        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+        kept = keeps_between_steps(RECIPE, ParallelConfig(), [pipe.transformer])
+        assert "has a cache" in kept
+        assert Batcher(pipe, pipe).why == f"{kept}; requests run one after the other"
+        pipe.transformer.disable_cache()
+        assert not keeps_between_steps(RECIPE, ParallelConfig(), [pipe.transformer])
 
 
 def test_classes_and_several_models(ranks):

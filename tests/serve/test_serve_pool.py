@@ -12,11 +12,12 @@ from ditmesh.serve.schedule.core import Scheduler
 from ditmesh.serve.worker.adaptive import serve_pool
 from ditmesh.serve.worker.protocol import Beat, Finished, ModelReady, TaskFailed, TaskStepped
 from support.batching import Owner, alone, at_once, of, picture, task
-from support.pool import PROMPTS, RandomScheduler, drawn, pictures, pool_spec
+from support.pool import PROMPTS, RandomScheduler, drawn, drawn_by_schedules, pictures, pool_spec
 
 SEEDS = (0, 1, 2)
-# Random schedules in the matrix, some 3 s each.
-SCHEDULES = int(os.environ.get("DITMESH_TEST_SCHEDULES", "50"))
+# Random schedules in the matrix, and how many of them ranks follow that load the model once.
+SCHEDULES, TOGETHER = int(os.environ.get("DITMESH_TEST_SCHEDULES", "50")), 25
+SMALL = {"width": 32, "height": 32}
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +27,32 @@ def of_one_rank(ranks: Any) -> list[np.ndarray]:
     return pictures(said, SEEDS)
 
 
-@pytest.mark.parametrize(
-    "schedule", [7, *(pytest.param(number, marks=pytest.mark.matrix) for number in range(1000, 1000 + SCHEDULES))]
-)
-def test_a_random_schedule_gives_the_bits_of_one_rank(ranks, of_one_rank, schedule):
-    scheduler = RandomScheduler(2, seed=schedule)
-    said = drawn(ranks(2), pool_spec(2, reproducible=True), scheduler, SEEDS)
+@pytest.fixture(scope="module")
+def of_one_rank_small(ranks: Any) -> list[np.ndarray]:
+    said = drawn(ranks(1), pool_spec(1, reproducible=True), Scheduler(1), SEEDS, **SMALL)
+    return pictures(said, SEEDS)
+
+
+def test_a_random_schedule_gives_the_bits_of_one_rank(ranks, of_one_rank):
+    said = drawn(ranks(2), pool_spec(2, reproducible=True), RandomScheduler(2, seed=7), SEEDS)
     for found, expected in zip(pictures(said, SEEDS), of_one_rank, strict=True):
         assert np.array_equal(found, expected)
     # Several ranks have shared calls, or there would be nothing to compare.
     assert of(said, Beat)[-1].bytes
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("first", range(1000, 1000 + SCHEDULES, TOGETHER))
+def test_random_schedules_give_the_bits_of_one_rank(ranks, of_one_rank_small, first):
+    """Ranks, batches, pauses and joins at random; one more request of each schedule is cancelled."""
+    numbers = range(first, min(first + TOGETHER, 1000 + SCHEDULES))
+    found, sent = drawn_by_schedules(ranks(2), pool_spec(2, reproducible=True), numbers, SEEDS, **SMALL)
+    assert sorted(found) == list(numbers)
+    for number, drawn_ in found.items():
+        for one, expected in zip(drawn_, of_one_rank_small, strict=True):
+            assert np.array_equal(one, expected), number
+    # In most schedules several ranks have shared calls.
+    assert len(set(sent)) > len(numbers) / 2
 
 
 def test_pictures_of_a_pool_are_those_of_one_device(ranks):

@@ -55,9 +55,13 @@ class Owner:
         self._script, self._tasks = script, tasks
 
     def serve(
-        self, pool: RankPool, specs: Sequence[ModelSpec], function: Callable[..., None] = serve_rank
+        self,
+        pool: RankPool,
+        specs: Sequence[ModelSpec],
+        function: Callable[..., None] = serve_rank,
+        deadline: float = 120.0,
     ) -> list[Any]:
-        """Let all ranks serve; what rank 0 has reported."""
+        """Let all ranks serve for ``deadline`` seconds at most; what rank 0 has reported."""
 
         def hear(rank: int, message: Any) -> None:
             assert rank == 0
@@ -67,7 +71,7 @@ class Owner:
             if ended == self._tasks and isinstance(message, (Finished, TaskFailed, Cancelled, ModelFailed)):
                 pool.reply(Stop())
 
-        pool.run(function, specs, on_message=hear, deadline=120.0)
+        pool.run(function, specs, on_message=hear, deadline=deadline)
         return self.said
 
 

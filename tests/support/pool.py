@@ -17,7 +17,7 @@ from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.schedule.core import Run, Scheduler, Task
 from ditmesh.serve.schedule.costs import ALONE, StepCosts
 from ditmesh.serve.worker.adaptive import serve_pool
-from ditmesh.serve.worker.protocol import Cancel, Cancelled, TaskStepped
+from ditmesh.serve.worker.protocol import Beat, Cancel, Cancelled, Finished, TaskFailed, TaskStepped
 from support.batching import Owner, of, picture, task
 
 PROMPTS = ["a red apple", "a green frog", "a yellow star", "a blue fish"]
@@ -74,6 +74,71 @@ class RandomScheduler(Scheduler):
                 busy.update(run.ranks)
                 break
         return begun
+
+
+@dataclass
+class RandomSchedules(RandomScheduler):
+    """A schedule after another, each drawn from a seed of its own: the number that the tasks' ids begin with."""
+
+    def decide(
+        self,
+        costs: StepCosts,
+        now: float,
+        tasks: Sequence[Task],
+        running: Sequence[Run] = (),
+        free: Sequence[float] = (),
+    ) -> list[Run]:
+        seed = min(int(one.id.partition("/")[0]) for one in tasks)
+        if seed != self.seed:
+            self.seed, self.draw = seed, random.Random(seed)
+        return super().decide(costs, now, tasks, running, free)
+
+
+def drawn_by_schedules(
+    pool: RankPool, spec: ModelSpec, numbers: Sequence[int], seeds: Sequence[int], **more: Any
+) -> tuple[dict[int, list[np.ndarray]], list[int]]:
+    """As `drawn`, under one random schedule after the other, by ranks that load the model once.
+
+    Returns:
+        By the number of the schedule its pictures, and bytes that ranks had exchanged when it was over.
+    """
+    coming = iter(numbers)
+    found: dict[int, list[np.ndarray]] = {}
+    sent: list[int] = []
+    left: list[Any] = []
+    ended = exchanged = 0
+
+    def begin(send: Any) -> None:
+        nonlocal ended
+        if (number := next(coming, None)) is not None:
+            ended = 0
+            starts = [task(f"{number}/{seed}", PROMPTS[seed % 4], seed=seed, **more) for seed in seeds]
+            left[:] = [*starts, task(f"{number}/gone", PROMPTS[0], seed=99, **more)]
+            send(left.pop(0))
+
+    def script(message: Any, send: Any) -> None:
+        nonlocal ended, exchanged
+        if type(message).__name__ == "ModelReady":
+            begin(send)
+        elif isinstance(message, Beat):
+            exchanged = sum(message.bytes.values())
+        elif isinstance(message, TaskStepped) and message.step == 1:
+            if left:
+                send(left.pop(0))
+            if message.id.endswith("gone"):
+                send(Cancel(message.id))
+        elif isinstance(message, (Finished, Cancelled, TaskFailed)):
+            ended += 1
+            if ended == len(seeds) + 1:
+                number = int(message.id.partition("/")[0])
+                found[number] = [picture(owner.said, f"{number}/{seed}") for seed in seeds]
+                sent.append(exchanged)
+                begin(send)
+
+    owner = Owner(script, len(numbers) * (len(seeds) + 1))
+    owner.serve(pool, [spec], partial(serve_pool, scheduler=RandomSchedules(spec.pool, seed=-1)), deadline=600.0)
+    assert len(of(owner.said, Cancelled)) == len(numbers)
+    return found, sent
 
 
 def drawn(pool: RankPool, spec: ModelSpec, scheduler: Scheduler, seeds: Sequence[int], **more: Any) -> list[Any]:

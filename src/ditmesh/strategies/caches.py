@@ -36,6 +36,15 @@ def stateful_hooks(model: nn.Module) -> Iterator[Any]:
         yield from (hook for hook in diffusers_hooks(module).values() if getattr(hook, "_is_stateful", False))
 
 
+def kept_by(model: nn.Module) -> str:
+    """What a model keeps of one request's step for the next, as a clause; see `Strategy.keeps_between_steps`."""
+    name = type(model).__name__
+    if getattr(model, "is_cache_enabled", False):
+        return f"{name} has a cache, which remembers one request's step before"
+    hook = next(stateful_hooks(model), None)
+    return "" if hook is None else f"{name} has a hook that remembers calls ({type(hook).__name__})"
+
+
 class Caches(Strategy):
     """diffusers' caches of every transformer, deciding together.
 

@@ -35,8 +35,8 @@ from ...layout import TokenLayout
 from ...layout.forms import form_of, holds_tensors, samples_of
 from ...layout.influence import off_by, tolerance
 from ...layout.types import CallForm
+from ...recipe import keeps_between_steps
 from ...strategies.base import ParallelModel
-from ...strategies.caches import diffusers_hooks
 from ...strategies.hooks import ModelHooks, Piece
 from ...strategies.rows import batched_in, some_rows
 
@@ -760,20 +760,13 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def _why_alone(pipe: Any, engine: Engine) -> str:
     """Why steps of several requests cannot be batched with a configuration or a pipeline, as a sentence."""
-    config, end = engine.config, "; requests run one after the other"
-    for strategy in engine.strategies:
-        if kept := strategy.keeps_between_steps(config):
-            return f"{kept}{end}"
-    for model in engine.models:
-        name = type(model.model).__name__
-        if getattr(model.model, "is_cache_enabled", False):
-            return f"{name} has a cache, which remembers one request's step before{end}"
-        for module in model.model.modules():
-            for hook in diffusers_hooks(module).values():
-                if getattr(hook, "_is_stateful", False):
-                    return f"{name} has a hook that remembers calls ({type(hook).__name__}){end}"
-            if type(getattr(module, "processor", None)).__name__.startswith("PAG"):
-                return f"{name} has attention that takes the batch apart{end}"
+    end = "; requests run one after the other"
+    models, recipe = [model.model for model in engine.models], tuple(type(one) for one in engine.strategies)
+    if kept := keeps_between_steps(recipe, engine.config, models):
+        return f"{kept}{end}"
+    for model in models:
+        if any(type(getattr(module, "processor", None)).__name__.startswith("PAG") for module in model.modules()):
+            return f"{type(model).__name__} has attention that takes the batch apart{end}"
     if not hasattr(getattr(pipe, "scheduler", None), "step"):
         return f"{type(pipe).__name__} has no scheduler that could be copied{end}"
     return ""
