@@ -24,7 +24,7 @@ EXCEPTIONS = {
     ("engine/sent.py", "CallReceiver.take", "pickle.loads"): GROUP,
     ("engine/sent.py", "_CallUnpickler", "pickle.Unpickler"): GROUP,
     ("launch/hosted.py", "HostedRanks._beside", "pickle.loads"): OWN,
-    ("ranks/copies.py", "_CopyUnpickler", "pickle.Unpickler"): OWN,
+    ("engine/parcels.py", "_CopyUnpickler", "pickle.Unpickler"): OWN,
     ("serve/worker/adaptive.py", "PoolWorker._replay", "pickle.loads"): GROUP,
     ("serve/worker/wire.py", "Channel._receive", "pickle.loads"): GROUP,
     ("serve/worker/wire.py", "_Unpacker", "pickle.Unpickler"): GROUP,

@@ -16,6 +16,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .mapped import pages_of
 from .values import version_of
 
 # 64-bit words of a row: few enough to stay in a CPU's cache, and for one thread (torch starts more above 32768).
@@ -28,6 +29,9 @@ SMALL = 4096
 PADDED = 1 << 23
 # Where a weight might have been written to behind torch's back, this many of its values are looked at.
 SAMPLES = 64
+
+# This rank, and an all-gather of objects.
+_Gathers = tuple[int, Callable[[Any], list[Any]]]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
 
@@ -312,22 +316,55 @@ class WeightDigests:
         self.pipe = pipe
         self._known: dict[str, _Digested] = {}
 
-    def look(self, adopt: bool = False) -> dict[str, tuple[str, int]]:
+    def look(self, adopt: bool = False, ranks: _Gathers | None = None) -> dict[str, tuple[str, int]]:
         """The digest and `id` of every weight, by name.
 
         Args:
             adopt: what has changed since is known to be right: it is not hashed, and the same on ranks that adopt it.
+            ranks: this rank and an all-gather of objects: all ranks look at the same time, and of pages that several
+                have in common (`pages_of`) each hashes a part.
         """
         weights = list(weights_of(self.pipe))
         before, self._known = self._known, {}
+        unread: dict[str, Tensor] = {}
         for (name, tensor, offloaded), sample in zip(weights, _samples([t for _, t, _ in weights]), strict=True):
             sign = _sign_of(tensor, offloaded)
             last = before.get(name)
             if last is None or last.tensor() is not tensor or (last.sign, last.sample) != (sign, sample):
-                value = "as cut" if adopt and last is not None else tensor_digest(tensor).hex()[:16]
+                value = "as cut" if adopt and last is not None else ""
                 last = _Digested(weakref.ref(tensor), sign, sample, value)
+                if not value:
+                    unread[name] = tensor
             self._known[name] = last
+        read = {} if ranks is None else _read_together(unread, *ranks)
+        for name, tensor in unread.items():
+            value = read.get(name) or _short_digest(tensor)
+            self._known[name] = self._known[name]._replace(digest=value)
         return {name: (self._known[name].digest, id(tensor)) for name, tensor, _ in weights}
+
+
+def _short_digest(tensor: Tensor) -> str:
+    return tensor_digest(tensor).hex()[:16]
+
+
+def _read_together(tensors: Mapping[str, Tensor], rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, str]:
+    """Digests of those tensors that are pages which several ranks have in common: each rank hashes some. Collective."""
+    pages = zip(tensors.items(), pages_of(tensors.values()), strict=True)
+    mine = {name: (found, tuple(one.shape), str(one.dtype)) for (name, one), found in pages if found is not None}
+    every: list[Mapping[str, Any]] = gather(mine)
+    members: dict[tuple[str, Any], list[int]] = {}
+    for number, known in enumerate(every):
+        for item in known.items():
+            members.setdefault(item, []).append(number)
+    # The largest first, each to the rank that has the least so far.
+    work, owners = [0] * len(every), dict[tuple[str, Any], int]()
+    for item in sorted((item for item, of in members.items() if len(of) > 1), key=lambda item: (-item[1][0][3], item)):
+        owners[item] = min(members[item], key=lambda number: (work[number], number))
+        work[owners[item]] += item[1][0][3]
+    if not owners:
+        return {}
+    done = gather({item: _short_digest(tensors[item[0]]) for item, owner in owners.items() if owner == rank})
+    return {item[0]: done[owners[item]][item] for item in mine.items() if item in owners}
 
 
 def _sign_of(tensor: Tensor, offloaded: bool) -> tuple[Any, ...]:

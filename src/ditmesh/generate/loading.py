@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from math import prod
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
@@ -36,6 +37,7 @@ from ..strategies.sharded import UNITS, GatherGroup, Packed, ShardedWeights, Uni
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_of, plan
 from .model_info import ModelInfo, find_model
+from .one_copy import shared_components, to_be_shared
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +112,8 @@ def load(
             kind = dtype.get("transformer", dtype.get("default")) if isinstance(dtype, Mapping) else dtype
             given = {name for name in components if name in info.index}
             check_fits(info, config, kind or torch.float32, mesh.device, limit=memory_limit, without=given)
-        pipe = read_pipeline(info, config, mesh, dtype, variant, **components)
+        alike = mesh.world.size == dist.get_world_size() if dist.is_initialized() else False
+        pipe = read_pipeline(info, config, mesh, dtype, variant, together=alike, **components)
         if mesh.device.type != "cpu":
             pipe.to(mesh.device)
         parallelize(pipe, config, mesh=mesh)
@@ -142,6 +145,7 @@ def read_pipeline(
     torch_dtype: Dtypes = None,
     variant: str | None = None,
     kind: type[Any] | None = None,
+    together: bool = False,
     **components: Any,
 ) -> Any:
     """A saved pipeline on the CPU, with this rank's share of the transformers, to be parallelised.
@@ -151,10 +155,12 @@ def read_pipeline(
         config, mesh: as for `parallelize`; they say which share. Default: the mesh's, and all of it.
         torch_dtype, variant, components: as for `load`.
         kind: class of the pipeline; default: the saved one.
+        together: all ranks of the job call this alike, and those of a host share converted weights (`one_copy`).
 
     Raises:
         ConfigError, InputError: as `load`.
     """
+    import diffusers
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     config = config or (ParallelConfig() if mesh is None else mesh.config)
@@ -165,9 +171,25 @@ def read_pipeline(
             dtype = dtype.get(name, dtype.get("default"))
         if name not in components and (mesh.tensor.size > 1 or model.__name__ in known_models()):
             components[name] = load_transformer(model, info.files / name, config, mesh, dtype, variant)
-    return (kind or DiffusionPipeline).from_pretrained(
-        info.files, variant=variant, **components, **dtype_option(torch_dtype)
-    )
+
+    def whole(**more: Any) -> Any:
+        return (kind or DiffusionPipeline).from_pretrained(
+            info.files, variant=variant, **components, **more, **dtype_option(torch_dtype)
+        )
+
+    if not (together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return whole()
+
+    def dtype_of(name: str) -> torch.dtype | None:
+        return torch_dtype.get(name, torch_dtype.get("default")) if isinstance(torch_dtype, Mapping) else torch_dtype
+
+    names = to_be_shared(info, dtype_of, components)
+    if names:
+        # Ranks that wait for the first one import meanwhile what they need.
+        with suppress(Exception):
+            getattr(diffusers, info.pipeline_class)
+    pipe, shared = shared_components(names, whole) if names else (None, {})
+    return whole(**shared) if pipe is None else pipe
 
 
 def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class PipelineRunner:
         share, why = share_of(job, mesh)
         if why is not None:
             report(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
-        runner = cls.load(job, device, share)
+        runner = cls.load(job, device, share, together=True)
         for note in partial_fits(runner.pipe, job.files).values():
             report(Noted(note))
         runner.facts, runner._peaks = facts_of(job.config, runner.pipe, device, share), peaks
@@ -127,7 +127,12 @@ class PipelineRunner:
 
     @classmethod
     def load(
-        cls, job: PictureJob, device: torch.device, mesh: Mesh | None = None, checked: bool = True
+        cls,
+        job: PictureJob,
+        device: torch.device,
+        mesh: Mesh | None = None,
+        checked: bool = True,
+        together: bool = False,
     ) -> PipelineRunner:
         """The job's pipeline, quiet, with its adapters, and not parallelised yet.
 
@@ -136,6 +141,7 @@ class PipelineRunner:
             device: where the transformers are to be; the other components are there too unless they are offloaded.
             mesh: each rank reads only its share of the transformers, for ``mesh.config``; None: every rank reads all.
             checked: refuse what the pipeline cannot do of the job.
+            together: all ranks call this alike; see `read_pipeline`.
 
         Raises:
             InputError: it cannot be loaded, or cannot do what the job asks.
@@ -155,7 +161,7 @@ class PipelineRunner:
             check_call(job, name, call_parameters(kind))
         other = kind if name != job.pipeline_class else None
         parts = load_controlnet(job.files, dtype_option(getattr(torch, job.dtype)))
-        pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh, **parts)
+        pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh, together, **parts)
         if checked:
             check_call(job, type(pipe).__name__, call_parameters(pipe))
         with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
@@ -314,6 +320,7 @@ def load_pipeline(
     variant: str | None = None,
     kind: type[Any] | None = None,
     mesh: Mesh | None = None,
+    together: bool = False,
     **components: Any,
 ) -> Any:
     """Load a diffusers pipeline onto its device, without a progress bar.
@@ -325,7 +332,7 @@ def load_pipeline(
         device: None: the pipeline stays where it is loaded to.
         variant: of the weights' files.
         kind: class of the pipeline; default: the saved one.
-        mesh: as for `load`.
+        mesh, together: as for `read_pipeline`.
         components: in the place of those that are saved with it.
 
     Raises:
@@ -336,7 +343,9 @@ def load_pipeline(
     from .loading import read_pipeline
 
     try:
-        pipe = read_pipeline(find_model(model), None, mesh, getattr(torch, dtype), variant, kind, **components)
+        pipe = read_pipeline(
+            find_model(model), None, mesh, getattr(torch, dtype), variant, kind, together, **components
+        )
     except (MemoryError, InputError):
         raise
     except Exception as error:

@@ -18,11 +18,12 @@ from ..core.patching import put_aside
 from ..core.request import PipelineCall
 from ..engine import ConfigLike, engine_of, parallelize, restore
 from ..engine.follow import CallFollower, CallLead, FollowerFailure, lost_another
+from ..engine.parcels import Parcel, packed, unpacked
 from ..engine.targets import device_of
 from ..errors import ConfigError, InputError
 from ..launch import DeviceChoice, HostedRanks
 from ..launch.hosted import STOP_LIMIT
-from .copies import CopiedModule, ModuleChange, Parcel, applied, packed, unpacked
+from .copies import CopiedModule, ModuleChange, applied
 
 if TYPE_CHECKING:
     from typing_extensions import Self

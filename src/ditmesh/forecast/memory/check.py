@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ...comm.objects import gather_objects
+from ...comm.objects import broadcast_object, gather_objects
 from ...config import ParallelConfig
 from ...core.arguments import Arguments
 from ...core.patching import Patch, Proceed
@@ -106,10 +106,12 @@ def check_memory(
     grouped = dist.is_available() and dist.is_initialized()
     ranks = dist.get_world_size() if grouped else 1
     room = free_memory(device, ranks) if limit is None else limit
-    if grouped and ranks > 1:
-        room = min(gather_objects(room))
     pixels = 0.0 if workload is None else workload.width * workload.height * workload.frames * workload.pictures
     stored = sum(path.stat().st_size for path in info.files.glob("*/*.safetensors"))
+    if grouped and ranks > 1:
+        # Of files as well: hosts may have other ones, and all ranks go on alike.
+        rooms, sizes = zip(*gather_objects((room, stored)), strict=True)
+        room, stored = min(rooms), max(sizes)
     # Files may hold half of what float32 takes.
     if stored * (2 if dtype == torch.float32 else 1) + 2 * _LARGEST * pixels < room:
         return
@@ -117,14 +119,37 @@ def check_memory(
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
     try:
         known = config if isinstance(config, ParallelConfig) else config()
+    except (DitmeshError, OSError) as error:
+        log.debug("%s: what it needs is not known: %s", info.name, error)
+        return
+    # The answer is the same on all ranks, and a host with fewer cores than ranks would find it out for each in turn.
+    if not grouped or dist.get_rank() == 0:
+        sentence = _sentence(info, known, room, workload, dtype, kind, without, offloaded)
+    if grouped and ranks > 1:
+        sentence = broadcast_object(sentence)
+    if sentence is not None:
+        raise InputError(sentence)
+
+
+def _sentence(
+    info: ModelInfo,
+    config: ParallelConfig,
+    room: float,
+    workload: Workload | None,
+    dtype: torch.dtype,
+    kind: Literal["cpu", "cuda"],
+    without: Collection[str],
+    offloaded: bool,
+) -> str | None:
+    """Why a request does not fit; None: it does, or that is not known. For the arguments see `check_memory`."""
+    try:
         fit = _MemoryFit(components_of(info, without), workload, workload_of(info), dtype, offloaded, kind)
-        sentence = fit.refusal(known, room)
+        return fit.refusal(config, room)
     except (DitmeshError, OSError) as error:
         log.debug("%s: what it needs is not known: %s", info.name, error)
     except MISTAKES as error:
         unexpected(log, error, f"{info.name} is loaded without a check of its memory")
-    if sentence is not None:
-        raise InputError(sentence)
+    return None
 
 
 class _MemoryFit:

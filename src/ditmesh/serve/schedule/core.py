@@ -351,6 +351,8 @@ class Scheduler:
                 settle(one)
             else:
                 later.append(one)
+        # Before them, what is due and can begin now: a block that is free is not given to a call that could also wait.
+        later.sort(key=lambda one: one.task.deadline is None or one.task.id in runs_of)
         for one in later:
             size, run = one.mode.ranks, runs_of.get(one.task.id)
             before = run.first if run is not None else self._meant.get(one.task.id, -1)
@@ -363,6 +365,7 @@ class Scheduler:
                 blocks,
                 key=lambda first: (
                     max(wait[first : first + size]) - (self.quantum / 2 if first <= before < first + size else 0.0),
+                    _room(open_, first, size, self.ranks),
                     first,
                 ),
             )
@@ -441,6 +444,12 @@ class Scheduler:
                         taken.add(rank)
                         break
         return begun
+
+
+def _room(open_: set[int], first: int, size: int, ranks: int) -> int:
+    """Open ranks in the next larger block around one: a block with fewer is taken first, so that others stay whole."""
+    around = next((2 * size * (first // (2 * size)) for _ in (0,) if 2 * size <= ranks), first)
+    return sum(rank in open_ for rank in range(around, around + 2 * size))
 
 
 # ---- admission

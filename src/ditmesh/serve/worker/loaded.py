@@ -190,7 +190,7 @@ class LoadedModel:
             self._undo.callback(self._mesh.close)
         # Digests with some of the adapters are made of whole weights.
         share = None if self._files else share_of(job, self._mesh)[0]
-        runner = PipelineRunner.load(job, self.device, share, checked=False)
+        runner = PipelineRunner.load(job, self.device, share, checked=False, together=True)
         runner.facts = facts_of(job.config, runner.pipe, self.device, share)
         digests = WeightDigests(runner.pipe).look() if job.files else {}
         self._weights = {name: value for name, (value, _) in digests.items()}

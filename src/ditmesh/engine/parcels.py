@@ -1,0 +1,208 @@
+"""Objects with tensors for other processes of this machine, which hold one copy of the tensors together.
+
+An object is pickled, functions and classes that have no name elsewhere by value; its tensors stand in it by number.
+Tensors of the host lie in memory that the other processes share among themselves (`memfd_create`). A GPU's tensor is
+opened by the others (CUDA IPC) and copied to their own GPU.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..core.alignment import ALIGNMENT
+from ..errors import InputError
+from .sent import as_bytes, from_bytes
+
+
+class _Place(NamedTuple):
+    """A tensor in a message.
+
+    Attributes:
+        start: first byte; None: it is opened by ``opened``.
+        near: whether it belongs on the rank's device.
+        parameter: whether it is an `nn.Parameter`.
+        opened: function and arguments that open a GPU's tensor in another process.
+    """
+
+    start: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    near: bool
+    parameter: bool
+    opened: Any
+
+
+class Parcel(NamedTuple):
+    """A pickled object and where its tensors are, for another process of this machine.
+
+    Attributes:
+        data: pickled.
+        places: of its tensors.
+        process, file: where the memory is opened; a path, where there is no such thing.
+        size: of the memory, in bytes.
+    """
+
+    data: bytes
+    places: list[_Place]
+    process: int
+    file: int | str
+    size: int
+
+
+class _Pickled:
+    """An object while it is pickled.
+
+    Args:
+        modules: of a copy that the other side has already, by id; they are sent as their number.
+        device: type of the device whose tensors belong on the other side's own.
+    """
+
+    def __init__(self, modules: dict[int, int], device: str) -> None:
+        self._modules, self._device = modules, device
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def dump(self, value: Any) -> bytes:
+        import cloudpickle
+
+        outer = self
+
+        class CopyPickler(cloudpickle.Pickler):
+            def persistent_id(self, obj: Any) -> Any:
+                if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided and not obj.is_meta:
+                    return ("tensor", outer._number(obj))
+                if isinstance(obj, nn.Module) and id(obj) in outer._modules:
+                    return ("module", outer._modules[id(obj)])
+                return None
+
+        stream = io.BytesIO()
+        CopyPickler(stream).dump(value)
+        return stream.getvalue()
+
+    def _number(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._numbers[id(tensor)]
+
+
+class _CopyUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors, self._modules = tensors, modules
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, number = pid
+        return self._tensors[number] if kind == "tensor" else self._modules[number]
+
+
+@contextmanager
+def packed(value: Any, device: str, modules: dict[int, int] | None = None) -> Iterator[Parcel]:
+    """An object for other processes of this machine, which `unpacked` it within the ``with`` block.
+
+    Args:
+        value: anything that can be pickled, modules with all their weights included.
+        device: type of the device of the ranks; tensors on one come to be on each rank's own.
+        modules: numbers of modules that the others have, by id.
+
+    Raises:
+        InputError: it cannot be pickled.
+    """
+    pickled = _Pickled(modules or {}, device)
+    try:
+        data = pickled.dump(value)
+    except Exception as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"this {type(value).__name__} cannot be copied to other processes ({said})") from error
+    places: list[_Place] = []
+    size = 0
+    for tensor in pickled.tensors:
+        near = tensor.device.type == device
+        opened = _opened(tensor) if near and device == "cuda" else None
+        start = None if opened is not None else size
+        known = (tuple(tensor.shape), tensor.dtype, near, isinstance(tensor, nn.Parameter), opened)
+        places.append(_Place(start, *known))
+        if opened is None:
+            size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    with ExitStack() as files:
+        file, number = _memory(size, files)
+        if size:
+            with mmap.mmap(number, size) as memory:
+                whole = torch.frombuffer(memory, dtype=torch.uint8)
+                for tensor, place in zip(pickled.tensors, places, strict=True):
+                    if place.start is not None:
+                        values = as_bytes(tensor)
+                        whole[place.start : place.start + values.numel()].copy_(values)
+                del whole
+        yield Parcel(data, places, os.getpid(), file, size)
+
+
+def _memory(size: int, files: ExitStack) -> tuple[int | str, int]:
+    """Memory that other processes can open: how, and the number of its file here."""
+    if hasattr(os, "memfd_create"):
+        number = os.memfd_create("ditmesh-copy", os.MFD_CLOEXEC)
+        files.callback(os.close, number)
+        found: int | str = number
+    else:
+        named = files.enter_context(tempfile.NamedTemporaryFile(prefix="ditmesh-copy-"))  # noqa: SIM115
+        number, found = named.fileno(), named.name
+    os.ftruncate(number, max(1, size))
+    return found, number
+
+
+def _opened(tensor: Tensor) -> Any:
+    """How another process opens a GPU's tensor; None where the allocator's memory cannot be opened."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    with suppress(RuntimeError):
+        return reduce_tensor(tensor.detach())
+    return None
+
+
+def unpacked(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] = ()) -> Any:
+    """The object of a parcel of another process of this machine.
+
+    Args:
+        parcel: of `packed`, whose ``with`` block is not over.
+        device: where tensors go that belong on a rank's own.
+        modules: that stand in the parcel as numbers.
+    """
+    whole = torch.empty(0, dtype=torch.uint8)
+    if parcel.size:
+        path = parcel.file if isinstance(parcel.file, str) else f"/proc/{parcel.process}/fd/{parcel.file}"
+        number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            # A private view: what is written to stays here, and the rest is shared among all that have opened it.
+            whole = torch.frombuffer(mmap.mmap(number, parcel.size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        finally:
+            os.close(number)
+    tensors = []
+    for place in parcel.places:
+        if place.start is None:
+            rebuild, args = place.opened
+            tensor = rebuild(*args).to(device, copy=True)
+        else:
+            end = place.start + _bytes(place)
+            tensor = from_bytes(whole[place.start : end], place.shape, place.dtype)
+            tensor = tensor.to(device) if place.near else tensor
+        tensors.append(nn.Parameter(tensor, requires_grad=False) if place.parameter else tensor)
+    return _CopyUnpickler(parcel.data, tensors, modules).load()
+
+
+def _bytes(place: _Place) -> int:
+    count = place.dtype.itemsize
+    for length in place.shape:
+        count *= length
+    return count

@@ -1,0 +1,143 @@
+"""Weights that are converted while they are loaded: one copy for a host, the same bits, and never written."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+
+import ditmesh
+from ditmesh.core import digests
+from ditmesh.core.alignment import ALIGNMENT
+from ditmesh.generate import one_copy
+from ditmesh.generate.model_info import find_model
+from support.tiny import save_tiny_ltx
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A video pipeline in bfloat16, but for its autoencoder; its text encoder has a weight under two names."""
+    whole = save_tiny_ltx(tmp_path_factory.mktemp("float32"))
+    pipe: Any = diffusers.LTXPipeline.from_pretrained(whole)
+    pipe.transformer.to(torch.bfloat16)
+    pipe.text_encoder.to(torch.bfloat16)
+    pipe.save_pretrained(found := tmp_path_factory.mktemp("bfloat16"))
+    return found
+
+
+@contextmanager
+def from_the_first_byte(breaks: str = "") -> Any:
+    """Small models are shared as well; ``breaks``: the first rank cannot load, or rank 1 not open what it sends."""
+    least, load, opened = one_copy.LEAST, one_copy._loaded, one_copy.unpacked
+
+    def broken(*of: Any) -> Any:
+        if breaks == "load" or dist.get_rank() == 1:
+            raise OSError("on purpose")
+        return opened(*of)
+
+    one_copy.LEAST = 1
+    if breaks == "load":
+        one_copy._loaded = lambda names, load_, files: load(names, broken, files)
+    if breaks:
+        one_copy.unpacked = broken
+    try:
+        yield
+    finally:
+        one_copy.LEAST, one_copy._loaded, one_copy.unpacked = least, load, opened
+
+
+def mapping(tensor: torch.Tensor) -> tuple[str, int]:
+    """What the memory of a tensor is a mapping of, and KiB of it that are this process's own."""
+    name, own, inside = "", 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            first, last = (int(end, 16) for end in words[0].split("-"))
+            inside = first <= tensor.data_ptr() < last
+            name = " ".join(words[5:]) if inside else name
+        elif inside and words[0] == "Anonymous:":
+            own = int(words[1])
+    return name, own
+
+
+def together(folder: str, breaks: str = "") -> dict[str, Any]:
+    """What a rank has after loading together with others, against loading alone; rank 1 then writes to a weight."""
+    hashed: list[torch.Tensor] = []
+    whole = digests.tensor_digest
+    digests.tensor_digest = lambda tensor: (hashed.append(tensor), whole(tensor))[1]
+    try:
+        with from_the_first_byte(breaks):
+            pipe = ditmesh.load(folder, {"ulysses": 2}, dtype=torch.float32)
+    finally:
+        digests.tensor_digest = whole
+    alone: Any = diffusers.LTXPipeline.from_pretrained(folder, dtype=torch.float32)
+    found: dict[str, Any] = {"same": True, "flags": True, "aligned": True, "mapped": {}, "hashed": len(hashed)}
+    found["weights"] = len(list(digests.weights_of(pipe)))
+    for name in ("transformer", "text_encoder", "vae"):
+        one, other = getattr(pipe, name), getattr(alone, name)
+        for (path, value), (known, expected) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+            found["same"] &= path == known and value.dtype == torch.float32 and torch.equal(value, expected)
+            found["flags"] &= value.requires_grad == expected.requires_grad
+            found["aligned"] &= name == "vae" or value.data_ptr() % ALIGNMENT == 0
+        found["mapped"][name] = mapping(next(one.parameters()))
+        found["training"] = one.training or found.get("training", False)
+    encoder = pipe.text_encoder
+    found["tied"] = encoder.shared.weight is encoder.encoder.embed_tokens.weight
+    found["path"] = pipe.transformer.config._name_or_path == alone.transformer.config._name_or_path
+    weight, rank = next(pipe.transformer.parameters()), dist.get_rank()
+    before = weight.detach().clone()
+    dist.barrier()
+    if rank == 1:
+        with torch.no_grad():
+            weight.add_(1)
+    dist.barrier()
+    found["written"] = float((weight - before).abs().max().detach())
+    ditmesh.restore(pipe)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="looks at Linux' table of mappings")
+def test_converted_weights_are_one_copy_that_nobody_writes_to(ranks: Any, folder: Path):
+    every = ranks(2).run(together, str(folder))
+    # Of what both map each has compared a part.
+    assert sum(found["hashed"] for found in every) == every[0]["weights"]
+    assert min(found["hashed"] for found in every) > 0
+    for rank, found in enumerate(every):
+        assert found["same"]
+        assert found["flags"]
+        assert found["tied"]
+        assert found["path"]
+        assert found["aligned"]
+        assert not found["training"]
+        for name in ("transformer", "text_encoder"):
+            kind, own = found["mapped"][name]
+            assert "ditmesh-copy" in kind
+            assert own == 0
+        # Its dtype is that of its file.
+        assert "ditmesh-copy" not in found["mapped"]["vae"][0]
+        assert found["written"] == rank
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("breaks", ["load", "open"])
+def test_without_the_one_copy_every_rank_loads_for_itself(ranks: Any, folder: Path, breaks: str):
+    for rank, found in enumerate(ranks(2).run(together, str(folder), breaks)):
+        assert found["same"]
+        shared = breaks == "open" and rank == 0
+        assert ("ditmesh-copy" in found["mapped"]["transformer"][0]) == shared
+
+
+def test_what_is_saved_as_it_is_used_is_left_to_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    info = find_model(folder)
+    monkeypatch.setattr(one_copy, "LEAST", 1)
+    assert one_copy.to_be_shared(info, lambda name: torch.float32) == ["text_encoder", "transformer"]
+    assert one_copy.to_be_shared(info, lambda name: torch.float32, ["transformer"]) == ["text_encoder"]
+    assert one_copy.to_be_shared(info, lambda name: torch.bfloat16) == ["vae"]
+    assert one_copy.to_be_shared(info, lambda name: None) == []
+    monkeypatch.undo()
+    assert one_copy.to_be_shared(info, lambda name: torch.float32) == []
