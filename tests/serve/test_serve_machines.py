@@ -656,7 +656,7 @@ print(points_seen)
 @pytest.mark.parametrize(
     ("actions", "kinds", "every", "least"),
     [
-        pytest.param("3", "2,4", 1, 50, id="after each sync and rename"),
+        pytest.param("3", "2,4", 1, 44, id="after each sync and rename"),
         pytest.param("2,3,4", "1,2,4,8,16,32,64", 5, 100, id="around some of all changes"),
         pytest.param("2,3,4", "1,2,4,8,16,32,64", 1, 500, id="around all changes", marks=pytest.mark.matrix),
     ],

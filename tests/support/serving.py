@@ -381,9 +381,11 @@ def serving(
 
 
 def stack_of(thread: threading.Thread) -> str:
-    """Where a thread is that should be elsewhere."""
-    frame = sys._current_frames().get(cast("int", thread.ident))
-    return "" if frame is None else "".join(traceback.format_stack(frame))
+    """Where a thread is that should be elsewhere, and the threads that it may wait for: an event loop shows nothing."""
+    names = {one.ident: one.name for one in threading.enumerate()}
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != thread.ident)
+    stacks = [f"{names.get(number)}:\n{''.join(traceback.format_stack(frame))}" for number, frame in frames]
+    return "\n".join(stacks)
 
 
 def main() -> None:

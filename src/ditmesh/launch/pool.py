@@ -29,7 +29,13 @@ from .torchrun import from_torchrun
 
 # Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
 # seconds × ranks.
-PRELOAD = ("torch", "torch.distributed", "diffusers.pipelines.pipeline_utils", "transformers.modeling_utils")
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "diffusers.pipelines.pipeline_utils",
+    "transformers.modeling_utils",
+    "ditmesh.generate.loading",
+)
 
 # First of all.
 QUIET = f"{__package__}.quiet_process"

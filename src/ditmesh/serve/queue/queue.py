@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -209,15 +210,34 @@ class Queue:
             (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
             if state != "ok":
                 raise sqlite3.DatabaseError(f"malformed: {state}")
-            db.execute("PRAGMA journal_mode = WAL")
-            if not tables:
-                stamp = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
-                db.executescript(f"BEGIN; {TABLES} {stamp} COMMIT;")
-            db.executescript(f"BEGIN; {LATER_TABLES} COMMIT;")
+            if tables:
+                db.execute("PRAGMA journal_mode = WAL")
+                db.executescript(f"BEGIN; {LATER_TABLES} COMMIT;")
+            else:
+                self._create(db)
         except BaseException:
             db.close()
             raise
         return db
+
+    def _create(self, db: sqlite3.Connection) -> None:
+        """Make the tables of an empty file.
+
+        Nothing has been promised yet, so that one wait for the disk is enough, in the place of seven: on a busy disk
+        each takes seconds, and nobody is answered before. The tables are in the log, which the first change after
+        them puts on disk.
+        """
+        stamp = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
+        db.execute("PRAGMA synchronous = OFF")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.executescript(f"BEGIN; {TABLES} {LATER_TABLES} {stamp} COMMIT;")
+        # A log beside an empty file would be dropped.
+        try:
+            with self.path.open("rb+") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_error(f"cannot open {self.path}", error) or error from error
+        db.execute("PRAGMA synchronous = FULL")
 
     def _move_aside(self) -> Path:
         """Move an unreadable queue and its results into a separate folder."""
