@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,8 @@ import pytest
 from ditmesh.serve.schedule.core import Scheduler
 from ditmesh.serve.worker.adaptive import serve_pool
 from ditmesh.serve.worker.protocol import Beat, Finished, ModelReady, TaskFailed, TaskStepped
-from support.batching import Owner, alone, at_once, of, picture, task
-from support.pool import PROMPTS, RandomScheduler, drawn, drawn_by_schedules, pictures, pool_spec
+from support.batching import Owner, alone, at_once, of, picture, save_lora, task
+from support.pool import PROMPTS, InTurn, RandomScheduler, drawn, drawn_by_schedules, pictures, pool_spec
 
 SEEDS = (0, 1, 2)
 # Random schedules in the matrix, and how many of them ranks follow that load the model once.
@@ -68,6 +70,20 @@ def test_pictures_of_a_pool_are_those_of_one_device(ranks):
         assert abs(picture(said, str(n)) - alone(prompt, n)).max() <= 1
         assert [one.step for one in of(said, TaskStepped, str(n))] == [1, 2, 3, 4, 5]
     assert {one.id for one in of(said, Finished)} == {"0", "1", "2", "3"}
+
+
+def test_requests_with_and_without_an_adapter_take_turns_in_shared_calls(ranks, tmp_path):
+    """The copies of the transformer that ranks share have those adapters on that the call is for."""
+    loras = {"oil": str(save_lora(tmp_path, 1))}
+    starts = [task(str(n), PROMPTS[n], seed=n, steps=3, loras=[{"name": "oil"}][: n % 2]) for n in (0, 1)]
+    drawn_by = []
+    for size, scheduler in ((1, Scheduler(1)), (2, InTurn(2))):
+        spec = replace(pool_spec(size, reproducible=True), loras=loras)
+        said = Owner(at_once(*starts), 2).serve(ranks(size), [spec], partial(serve_pool, scheduler=scheduler))
+        drawn_by.append(pictures(said, (0, 1)))
+    assert of(said, Beat)[-1].bytes
+    for expected, found in zip(*drawn_by, strict=True):
+        assert np.array_equal(found, expected)
 
 
 def serve_broken(specs: Any, *, report: Any) -> None:

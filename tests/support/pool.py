@@ -15,7 +15,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.schedule.core import Run, Scheduler, Task
-from ditmesh.serve.schedule.costs import ALONE, StepCosts
+from ditmesh.serve.schedule.costs import ALONE, Mode, StepCosts
 from ditmesh.serve.worker.adaptive import serve_pool
 from ditmesh.serve.worker.protocol import Beat, Cancel, Cancelled, Finished, TaskFailed, TaskStepped
 from support.batching import Owner, of, picture, task
@@ -74,6 +74,26 @@ class RandomScheduler(Scheduler):
                 busy.update(run.ranks)
                 break
         return begun
+
+
+@dataclass
+class InTurn(Scheduler):
+    """All ranks share every call of a transformer, and requests take turns by the call."""
+
+    def decide(
+        self,
+        costs: StepCosts,
+        now: float,
+        tasks: Sequence[Task],
+        running: Sequence[Run] = (),
+        free: Sequence[float] = (),
+    ) -> list[Run]:
+        if running or not tasks:
+            return []
+        # All are to be at their steps before one takes its first.
+        one = max(tasks, key=lambda task: (task.narrow, task.steps, task.id))
+        mode = ALONE if one.narrow or not one.steps else Mode(1, self.ranks)
+        return [Run(0, mode, (one.id,), 1 if mode.ranks > 1 else 0, 1e-9)]
 
 
 @dataclass

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import AsyncIterator, Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo

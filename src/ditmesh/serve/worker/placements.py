@@ -8,7 +8,7 @@ from one to another by calling another copy; nothing is installed, sent or waite
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
@@ -89,6 +89,8 @@ class Placement:
     ) -> None:
         self._copies, self._layouts, self.config = copies, layouts, config
         self._device, self._timeout, self._recipe = device, timeout, recipe
+        # What its copies have on, as `Placements.way` was told last.
+        self.adapters: tuple[Hashable, ...] = ()
         self._open()
 
     def _open(self) -> None:
@@ -193,10 +195,17 @@ class Placements:
         """The ways there are, one rank alone first."""
         return [ALONE, *self.ways]
 
-    def way(self, mode: Mode) -> Placement:
-        """The way of a mode, with those adapters on that the transformers have."""
+    def way(self, mode: Mode, adapters: Hashable = None) -> Placement:
+        """The way of a mode, with those adapters on that the transformers have.
+
+        Args:
+            mode: one of `modes`.
+            adapters: those, with their scales; while they are what they were, no module is looked at.
+        """
         way = self.ways[mode]
-        way.follow(self._models)
+        if way.adapters != (adapters,):
+            way.follow(self._models)
+            way.adapters = (adapters,)
         return way
 
     def traffic(self) -> dict[str, int]:

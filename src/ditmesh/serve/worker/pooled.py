@@ -119,8 +119,8 @@ class PoolBatcher(Batcher):
         """
         pending, began = run.pending, time.perf_counter()
         assert pending is not None
-        way = self.placements.way(mode)
         self.adapt(run.adapters)
+        way = self.placements.way(mode, run.adapters)
         try:
             output = way.call(pending.component, pending.args, pending.kwargs)
         except Exception as error:
