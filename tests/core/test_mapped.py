@@ -33,7 +33,8 @@ def test_pages_are_those_of_the_file_until_this_process_writes_to_one(file: Path
     (found,) = pages_of([part])
     whole = places[list(one).index("a")]
     assert found == (*whole[:2], whole[2] + 7 * 4096, 8192)
-    assert pages_of([one["a"].t()]) == [None]
+    assert pages_of([torch.nn.Parameter(part)]) == [found]
+    assert pages_of([one["a"].t(), one["a"].to("meta"), one["a"].to_sparse()]) == [None] * 3
     one["c"][0, 0] = 5
     # Of the mapping that was written to, nothing is known to be the file's.
     assert pages_of(one.values()) == [None] * 3

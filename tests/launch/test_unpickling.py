@@ -61,6 +61,7 @@ COLLECTIVES = {
     "engine/follow.py",
     "engine/first_call.py",
     "generate/loading.py",
+    "generate/one_copy.py",
     "forecast/memory/check.py",
     "launch/torchrun.py",
     "strategies/checked.py",

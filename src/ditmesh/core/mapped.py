@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 # Of a tensor's bytes: the system, the file, the first byte in it, and their number.
 Pages = tuple[str, str, int, int]
@@ -32,9 +33,9 @@ def pages_of(tensors: Iterable[Tensor]) -> list[Pages | None]:
 
 
 def _pages(tensor: Tensor, boot: str, mappings: list[tuple[int, int, int, str]], starts: list[int]) -> Pages | None:
-    if tensor.device.type != "cpu" or type(tensor).__torch_function__ is not Tensor.__torch_function__:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
-    if not tensor.is_contiguous() or not tensor.numel():
+    if not tensor.is_contiguous() or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
         return None
     first, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     place = bisect_right(starts, first) - 1
