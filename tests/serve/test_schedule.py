@@ -134,6 +134,19 @@ def test_ranks_that_are_kept_for_a_wide_call_do_short_ones_meanwhile():
     assert where(runs) in ({"s": [1]}, {"w": [1]}, {"r": [1]})
 
 
+@pytest.mark.parametrize("wait", [0.05, 0.3])
+def test_what_is_due_begins_on_a_free_rank_before_a_wide_call_takes_it(wait):
+    """Of four ranks two are at a call; two requests come, of which the patient one would be faster on both others."""
+    known, running = costs(), [Run(2, Mode(1, 2), ("r",), 1, wait)]
+    for mode in [Mode(1, 2), Mode(2, 1), Mode(1, 4), Mode(2, 2)] * 7:
+        known.add(SMALL, mode, 1, 0.02)
+    tasks = [task("r", LARGE, arrived=0.0), task("w", LARGE, arrived=-9.0), task("s", SMALL, deadline=0.13)]
+    found = where(scheduler(4).decide(known, 0.0, tasks, running, [0.0, 0.0, wait, wait]))
+    assert found["s"] in ([0], [1])
+    # With the small one gone, the patient one has both.
+    assert where(scheduler(4).decide(known, 0.0, tasks[:2], running, [0.0, 0.0, wait, wait]))["w"] == [0, 1]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, 12])
 def test_runs_never_overlap_and_blocks_are_aligned(ranks):
     draw = random.Random(ranks)
