@@ -37,7 +37,7 @@ from ..strategies.sharded import UNITS, GatherGroup, Packed, ShardedWeights, Uni
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_of, plan
 from .model_info import ModelInfo, find_model
-from .one_copy import shared_components, to_be_shared
+from .one_copy import agreed_names, shared_components, to_be_shared
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def read_pipeline(
     def dtype_of(name: str) -> torch.dtype | None:
         return torch_dtype.get(name, torch_dtype.get("default")) if isinstance(torch_dtype, Mapping) else torch_dtype
 
-    names = to_be_shared(info, dtype_of, components)
+    names = agreed_names(to_be_shared(info, dtype_of, components))
     if names:
         # Ranks that wait for the first one import meanwhile what they need.
         with suppress(Exception):

@@ -72,6 +72,11 @@ def _private(path: Path, dtype: torch.dtype | None) -> int:
     return 0
 
 
+def agreed_names(names: list[str]) -> list[str]:
+    """The names if all ranks have found the same, else none: hosts may have other files. Every rank calls this."""
+    return names if all(other == names for other in gather_objects(names)) else []
+
+
 def shared_components(names: Collection[str], load: Callable[[], Any]) -> tuple[Any, dict[str, nn.Module]]:
     """Components of which all ranks of a host have one copy. Every rank calls this alike.
 
