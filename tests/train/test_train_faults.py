@@ -34,6 +34,7 @@ CONFIGS = {
     "ring": {"parallel": {"ring": 2, "shared_memory": False}},
     "data": {"parallel": {"data": 2}},
     "tensor": {"parallel": {"tensor": 2}},
+    "pipe": {"parallel": {"pipe": 2}},
     "ddp": {"parallel": {"data": 2}, "sharding": "ddp"},
     "fsdp": {"parallel": {"data": 2}, "sharding": "fsdp"},
 }
@@ -68,12 +69,15 @@ class Faulty:
     def __init__(self, trainer: Trainer, point: str) -> None:
         self._trainer = trainer
         self._write = HuggingFaceStorageWriter.write_data
+        stages = trainer.parallel.stages
+        # Other stages pass it over.
+        block = trainer.pipe.transformer.transformer_blocks[-1 if stages is None else stages.last]
         if point == "reading":
             trainer.data.encoded.batch = self._before(trainer.data.encoded.batch)
         elif point == "forward":
-            trainer.pipe.transformer.transformer_blocks[-1].register_forward_pre_hook(self._now)
+            block.register_forward_pre_hook(self._now)
         elif point == "backward":
-            trainer.pipe.transformer.transformer_blocks[-1].register_forward_hook(self._in_backward)
+            block.register_forward_hook(self._in_backward)
         elif point == "optimizer":
             trainer.update.optimizer.register_step_pre_hook(self._now)
         elif point == "state":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 import ditmesh
 from ditmesh.train import TrainConfig
 from ditmesh.train import import_settings as tools
+from ditmesh.train.config import LoraConfig
 from ditmesh.train.import_settings import imported
 
 AI_TOOLKIT = """
@@ -191,6 +193,24 @@ def test_every_name_of_ours_exists_and_every_name_stands_on_the_page():
         for theirs, ours in names.items():
             assert f"`{theirs}`" in page, theirs
             assert f"`{ours}`" in page, ours
+
+
+@pytest.mark.parametrize("page", ["training-migration.md", "training-migration.zh.md"])
+def test_settings_of_memory_and_speed_exist(page):
+    """What stands in the last column of the last table is ours, and takes the values that are named."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    lines = [line for line in text.split("\n## ")[-1].splitlines() if line.startswith("| `")]
+    assert len(lines) > 8
+    for line in lines:
+        ours = re.findall("`([^`]+)`", line.split("|")[3])
+        name, _, value = ours[0].partition(": ")
+        top, _, inner = name.partition(".")
+        assert inner in LoraConfig.model_fields if inner else top in TrainConfig.model_fields, line
+        for one in [value, *ours[1:]] if value else ours[1:]:
+            if one not in TrainConfig.model_fields:
+                made = {"pretrained_model_name_or_path": "m", "train_data_dir": "d", "output_dir": "o", name: one}
+                made |= {"lora": {}} if name == "base_precision" else {}
+                assert str(getattr(TrainConfig.read(made), name)) == one, line
 
 
 def test_the_command_writes_a_run(tmp_path, capsys):

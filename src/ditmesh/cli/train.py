@@ -220,6 +220,9 @@ def _say_check(result: dict[str, Any]) -> Report:
     report.text(f"{result['pipeline']}, {result['transformer']} ({adapter}), objective {result['objective']}")
     if result["trained_as"] is not None:
         report.text(f"Its transformer is trained in {result['trained_as']}; it loads the weights and the LoRA.")
+    if result["timesteps"] is not None:
+        low, high = result["timesteps"]
+        report.text(f"Of two transformers {result['component']} is trained, on timesteps {low:g} to {high:g}.")
     if result["picture"] is not None:
         what = {"first frame": "the sample's first frame", "hole": "the sample's image with a hole"}.get(
             result["picture"], "a reference picture"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # The names of the files' metadata entry and of the parameters of adapters.
 METADATA = "lora_adapter_metadata"
+# Of another entry, which says for which transformer of several an adapter is: diffusers' own files do not.
+COMPONENT = "ditmesh_component"
 LAYERS = ("lora_", "lokr_")
 
 
@@ -28,7 +30,7 @@ def pipeline_has(kind: type[Any]) -> bool:
     return "transformer" in (getattr(kind, "_lora_loadable_modules", None) or ())
 
 
-def load_lora(pipe: Any, file: Path, name: str) -> None:
+def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) -> None:
     """Load an adapter of a safetensors file into a pipeline and make it active.
 
     diffusers' own loader takes every file but those that it does not know for this pipeline: adapters of pipelines
@@ -38,26 +40,32 @@ def load_lora(pipe: Any, file: Path, name: str) -> None:
         pipe: the pipeline.
         file: the adapter.
         name: of the adapter in the pipeline.
+        component: the transformer, of two, that gets it; None: the one that the file names, else the first.
 
     Raises:
-        InputError: the file says nothing of the adapter's rank and scale, which is needed here.
+        InputError: the pipeline has no such transformer, or the file says nothing of the adapter's rank and scale,
+            which is needed here.
         Exception: any of diffusers' and peft's own.
     """
     from safetensors import safe_open
 
     with safe_open(file, "pt") as tensors:
         names = list(tensors.keys())
+        component = component or (tensors.metadata() or {}).get(COMPONENT, "transformer")
+    if component != "transformer" and getattr(pipe, component, None) is None:
+        raise InputError(f"{file} is for the {component} of a pipeline with two, and {type(pipe).__name__} has none")
     plain = any(".lokr_" in one for one in names) and all(one.startswith("transformer.") for one in names)
     # Pipelines with a UNet are diffusers' own business.
     known = pipeline_has(type(pipe)) if hasattr(pipe, "transformer") else hasattr(pipe, "load_lora_weights")
     if known and not plain:
-        pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=name)
-    elif hasattr(pipe.transformer, "load_lora_adapter"):
-        pipe.transformer.load_lora_adapter(
-            str(file.parent), weight_name=file.name, adapter_name=name, prefix="transformer"
-        )
+        second = {} if component == "transformer" else {f"load_into_{component}": True}
+        pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=name, **second)
+        return
+    model = getattr(pipe, component)
+    if hasattr(model, "load_lora_adapter"):
+        model.load_lora_adapter(str(file.parent), weight_name=file.name, adapter_name=name, prefix="transformer")
     else:
-        _inject(pipe.transformer, file, name)
+        _inject(model, file, name)
 
 
 def _inject(model: nn.Module, file: Path, name: str) -> None:

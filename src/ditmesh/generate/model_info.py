@@ -57,6 +57,11 @@ class ModelInfo:
         """Class of the pipeline."""
         return str(self.index.get("_class_name", "DiffusionPipeline"))
 
+    def part(self, name: str) -> dict[str, Any]:
+        """The configuration of another part, such as a second transformer; empty where there is no file."""
+        file = self.files / name / "config.json"
+        return self.transformer if name == "transformer" else _read_json(file, self.name) if file.is_file() else {}
+
     @property
     def transformer_class(self) -> str:
         """Class of the transformer."""

@@ -22,6 +22,9 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["no", "bf16", "fp16"]
 Sharding = Literal["auto", "none", "ddp", "fsdp"]
 
+# Where pipelines keep a transformer for other noise levels than those of the first.
+SECOND = "transformer_2"
+
 
 class LoraConfig(BaseModel):
     """Adapters in place of full fine-tuning.
@@ -67,7 +70,8 @@ class TrainConfig(BaseModel):
 
     What to train
         pretrained_model_name_or_path: the folder or hub id of a pipeline, or an embedded model.
-        train_modules: the components to train.
+        train_modules: the components to train. Of a pipeline with two transformers (Wan 2.2) ``transformer``, for high
+            noise levels, or ``transformer_2``, for low ones; each is trained on its own levels.
         lora: train adapters on ``train_modules`` instead of their weights.
         from_scratch: start from random weights of the same configuration.
         base_precision: with ``lora``, the bits of the transformer's frozen linear layers: ``bf16``, ``fp16``, or
@@ -438,8 +442,18 @@ class TrainConfig(BaseModel):
         )
         if (self.base_precision or self.base_offload) and self.lora is None:
             yield f"{base}: whole weights are trained in float32 on the device; add lora"
-        if self.lora is not None and "transformer" not in self.train_modules:
+        if {"transformer", SECOND} <= set(self.train_modules):
+            yield (
+                f"train_modules={list(self.train_modules)}: a run trains one of two transformers, each on noise levels "
+                f"of its own; leave transformer or {SECOND} out, and train the other one in another run"
+            )
+        if self.lora is not None and self.denoiser not in self.train_modules:
             yield f"train_modules={list(self.train_modules)}: lora adapts the transformer as well; add it"
+
+    @property
+    def denoiser(self) -> str:
+        """The component that is the transformer of this run: of two (Wan 2.2) the one that is trained."""
+        return SECOND if SECOND in self.train_modules else "transformer"
 
     @property
     def data_sets(self) -> tuple[TrainConfig, ...]:
@@ -475,7 +489,7 @@ class TrainConfig(BaseModel):
         """Whether text embeddings are constant during the run."""
         if any(one.varies_tags for one in self.data_sets):
             return False
-        return all(name == "transformer" for name in self.train_modules)
+        return all(name == self.denoiser for name in self.train_modules)
 
     @property
     def in_order(self) -> bool:

@@ -216,7 +216,8 @@ class NoiseObjective:
             ConfigError: the objective is another one, or there is no timestep between the bounds.
         """
         times = self.scheduler.timesteps
-        kept = (times >= lowest) & (times <= highest)
+        # A bound may lie just below a timestep.
+        kept = (times.double() >= lowest) & (times.double() <= highest)
         if not self._objective.is_flow or not bool(kept.any()):
             raise ConfigError(
                 f"objective={self.kind!r} has no timesteps from {lowest:g} to {highest:g} to be trained on"

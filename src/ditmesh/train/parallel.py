@@ -33,7 +33,8 @@ def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
     unknown = [name for name in config.train_modules if not isinstance(pipe.components.get(name), nn.Module)]
     if unknown:
         raise ConfigError(f"train_modules: {type(pipe).__name__} has no module {unknown[0]!r}")
-    model, modules = pipe.transformer, {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
+    modules = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
+    model: Any = modules[config.denoiser]
     for name, module in modules.items():
         module.requires_grad_(name in config.train_modules and config.lora is None)
         module.train(name in config.train_modules)
@@ -94,7 +95,7 @@ class ParallelTraining:
                 "base_offload: the transformer's weights in host memory differ between ranks; compare files"
             )
         # Of the whole weights: `parallelize` cuts them.
-        self.slices = TensorSlicesOf(model, mesh, "transformer.")
+        self.slices = TensorSlicesOf(model, mesh, f"{config.denoiser}.")
         # Ranks that have whole samples only exchange gradients; attention that may cross ranks is no code to compile.
         whole = bool(config.compile) and mesh.world_size == mesh.data.size
         if (mesh.world_size > 1 or config.in_order) and not whole:

@@ -10,7 +10,7 @@ from ..config import ParallelConfig, setting
 from ..errors import ConfigError, InputError, did_you_mean
 from ..generate.job import check_config, check_folder
 from ..generate.model_info import ModelInfo
-from .config import LoraConfig, TrainConfig
+from .config import SECOND, LoraConfig, TrainConfig
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -85,7 +85,8 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
     check_folder(config.output_dir, "output_dir")
     if config.cache_dir is not None:
         check_folder(config.cache_dir, "cache_dir")
-    parts = [name for name, value in info.index.items() if isinstance(value, list) and not name.startswith("_")]
+    pairs = {name: value for name, value in info.index.items() if isinstance(value, list) and all(value)}
+    parts = [name for name in pairs if not name.startswith("_")]
     for name in config.train_modules:
         if name not in parts:
             near = did_you_mean(name, parts) or f"; it has {', '.join(parts)}"
@@ -104,7 +105,7 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
         raise ConfigError(f"{info.pipeline_class} has no transformer to train")
     _check_family(config, info, parts)
     _check_lora(config.lora, info, config)
-    _check_stages(config.parallel, info)
+    _check_stages(config, info)
 
 
 def _check_family(config: TrainConfig, info: ModelInfo, parts: list[str]) -> None:
@@ -115,8 +116,7 @@ def _check_family(config: TrainConfig, info: ModelInfo, parts: list[str]) -> Non
     from .observed.family import check_observable
 
     kind = getattr(diffusers, info.pipeline_class, None)
-    second = "transformer_2" in parts and info.index["transformer_2"][0] is not None
-    several = second or bool(info.index.get("expand_timesteps"))
+    several = SECOND in parts or bool(info.index.get("expand_timesteps"))
     names = [one if isinstance(one, str) else one.__name__ for one in FAMILIES]
     known = isinstance(kind, type)
     if info.transformer_class in names and (not known or is_adapted(kind, info.transformer_class, several)):
@@ -140,12 +140,15 @@ def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -
     if pipeline is not None:
         check_modules(pipeline, config)
     check_base(lora)
-    if hasattr(diffusers, info.transformer_class):
-        targets_of(on_meta(info.transformer_class, info.transformer), lora)
+    settings = info.part(config.denoiser)
+    transformer = str(settings.get("_class_name", "transformer"))
+    if hasattr(diffusers, transformer):
+        targets_of(on_meta(transformer, settings), lora)
 
 
-def _check_stages(config: ParallelConfig, info: ModelInfo) -> None:
+def _check_stages(run: TrainConfig, info: ModelInfo) -> None:
     """Reject a transformer with blocks that cannot be cut into the stages of ``pipe``."""
+    config = run.parallel
     if config.pipe == 1:
         return
     from ..layout import layout_of
@@ -153,9 +156,11 @@ def _check_stages(config: ParallelConfig, info: ModelInfo) -> None:
     from ..strategies.pipefusion.stages import first_cut
     from .gradients.stages import refusal
 
-    model = on_meta(info.transformer_class, info.transformer)
+    settings = info.part(run.denoiser)
+    name = str(settings.get("_class_name", "transformer"))
+    model = on_meta(name, settings)
     layout = layout_of(model)
-    problem = refusal(info.transformer_class, layout, config)
+    problem = refusal(name, layout, config)
     if problem is not None or layout is None:
-        raise ConfigError(problem or info.transformer_class)
+        raise ConfigError(problem or name)
     first_cut(model, layout, config)

@@ -13,6 +13,7 @@ import torch
 
 from ..comm.backends import device_of_rank
 from ..comm.mesh import DEFAULT_DEADLINE
+from ..errors import ConfigError
 from ..generate.job import PictureJob
 from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
@@ -77,7 +78,7 @@ def train(
         pipe = DiffusionPipeline.from_pretrained(info.files if info.local else info.name)
     pipe.set_progress_bar_config(disable=True)
     began = time.monotonic()
-    model = type(pipe.transformer)
+    model = type(getattr(pipe, config.denoiser))
     with Trainer(config, pipe, device_of_rank(), timeout, report if rank_of_process() == 0 else None) as trainer:
         config, validation = trainer.config, _Validation(trainer)
         # Messages of the other ranks would be the same.
@@ -121,6 +122,12 @@ class _Validation:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        draws = getattr(trainer.family, "draws_from_prompts", None)
+        if trainer.config.validation_prompts and draws is not None and not draws():
+            raise ConfigError(
+                f"validation_prompts: {type(trainer.pipe).__name__} draws from a picture, and a prompt alone has none; "
+                "leave it out, and use validation_data_dir or validation_split to measure the loss of pictures"
+            )
         self.nearest: float | None = None
 
     def run(self, step: int) -> dict[str, Path]:

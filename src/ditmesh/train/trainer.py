@@ -219,14 +219,15 @@ class Trainer:
         self.data = TrainingData(pipe, self.family, config, self.mesh, self.device, self._preparing)
         bounds = getattr(self.family, "moments_of_training", None)
         if bounds is not None:
-            # Of two transformers the one for high noise is trained.
+            # Those of the one of two transformers that is trained.
             self.objective.keep_between(*bounds)
         # Of whole weights, before ranks have their shares of them.
         self._fingerprint = sampled_fingerprint(pipe) if config.archipelago is not None else ""
         self.trained = trained_modules(pipe, config)
         # Weights are whole only until ranks have their shares of them.
         self._bytes = bytes_of(pipe, config)
-        self.parallel = ParallelTraining(self.trained, pipe.transformer, config, self.mesh, self._undo, self._restore)
+        self.model = getattr(pipe, config.denoiser)
+        self.parallel = ParallelTraining(self.trained, self.model, config, self.mesh, self._undo, self._restore)
         self.update = WeightUpdate(self.trained, config, self.mesh, self.data.steps)
         self.held_out: HeldOutLoss | None = None
         if self.data.held_out:
@@ -451,7 +452,7 @@ class Trainer:
             return None
         with self.update.averaged():
             # Not DistributedDataParallel's, in which the forwards of ranks belong together.
-            return self.held_out.measure(partial(self._predict, self.pipe.transformer))
+            return self.held_out.measure(partial(self._predict, self.model))
 
     def _leave_tokens_out(self, micro: MicroBatch, latents: Tensor) -> Tensor | None:
         """Choose tokens for the transformer's next call; which latents they are, as ones and zeros; None: all."""
@@ -652,7 +653,7 @@ class Trainer:
 
     def _restore(self, close: Callable[[], None] | None = None) -> None:
         try:
-            restore(self.pipe.transformer) if close is None else close()
+            restore(self.model) if close is None else close()
         except PeerError:
             # Slices of weights cannot be put together: of a job that has failed, whose error is to be told, or in
             # FSDP2's shards, in which the weights stay.

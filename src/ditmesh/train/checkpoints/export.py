@@ -133,12 +133,12 @@ def _write(pipe: Any, weights: dict[str, Tensor], config: TrainConfig, model: ty
         return
     for name in config.train_modules:
         own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
-        if name == "transformer":
+        if name == config.denoiser:
             # The trained model may hold shards; the weights are not copied.
             with init_empty_weights():
-                fresh = cast(Any, model).from_config(pipe.transformer.config)
+                fresh = cast(Any, model).from_config(getattr(pipe, name).config)
             fresh.load_state_dict(own, assign=True)
-            pipe.register_modules(transformer=fresh)
+            pipe.register_modules(**{name: fresh})
         else:
             pipe.components[name].load_state_dict(own)
     pipe.save_pretrained(str(folder))

@@ -25,7 +25,7 @@ from ...comm.uneven import RankProgress, Show, uneven_work
 from ...core.digests import digest, tensor_digest
 from ...core.staging import onto
 from ...errors import ConfigError, InputError
-from ..config import TrainConfig
+from ..config import SECOND, TrainConfig
 from ..families import Conditions, Family, stacked
 from .cache import VERSION, DamagedFile, SampleCache
 from .cut_captions import cut_captions
@@ -199,7 +199,7 @@ class EncodedSamples:
         wanted = {
             name: part
             for name, part in self._pipe.components.items()
-            if name == "vae" or (self._keeps_text and name not in ("transformer", "scheduler"))
+            if name == "vae" or (self._keeps_text and name not in ("transformer", SECOND, "scheduler"))
         }
         weights = [
             (f"{name}.{path}", value)

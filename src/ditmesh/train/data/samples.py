@@ -36,6 +36,8 @@ from .tables import TableRows, TableSearch, holds_tables
 
 # Of a video model's data set; animated images are videos too.
 FILES = (*IMAGES, *VIDEOS)
+# Of files that hold others, in forms that are not read.
+ARCHIVES = (".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z", ".rar")
 # Folders beside one that is called train, which are not trained on.
 OTHER_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
 # Names in a sentence, and what a scaled image may have more than what is cut out of it.
@@ -308,6 +310,7 @@ class _Search:
             self.notes.append(
                 f"files that are not read: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(8))} "
                 f"({_some(self._unread)})"
+                + ("; unpack archives, or write plain tars" if kinds.keys() & set(ARCHIVES) else "")
             )
 
     # --- folders ------------------------------------------------------------------------------------------------
@@ -401,7 +404,13 @@ class _Search:
             stem, kind = os.path.splitext(name)
             if kind.lower() in BESIDE[self.wanted.by] and name not in listings:
                 beside.setdefault(stem, {})[kind.lower()] = name
-        return {name: {**beside.get(name, {}), **beside.get(os.path.splitext(name)[0], {})} for name in names}
+        # Other systems compose accents in another way, for the names of some of the files.
+        composed = {unicodedata.normalize("NFC", stem): found for stem, found in beside.items()}
+
+        def of(stem: str) -> dict[str, str]:
+            return beside.get(stem) or composed.get(unicodedata.normalize("NFC", stem), {})
+
+        return {name: {**of(name), **of(os.path.splitext(name)[0])} for name in names}
 
     def _listing(self, name: str, place: str, finder: _Finder, listed: dict[str, list[_Listed]]) -> bool:
         """Read a listing into ``listed``; False: it names no file here and may be something else."""

@@ -41,6 +41,13 @@ def holds_tables(folder: Path) -> bool:
     return there
 
 
+def _holds_bytes(kind: Any) -> bool:
+    """Whether a column of plain types can hold images: bytes, or bytes and a path as the package itself stores them."""
+    if isinstance(kind, Mapping):
+        return "bytes" in kind and set(kind) <= {"bytes", "path"}
+    return getattr(kind, "dtype", None) in ("binary", "large_binary")
+
+
 @dataclass
 class TableRows:
     """The rows of a data set on disk.
@@ -74,7 +81,9 @@ class TableRows:
 
         try:
             self.data = self._saved(datasets) if self._is_saved() else self._files(datasets)
-            self.images = [name for name, kind in self.data.features.items() if isinstance(kind, datasets.Image)]
+            features = self.data.features.items()
+            # Files that other programs wrote do not say that bytes are images.
+            self.images = [name for name, kind in features if isinstance(kind, datasets.Image) or _holds_bytes(kind)]
             for name, kind in self.data.features.items():
                 inner = getattr(kind, "feature", None)
                 if isinstance(kind, datasets.Image):
@@ -153,6 +162,8 @@ class TableRows:
         """The bytes of an image. Raises `InputError` if there are none."""
         value = self.data[row][column]
         value = value if place is None else value[place]
+        if isinstance(value, bytes):
+            return value
         if isinstance(value, Mapping):
             if value.get("bytes"):
                 return value["bytes"]

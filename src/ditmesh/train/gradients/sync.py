@@ -24,7 +24,7 @@ from ...layout import layout_of
 from ...strategies.pipefusion.stages import kept_parameters
 from ...strategies.tensor.parallel import adapter_cuts
 from ...strategies.tensor.slices import plan
-from ..config import Sharding
+from ..config import SECOND, Sharding
 from .ordered import OrderedGradients, weight_gradients
 from .overlap import OverlappedSum
 from .reduce import reduce_gradients
@@ -67,9 +67,8 @@ class GradientSync:
         self.share = 1.0 if self.is_sum else 1.0 / mesh.sequence.size
         self._kind: Sharding = "none" if group is None else sharding
         self._overlapped: OverlappedSum | None = None
-        self.transformer: nn.Module = (
-            modules["transformer"] if "transformer" in modules else next(iter(modules.values()))
-        )
+        name = next((one for one in ("transformer", SECOND) if one in modules), next(iter(modules)))
+        self.transformer: nn.Module = modules[name]
         if self.is_sum:
             self._ordered = OrderedGradients(
                 [p for p in modules.parameters() if p.requires_grad], weight_gradients(self.transformer), mesh
@@ -79,7 +78,7 @@ class GradientSync:
             undo.callback(self._overlapped.close)
         if self._kind in ("auto", "none") or group is None:
             return
-        if list(modules) != ["transformer"]:
+        if list(modules) not in (["transformer"], [SECOND]):
             raise ConfigError(
                 f"sharding={sharding!r} is for the transformer alone; use sharding='none' to train others"
             )

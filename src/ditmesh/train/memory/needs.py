@@ -20,7 +20,7 @@ from ...layout import known_models
 from ...layout.conventions import Size
 from ...layout.describe import on_meta
 from ...strategies.pipefusion.stages import first_cut, kinds_of, stage_of
-from ..config import TrainConfig
+from ..config import SECOND, TrainConfig
 from ..gradients.reduce import BUCKET
 from ..model.frozen import encoders_to_freeze, layers_to_freeze
 from ..optimizer.optimizers import optimizer_name, state_per_weight
@@ -106,7 +106,7 @@ def training_needs(
     refused = unpredicted(config)
     if refused is not None:
         raise LayoutError(refused)
-    part, others = components.denoisers[0], _others(components, config, workload)
+    part, others = _denoisers(components, config)[0], _others(components, config, workload)
     encoding = _encoding(components, config, workload)
     found = []
     for stage, lengths in enumerate(_stages(part, config)):
@@ -123,7 +123,7 @@ def training_needs(
 
 def unpredicted(config: TrainConfig) -> str | None:
     """Why the memory of a run is not predicted; None: it is."""
-    if tuple(config.train_modules) != ("transformer",):
+    if tuple(config.train_modules) not in (("transformer",), (SECOND,)):
         return f"train_modules={list(config.train_modules)}: the memory of training text encoders is not predicted"
     if config.compile:
         return f"compile={config.compile}: what compiled blocks need is not predicted"
@@ -135,8 +135,11 @@ def unpredicted(config: TrainConfig) -> str | None:
 def _others(components: Components, config: TrainConfig, workload: Workload) -> float:
     """Bytes of the other components and of transformers that are not trained: float32, and `encoder_precision`."""
     parts = [components.vae] if components.vae is not None else []
-    parts += components.denoisers[1:]
-    weights = sum(_weights(part.kind, part.settings) for part in parts)
+    beside = _denoisers(components, config)[1:]
+    weights = sum(_weights(part.kind, part.settings) for part in [*parts, *beside])
+    if config.base_precision is not None and not config.quantises_slices:
+        less = (saved_bytes_of_transformer(part.kind, part.settings, config.base_precision) for part in beside)
+        weights -= sum(one.weights for one in less)
     how, alone = WalkOptions(torch.float32), ParallelConfig()
     texts = components.encoders.values()
     weights += sum(encode(one.kind, one.settings, alone, workload.text, how).weights for one in texts)
@@ -147,6 +150,25 @@ def _others(components: Components, config: TrainConfig, workload: Workload) -> 
     return weights + components.other
 
 
+def _denoisers(components: Components, config: TrainConfig) -> tuple[Component, ...]:
+    """The transformers, the one that is trained first."""
+    return components.denoisers[:: -1 if config.denoiser == SECOND else 1]
+
+
+@kept
+def saved_bytes_of_transformer(kind: str, settings: Mapping[str, Any], precision: str) -> Needs:
+    """Bytes that a transformer's linear layers take less in a precision than in float32; as `Needs.weights`."""
+    return Needs(_less(on_meta(kind, dict(settings)), precision), 0.0)
+
+
+def _less(model: Any, precision: str) -> float:
+    less = 0.0
+    for name in layers_to_freeze(model):
+        weight = model.get_submodule(name).weight
+        less += 4.0 * weight.numel() - bytes_of_parts(weight.numel(), weight.shape[0], precision)
+    return less
+
+
 @kept
 def saved_bytes(kind: str, settings: Mapping[str, Any], precision: str) -> Needs:
     """Bytes that a text encoder's linear layers take less in a precision than in float32; as `Needs.weights`."""
@@ -155,11 +177,7 @@ def saved_bytes(kind: str, settings: Mapping[str, Any], precision: str) -> Needs
     cls: Any = getattr(transformers, kind)
     with torch.device("meta"):
         model = cls(cls.config_class.from_dict(dict(settings)))
-    less = 0.0
-    for name in layers_to_freeze(model):
-        weight = model.get_submodule(name).weight
-        less += 4.0 * weight.numel() - bytes_of_parts(weight.numel(), weight.shape[0], precision)
-    return Needs(less, 0.0)
+    return Needs(_less(model, precision), 0.0)
 
 
 def _weights(kind: str, settings: Mapping[str, Any]) -> float:

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...errors import ConfigError, InputError, did_you_mean, shortened
 from ...generate.files import adapter, usual_lora
-from ...generate.loras import METADATA, activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
-from ..config import LoraConfig, TrainConfig
+from ...generate.loras import COMPONENT, METADATA, activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
+from ..config import SECOND, LoraConfig, TrainConfig
 from .frozen import freeze, weights_in_state_dicts
 
 # The name of the adapter that is trained.
@@ -159,8 +160,10 @@ def check_modules(kind: type[Any], config: TrainConfig) -> None:
         ConfigError: naming the module.
     """
     assert config.lora is not None
-    others = [name for name in config.train_modules if name != "transformer"]
+    others = [name for name in config.train_modules if name != config.denoiser]
     known = encoders_with_lora(kind)
+    if config.denoiser == SECOND and SECOND not in (getattr(kind, "_lora_loadable_modules", None) or ()):
+        raise ConfigError(f"train_modules: diffusers loads no adapter into {SECOND} of {kind.__name__}; leave it out")
     for name in others:
         if name not in known:
             there = f"it loads them into transformer{''.join(f', {one}' for one in known)}"
@@ -208,10 +211,14 @@ def add_adapters(pipe: Any, config: TrainConfig) -> None:
     assert lora is not None
     check_modules(type(pipe), config)
     # Whole weights say which layers there are, not layers with adapters.
-    targets = {name: _targets(pipe, name, lora) for name in config.train_modules}
-    below = _load_base(pipe, lora)
+    model = getattr(pipe, config.denoiser)
+    targets = {
+        name: targets_of(model, lora) if name == config.denoiser else list(ENCODER_TARGETS)
+        for name in config.train_modules
+    }
+    below = _load_base(pipe, lora, config.denoiser)
     if not config.quantises_slices:
-        freeze(pipe.transformer, config.base_precision, config.base_offload)
+        freeze(model, config.base_precision, config.base_offload)
     for name, where in targets.items():
         _add(getattr(pipe, name), peft_config(lora, where))
     for _, part in adapted(pipe):
@@ -230,10 +237,6 @@ def inject(model: nn.Module, lora: LoraConfig, targets: list[str] | str) -> None
     _add(model, peft_config(lora, targets))
 
 
-def _targets(pipe: Any, name: str, lora: LoraConfig) -> list[str] | str:
-    return targets_of(pipe.transformer, lora) if name == "transformer" else list(ENCODER_TARGETS)
-
-
 def _add(model: nn.Module, config: Any) -> None:
     try:
         if hasattr(model, "add_adapter"):
@@ -249,15 +252,15 @@ def _add(model: nn.Module, config: Any) -> None:
         raise ConfigError(f"lora: {said}") from None
 
 
-def _load_base(pipe: Any, lora: LoraConfig) -> dict[str, float]:
+def _load_base(pipe: Any, lora: LoraConfig, denoiser: str) -> dict[str, float]:
     """Load ``base_lora``; the names of those that stay beside the weights, with their scales."""
     below: dict[str, float] = {}
     for number, text in enumerate(lora.base_lora):
         file, scale = _base(text)
         name = f"base{number}"
         try:
-            with weights_in_state_dicts(pipe.transformer):
-                load_lora(pipe, file, name)
+            with weights_in_state_dicts(getattr(pipe, denoiser)):
+                load_lora(pipe, file, name, denoiser if denoiser == SECOND else None)
         except MemoryError:
             raise
         except Exception as error:  # An untrusted file can raise any exception.
@@ -320,10 +323,14 @@ def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig,
         # Without it, loading takes alpha for the rank.
         about[name] = _as_json(model.peft_config[TRAINED].to_dict())
     if pipeline_has(kind):
-        given = {f"{name}_lora_layers": value for name, value in layers.items()}
+        # Files for either of two transformers have one form: `load_into_transformer_2` says which one it is for.
+        short = {name: "transformer" if name == SECOND else name for name in layers}
+        given = {f"{short[name]}_lora_layers": value for name, value in layers.items()}
         kind.save_lora_weights(
-            str(folder), **given, **{f"{name}_lora_adapter_metadata": value for name, value in about.items()}
+            str(folder), **given, **{f"{short[name]}_lora_adapter_metadata": value for name, value in about.items()}
         )
+        if config.denoiser == SECOND:
+            _name_component(folder / usual_lora(), SECOND)
         return
     packed = {f"transformer.{path}": value for path, value in layers["transformer"].items()}
     told = {f"transformer.{key}": value for key, value in about["transformer"].items()}
@@ -333,6 +340,13 @@ def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig,
         save_file(prefixed, folder / "adapter_model.safetensors", {"format": "pt"})
         text = json.dumps({**about["transformer"], "inference_mode": True}, indent=2, sort_keys=True)
         (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _name_component(file: Path, component: str) -> None:
+    """Note in an adapter's file which transformer of two it is for."""
+    with safe_open(file, "pt") as found:
+        told, tensors = found.metadata() or {}, {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
+    save_file(tensors, file, {**told, COMPONENT: component})
 
 
 def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ Quantisers are those of bitsandbytes (NF4) and torchao (int8, float8).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
@@ -25,7 +26,7 @@ from ...core.staging import onto
 from ...errors import ConfigError, InputError
 from ...generate.loading import build_empty, fill_weights, weight_files
 from ...generate.model_info import ModelInfo
-from ..config import TrainConfig
+from ..config import SECOND, TrainConfig
 
 # Linear layers outside of blocks are quantised where both sides are at least so wide: the projections from and to
 # latents are small, and what they lose every token loses.
@@ -366,7 +367,7 @@ def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def read_pipeline_frozen(info: ModelInfo, precision: str) -> Any:
-    """A saved pipeline with a transformer in fewer bits, of which one weight at a time is read whole.
+    """A saved pipeline with its transformers in fewer bits, of which one weight at a time is read whole.
 
     Args:
         info: of the pipeline.
@@ -380,15 +381,19 @@ def read_pipeline_frozen(info: ModelInfo, precision: str) -> Any:
 
     if not info.local:
         info = replace(info, files=Path(DiffusionPipeline.download(info.name)), local=True)
-    kind, folder = getattr(diffusers, info.transformer_class, None), info.files / "transformer"
-    try:
-        weight_files(folder)
-    except InputError:
-        # Of another format: diffusers reads them.
-        kind = None
-    if kind is None or info.transformer.get("quantization_config") is not None:
-        return DiffusionPipeline.from_pretrained(info.files)
-    return DiffusionPipeline.from_pretrained(info.files, transformer=_read_frozen(kind, folder, precision))
+    found: dict[str, nn.Module] = {}
+    for name in ("transformer", SECOND):
+        parts, folder = info.index.get(name), info.files / name
+        if not parts or not parts[0] or not (folder / "config.json").is_file():
+            continue
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = getattr(diffusers, str(settings.get("_class_name")), None)
+        with suppress(InputError):
+            # Of another format: diffusers reads them.
+            weight_files(folder)
+            if kind is not None and settings.get("quantization_config") is None:
+                found[name] = _read_frozen(kind, folder, precision)
+    return DiffusionPipeline.from_pretrained(info.files, **found)
 
 
 def _read_frozen(kind: type[Any], folder: Path, precision: str) -> nn.Module:

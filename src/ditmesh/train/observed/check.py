@@ -6,7 +6,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...generate.model_info import find_model
-from ..config import TrainConfig
+from ..config import SECOND, TrainConfig
 from ..families import FAMILIES, is_adapted
 from .family import ObservedFamily
 
@@ -29,11 +29,13 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
         pipe: its pipeline, if it is loaded.
 
     Returns:
-        ``model``, ``pipeline``, ``transformer``, ``adapter`` (its name; None: observed), ``trained_as`` (the pipeline
-        that is trained in its place; None: itself), ``picture`` (what stands beside the caption: ``"first frame"`` or
-        ``"hole"`` of the sample itself, ``"reference"``, or None), ``objective``, and ``sizes``: for every size
-        ``size``, ``latents``, ``time``, ``input``, ``prediction``, ``captions`` and ``pictures`` (the arguments that
-        depend on them) and ``round_trip`` (how far from the chosen latents the loop ended, relative to the largest).
+        ``model``, ``pipeline``, ``transformer``, ``component`` and ``timesteps`` (which transformer that is, and
+        from where to where it is called; None: everywhere), ``adapter`` (its name; None: observed), ``trained_as`` (the
+        pipeline that is trained in its place; None: itself), ``picture`` (what stands beside the caption: ``"first
+        frame"`` or ``"hole"`` of the sample itself, ``"reference"``, or None), ``objective``, and ``sizes``: for every
+        size ``size``, ``latents``, ``time``, ``input``, ``prediction``, ``captions`` and ``pictures`` (the arguments
+        that depend on them) and ``round_trip`` (how far from the chosen latents the loop ended, relative to the
+        largest).
 
     Raises:
         ConfigError: one sentence that says what cannot be derived, or that the loop does not agree.
@@ -45,7 +47,7 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
     if not hasattr(pipe, "transformer"):
         raise ConfigError(f"{type(pipe).__name__} has no transformer to train")
     name = type(pipe.transformer).__name__
-    several = getattr(pipe, "transformer_2", None) is not None or bool(pipe.config.get("expand_timesteps"))
+    several = getattr(pipe, SECOND, None) is not None or bool(pipe.config.get("expand_timesteps"))
     adapter = FAMILIES.get(name) if is_adapted(type(pipe), name, several) else None
     if adapter is not None and adapter.conditioned_by == "label":
         raise ConfigError(
@@ -73,7 +75,9 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
     return {
         "model": config.pretrained_model_name_or_path,
         "pipeline": type(pipe).__name__,
-        "transformer": name,
+        "transformer": type(getattr(pipe, config.denoiser)).__name__,
+        "component": config.denoiser,
+        "timesteps": family.moments_of_training,
         "adapter": None if adapter is None else type(adapter).__name__,
         "trained_as": None if family.base is None else family.base.__name__,
         "picture": family.own_picture or ("reference" if family.reference else None),

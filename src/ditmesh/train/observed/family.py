@@ -77,7 +77,7 @@ def check_observable(kind: type, config: TrainConfig) -> None:
         raise ConfigError(f"{name} cannot be trained: it takes no prompt")
     if config.token_share < 1:
         raise ConfigError(f"token_share: the tokens of {name} are not known in training; leave it out")
-    if trained := [one for one in config.train_modules if one != "transformer"]:
+    if trained := [one for one in config.train_modules if one != config.denoiser]:
         raise ConfigError(
             f"train_modules: {name} is trained without an adapter, which has no gradients of {', '.join(trained)}; "
             "leave it out"
@@ -103,6 +103,8 @@ class ObservedFamily(TextFamily):
     def __init__(self, pipe: Any, config: TrainConfig) -> None:
         self.name = type(pipe).__name__
         check_observable(type(pipe), config)
+        if getattr(pipe, config.denoiser, None) is None:
+            raise ConfigError(f"train_modules: {self.name} has no {config.denoiser} here; leave it out")
         self.recipes: dict[tuple[int, ...], Recipe] = {}
         self._config = config
         self._own, self._base = pipe, base_of(pipe)
@@ -120,7 +122,7 @@ class ObservedFamily(TextFamily):
         """Look at a pipeline: the own one or the one without its task; with a picture beside the caption, or none."""
         self._parameters = set(inspect.signature(type(pipe).__call__).parameters)
         self.videos = "num_frames" in self._parameters
-        self._watcher = PipelineWatcher(pipe)
+        self._watcher = PipelineWatcher(pipe, self._config.denoiser)
         self._picture = picture
 
     @property
@@ -143,7 +145,7 @@ class ObservedFamily(TextFamily):
 
     @property
     def moments_of_training(self) -> tuple[float, float] | None:
-        """The lowest and the highest timestep at which the transformer is called; None: at all."""
+        """The lowest and the highest timestep at which the trained transformer is called; None: at all."""
         return self._watcher.bounds
 
     @property
@@ -164,6 +166,9 @@ class ObservedFamily(TextFamily):
             "num_frames": self._config.num_frames,
             "max_sequence_length": length,
             "use_resolution_binning": False,
+            # Kontext enlarges to a megapixel what is smaller.
+            "max_area": size[0] * size[1],
+            "_auto_resize": False,
             **OFF,
             **dict.fromkeys(GUIDANCE, self._guidance),
         }
@@ -233,7 +238,7 @@ class ObservedFamily(TextFamily):
     def _ways(self) -> Iterator[tuple[Any, str | None, float]]:
         """What is looked at in turn: pipeline, argument of a picture, guidance."""
         for pipe in (self._base, self._own):
-            if pipe is None:
+            if getattr(pipe, self._config.denoiser, None) is None:
                 continue
             parameters = inspect.signature(type(pipe).__call__).parameters
             picture = next((name for name in PICTURES if name in parameters), None)
@@ -349,6 +354,22 @@ class ObservedFamily(TextFamily):
             raise ConfigError(f"{', '.join(unknown)} of the transformer depends on the caption, and is no tensor")
         return changed
 
+    def draws_from_prompts(self) -> bool:
+        """Whether the own pipeline can be called with a prompt alone, without a picture beside it."""
+        length = self._config.max_sequence_length
+        kept = self._watcher, self._parameters, self._picture, self.videos
+        self._watch(self._own)
+        try:
+            self._watcher.first_call(
+                self._request(CAPTIONS[1:], self._size, length[0] if isinstance(length, tuple) else length)
+            )
+        except Exception:
+            # The pipeline's own, of any kind.
+            return False
+        finally:
+            self._watcher, self._parameters, self._picture, self.videos = kept
+        return True
+
     def _check_base(self, size: tuple[int, int], length: int | None, recipe: Recipe) -> None:
         """Compare the own pipeline's first call with that of the one in its place, where it can be made."""
         kept = self._watcher, self._parameters, self._picture, self._guidance, self.videos
@@ -381,7 +402,7 @@ class ObservedFamily(TextFamily):
         picture = self._stand_in(size)
         conditions = self.encode(pipe, [caption] * 2, length, None if picture is None else [picture] * 2)
         with torch.no_grad():
-            found = self.predict(pipe, pipe.transformer, latents, times, conditions)
+            found = self.predict(pipe, self._watcher.model, latents, times, conditions)
         there = (recipe.latents.scale != 0).to(wanted.device)
         wanted, found = wanted[0][there], found[:, there]
         return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))

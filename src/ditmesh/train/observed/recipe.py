@@ -9,6 +9,7 @@ scale, packing or time it does not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ..config import SECOND
 from ..objective import NoiseTables
 from .maps import Fills, NumberMap
-from .watch import SECOND, PipelineWatcher, Watched, WatchedStep, replaced, sample_of, tensors_in, values_in
+from .watch import PipelineWatcher, Watched, WatchedStep, replaced, sample_of, tensors_in, values_in
 
 # How far from the chosen latents the pipeline's loop may end, relative to the largest: solvers of higher order, and
 # schedulers with whole timesteps, are off by some thousandths. Planted errors are off by a tenth and more.
@@ -368,7 +370,7 @@ def _times(
 
 
 def _bounds(watcher: PipelineWatcher, seen: Watched) -> tuple[float, float] | None:
-    """The timesteps at which the first of two transformers is called; None: there is one."""
+    """The timesteps at which the one of two transformers that is trained is called; None: there is one."""
     if getattr(watcher.pipe, SECOND, None) is None:
         return None
     moments: tuple[list[float], list[float]] = ([], [])
@@ -385,7 +387,8 @@ def _bounds(watcher: PipelineWatcher, seen: Watched) -> tuple[float, float] | No
     boundary = min(first) if share is None else float(share) * count
     if not max(second) < boundary <= min(first):
         raise ConfigError(f"boundary_ratio={share} is not where the second transformer takes over")
-    return boundary, float(count)
+    # At the boundary it is the first one's turn.
+    return (boundary, float(count)) if watcher.denoiser != SECOND else (0.0, math.nextafter(boundary, 0.0))
 
 
 def _isolated(

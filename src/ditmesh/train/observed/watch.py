@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,11 @@ from ...core.arguments import Arguments
 from ...core.digests import tensor_digest
 from ...core.patching import Patch
 from ...errors import ConfigError
+from ..config import SECOND
 from .levels import Levels, levels_of
 
 # Where pipelines keep their autoencoder.
 DECODERS = ("vae", "vqvae")
-# And a transformer for other levels of noise.
-SECOND = "transformer_2"
 
 
 @dataclass(frozen=True)
@@ -102,23 +102,26 @@ class PipelineWatcher:
 
     Args:
         pipe: left as it was after every run.
+        denoiser: the component that is trained, and the one that computes; of two transformers the other one is a
+            stand-in only.
 
     Attributes:
         levels: how samples of its scheduler become those of training; None: they are the same.
-        bounds: the lowest and the highest timestep at which the first of two transformers is called; None: at all.
+        bounds: the lowest and the highest timestep at which the one of two transformers is called that is trained;
+            None: at all.
         branches: of guidance that cannot be switched off; the first is the caption's, and the only one that is seen.
         by_parts: copies of the scheduler step a part of the sample each, such as a frame; samples are then stacks of
             parts.
         fixed: arguments of the transformer that are always these, whatever the pipeline passes.
     """
 
-    def __init__(self, pipe: Any) -> None:
-        self.pipe = pipe
+    def __init__(self, pipe: Any, denoiser: str = "transformer") -> None:
+        self.pipe, self.denoiser = pipe, denoiser
         self.levels: Levels | None = levels_of(pipe.scheduler)
         self.fixed: dict[str, Any] = {}
         self.bounds: tuple[float, float] | None = None
         self.branches, self.by_parts = 1, False
-        self.model: Any = pipe.transformer
+        self.model: Any = getattr(pipe, denoiser)
         self._names = list(inspect.signature(self.model.forward).parameters)
         self._forms: dict[Any, Any] = {}
         self._prompts: dict[str, Any] = {}
@@ -238,14 +241,11 @@ class PipelineWatcher:
         signature = inspect.signature(scheduler.step)
         with ExitStack() as undo, torch.no_grad():
             # Around the pipeline's own bookkeeping of its parts.
-            undo.callback(vars(self.pipe).__setitem__, "transformer", self.model)
-            vars(self.pipe)["transformer"] = _StandIn(self.model, forward)
-            other = getattr(self.pipe, SECOND, None)
-            if other is not None:
-                undo.callback(vars(self.pipe).__setitem__, SECOND, other)
-                vars(self.pipe)[SECOND] = _StandIn(
-                    other, lambda *args, **kwargs: forward(*args, is_second=True, **kwargs)
-                )
+            for name in ("transformer", SECOND):
+                model = getattr(self.pipe, name, None)
+                if model is not None:
+                    undo.callback(vars(self.pipe).__setitem__, name, model)
+                    vars(self.pipe)[name] = _StandIn(model, partial(forward, is_second=name == SECOND))
             stepped = Patch(scheduler, "step", step)
             undo.callback(stepped.undo)
             if self.by_parts:
