@@ -38,6 +38,7 @@ TRANSLATED = (
     "troubleshooting",
     "migration",
     "limits",
+    "training",
 )
 
 

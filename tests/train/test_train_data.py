@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 import diffusers
 import pytest
 import torch
 from diffusers.training_utils import compute_snr
+from PIL import Image
 
 import ditmesh
 from ditmesh.train import TrainConfig
@@ -86,6 +89,19 @@ def test_what_is_corrupt_is_named_and_left_out(tmp_path):
     assert 0 < len(found.good) < 4
     assert found.corrupt
     assert "shard-0.tar" in found.corrupt[0]
+
+
+def test_captions_by_names_with_accents_and_archives(tmp_path):
+    """Parts of an accent may be characters of their own in the one name and not in the other; a zip is named."""
+    for number, form in enumerate(("NFC", "NFD")):
+        name = unicodedata.normalize(form, f"caf\u00e9-{number}")
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
+        other = unicodedata.normalize("NFD" if form == "NFC" else "NFC", name)
+        (tmp_path / f"{other}.txt").write_text(f"coffee {number}")
+    (tmp_path / "more.zip").write_bytes(b"PK")
+    found = Samples.find(TrainConfig.read(settings(tmp_path, tmp_path)), "text")
+    assert sorted(one.said for one in found.good) == ["coffee 0", "coffee 1"]
+    assert found.notes == ("files that are not read: 1 .zip (more.zip); unpack archives, or write plain tars",)
 
 
 def test_nothing_to_train_on(tmp_path):

@@ -522,3 +522,23 @@ def test_data_sets_of_the_datasets_package(tmp_path):
     table.rename_column("image", "before").save_to_disk(str(tmp_path / "renamed"))
     with pytest.raises(ditmesh.InputError, match="several columns of images"):
         found_samples(config_of(tmp_path / "renamed", tmp_path), "text")
+
+
+def test_tables_that_other_programs_wrote(tmp_path):
+    """Bytes, alone or with a path, without a word that they are images; rows without any are skipped by number."""
+    pytest.importorskip("datasets")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    buffer = io.BytesIO()
+    Image.fromarray(emoji(1)[0][1]).save(buffer, "PNG")
+    plain = [buffer.getvalue(), b"junk", None, buffer.getvalue()]
+    pairs = [None if one is None else {"bytes": one, "path": "a.png"} for one in plain]
+    for name, column in (("plain", plain), ("pairs", pairs)):
+        (tmp_path / name).mkdir()
+        table = pyarrow.table({"image": column, "text": ["one", "two", "three", None]})
+        parquet.write_table(table, tmp_path / name / "train-0.parquet")
+        found = found_samples(config_of(tmp_path / name, tmp_path), "text")
+        assert [(one.name, one.said) for one in found.good] == [("row 0", "one"), ("row 3", None)]
+        assert [one.split(" is ")[0].split(" has ")[0] for one in found.corrupt] == ["row 1", "row 2"]
+        assert np.array_equal(np.asarray(found.good[0].picture()), emoji(1)[0][1])
