@@ -96,7 +96,7 @@ def spelt_out(trainer: Trainer, model: Path, name: str, levels: range) -> tuple[
             share = torch.normal(0.0, 1.0, size=(1,), generator=generator).sigmoid()
             moment = levels[int(share * len(levels))]
             noisy = (1 - moment / 1000) * batch.latents + moment / 1000 * noise
-            text = batch.conditions["encoder_hidden_states"]
+            text = batch.conditions["encoder_hidden_states"].flatten(0, 1)
             called = {"timestep": torch.tensor([float(moment)]), "encoder_hidden_states": text, "return_dict": False}
             output = expert(noisy, **called)[0]
             loss = (output - (noise - batch.latents)).square().mean()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from PIL import ImageOps
 from PIL.Image import Image
 from PIL.Image import new as new_image
 from torch import Tensor, nn
@@ -31,9 +32,9 @@ from .cache import VERSION, DamagedFile, SampleCache
 from .cut_captions import cut_captions
 from .masks import mask_of, stacked_masks
 from .order import Drawn, MicroBatch
-from .own_pictures import own_picture, own_picture_of
+from .own_pictures import HOLE, own_picture, own_picture_of
 from .references import check_references, conditions_of, reference_of
-from .samples import Sample, pixels
+from .samples import Sample, fitted, pixels
 from .wording import Wording
 
 logger = logging.getLogger(__name__)
@@ -245,7 +246,8 @@ class EncodedSamples:
         if sample.attached.mask is not None:
             found.append(self._config.unmasked_weight)
         if self._own_picture is not None:
-            found.append(self._own_picture)
+            by_mask = self._own_picture == HOLE and sample.attached.mask is not None
+            found.append(f"{self._own_picture} by mask" if by_mask else self._own_picture)
         if self._is_referenced(sample):
             found.append(self._config.proportion_empty_prompts > 0)
         return found
@@ -352,7 +354,11 @@ class EncodedSamples:
         """The picture beside a sample's caption; None: there is none. Raises `OSError` if it is corrupt."""
         if self._own_picture is None:
             return reference_of(sample, self._sizes[index], flip)
-        return own_picture(self._own_picture, self._pixels(sample, index, flip) if seen is None else seen, seed)
+        hole = None
+        if self._own_picture == HOLE and sample.attached.mask is not None:
+            hole = fitted(sample.attached.mask.mask(), self._sizes[index])
+            hole = ImageOps.mirror(hole) if flip else hole
+        return own_picture(self._own_picture, self._pixels(sample, index, flip) if seen is None else seen, seed, hole)
 
     def _every_condition(self, sample: Sample, index: int) -> Conditions:
         """Conditions of all captions that a sample can have; of reference images also mirrored, and without caption."""

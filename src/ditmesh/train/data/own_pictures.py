@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ..families import Family
 
-# Sides of a hole, in shares of the image's.
+# What `own_picture` calls an image with a part that is to be painted.
+HOLE = "hole"
+# Sides of a hole that is drawn, in shares of the image's.
 SIDES = (0.25, 0.75)
 
 
@@ -21,18 +23,22 @@ def own_picture_of(family: Family) -> str | None:
     return getattr(family, "own_picture", None)
 
 
-def own_picture(kind: str, values: Tensor, seed: int) -> Image.Image:
+def own_picture(kind: str, values: Tensor, seed: int, hole: Image.Image | None = None) -> Image.Image:
     """The picture of a sample.
 
     Args:
-        kind: ``"first frame"``, or ``"hole"``: with a transparent rectangle.
+        kind: ``"first frame"``, or ``"hole"``: with a transparent part.
         values: (3, H, W) of an image, (3, F, H, W) of a video, in [-1, 1].
-        seed: of the rectangle.
+        seed: of the rectangle that is transparent if there is no ``hole``.
+        hole: a mask, ``L`` and of the image's size, white where it is to be transparent.
     """
     first = values if values.dim() == 3 else values[:, 0]
     whole = ((first.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     found = Image.fromarray(whole.permute(1, 2, 0).contiguous().cpu().numpy())
-    if kind != "hole":
+    if kind != HOLE:
+        return found
+    if hole is not None:
+        found.putalpha(hole.point([255] * 128 + [0] * 128))
         return found
     drawn = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
     sides = [
