@@ -11,9 +11,11 @@ attention projections; float32, activation checkpointing, AdamW; two steps on on
 
 Of the worst rank: what it has of its own (RssAnon and RssShmem, looked at every 2 ms) beyond what it had before there
 was a model, when the model is there and at its peak; over the bytes that the transformer's weights alone have in
-bfloat16. Beside it what `inspect --memory` predicts of the step (tensors; a process has other memory too). And the
-largest relative difference of a loss from one rank's on the same base, which must be 1e-5 at most. It needs no quiet
-machine.
+bfloat16. Beside it what `inspect --memory` predicts of the step (tensors; a process has other memory too); the bytes of the
+quantised weights, of the frozen ones that keep float32 (biases, norms, embeddings, tables) and of the adapters with
+their gradients and AdamW's two moments; and the bound: 0.35 of the bfloat16 weights and what is predicted for
+activations, gradients and messages. And the largest relative difference of a loss from one rank's on the same base,
+which must be 1e-5 at most. It needs no quiet machine.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ BLOCKS: dict[str, tuple[dict[str, int], str]] = {
     "wan-14b": ({"num_layers": 4}, "bcfhw"),
     "ltx-video": ({"num_layers": 12}, "bsc"),
 }
-BOUND = 1e-5
+BOUND, SHARE = 1e-5, 0.35
 STEPS = 2
 
 
@@ -101,6 +103,25 @@ def built(name: str, scale: float) -> tuple[Any, int]:
     return model, count
 
 
+def held_by(model: Any) -> dict[str, int]:
+    """Bytes of a model's weights: quantised, frozen in float32, and adapters with gradients and AdamW's moments."""
+    from ditmesh.train.model.frozen import FrozenLinear
+
+    quantised = {
+        id(value)
+        for layer in model.modules()
+        if isinstance(layer, FrozenLinear)
+        for path, value in layer.named_parameters(recurse=False)
+        if path != "bias"
+    }
+    every = [*model.parameters(), *model.buffers()]
+    return {
+        "quantised": sum(one.nbytes for one in every if id(one) in quantised),
+        "float32": sum(one.nbytes for one in every if id(one) not in quantised and not one.requires_grad),
+        "adapters": 4 * sum(one.nbytes for one in every if one.requires_grad),
+    }
+
+
 def trained(name: str, side: int, scale: float, config: dict[str, int]) -> dict[str, Any]:
     """On a rank: losses of two steps, and what they take."""
     from peft import inject_adapter_in_model
@@ -159,10 +180,11 @@ def trained(name: str, side: int, scale: float, config: dict[str, int]) -> dict[
         "seconds": seconds,
         "moved": moved,
         "tokens": size.image,
+        "parts": held_by(model),
     }
 
 
-def predicted(name: str, side: int, scale: float) -> float:
+def predicted(name: str, side: int, scale: float) -> dict[str, float]:
     """What `inspect --memory` says of the same step: weights, adapters with their state, and everything beside them."""
     from ditmesh import ParallelConfig
     from ditmesh.forecast.catalogue import shape
@@ -171,13 +193,14 @@ def predicted(name: str, side: int, scale: float) -> float:
     from ditmesh.train.memory.walk import StepSettings, step_needs
 
     if scale != 1:
-        return float("nan")
+        return dict.fromkeys(("all", "activations"), float("nan"))
     frames = 2 if BLOCKS[name][1] == "bcfhw" or name == "ltx-video" else 1
     given = StepSettings(lora=LoraConfig(rank=16).model_dump_json(), precision="nf4", checkpointing=True)
     ranks = ParallelConfig(ulysses=2, inputs="trust")
     size = Size(side, side, 2 * side, batch=1, frames=frames)
     found = step_needs(shape(name).transformer, {**shape(name).config, **BLOCKS[name][0]}, ranks, size, given)
-    return found.frozen + 3 * found.trained + found.peak + found.shared
+    beside = found.peak + found.shared
+    return {"all": found.frozen + 3 * found.trained + beside, "activations": beside}
 
 
 def compared(name: str, side: int, scale: float) -> dict[str, Any]:
@@ -191,15 +214,19 @@ def compared(name: str, side: int, scale: float) -> dict[str, Any]:
     alone, two = found["1"][0], found["2"]
     assert all(rank["moved"] > 0 for rank in (alone, *two)), "nothing was trained"
     off = max(abs(mine / one - 1) for rank in two for mine, one in zip(rank["losses"], alone["losses"], strict=True))
-    bf16 = 2 * alone["weights"]
+    bf16, said = 2 * alone["weights"], predicted(name, side, scale)
+    peak, bound = max(rank["peak"] for rank in two), SHARE * bf16 + said["activations"]
     return {
+        "parts": two[0]["parts"],
+        "bound": bound,
+        "peak over bound": peak / bound,
         "blocks": BLOCKS[name][0],
         "weights": alone["weights"],
         "bf16": bf16,
         "held": max(rank["held"] for rank in two),
-        "peak": max(rank["peak"] for rank in two),
-        "predicted": predicted(name, side, scale),
-        "peak over bf16": max(rank["peak"] for rank in two) / bf16,
+        "peak": peak,
+        "predicted": said["all"],
+        "peak over bf16": peak / bf16,
         "held over bf16": max(rank["held"] for rank in two) / bf16,
         "peak of one rank": alone["peak"],
         "loss": alone["losses"],
@@ -220,8 +247,9 @@ def main() -> None:
     for name in given.models:
         case = figures["models"][name] = compared(name, given.tokens, given.width_scale)
         write_figures(figures, given.json)
-        giga = [f"{case[key] / 1e9:.2f}" for key in ("bf16", "held", "peak", "predicted")]
-        ratios = [f"{case[key]:.3f}" for key in ("held over bf16", "peak over bf16")]
+        giga = [f"{case[key] / 1e9:.2f}" for key in ("bf16", "held", "peak", "predicted", "bound")]
+        giga += [f"{value / 1e9:.3f}" for value in case["parts"].values()]
+        ratios = [f"{case[key]:.3f}" for key in ("held over bf16", "peak over bf16", "peak over bound")]
         rows.append([name, f"{case['weights'] / 1e9:.2f}", *giga, *ratios, f"{case['loss off']:.1e}"])
         print(*rows[-1], f"{case['seconds']:.0f} s", flush=True)
     columns = [
@@ -231,8 +259,13 @@ def main() -> None:
         "held GB",
         "peak GB",
         "predicted GB",
+        "bound GB",
+        "quantised GB",
+        "float32 GB",
+        "adapters GB",
         "held / bf16",
         "peak / bf16",
+        "peak / bound",
         "loss differs by",
     ]
     show_table("LoRA above NF4, ulysses=2, worst rank", columns, rows, figures["machine"])
