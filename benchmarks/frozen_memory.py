@@ -11,11 +11,11 @@ attention projections; float32, activation checkpointing, AdamW; two steps on on
 
 Of the worst rank: what it has of its own (RssAnon and RssShmem, looked at every 2 ms) beyond what it had before there
 was a model, when the model is there and at its peak; over the bytes that the transformer's weights alone have in
-bfloat16. Beside it what `inspect --memory` predicts of the step (tensors; a process has other memory too); the bytes of the
-quantised weights, of the frozen ones that keep float32 (biases, norms, embeddings, tables) and of the adapters with
-their gradients and AdamW's two moments; and the bound: 0.35 of the bfloat16 weights and what is predicted for
-activations, gradients and messages. And the largest relative difference of a loss from one rank's on the same base,
-which must be 1e-5 at most. It needs no quiet machine.
+bfloat16. Beside it what `inspect --memory` predicts of the step (tensors; a process has other memory too). The bytes
+of the quantised weights, of the frozen ones that keep float32 (biases, norms, embeddings, tables) and of the adapters
+with their gradients and AdamW's two moments. And the bound: 0.35 of the bfloat16 weights and what is predicted for
+activations, gradients and messages. The largest relative difference of a loss from one rank's on the same base must be
+1e-5 at most. It needs no quiet machine.
 """
 
 from __future__ import annotations

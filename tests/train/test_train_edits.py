@@ -100,7 +100,7 @@ def test_a_pair_is_what_the_pipeline_is_given(models, pairs, tmp_path):
         with torch.no_grad():
             latents = pipe._encode_vae_image(pixels, torch.Generator().manual_seed(0))
         tokens = pipe._pack_latents(latents, 1, *latents.shape[1:])
-        held = batch.conditions["hidden_states"]
+        held = batch.conditions["hidden_states"].flatten(0, 1)
         assert held.shape[1] == 2 * tokens.shape[1]
         off = (held[:, tokens.shape[1] :] - tokens).abs().max() / tokens.abs().max()
         other = (held[:, : tokens.shape[1]] - tokens).abs().max() / tokens.abs().max()

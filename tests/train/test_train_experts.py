@@ -130,8 +130,13 @@ def test_an_expert_is_trained_on_its_noise_levels(ranks, model, films, tmp_path,
     before = {one: load_file(next((model / one).glob("*.safetensors"))) for one in BOTH}
     other = BOTH[name == BOTH[0]]
     assert all(torch.equal(files[other][path], value) for path, value in before[other].items())
-    assert max(float((files[name][path] - value).abs().max()) for path, value in weights.items()) < 1e-5
-    assert max(float((files[name][path] - value).abs().max()) for path, value in before[name].items()) > 1e-3
+    # Adam divides by what rounding is a part of, where gradients are next to nothing: all weights together.
+    moved, off = (
+        sum(float((files[name][path] - value).square().sum()) for path, value in one.items()) ** 0.5
+        for one in (before[name], weights)
+    )
+    assert moved > 0.1
+    assert off < 1e-3 * moved
     parallel = {**given, "output_dir": str(tmp_path / "two"), "parallel": {"data": 2}}
     found = ranks(2).run(losses_of_saved, parallel)[0]
     assert found == pytest.approx(losses, rel=1e-5)

@@ -98,7 +98,7 @@ def refuse_saving(model: nn.Module, error: Exception) -> Callable[[], None]:
     undo = ExitStack()
     for name in ("save_pretrained", "save_lora_adapter"):
         if hasattr(model, name):
-            undo.callback(Patch(model, name, partial(_refuse, error)))
+            undo.callback(Patch(model, name, _refusal(error)))
     return undo.close
 
 
@@ -130,13 +130,21 @@ def refuse_loading(model: nn.Module, cut: Callable[[], Collection[int]], held: s
 def refuse_calls(model: nn.Module, error: Exception) -> Callable[[], None]:
     """Let a model that is not whole raise ``error`` instead of computing or being saved; returns what undoes this."""
     undo = ExitStack()
-    undo.callback(model.register_forward_pre_hook(partial(_refuse, error), prepend=True).remove)
+    undo.callback(model.register_forward_pre_hook(_refusal(error), prepend=True).remove)
     undo.callback(refuse_saving(model, error))
     return undo.close
 
 
-def _refuse(error: Exception, *_: Any, **__: Any) -> Any:
-    raise type(error)(*error.args)
+def _refusal(error: Exception) -> Callable[..., Any]:
+    """Raises an error of the same kind and words."""
+    # Not the error itself: by its traceback the model would keep what the failed call had in its hands, and where that
+    # is a graph with the model in it, for good.
+    kind, words = type(error), error.args
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise kind(*words)
+
+    return refuse
 
 
 def is_patch(value: Any) -> bool:

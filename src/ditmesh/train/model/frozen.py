@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
@@ -388,12 +388,16 @@ def read_pipeline_frozen(info: ModelInfo, precision: str) -> Any:
             continue
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind = getattr(diffusers, str(settings.get("_class_name")), None)
-        with suppress(InputError):
-            # Of another format: diffusers reads them.
+        try:
             weight_files(folder)
-            if kind is not None and settings.get("quantization_config") is None:
-                found[name] = _read_frozen(kind, folder, precision)
-    return DiffusionPipeline.from_pretrained(info.files, **found)
+        except InputError:
+            # Of another format: diffusers reads them.
+            continue
+        if kind is not None and settings.get("quantization_config") is None:
+            found[name] = _read_frozen(kind, folder, precision)
+    # The base class takes no part in the place of one that a pipeline need not have, such as Wan's transformers.
+    pipeline = getattr(diffusers, info.pipeline_class, DiffusionPipeline)
+    return pipeline.from_pretrained(info.files, **found)
 
 
 def _read_frozen(kind: type[Any], folder: Path, precision: str) -> nn.Module:
