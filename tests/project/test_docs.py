@@ -325,6 +325,24 @@ def test_the_navigation_is_translated():
     assert set(titles(config["nav"])) == set(chinese["nav_translations"])
 
 
+def test_the_guide_to_training_is_translated_whole():
+    """Headings of the same levels, the same programs, and as many points and rows of tables under each."""
+    shapes = []
+    for name in ("training.md", "training.zh.md"):
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        programs = [
+            Block("", one).meaning() for one in re.findall(r"^```\w+\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        ]
+        plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        parts = re.split(r"^(#+) .*$", plain, flags=re.MULTILINE)[1:]
+        counts = [
+            (level, len(re.findall(r"^\* ", part, re.MULTILINE)), len(re.findall(r"^\|", part, re.MULTILINE)))
+            for level, part in zip(parts[::2], parts[1::2], strict=True)
+        ]
+        shapes.append((programs, counts))
+    assert shapes[0] == shapes[1]
+
+
 @pytest.mark.parametrize("index", ["index.md", "index.zh.md"])
 def test_the_index_lists_every_page(index):
     pages = {path.name for path in (ROOT / "docs").glob("*.md") if ".zh" not in path.name} - {"index.md"}
