@@ -70,8 +70,8 @@ class Faulty:
         self._trainer = trainer
         self._write = HuggingFaceStorageWriter.write_data
         stages = trainer.parallel.stages
-        # Other stages pass it over.
-        block = trainer.pipe.transformer.transformer_blocks[-1 if stages is None else stages.last]
+        # Other stages pass it over; what the last block of a stage returns has no graph.
+        block = trainer.pipe.transformer.transformer_blocks[-1 if stages is None else stages.first]
         if point == "reading":
             trainer.data.encoded.batch = self._before(trainer.data.encoded.batch)
         elif point == "forward":
