@@ -306,12 +306,7 @@ class _Search:
                 + _some([f"{name} ({what})" for name, what in self._disputed.items()])
             )
         if self._unread:
-            kinds = Counter(_suffixes(name) for name in self._unread)
-            self.notes.append(
-                f"files that are not read: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(8))} "
-                f"({_some(self._unread)})"
-                + ("; unpack archives, or write plain tars" if kinds.keys() & set(ARCHIVES) else "")
-            )
+            self.notes.append(_unread_words(self._unread))
 
     # --- folders ------------------------------------------------------------------------------------------------
 
@@ -632,6 +627,14 @@ def _member_reader(tar: Path, name: str, member: tarfile.TarInfo) -> Callable[[]
             return file.read()
 
     return read
+
+
+def _unread_words(names: Sequence[str]) -> str:
+    """A sentence about files that are not read."""
+    kinds = Counter(_suffixes(name) for name in names)
+    way = "; unpack archives, or write plain tars" if kinds.keys() & set(ARCHIVES) else ""
+    found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(8))
+    return f"files that are not read: {found} ({_some(names)}){way}"
 
 
 def _suffixes(name: str) -> str:
