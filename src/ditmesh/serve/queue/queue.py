@@ -223,8 +223,8 @@ class Queue:
     def _create(self, db: sqlite3.Connection) -> None:
         """Make the tables of an empty file.
 
-        Nothing has been promised yet, so that one wait for the disk is enough, in the place of seven: on a busy disk
-        each takes seconds, and nobody is answered before. The tables are in the log, which the first change after
+        No job has been accepted yet, so that one wait for the disk is enough instead of seven: on a busy disk each takes
+        seconds, and the server answers no request before. The tables are in the log, which the first change after
         them puts on disk.
         """
         stamp = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"

@@ -448,7 +448,7 @@ class Scheduler:
 
 def _room(open_: set[int], first: int, size: int, ranks: int) -> int:
     """Open ranks in the next larger block around one: a block with fewer is taken first, so that others stay whole."""
-    around = next((2 * size * (first // (2 * size)) for _ in (0,) if 2 * size <= ranks), first)
+    around = 2 * size * (first // (2 * size)) if 2 * size <= ranks else first
     return sum(rank in open_ for rank in range(around, around + 2 * size))
 
 
