@@ -413,7 +413,7 @@ def _needed(
 
 
 def _say_memory(result: dict[str, Any]) -> Report:
-    from ..forecast.memory.report import memory_report
+    from ..report.memory import memory_report
 
     width, height = result["size"]
     lead = f"{result['model']}, {result['config']}, {width} x {height}, {result['dtype']}"

@@ -223,9 +223,9 @@ class Queue:
     def _create(self, db: sqlite3.Connection) -> None:
         """Make the tables of an empty file.
 
-        No job has been accepted yet, so that one wait for the disk is enough instead of seven: on a busy disk each takes
-        seconds, and the server answers no request before. The tables are in the log, which the first change after
-        them puts on disk.
+        No job has been accepted yet, so that one wait for the disk is enough instead of seven: on a busy disk each
+        takes seconds, and the server answers no request before. The tables are in the log, which the first change
+        after them puts on disk.
         """
         stamp = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
         db.execute("PRAGMA synchronous = OFF")

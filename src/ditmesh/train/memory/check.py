@@ -18,9 +18,9 @@ from ...forecast.costs.work import Workload
 from ...forecast.memory.available import free_memory
 from ...forecast.memory.check import components_of, components_of_shape
 from ...forecast.memory.phases import Components
-from ...forecast.memory.report import memory_report
 from ...forecast.workload import workload_of
 from ...generate.model_info import ModelInfo, find_model
+from ...report.memory import memory_report
 from ...report.report import Report
 from ..config import TrainConfig
 from ..data.order import bucket_sizes

@@ -212,7 +212,7 @@ def add_adapters(pipe: Any, config: TrainConfig) -> None:
     check_modules(type(pipe), config)
     # Whole weights say which layers there are, not layers with adapters.
     model = getattr(pipe, config.denoiser)
-    targets = {
+    targets: dict[str, list[str] | str] = {
         name: targets_of(model, lora) if name == config.denoiser else list(ENCODER_TARGETS)
         for name in config.train_modules
     }

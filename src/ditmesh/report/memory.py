@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...report.report import Report, Styled
+from .report import Report, Styled
 
 
 def memory_report(lead: str, ranks: Iterable[Mapping[str, Any]], kinds: Sequence[str]) -> Report:
