@@ -2,10 +2,11 @@
 
     DITMESH_COMFYUI=~/ComfyUI python benchmarks/comfyui_graphs.py --graphs 200 --seed 0
 
-Tiny models with random weights of every family, LoRA stacks that change from graph to graph, samplers, odd sizes,
-batches, guidance on and off, masks, reference latents, ControlNet residuals and patches of other nodes; ComfyUI's own
-functions sample all of it, on the CPU. A graph may give what one device gives, or be refused in a sentence. Anything
-else is counted as wrong, and the exit status says so.
+Tiny models with random weights of every family, in files that ComfyUI's own loaders read, whole or as on a card with
+too little memory, in float32, bfloat16 and 8 bits; stacks of LoRA files that change from graph to graph, samplers, odd
+sizes, batches, guidance on and off, masks, reference latents, ControlNet residuals and patches of other nodes.
+ComfyUI's own nodes load and sample all of it, on the CPU. A graph may give what one device gives, or be refused in a
+sentence. Anything else is counted as wrong, and the exit status says so.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from pathlib import Path
 from typing import Any
+
+from comfyui_files import LOADERS, WEIGHTS, Files, partly_loaded
 
 ROOT = Path(__file__).parents[1]
 # Largest error allowed, of the largest value of the latents.
@@ -47,9 +51,7 @@ def prepare(arguments: list[str]) -> Any:
     import comfy.options
 
     comfy.options.enable_args_parsing()
-    import comfy.sample
-    import comfy.samplers
-    import comfy.sd
+    import nodes  # noqa: F401
 
     spec = importlib.util.spec_from_file_location(
         "ditmesh_nodes",
@@ -95,7 +97,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         "AuraFlow",
         {
             "in_channels": 4, "out_channels": 4, "patch_size": 2, "dim": 64, "n_layers": 4,
-            "n_double_layers": 2, "n_heads": 4, "global_conddim": 64, "cond_seq_dim": TEXT, "max_seq": 256,
+            "n_double_layers": 2, "n_heads": 4, "global_conddim": 64, "cond_seq_dim": 2048, "max_seq": 256,
         },
         (),
     ),
@@ -158,7 +160,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
             "image_model": "cosmos_predict2", "max_img_h": 64, "max_img_w": 64, "max_frames": 8, "in_channels": 16,
             "out_channels": 16, "patch_spatial": 2, "patch_temporal": 1, "model_channels": 48,
             "concat_padding_mask": True, "crossattn_emb_channels": TEXT, "num_blocks": 2, "num_heads": 4,
-            "mlp_ratio": 2.0, "pos_emb_cls": "rope3d", "pos_emb_learnable": False, "extra_per_block_abs_pos_emb": False,
+            "mlp_ratio": 2.0, "pos_emb_cls": "rope3d", "pos_emb_learnable": True, "extra_per_block_abs_pos_emb": False,
+            "use_adaln_lora": True, "adaln_lora_dim": 256,
         },
         (1,),
     ),
@@ -184,21 +187,17 @@ def built(family: str, seed: int = 0) -> Any:
     return comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
 
 
-def with_lora(patcher: Any, seed: int, strength: float) -> Any:
-    """A clone with a LoRA file's contents on some of its matrices, as *LoraLoaderModelOnly* puts them on."""
-    import comfy.sd
-
+def lora_of(patcher: Any, seed: int) -> dict[str, Any]:
+    """The contents of a LoRA file for some of a model's matrices."""
     chooser, low = random.Random(seed), {}
-    names = [n for n, p in patcher.model.named_parameters() if (p.dim() == 2 and "block" in n) or "layers" in n]
-    names = [name for name in names if name.endswith(".weight")]
-    for number, name in enumerate(chooser.sample(sorted(names), min(3, len(names)))):
-        weight = patcher.model.state_dict()[name]
-        if weight.dim() != 2:
-            continue
+    weights = {n: p for n, p in patcher.model.named_parameters() if p.dim() == 2 and n.endswith(".weight")}
+    names = sorted(name for name in weights if "block" in name or "layers" in name)
+    for number, name in enumerate(chooser.sample(names, min(3, len(names)))):
+        weight = weights[name]
         stem = name.removesuffix(".weight")
         low[f"{stem}.lora_up.weight"] = numbers(weight.shape[0], 2, seed=seed * 10 + number) * 0.2
         low[f"{stem}.lora_down.weight"] = numbers(2, weight.shape[1], seed=seed * 10 + number + 5) * 0.2
-    return comfy.sd.load_lora_for_models(patcher, None, low, strength, 0.0)[0]
+    return low
 
 
 class Residuals:
@@ -251,17 +250,19 @@ PATCHES = {"same": same_block, "softer": softer_block, "mixing": mixing_block}
 
 def sampled(patcher: Any, graph: dict[str, Any]) -> Any:
     """What ComfyUI's own sampling makes of a graph: the latents."""
-    import comfy.sample
+    import comfy_extras.nodes_custom_sampler as custom
+    import nodes
     import torch
 
     family, seed = graph["family"], graph["seed"]
-    _, _, between = FAMILIES[family]
+    _, settings, between = FAMILIES[family]
+    wide = settings.get("cond_seq_dim", TEXT)
     rows, columns = graph["size"]
     channels = patcher.model.latent_format.latent_channels
     latent = torch.zeros(graph["batch"], channels, *between, rows, columns)
 
     def condition(number: int) -> list[Any]:
-        text = numbers(1, graph["text"], TEXT, seed=seed + number)
+        text = numbers(1, graph["text"], wide, seed=seed + number)
         more: dict[str, Any] = {"pooled_output": numbers(1, 16, seed=seed + number + 1), "guidance": 3.5}
         if graph.get("references"):
             more["reference_latents"] = [numbers(1, channels, *between, 6, 4 + 2 * n, seed=90 + n) for n in range(2)]
@@ -280,7 +281,6 @@ def sampled(patcher: Any, graph: dict[str, Any]) -> Any:
             more |= {"frame_rate": 25, "attention_mask": torch.ones(1, graph["text"]).long()}
         return [[text, more]]
 
-    noise = comfy.sample.prepare_noise(latent, seed, None)
     if shaken := graph.get("shaken"):
         generator = torch.Generator().manual_seed(seed)
 
@@ -290,26 +290,21 @@ def sampled(patcher: Any, graph: dict[str, Any]) -> Any:
 
         patcher = patcher.clone()
         patcher.set_model_unet_function_wrapper(shake)
-    mask = None
+    given: dict[str, Any] = {"samples": latent}
     if graph.get("mask"):
-        mask = torch.ones(1, 1, rows, columns)
-        mask[..., : columns // 2] = 0
-    with torch.inference_mode():
-        return comfy.sample.sample(
-            patcher,
-            noise,
-            graph["steps"],
-            graph["cfg"],
-            graph["sampler"],
-            graph["scheduler"],
-            condition(0),
-            condition(50),
-            latent,
-            denoise=graph.get("denoise", 1.0),
-            noise_mask=mask,
-            disable_pbar=True,
-            seed=seed,
-        )
+        given["noise_mask"] = torch.ones(1, 1, rows, columns)
+        given["noise_mask"][..., : columns // 2] = 0
+    sampler, scheduler = graph["sampler"], graph["scheduler"]
+    positive, negative, denoise = condition(0), condition(50), graph.get("denoise", 1.0)
+    with torch.inference_mode(), partly_loaded(graph.get("part")):
+        if graph.get("node", "KSampler") == "KSampler":
+            said = patcher, seed, graph["steps"], graph["cfg"], sampler, scheduler, positive, negative, given, denoise
+            return nodes.KSampler().sample(*said)[0]["samples"]
+        (noise,) = custom.RandomNoise().get_noise(seed)
+        (guider,) = custom.CFGGuider().get_guider(patcher, positive, negative, graph["cfg"])
+        (method,) = custom.KSamplerSelect().get_sampler(sampler)
+        (sigmas,) = custom.BasicScheduler().get_sigmas(patcher, scheduler, graph["steps"], denoise)
+        return custom.SamplerCustomAdvanced().sample(noise, guider, method, sigmas, given)[0]["samples"]
 
 
 EACH = {
@@ -335,7 +330,14 @@ def generated(chooser: random.Random, families: list[str]) -> dict[str, Any]:
         "scheduler": chooser.choice(SCHEDULERS),
         "loras": [(chooser.randrange(50), chooser.choice([0.5, 1.0, -0.7])) for _ in range(chooser.choice([0, 1, 2]))],
         "mask": chooser.random() < 0.2,
+        "loader": chooser.choice(LOADERS),
+        "weights": chooser.choice(["default"] * 5 + [*WEIGHTS]),
+        "part": chooser.choice([None] * 5 + [0.6, 0.2, 0.0]),
+        "node": chooser.choice(["KSampler", "SamplerCustomAdvanced"]),
     }
+    if graph["loader"] != "UNETLoader" and not graph["weights"].endswith("file"):
+        # The other loader has no such widget.
+        graph["weights"] = "default"
     if family == "flux":
         graph["references"] = chooser.random() < 0.3
         graph["control"] = chooser.random() < 0.3 and not graph["references"]
@@ -344,19 +346,30 @@ def generated(chooser: random.Random, families: list[str]) -> dict[str, Any]:
     return graph
 
 
-def run(package: Any, models: dict[str, Any], graph: dict[str, Any]) -> tuple[str, Any]:
-    """What came of a graph: ``"right"``, ``"refused"`` or ``"wrong"``, and the error or a sentence."""
-    from ditmesh import DitmeshError
+def loaded(files: Files, models: dict[Any, Any], graph: dict[str, Any]) -> Any:
+    """The MODEL of a graph, from files: loaded once, as ComfyUI keeps what a node has returned."""
+    import torch
 
-    plain = models.setdefault(graph["family"], None) or built(graph["family"])
-    models[graph["family"]] = plain
-    for seed, strength in graph["loras"]:
-        plain = with_lora(plain, seed, strength)
+    key = graph["family"], graph.get("loader", LOADERS[0]), graph.get("weights", "default")
+    with torch.inference_mode():
+        if key not in models:
+            models[key] = files.model(*key)
+        plain = models[key]
+        for seed, strength in graph["loras"]:
+            plain = files.lora(plain, seed, strength, lora_of)
     if graph["loras"] and not plain.patches:
         raise AssertionError("no LoRA fits the model")
     if name := graph.get("patch"):
         plain = plain.clone()
         plain.set_model_patch_replace(PATCHES[name], "dit", "double_block", 1)
+    return plain
+
+
+def run(package: Any, files: Files, models: dict[Any, Any], graph: dict[str, Any]) -> tuple[str, Any]:
+    """What came of a graph: ``"right"``, ``"refused"`` or ``"wrong"``, and the error or a sentence."""
+    from ditmesh import DitmeshError
+
+    plain = loaded(files, models, graph)
     expected = sampled(plain, graph)
     node = package.NODE_CLASS_MAPPINGS["DitmeshParallelizeModel"]()
     try:
@@ -393,24 +406,29 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     chooser, models, counts = random.Random(options.seed), {}, {"right": 0, "refused": 0, "wrong": 0}
-    try:
-        families = options.families.split(",")
-        for number in range(2 * len(families) if options.each else options.graphs):
-            if options.each:
-                graph = {**EACH, "family": families[number // 2], "config": ("ulysses=2", "ring=2")[number % 2]}
-            else:
-                graph = json.loads(options.one) if options.one else generated(chooser, families)
-            started = time.monotonic()
-            try:
-                outcome, what = run(package, models, graph)
-            except Exception as error:
-                outcome, what = "wrong", f"{type(error).__name__}: {error}"
-                traceback.print_exc()
-            counts[outcome] += 1
-            seconds = round(time.monotonic() - started, 1)
-            print(json.dumps({"n": number, **graph, "outcome": outcome, "what": what, "s": seconds}), flush=True)
-    finally:
-        package.parallel.close_followers()
+    import comfy.utils
+
+    comfy.utils.set_progress_bar_enabled(False)
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(Path(folder), built, lambda family: FAMILIES[family][1])
+        try:
+            families = options.families.split(",")
+            for number in range(2 * len(families) if options.each else options.graphs):
+                if options.each:
+                    graph = {**EACH, "family": families[number // 2], "config": ("ulysses=2", "ring=2")[number % 2]}
+                else:
+                    graph = json.loads(options.one) if options.one else generated(chooser, families)
+                started = time.monotonic()
+                try:
+                    outcome, what = run(package, files, models, graph)
+                except Exception as error:
+                    outcome, what = "wrong", f"{type(error).__name__}: {error}"
+                    traceback.print_exc()
+                counts[outcome] += 1
+                seconds = round(time.monotonic() - started, 1)
+                print(json.dumps({"n": number, **graph, "outcome": outcome, "what": what, "s": seconds}), flush=True)
+        finally:
+            package.parallel.close_followers()
     print(json.dumps(counts))
     sys.exit(counts["wrong"] > 0)
 

@@ -218,12 +218,16 @@ class _ListsInOne:
         region, main = self.regions[0], self.regions[0].main
         dims = {main.name: main.dim} | {f".{c.arg}": c.dim for c in region.cuts if c.tokens == (main.name,)}
         after, _ = self.skeleton(call=arguments.kwargs)
-        first, *later = (
-            torch.stack([along(differs(after[site][n], old[n]), d) for n, d in dims.items() if n in old])
-            for site, old in ((site, self.before[site]) for site in self.sites)
-        )
+        first, *later = (self._hit(after[site], self.before[site], dims) for site in self.sites)
         late = any(hit.any() for hit in later)
         return late and not first.any() and not any((hit & ~places).any() for hit in later)
+
+    def _hit(self, after: Mapping[str, Tensor], old: Mapping[str, Tensor], dims: Mapping[str, int]) -> Tensor:
+        """The main stream's tokens with which something differs that a block is given."""
+        # A block that does not return the stream shows nothing of it: the last one may leave it out.
+        changed = [along(differs(after[name], old[name]), dim) for name, dim in dims.items() if name in old]
+        fitting = [hit for hit in changed if len(hit) == self.length]
+        return torch.stack(fitting).any(0) if fitting else torch.zeros(self.length, dtype=torch.bool)
 
     def on_own_tokens(self, cuts: Sequence[Cut]) -> list[Region] | None:
         """The lists as a rank can run them on its own tokens; None: it needs all tokens between blocks."""

@@ -59,8 +59,8 @@ def kind_of(value: Any, within: tuple[int, ...] = ()) -> Kind:
     """The kind of an argument: of a tensor its class of dtype and, per dimension but the first, whether it has size 1.
 
     The first is mostly the batch, which may have any size. Flags and texts are of the kind of their value, numbers of
-    their type; items of a list are told apart by kind only, however many there are. What is inside itself (a node that
-    names its parent) is there of the kind of how far out it is.
+    their type; items of a list are told apart by kind only, however many there are, but for integers: each may count
+    tokens of its own. What is inside itself (a node that names its parent) is there of the kind of how far out it is.
 
     Args:
         value: the argument.
@@ -77,7 +77,9 @@ def kind_of(value: Any, within: tuple[int, ...] = ()) -> Kind:
         items = ((str(key), kind_of(item, inside)) for key, item in value.items() if item is not None)
         return ("dict", tuple(sorted(items)))
     if isinstance(value, list):
-        return ("list", tuple(sorted({kind_of(item, inside) for item in value}, key=repr)))
+        numbers = sum(type(item) is int for item in value)
+        kinds = tuple(sorted({kind_of(item, inside) for item in value}, key=repr))
+        return ("list", kinds, numbers) if numbers else ("list", kinds)
     if isinstance(value, tuple):
         return ("tuple", tuple(kind_of(item, inside) for item in value))
     if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
