@@ -30,7 +30,7 @@ class Progress:
 
     def check(self) -> None:
         """Raise ComfyUI's exception if the prompt is interrupted."""
-        comfy.model_management.throw_exception_if_processing_interrupted()
+        check_interrupted()
 
     def step(self, done: int, total: int, picture: Any = None) -> None:
         """Show the node's progress.
@@ -44,6 +44,11 @@ class Progress:
         """
         self.check()
         self._bar.update_absolute(done, total, None if picture is None else ("JPEG", picture, self._largest))
+
+
+def check_interrupted() -> None:
+    """Raise ComfyUI's exception if the prompt is interrupted."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
 
 
 def when_unloaded(action: Callable[[], Any]) -> None:

@@ -24,6 +24,7 @@ from .request import (
     pixels_digest,
     stamp,
 )
+from .vae import ParallelizeVAE
 
 if TYPE_CHECKING:
     from ditmesh.request import Widget
@@ -409,6 +410,7 @@ host.when_unloaded(close_followers)
 
 NODE_CLASS_MAPPINGS = {
     "DitmeshParallelizeModel": ParallelizeModel,
+    "DitmeshParallelizeVAE": ParallelizeVAE,
     "DitmeshLoadPipeline": LoadPipeline,
     "DitmeshConnect": Connect,
     "DitmeshLoRA": AddLora,
@@ -419,6 +421,7 @@ NODE_CLASS_MAPPINGS = {
 }
 NODE_DISPLAY_NAME_MAPPINGS = {
     "DitmeshParallelizeModel": "Parallelize model (ditmesh)",
+    "DitmeshParallelizeVAE": "Parallelize VAE (ditmesh)",
     "DitmeshLoadPipeline": "Load pipeline on a mesh (ditmesh)",
     "DitmeshConnect": "Connect to a server (ditmesh)",
     "DitmeshLoRA": "LoRA (ditmesh)",

@@ -342,26 +342,30 @@ def session_of(base: Any, branch: Branch) -> Session:
             return held
         held.close()
         del vars(base)[_ATTRIBUTE]
-    made = Session(base, branch, followers_for(branch))
+    made = Session(base, branch, followers_for(branch.config.world_size, branch.device, branch.gpus))
     vars(base)[_ATTRIBUTE] = made
     return made
 
 
-def followers_for(branch: Branch) -> Followers:
-    """The ranks beside ComfyUI, started when they are needed."""
+def followers_for(world_size: int, device: str, gpus: tuple[int, ...] | None) -> Followers:
+    """The ranks beside ComfyUI, started when they are needed.
+
+    Args:
+        world_size: ComfyUI's process included.
+        device: type of the devices.
+        gpus: their numbers, ComfyUI's first; None: on the CPU.
+    """
     from ditmesh import Followers
     from ditmesh.attention.handed import allow_handed
 
-    wanted = (branch.config.world_size, branch.device, branch.gpus)
+    wanted = (world_size, device, gpus)
     while _running:
         current = _running[0]
         if not current.closed and current.wanted == wanted:
             return current
         close_followers()
     allow_handed()
-    made = Followers(
-        wanted[0], branch.device, gpus=branch.gpus, prepare=_preparation(host.root(), host.model_arguments())
-    )
+    made = Followers(world_size, device, gpus=gpus, prepare=_preparation(host.root(), host.model_arguments()))
     made.wanted = wanted
     _running.append(made)
     return made

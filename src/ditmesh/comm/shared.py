@@ -86,7 +86,10 @@ class _Peer:
         """Whether the process has ended."""
         if self.alive is None:
             return not Path(f"/proc/{self.process}").exists()
-        return bool(select.select([self.alive], [], [], 0)[0])
+        # Not select(), which takes no number above 1023.
+        poll = select.poll()
+        poll.register(self.alive, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 class SharedMemory:

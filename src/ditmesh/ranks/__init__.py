@@ -7,5 +7,6 @@ The owner's process holds no weights. A call of a pipeline travels to every rank
 from .follow import FollowedModel, Followers
 from .handle import Ranks
 from .pipeline import RemotePipeline
+from .vae import FollowedVae
 
-__all__ = ["FollowedModel", "Followers", "Ranks", "RemotePipeline"]
+__all__ = ["FollowedModel", "FollowedVae", "Followers", "Ranks", "RemotePipeline"]

@@ -84,10 +84,11 @@ class Followers:
             first, count = torch.cuda.current_device(), torch.cuda.device_count()
             gpus = [(first + place) % count for place in range(devices)]
         self._pool = HostedRanks(devices, device, threads, gpus, stop_limit)
-        self._timeout = timeout
+        self.timeout = timeout
         # Models go when the program drops them; their copies then go before the next call.
-        self._models: weakref.WeakValueDictionary[str, FollowedModel] = weakref.WeakValueDictionary()
-        self._dropped: list[str] = []
+        self.models: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        # Copies whose owners are gone, and what is to be done here when the others drop them.
+        self.dropped: list[tuple[str, Callable[[], None]]] = []
         # For the program that has these ranks.
         self.wanted: Any = None
         try:
@@ -129,7 +130,7 @@ class Followers:
             Exception: what ``fn`` raises.
             RankFailed: a rank was lost.
         """
-        return [value for value, _ in self._both(_nothing, _outcome, fn, args)]
+        return [value for value, _ in self.both(_nothing, _outcome, fn, args)]
 
     def parallelize(
         self, model: nn.Module, config: ConfigLike, *, sleeps: bool = False, **options: Any
@@ -155,7 +156,7 @@ class Followers:
 
     def close(self) -> None:
         """Restore the models, and end the other ranks. Harmless if they have ended."""
-        for model in list(self._models.values()):
+        for model in list(self.models.values()):
             with suppress(Exception):
                 model.close()
         self._pool.close()
@@ -167,10 +168,15 @@ class Followers:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"closed: {self.reason}" if self.closed else f"{len(self._models)} models"
+        state = f"closed: {self.reason}" if self.closed else f"{len(self.models)} models"
         return f"Followers({self.world_size} on {self.device}, {state})"
 
-    def _both(self, here: Callable[[], T], fn: Callable[..., Any], *args: Any) -> list[tuple[Any, T]]:
+    @property
+    def threads(self) -> int | None:
+        """Threads of each rank in a call; None: as this process has them."""
+        return self._pool.threads if self.device == "cpu" else None
+
+    def both(self, here: Callable[[], T], fn: Callable[..., Any], *args: Any) -> list[tuple[Any, T]]:
         """What every other rank has returned, with what was returned here.
 
         Raises:
@@ -179,8 +185,9 @@ class Followers:
         """
         if self.closed:
             raise ConfigError(f"the ranks beside this process have ended ({self.reason}); make new Followers")
-        while self._dropped:
-            self._pool.together(_nothing, _drop_model, self._dropped.pop())
+        while self.dropped:
+            key, here = self.dropped.pop()
+            self._pool.together(here, drop_copy, key)
         done = self._pool.together(here, fn, *args)
         failures = [one for one in done.others if isinstance(one, FollowerFailure)]
         error = done.error
@@ -210,12 +217,9 @@ class FollowedModel:
         self._class: PipelineCall | None = None
         self._others_hooks = {id(one): _hook_keys(one) for one in model.modules()}
         kind = followers.device
-        with packed(model, kind) as parcel:
-            followers._both(_nothing, _take_model, self._key, parcel)
-        followers._models[self._key] = self
-        self._drop = weakref.finalize(self, followers._dropped.append, self._key)
-        self._drop.atexit = False
-        timeout = followers._timeout
+        give_copy(followers, self._key, model)
+        followers.models[self._key] = self
+        timeout = followers.timeout
 
         def begin() -> Mesh:
             mesh = Mesh(config, device_of(model) if kind == "cuda" else "cpu", timeout)
@@ -228,12 +232,15 @@ class FollowedModel:
             return mesh
 
         try:
-            self.mesh: Mesh = followers._both(begin, _begin_following, self._key, config, timeout, options)[0][1]
+            self.mesh: Mesh = followers.both(begin, _begin_following, self._key, config, timeout, options)[0][1]
         except BaseException:
-            self._forget()
+            followers.models.pop(self._key, None)
             with suppress(Exception):
-                followers._both(_nothing, _drop_model, self._key)
+                followers.both(_nothing, drop_copy, self._key)
             raise
+        # The others' meshes end with their copies.
+        self._drop = weakref.finalize(self, followers.dropped.append, (self._key, self.mesh.close))
+        self._drop.atexit = False
         self.lead = CallLead(type(model).__name__, self.mesh, lambda: engine_of(model))
         self._asleep: list[tuple[dict[Any, Any], dict[Any, Any]]] | None = None
         self._put_back: Callable[[], None] = _nothing
@@ -271,7 +278,7 @@ class FollowedModel:
             return proceed(*args, **kwargs)
         self.update(rewritten)
         try:
-            with _threads(self.followers):
+            with threads_of(self.followers):
                 return self.lead.call(self._ask, proceed, args, kwargs, for_others)
         finally:
             if not self.closed:
@@ -279,27 +286,19 @@ class FollowedModel:
 
     def _ask(self, content: bytes, here: Callable[[], T]) -> T:
         try:
-            return self.followers._both(here, _follow_call, self._key, content)[0][1]
+            return self.followers.both(here, _follow_call, self._key, content)[0][1]
         except BaseException:
             if not self.followers.closed:
                 self.mesh.fail_request()
             raise
 
     def update(self, rewritten: Collection[str] = ()) -> None:
-        """ModuleChange the copies to what the model is now; see `call`. Calls do this by themselves.
+        """Change the copies to what the model is now; see `call`. Calls do this by themselves.
 
         Raises:
             InputError: it has other modules than when it was copied.
         """
-        if not self._copied.same_modules:
-            raise InputError(
-                f"this {type(self.model).__name__} has other modules than when it was copied to the other ranks; "
-                "restore it and parallelize it again"
-            )
-        if changes := self._copied.changes(rewritten):
-            with packed(changes, self.followers.device, self._copied.numbers) as parcel:
-                self.followers._both(_nothing, _change_model, self._key, parcel)
-            self._copied.note()
+        change_copies(self.followers, self._key, self._copied, rewritten)
 
     # --- the model for others, in this process ---------------------------------------------------------------
 
@@ -351,7 +350,7 @@ class FollowedModel:
 
     def _forget(self) -> None:
         self._drop.detach()
-        self.followers._models.pop(self._key, None)
+        self.followers.models.pop(self._key, None)
 
     def close(self) -> None:
         """Restore the model, exactly, and drop the copies."""
@@ -370,7 +369,7 @@ class FollowedModel:
                 with suppress(Exception):
                     self.mesh.abandon()
             else:
-                undo.callback(self.followers._both, functools.partial(_restored, self.model), _drop_model, self._key)
+                undo.callback(self.followers.both, functools.partial(_restored, self.model), drop_copy, self._key)
 
 
 def _hook_keys(module: nn.Module) -> set[Any]:
@@ -383,10 +382,10 @@ def _restored(model: nn.Module) -> None:
 
 
 @contextmanager
-def _threads(followers: Followers) -> Iterator[None]:
+def threads_of(followers: Followers) -> Iterator[None]:
     """On the CPU, as many threads as the other ranks have: they share its cores."""
     before = torch.get_num_threads()
-    wanted = followers._pool.threads if followers.device == "cpu" else before
+    wanted = followers.threads or before
     if wanted != before:
         torch.set_num_threads(wanted)
     try:
@@ -400,20 +399,55 @@ def _nothing() -> None:
     return None
 
 
+def give_copy(followers: Followers, key: str, module: nn.Module) -> None:
+    """Copy a module to the other ranks, where it goes by a key.
+
+    Raises:
+        InputError: it cannot be copied.
+    """
+    with packed(module, followers.device) as parcel:
+        followers.both(_nothing, _take_model, key, parcel)
+
+
+def change_copies(followers: Followers, key: str, copied: CopiedModule, rewritten: Collection[str] = ()) -> None:
+    """Change the copies to what a module is now; ``rewritten`` as for `FollowedModel.call`.
+
+    Raises:
+        InputError: it has other modules than when it was copied.
+    """
+    if not copied.same_modules:
+        raise InputError(
+            f"this {type(copied.module).__name__} has other modules than when it was copied to the other ranks; "
+            "restore it and parallelize it again"
+        )
+    if changes := copied.changes(rewritten):
+        with packed(changes, followers.device, copied.numbers) as parcel:
+            followers.both(_nothing, _change_model, key, parcel)
+        copied.note()
+
+
 # --- on the other ranks ------------------------------------------------------------------------------------------
 
 
-class _Copy:
-    """A model's copy on this rank."""
+class Copy:
+    """A model's copy on this rank.
+
+    Attributes:
+        model, device: it, and where it is.
+        follower: what makes the calls that rank 0 sends.
+        mesh: by which they are made.
+        own: whether the mesh is nobody else's, to be closed with the copy.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.follower: CallFollower | None = None
         self.mesh: Mesh | None = None
+        self.own = False
 
 
 # The copies that this process holds, which is a rank and nothing else.
-_copies: dict[str, _Copy] = {}
+copies: dict[str, Copy] = {}
 
 
 def _device() -> torch.device:
@@ -422,7 +456,7 @@ def _device() -> torch.device:
     return device_of_rank()
 
 
-def _failure(error: Exception) -> FollowerFailure:
+def failure(error: Exception) -> FollowerFailure:
     import torch.distributed as dist
 
     return FollowerFailure.of(dist.get_rank(), error)
@@ -433,32 +467,32 @@ def _outcome(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         return fn(*args)
     except Exception as error:
-        return _failure(error)
+        return failure(error)
 
 
 def _take_model(key: str, parcel: Parcel) -> FollowerFailure | None:
     try:
         device = _device()
-        _copies[key] = _Copy(unpacked(parcel, device), device)
+        copies[key] = Copy(unpacked(parcel, device), device)
     except Exception as error:
-        return _failure(error)
+        return failure(error)
     return None
 
 
 def _change_model(key: str, parcel: Parcel) -> FollowerFailure | None:
     try:
-        copy = _copies[key]
+        copy = copies[key]
         changes: list[ModuleChange] = unpacked(parcel, copy.device, list(copy.model.modules()))
         applied(copy.model, changes)
     except Exception as error:
-        return _failure(error)
+        return failure(error)
     return None
 
 
 def _begin_following(
     key: str, config: ParallelConfig, timeout: float, options: dict[str, Any]
 ) -> FollowerFailure | None:
-    copy = _copies[key]
+    copy = copies[key]
     mesh: Mesh | None = None
     try:
         mesh = copy.mesh = Mesh(config, copy.device, timeout)
@@ -467,29 +501,31 @@ def _begin_following(
     except Exception as error:
         if mesh is not None:
             mesh.close()
-        return _failure(error)
+        return failure(error)
     model = copy.model
     copy.follower = CallFollower(type(model).__name__, mesh, lambda: engine_of(model), model)
     return None
 
 
 def _follow_call(key: str, content: bytes) -> FollowerFailure | None:
-    copy = _copies[key]
+    copy = copies[key]
     assert copy.follower is not None
     assert copy.mesh is not None
     try:
         copy.follower.run(content)
     except Exception as error:
         copy.mesh.fail_request()
-        return _failure(error)
+        return failure(error)
     return None
 
 
-def _drop_model(key: str) -> FollowerFailure | None:
-    copy = _copies.pop(key, None)
+def drop_copy(key: str) -> FollowerFailure | None:
+    copy = copies.pop(key, None)
     try:
         if copy is not None:
             _restored(copy.model)
+            if copy.own and copy.mesh is not None:
+                copy.mesh.close()
     except Exception as error:
-        return _failure(error)
+        return failure(error)
     return None
