@@ -14,7 +14,17 @@ import torch
 
 from ditmesh.errors import ConfigError, InputError, LayoutError, RankFailed
 from support import comfyui
-from support.comfyui_models import APPLY_MODEL, DIFFUSION_MODEL, Base, Denoiser, Patcher, models, sample
+from support.comfyui_models import (
+    APPLY_MODEL,
+    DIFFUSION_MODEL,
+    Autoencoder,
+    Base,
+    Denoiser,
+    Patcher,
+    Vae,
+    models,
+    sample,
+)
 from support.models import relative_error
 
 
@@ -194,6 +204,50 @@ def test_refusals(node: Any) -> None:
     patched = plain.replace_block(0, locked)
     with pytest.raises(InputError, match=r"transformer_options.*patches_replace.*cannot be sent to the other ranks"):
         sample(parallel(node, patched))
+
+
+def test_rows_that_are_branches_one_time_and_pictures_another(node: Any) -> None:
+    plain = Patcher(Base())
+    truth, made = sample(plain), parallel(node, plain)
+    for branches in ((0,), (1, 0), (0, 1)):
+        assert relative_error(sample(made, branches=branches), truth) <= 1e-5
+
+
+class Wrong(Autoencoder):
+    """Another decoder than the copies have."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError
+
+    def __reduce__(self) -> Any:
+        return Autoencoder, ()
+
+
+def test_a_vae_in_bands(node: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plain = Vae()
+    package = sys.modules[type(node).__module__.rpartition(".")[0]]
+    vae = package.NODE_CLASS_MAPPINGS["DitmeshParallelizeVAE"]()
+    (made,) = vae.parallelize(plain, 2)
+    for rows in (9, 4):
+        z = torch.randn(1, 4, rows, 5, generator=torch.Generator().manual_seed(rows))
+        pixels = plain.decode(z)
+        assert relative_error(made.decode(z), pixels) <= 1e-5
+        assert relative_error(made.encode(pixels), plain.encode(pixels)) <= 1e-5
+    # Weights that have changed since.
+    with torch.no_grad():
+        plain.first_stage_model.decoder[0].weight.mul_(0.5)
+    assert relative_error(made.decode(z), plain.decode(z)) <= 1e-5
+    assert not torch.equal(plain.decode(z), pixels)
+    # A row is all that there is.
+    assert torch.equal(made.decode(z[..., :1, :]), plain.decode(z[..., :1, :]))
+    assert "runs on one device: 1 rows are too few for 2 ranks" in caplog.text
+    assert vae.parallelize(plain, 1) == (plain,)
+    wrong = Wrong()
+    with torch.no_grad():
+        wrong.decoder[0].bias.add_(1.0)
+    (made,) = vae.parallelize(Vae(wrong), 2)
+    with pytest.raises(LayoutError, match=r"Wrong\.decode in bands .* bypass the node Parallelize VAE"):
+        made.decode(z)
 
 
 class Interrupted(Exception):

@@ -452,3 +452,39 @@ def test_ditmeshs_own_kernels_stay():
     with pytest.raises(ditmesh.ConfigError, match="stays"):
         kernels.unregister("native")
     kernels.unregister("none of this name")
+
+
+class LeavesText(torch.nn.Module):
+    """Joint attention whose last block hands no text on; text is its first argument."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last = last
+        self.qkv = torch.nn.ModuleList([torch.nn.Linear(8, 24) for _ in range(2)])
+
+    def forward(self, txt: torch.Tensor, img: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        parts = [layer(one) for layer, one in zip(self.qkv, (txt, img), strict=True)]
+        q, k, v = torch.cat(parts, dim=1)[:, None].chunk(3, dim=-1)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)[:, 0]
+        return None if self.last else txt + out[:, : txt.shape[1]], img + out[:, txt.shape[1] :]
+
+
+class LeavesItsText(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([LeavesText(number == 2) for number in range(3)])
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        txt, img = context, x
+        for block in self.blocks:
+            txt, img = block(txt, img)
+        return img
+
+
+@pytest.mark.parametrize("words", [5, 6])
+def test_a_text_as_long_as_the_picture_that_the_last_block_leaves_out(words: int) -> None:
+    torch.manual_seed(0)
+    _, layout = derive(LeavesItsText().eval(), {"x": torch.randn(1, 6, 8), "context": torch.randn(1, words, 8)})
+    (region,) = layout.regions
+    assert {stream.arg for stream in region.streams} == {"txt", "img"}
+    assert not region.alone

@@ -243,6 +243,8 @@ def test_forms_tell_apart_what_a_model_may():
         {"timestep": torch.zeros(2)},
         {"enable_diffusion_forcing": True},
         {"fps": [1, 0]},
+        # Each of them may count tokens of its own.
+        {"fps": [1, 0, 1]},
         {"hidden_states": torch.zeros(2, 4, 1, 10, 14)},
     ]
     assert len({form(), *(form(**changes) for changes in other)}) == len(other) + 1

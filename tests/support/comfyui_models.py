@@ -132,6 +132,44 @@ class Base(nn.Module):
         return x - t.view(-1, 1, 1, 1) * self.diffusion_model(x, t, **given)
 
 
+class Autoencoder(nn.Module):
+    """(B, 4, H, W) latents to (B, 3, 2 H, 2 W) pixels, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Conv2d(3, 4, 3, stride=2, padding=1)
+        self.decoder = nn.Sequential(
+            *(nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Upsample(scale_factor=2)),
+            nn.Conv2d(8, 3, 3, padding=1),
+        )
+        self.eval().requires_grad_(False)
+
+    def decode(self, samples: Tensor) -> Tensor:
+        return self.decoder(samples)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.encoder(pixels)
+
+
+class Vae:
+    """What a VAE loader gives."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.first_stage_model = model or Autoencoder()
+        self.patcher = types.SimpleNamespace(load_device=torch.device("cpu"))
+
+    def throw_exception_if_invalid(self) -> None: ...
+
+    @torch.inference_mode()
+    def decode(self, samples: Tensor) -> Tensor:
+        return self.first_stage_model.decode(samples)
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.first_stage_model.encode(pixels)
+
+
 class Patcher:
     """A MODEL: clones share the model, and have options, patches and wrappers of their own."""
 
@@ -198,9 +236,15 @@ class Patcher:
 
 @torch.inference_mode()
 def sample(
-    patcher: Patcher, steps: int = 3, size: tuple[int, int] = (4, 6), seed: int = 0, on: Any = None, **given: Any
+    patcher: Patcher,
+    steps: int = 3,
+    size: tuple[int, int] = (4, 6),
+    seed: int = 0,
+    on: Any = None,
+    branches: tuple[int, ...] = (0, 1),
+    **given: Any,
 ) -> Tensor:
-    """A sampler: steps with both branches of guidance in one call."""
+    """A sampler: steps with both branches of guidance in one call, which is told what its rows are."""
     patcher.load()
     patcher.model.current_patcher = patcher
     for some in patcher.callbacks.get(ON_PRE_RUN, {}).values():
@@ -209,7 +253,7 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, 4, *size, generator=generator)
     text = torch.randn(2, 5, TEXT, generator=generator)
-    options = {**patcher.options, "wrappers": patcher.wrappers, "uuids": [uuid.uuid4()], "cond_or_uncond": [0, 1]}
+    options = {**patcher.options, "wrappers": patcher.wrappers, "uuids": [uuid.uuid4()], "cond_or_uncond": [*branches]}
     for step in range(steps):
         sigma = torch.full((2,), 1 - step / steps)
         if on is not None:
