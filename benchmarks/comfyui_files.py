@@ -39,7 +39,7 @@ class Files:
     """A folder of models.
 
     Args:
-        folder: an empty one, which ComfyUI looks into from now on.
+        folder: which ComfyUI looks into from now on.
         built: ComfyUI's model of a family, with random weights.
         settings: of a family's model.
     """
@@ -49,7 +49,7 @@ class Files:
 
         self._folder, self._built, self._settings = folder, built, settings
         for kind in ("diffusion_models", "checkpoints", "loras"):
-            (folder / kind).mkdir()
+            (folder / kind).mkdir(exist_ok=True)
             folder_paths.add_model_folder_path(kind, str(folder / kind))
 
     def model(self, family: str, loader: str, weights: str) -> Any:

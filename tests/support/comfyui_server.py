@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,17 +143,21 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(comfyui: Path, python: str, base: Path) -> Iterator[Server]:
+def server(
+    comfyui: Path, python: str, base: Path, prepare: Callable[[Path], None] = lambda base: None
+) -> Iterator[Server]:
     """ComfyUI with the nodes of this project, on the CPU.
 
     Args:
         comfyui: its folder.
         python: the interpreter that has its requirements.
         base: folder for what it writes, and for the nodes.
+        prepare: is called with the folder, before it starts.
     """
     for name in ("models", "input", "output", "user"):
         (base / name).mkdir(parents=True)
     shutil.copytree(NODES, base / "custom_nodes" / "ditmesh", ignore=shutil.ignore_patterns("__pycache__"))
+    prepare(base)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
