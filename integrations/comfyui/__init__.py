@@ -1,4 +1,4 @@
-"""Nodes of ditmesh for ComfyUI: diffusers pipelines on several devices."""
+"""Nodes of ditmesh for ComfyUI: models, VAEs and diffusers pipelines on several devices."""
 
 from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 

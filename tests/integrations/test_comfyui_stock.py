@@ -1,7 +1,7 @@
 """The node Parallelize model in a real ComfyUI, with its own loaders and samplers, through its API.
 
-They run where DITMESH_COMFYUI names ComfyUI's folder, and DITMESH_COMFYUI_PYTHON a Python that has its requirements. DITMESH_COMFYUI_MAIN, if it is set, is another folder with a
-main.py that starts it.
+They run where DITMESH_COMFYUI names ComfyUI's folder, and DITMESH_COMFYUI_PYTHON a Python that has its requirements.
+DITMESH_COMFYUI_MAIN, if it is set, is another folder with a main.py that starts it.
 """
 
 from __future__ import annotations

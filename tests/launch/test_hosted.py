@@ -81,7 +81,7 @@ def test_the_copies_stay_what_the_model_is(followers: ditmesh.Followers) -> None
 def _strength() -> list[float]:
     from ditmesh.ranks import follow
 
-    (copy,) = follow._copies.values()
+    (copy,) = follow.copies.values()
     return copy.model.layers[0].strength  # type: ignore[union-attr, no-any-return]
 
 

@@ -186,8 +186,8 @@ class Followers:
         if self.closed:
             raise ConfigError(f"the ranks beside this process have ended ({self.reason}); make new Followers")
         while self.dropped:
-            key, here = self.dropped.pop()
-            self._pool.together(here, drop_copy, key)
+            key, end = self.dropped.pop()
+            self._pool.together(end, drop_copy, key)
         done = self._pool.together(here, fn, *args)
         failures = [one for one in done.others if isinstance(one, FollowerFailure)]
         error = done.error
