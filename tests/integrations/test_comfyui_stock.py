@@ -120,7 +120,7 @@ def ended(server: Server, workflow: dict[str, Any], act: Any, at: int = 3) -> tu
 
 @pytest.mark.parametrize("loader", ["UNETLoader", "CheckpointLoaderSimple"])
 @pytest.mark.parametrize("node", ["KSampler", "SamplerCustomAdvanced"])
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_lora_that_changes_between_prompts(server: Server, node: str, loader: str) -> None:
     cases = [(seed, lora) for seed, lora in enumerate((0, 1, 2, 0, 2))]
     truth = [latents(server, prompt(seed, node, lora, loader=loader)) for seed, lora in cases]
@@ -130,7 +130,7 @@ def test_a_lora_that_changes_between_prompts(server: Server, node: str, loader: 
             assert relative_error(found, expected) <= 1e-5
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_interrupts_and_lost_ranks_of_a_real_comfyui(server: Server) -> None:
     truth = latents(server, prompt(40))
     assert relative_error(latents(server, prompt(40, settings="ulysses=2")), truth) <= 1e-5
@@ -153,7 +153,7 @@ def test_interrupts_and_lost_ranks_of_a_real_comfyui(server: Server) -> None:
 
 
 # The last one: it ends the server.
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_nothing_stays_of_a_comfyui_that_was_killed(server: Server) -> None:
     latents(server, prompt(60, settings="ulysses=2"))
     (rank,) = processes.ranks_of(server.process.pid)
