@@ -9,7 +9,7 @@ import pytest
 from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
 from nccl_rules.fake_cuda import unavailable
-from support.on_fake_cuda import trained, training_run
+from support.on_fake_cuda import summed_late, trained, training_run
 from support.train import folder_of
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
@@ -47,6 +47,11 @@ def test_a_training_step(fresh_ranks, name, config, again):
         assert looks == {}
 
 
+def test_a_sum_that_a_rank_comes_to_late_is_waited_for(fresh_ranks):
+    """Also one that torch's own code calls, and whose work says nothing of its values."""
+    assert fresh_ranks.run(summed_late) == [[3.0, 3.0]] * 2
+
+
 # The loss, a number for every micro-batch in one list, and the norm of the gradient: they are logged, and a step whose
 # numbers are not finite changes no weight.
 READ = {"ditmesh train/trainer.py _local_scalar_dense", "ditmesh train/gradients/sync.py _local_scalar_dense"}
@@ -63,8 +68,6 @@ def test_the_trainers_loop(fresh_ranks, tmp_path, config):
     # AdamW's first steps go by signs, and at a usual rate what rounding has turned shows in the third loss.
     config = {**config, "learning_rate": 1e-5}
     for truth, found, looks, _ in fresh_ranks.run(training_run, str(tmp_path), config):
-        # The third has been 1.4e-3 off in one run of many, on a machine with other load: not explained yet.
-        assert found[:2] == pytest.approx(truth[:2], rel=1e-4)
-        assert found == pytest.approx(truth, rel=5e-3)
+        assert found == pytest.approx(truth, rel=1e-4)
         assert {what for what in looks if what.startswith("ditmesh")} <= READ
         assert looks["ditmesh train/gradients/sync.py _local_scalar_dense"] == 1

@@ -257,7 +257,13 @@ class FakeDevice(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         kernel = STAND_INS.get(func.overloadpacket)
         with unset_fake_temporarily():
-            return func(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
+            found = func(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
+            if func.namespace == "c10d":
+                # The caller gets the work of the fake operation, which waits for nothing.
+                for work in tree_leaves(found):
+                    if not isinstance(work, Tensor):
+                        dist.Work.unbox(work).wait()
+            return found
 
 
 def _attended(
@@ -425,6 +431,7 @@ def cuda(device: FakeDevice | None = None, messages: Messages | None = None) -> 
     """
     from ditmesh.comm import link as link_module
     from ditmesh.core import digests, values
+    from ditmesh.train.gradients import overlap
     from ditmesh.train.gradients import reduce as gradients
 
     device = device or FakeDevice()
@@ -435,6 +442,7 @@ def cuda(device: FakeDevice | None = None, messages: Messages | None = None) -> 
             (link_module.Link, "_matches", property(lambda _: False)),
             (link_module, "dist", messages),
             (gradients, "dist", messages),
+            (overlap, "dist", messages),
             # Every bit of the weights is read once: by many operations, which are of no interest here.
             (digests, "_feed_bytes", lambda update, tensor: feed(update, device.values(tensor))),
             (digests, "_samples", lambda tensors: samples([device.values(one) for one in tensors])),

@@ -722,7 +722,6 @@ def _pinned(tensor: Tensor, *_: Any) -> Tensor:
 @contextmanager
 def sim_cuda(order: str = "random", seed: int = 0, idle: float = IDLE) -> Iterator[SimDevice]:
     """An asynchronous ``cuda`` device of this process, or of this rank; see `SimDevice`."""
-    from ditmesh.train.gradients import overlap
     from ditmesh.train.islands import islands
 
     device = SimDevice(order, seed, idle)
@@ -731,7 +730,6 @@ def sim_cuda(order: str = "random", seed: int = 0, idle: float = IDLE) -> Iterat
         stack.callback(device.close)
         messages = SimMessages(device)
         for owner, name, stand_in in (
-            (overlap, "dist", messages),
             (islands, "dist", messages),
             (Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
             (torch.cuda, "Stream", lambda *_, **__: Stream(device, f"stream {next(made)}")),

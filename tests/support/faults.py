@@ -152,7 +152,7 @@ def held() -> Counter[str]:
     return kinds
 
 
-def more_than(before: Counter[str], seconds: float = 3.0) -> dict[str, int]:
+def more_than(before: Counter[str], seconds: float = 10.0) -> dict[str, int]:
     """What this process holds and did not before. gloo's threads close their sockets a moment later."""
     limit = time.monotonic() + seconds
     while True:
