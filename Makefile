@@ -8,7 +8,7 @@ DEVICES ?= --devices 2 --cfg 2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
-.PHONY: generate test test-all test-rules lint format bench bench-overhead bench-training gpu-check docs wheel release-check clean
+.PHONY: generate test test-all test-rules test-detail lint format bench bench-overhead bench-training gpu-check docs wheel release-check clean
 
 $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,13 +26,19 @@ test-all: $(BIN)/ditmesh  ## the full matrix as well
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 # What tests of several ranks do, held to NCCL's rules: once with communicators for groups, a part again with one for each
-# pair of ranks. What tests gloo or shared memory itself is skipped.
-ON_RULES := tests/comm tests/engine tests/launch/test_faults.py $(filter-out tests/strategies/test_matrix.py,$(wildcard tests/strategies/test_*.py)) \
-	tests/train/test_train.py
+# pair of ranks. What tests gloo or shared memory itself is skipped, and files that start no ranks are left out.
+ON_RULES = $(shell grep -lE 'def test_.*ranks|RankPool|import .*processes' $(filter-out tests/strategies/test_matrix.py,$(wildcard \
+	tests/comm/test_*.py tests/engine/test_*.py tests/strategies/test_*.py)) tests/launch/test_faults.py tests/train/test_train.py)
 ON_PAIRS := tests/comm/test_comm.py tests/strategies/test_parity.py tests/strategies/test_pipefusion.py tests/strategies/test_displaced.py
 test-rules: $(BIN)/ditmesh  ## the tests of several ranks over a process group that holds them to NCCL's rules
 	OMP_NUM_THREADS=1 DITMESH_TEST_BACKEND=rules $(BIN)/python -m pytest -q -m "not matrix" $(ON_RULES)
 	OMP_NUM_THREADS=1 DITMESH_TEST_BACKEND=rules DITMESH_RULES_MODE=lazy $(BIN)/python -m pytest -q -m "not matrix" $(ON_PAIRS)
+
+# What torch itself compares: kind, shapes and dtype of every collective. It numbers messages over gloo among collectives, so that
+# ranks of one group with unequal numbers of messages (tests/comm, stages) look unlike; over NCCL they are numbered apart.
+ON_DETAIL := tests/nccl_rules/test_on_rules.py tests/strategies/test_parity.py tests/strategies/test_displaced.py
+test-detail: $(BIN)/ditmesh  ## tests of several ranks under torch's comparison of collectives
+	OMP_NUM_THREADS=1 TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest -q -m "not matrix" $(ON_DETAIL)
 
 lint: $(BIN)/ditmesh  ## formatting, lint, types
 	$(BIN)/ruff format --check src tests benchmarks training examples
