@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 STALE = {"warmup": "fixed(1)"}
 DISPLACED = {"ring": 2, "exchange": "displaced", **STALE}
 TOLERANCE = 1e-5
+# A value between two steps of int8 that a device's kernel rounds to the other: in every order of kernels alike.
+COMPRESSED = 2e-4
 
 
 # --- the device
@@ -128,7 +130,7 @@ def test_a_request(ranks, family, config, order):
         pytest.skip(found[0].refused)
     for one in found:
         assert one.findings == []
-        assert one.error <= TOLERANCE
+        assert one.error <= (COMPRESSED if "compress" in config else TOLERANCE)
         assert one.ahead > 20
         assert one.reused > 500
         assert {place for place in one.steady if place.startswith("ditmesh ")} == set()
@@ -178,7 +180,7 @@ def test_a_gradient_that_is_not_waited_for_is_found(fresh_ranks, tmp_path):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("islands", [{"every": 1, "delay": 1}, {"exchange": "late_gradients"}], ids=str)
+@pytest.mark.parametrize("islands", [{"every": 2, "delay": 1}, {"exchange": "late_gradients"}], ids=str)
 def test_islands(tmp_path, islands):
     """Changes of weights are under way while the next steps run."""
     meets, found = [f"127.0.0.1:{free_port()}" for _ in range(2)], {}
