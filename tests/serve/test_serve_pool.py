@@ -44,6 +44,7 @@ def test_a_random_schedule_gives_the_bits_of_one_rank(ranks, of_one_rank):
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(1000, 1000 + SCHEDULES, TOGETHER))
 def test_random_schedules_give_the_bits_of_one_rank(ranks, of_one_rank_small, first):
     """Ranks, batches, pauses and joins at random; one more request of each schedule is cancelled."""

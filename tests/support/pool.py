@@ -156,7 +156,7 @@ def drawn_by_schedules(
                 begin(send)
 
     owner = Owner(script, len(numbers) * (len(seeds) + 1))
-    owner.serve(pool, [spec], partial(serve_pool, scheduler=RandomSchedules(spec.pool, seed=-1)), deadline=600.0)
+    owner.serve(pool, [spec], partial(serve_pool, scheduler=RandomSchedules(spec.pool, seed=-1)), deadline=1700.0)
     assert len(of(owner.said, Cancelled)) == len(numbers)
     return found, sent
 
