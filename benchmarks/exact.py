@@ -89,11 +89,11 @@ def benchmark_model() -> torch.nn.Module:
 
 
 @cache
-def benchmark_inputs(batch: int = 1) -> dict[str, Any]:
-    """Arguments of its forward."""
+def benchmark_inputs(batch: int = 1, side: int = SIDE) -> dict[str, Any]:
+    """Arguments of its forward, for side x side image tokens."""
     from ditmesh.layout.conventions import CallVariant, Conventions, Size
 
-    return Conventions(benchmark_model(), CallVariant("bsc")).inputs(Size(SIDE, SIDE, TEXT, batch=batch))
+    return Conventions(benchmark_model(), CallVariant("bsc")).inputs(Size(side, side, TEXT, batch=batch))
 
 
 def timed_forward(runs: int) -> float:

@@ -89,7 +89,7 @@ def slower(way: str) -> Iterator[None]:
 
 
 def request(
-    config: dict[str, Any], steps: int, slow_from: int, small: bool, way: str = "sleeps"
+    config: dict[str, Any], steps: int, slow_from: int, small: bool, way: str = "sleeps", side: int = exact.SIDE
 ) -> list[list[tuple[float, float, int, bool, float]]]:
     """For every rank and step: seconds, waiting, image tokens, whether tokens moved, and what others did not take."""
     import torch
@@ -102,7 +102,7 @@ def request(
 
         model, made = tiny("Flux"), inputs("Flux", RAGGED)
     else:
-        model, made = exact.benchmark_model(), exact.benchmark_inputs()
+        model, made = exact.benchmark_model(), exact.benchmark_inputs(side=side)
     second = torch.distributed.get_rank() == 1
     cores = sorted(os.sched_getaffinity(0))
     if way in ("busy", "nice"):
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--slow-from", type=int, default=20)
     parser.add_argument("--slow", choices=WAYS, default="sleeps", help="how rank 1 becomes slow")
+    parser.add_argument("--side", type=int, default=exact.SIDE, help="image tokens of a side")
     parser.add_argument("--only", help="contenders whose names begin with this")
     parser.add_argument("--even", type=int, help="two equal ranks instead, over so many steps of a small model")
     options = parser.parse_args()
@@ -173,7 +174,9 @@ def main() -> None:
             if options.only and not name.startswith(options.only):
                 continue
             given = {"speeds": (WAYS[options.slow], 1.0)} if config.get("speeds") == "given" else {}
-            loads = pool.run(request, config | given, options.steps, options.slow_from, False, options.slow)[0]
+            loads = pool.run(
+                request, config | given, options.steps, options.slow_from, False, options.slow, options.side
+            )[0]
             figures[name] = loads
             row, later = [name], []
             # By the clock, and what the slower rank has to do without other work.

@@ -133,7 +133,11 @@ TABLES = [
         Table(part, *model, LONG, devices, warmups)
         for model in (("dit-epsilon", "ddim"), ("emoji-sd3", "euler"))
         for part, devices, warmups in (
-            ("objectives", (4,), ("fixed(1)", "fixed(40)", PLACED[0])),
+            (
+                "objectives",
+                (4,),
+                ("fixed(1)", "fixed(10)", "fixed(40)", PLACED[0], "adaptive(0.001, 10)", "periodic(5)"),
+            ),
             ("degrees", (2, 8), ("fixed(1)",)),
         )
     ),

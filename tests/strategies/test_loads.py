@@ -236,14 +236,19 @@ def test_what_other_work_takes_is_no_time_of_the_thread():
         took = time.perf_counter() - began
         shared = clock.read().own(took, before)
         before, began = clock.read(), time.perf_counter()
-        time.sleep(0.5)
-        slept = clock.read().own(time.perf_counter() - began, before)
+        for _ in range(10):
+            since = time.perf_counter()
+            busy(0.05)
+            # As a rank at half its speed.
+            time.sleep(time.perf_counter() - since)
+        slow = clock.read()
+        slept = slow.own(time.perf_counter() - began, before)
     finally:
         other.send_signal(signal.SIGKILL)
         other.wait()
         os.sched_setaffinity(0, cores)
     assert shared < 0.75 * took
-    assert slept > 0.45
+    assert slept > 1.5 * (slow.processor - before.processor)
 
 
 def test_cores_and_priority_are_compared():
@@ -268,10 +273,13 @@ def test_cores_and_priority_are_compared():
 
 def test_own_seconds_are_between_the_processors_and_the_clocks():
     since = ThreadTime(1.0, 1.0)
-    assert ThreadTime(1.2, 1.5).own(1.0, since) == pytest.approx(0.5)
+    # Ready for half of the time, and then on a core for half of that: as if it took twice its 0.25 s.
+    assert ThreadTime(1.25, 1.25).own(1.0, since) == pytest.approx(0.5)
+    assert ThreadTime(1.25, 1.75).own(1.0, since) == pytest.approx(0.25)
     # More delay than the time has: some of it was while the thread waited for others.
     assert ThreadTime(1.2, 1.9).own(1.0, since) == pytest.approx(0.2)
     assert ThreadTime(3.0, 1.0).own(1.0, since) == 1.0
+    assert ThreadTime(1.0, 1.0).own(1.0, since) == 1.0
 
 
 # --- on ranks --------------------------------------------------------------------------------------------------------

@@ -36,11 +36,15 @@ class ThreadTime:
     delayed: float
 
     def own(self, seconds: float, since: ThreadTime) -> float:
-        """Of so many seconds since an earlier reading those that other work did not take.
+        """How long so many seconds since an earlier reading would have been without other work on the cores.
 
-        They are at least the seconds on a core: some of the delay may lie in what was already taken off.
+        Seconds on a core, and what the thread slept or was stopped as well, made shorter as the others are: a thread
+        that is stopped for half of the time takes twice as long, however long it waits for its turns. Some of the delay
+        may lie in seconds that the caller has already taken off, so the result is at least those on a core.
         """
-        return min(seconds, max(self.processor - since.processor, seconds - (self.delayed - since.delayed)))
+        processor = self.processor - since.processor
+        ready = processor + self.delayed - since.delayed
+        return min(seconds, max(processor, seconds * processor / ready)) if ready > 0 else seconds
 
 
 class ThreadClock:
