@@ -132,7 +132,7 @@ def draw_warmup(tables: Tables) -> Path | None:
     table = tables.find("experiment", "emoji-dit-s", "ddim")
     if table is None:
         return None
-    figure, axis = plt().subplots(figsize=(6.4, 3.6))
+    figure, axis = plt().subplots(figsize=(6.4, 4.0))
     warmups = list(dict.fromkeys(row["warmup"] for row in table["rows"]))
     labels = {"first_last(1, 4)": "first 1,\nlast 4", "adaptive(0.001, 5)": "adap-\ntive, 5"}
     axis.set_xticks(range(len(warmups)), [labels.get(one) or str(warmup_of({"warmup": one})) for one in warmups])
@@ -149,7 +149,7 @@ def draw_warmup(tables: Tables) -> Path | None:
                     bars(axis, places, some, number, label, linestyle=style if is_fixed else "none")
     axis.set_xlabel("synchronous steps at the beginning, of 50; and placed")
     axis.set_ylabel("PSNR, dB")
-    axis.legend(loc="upper left", fontsize=8)
+    axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2)
     said = tables.said(table).replace(", ddim", "")
     return save(figure, "warmup", f"{said}; DDIM where nothing is said; displaced patches; bars: standard error")
 
@@ -192,24 +192,40 @@ def draw_objectives(tables: Tables) -> Path | None:
     known = [(name, table) for name, table in some if table is not None]
     if len(known) < 2:
         return None
-    figure, axes = plt().subplots(1, 2, figsize=(7.4, 3.0))
-    shown, devices = ("fixed(1)", "fixed(40)", "first_last(1, 4)"), (2, 4, 8)
-    for number, (name, table) in enumerate(known):
-        of = table["table"]
-        more = tables.find("degrees", of["model"], of["sampler"])
-        rows = [row for warmup in shown for row in tables.rows(table, devices=4, warmup=warmup)]
-        bars(axes[0], [place + 0.05 * (number - 1) for place in range(len(rows))], rows, number, name, linestyle="none")
-        few = {row["devices"]: row for one in (table, more) for row in tables.rows(one, warmup="fixed(1)")}
-        places = [devices.index(n) + 0.05 * (number - 1) for n in sorted(few)]
-        bars(axes[1], places, [few[n] for n in sorted(few)], number, name)
-    axes[0].set_xticks(range(3), ["first 1", "first 40", "first 1, last 4"])
+    shown = {
+        "fixed(1)": "first 1",
+        "fixed(10)": "first 10",
+        "fixed(40)": "first 40",
+        "first_last(1, 4)": "first 1,\nlast 4",
+        "periodic(5)": "every\nfifth",
+    }
+    devices = (2, 4, 8)
+    every = [
+        {row["devices"]: row for one in (table, more) for row in tables.rows(one, warmup="fixed(1)")}
+        for _, table in known
+        for more in [tables.find("degrees", table["table"]["model"], table["table"]["sampler"])]
+    ]
+    # Beside it the numbers of devices, where more than one model was measured on several.
+    both = sum(len(few) > 1 for few in every) > 1
+    figure, axes = plt().subplots(1, 1 + both, figsize=(4.6 + 2.8 * both, 3.2), squeeze=False)
+    axes = axes[0]
+    for number, ((name, table), few) in enumerate(zip(known, every, strict=True)):
+        rows = {row["warmup"]: row for row in tables.rows(table, devices=4)}
+        here = [warmup for warmup in shown if warmup in rows]
+        places = [list(shown).index(warmup) + 0.05 * (number - 1) for warmup in here]
+        bars(axes[0], places, [rows[warmup] for warmup in here], number, name, linestyle="none")
+        if both:
+            places = [devices.index(n) + 0.05 * (number - 1) for n in sorted(few)]
+            bars(axes[1], places, [few[n] for n in sorted(few)], number, name)
+            axes[1].set_xticks(range(3), list(map(str, devices)))
+            axes[1].set_xlabel("N, one synchronous step")
+    axes[0].set_xlim(-0.4, len(shown) - 0.6)
+    axes[0].set_xticks(range(len(shown)), list(shown.values()))
     axes[0].set_xlabel("synchronous steps, of 50; N = 4")
-    axes[1].set_xticks(range(3), list(map(str, devices)))
-    axes[1].set_xlabel("N, one synchronous step")
     axes[0].set_ylabel("PSNR, dB")
-    axes[0].legend(fontsize=7.5)
+    axes[0].legend(fontsize=7.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=1 + both)
     said = "; ".join(f"{table['table']['model']}: {table['pictures']} pictures" for _, table in known)
-    return save(figure, "objectives", f"50 steps, seeds from 0; {said}; bars: standard error")
+    return save(figure, "objectives", f"DDIM, 50 steps, seeds from 0; bars: standard error\n{said}")
 
 
 def details(tables: Tables) -> list[tuple[str, dict[str, Any]]]:
