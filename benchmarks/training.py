@@ -15,6 +15,8 @@ buffers of messages all count. Each mesh has fresh processes. Linux only.
 steps add to a process at their peak (as in *memory*), and the share of a step in which a rank exchanges gradients or
 waits for the other one. So that this can be told apart, gradients are exchanged after the backward pass
 (`sharding: none`).
+*frozen*: LoRA of rank 16 above an NF4 base (bitsandbytes), one rank and two in turns: samples a second, and the largest
+relative difference of a loss from one rank's on the same base.
 *speed*: contenders take turns, so that noise falls on all alike; a ratio compares the samples a second of one turn, and
 the median of the ratios counts. accelerate's loop is that of diffusers' scripts, with latents and captions encoded
 before.
@@ -65,6 +67,12 @@ SPEED: dict[str, dict[str, Any] | None] = {
     "ulysses=2": {"parallel": {"ulysses": 2}},
     ACCELERATE: None,
 }
+# LoRA above one NF4 base.
+FROZEN: dict[str, dict[str, Any]] = {
+    "1 rank": {},
+    "data=2": {"parallel": {"data": 2}},
+    "ulysses=2": {"parallel": {"ulysses": 2}},
+}
 # Each is the first with one setting changed.
 LEVERS: dict[str, dict[str, Any]] = {
     "accumulation 1": {},
@@ -76,7 +84,7 @@ LEVERS: dict[str, dict[str, Any]] = {
 }
 MICRO, PER_STEP = 4, 8  # samples of a forward, and of a step over all ranks
 # The autoencoder's latents have a quarter of the pixels along a side, and every latent is a token.
-SIDES = {"curves": 64, "memory": 256, "speed": 128, "levers": 128}
+SIDES = {"curves": 64, "memory": 256, "speed": 128, "levers": 128, "frozen": 128}
 
 
 def ranks_of(settings: dict[str, Any] | None) -> int:
@@ -217,6 +225,21 @@ def rate(given: dict[str, Any]) -> float:
     with Trainer(config, pipe) as trainer:
         trainer.run(report=lambda _: ends.append(time.perf_counter()))
     return PER_STEP * (len(ends) - 1) / (ends[-1] - ends[0])
+
+
+def rate_and_losses(given: dict[str, Any]) -> tuple[float, list[float]]:
+    """Samples a second of a run, its first step left out, and the losses of its steps."""
+    from diffusers import DiffusionPipeline
+
+    from ditmesh.train import TrainConfig
+    from ditmesh.train.trainer import Trainer
+
+    config = TrainConfig.read(given)
+    pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    ends: list[float] = []
+    with Trainer(config, pipe) as trainer:
+        found = trainer.run(report=lambda _: ends.append(time.perf_counter())).losses
+    return config.batch * (len(ends) - 1) / (ends[-1] - ends[0]), [found[step] for step in sorted(found)]
 
 
 def rate_of_accelerate(given: dict[str, Any]) -> float:
@@ -401,7 +424,40 @@ def levers(options: argparse.Namespace, work: Path, console: Console) -> dict[st
     return result
 
 
-PARTS = {"curves": curves, "memory": memory, "speed": speed, "levers": levers}
+def frozen(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
+    """Samples a second and losses of `FROZEN`, in turns."""
+    from ditmesh.launch import RankPool
+
+    model, load = str(larger_model(work / "model")), os.getloadavg()[0]
+    found: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in FROZEN}
+    pools = {ranks: RankPool(ranks, threads=1) for ranks in (1, 2)}
+    more = {"train_batch_size": MICRO, "global_batch_size": PER_STEP, "max_train_steps": 1 + (options.steps or 5)}
+    more |= {"lora": {"rank": 16}, "base_precision": "nf4"}
+    for _ in range(options.repeats):
+        for name, settings in FROZEN.items():
+            given = run_of("frozen", model, work, settings, **more)
+            every = pools[ranks_of(settings)].run(rate_and_losses, given)
+            found[name].append((min(one for one, _ in every), every[0][1]))
+    for pool in pools.values():
+        pool.close()
+    table = Table(title=f"LoRA above NF4, 1,024 image tokens, steps of {PER_STEP} samples, one thread a rank")
+    for column in ("", "samples/s, median", "of 1 rank, median", "min", "max", "loss differs by"):
+        table.add_column(column, justify="right" if column else "left")
+    result: dict[str, Any] = {"load before": load, "load after": os.getloadavg()[0]}
+    alone = found["1 rank"]
+    for name, turns in found.items():
+        r = [turn[0] / one[0] for turn, one in zip(turns, alone, strict=True)]
+        off = max(abs(a / b - 1) for turn in turns for a, b in zip(turn[1], alone[0][1], strict=True))
+        speed = statistics.median(turn[0] for turn in turns)
+        row = f"{speed:.2f}", f"{statistics.median(r):.2f}x", f"{min(r):.2f}", f"{max(r):.2f}", f"{off:.1e}"
+        table.add_row(name, *row)
+        result[name] = {"samples a second": [turn[0] for turn in turns], "loss off": off}
+    console.print(table)
+    console.print(f"load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after")
+    return result
+
+
+PARTS = {"curves": curves, "memory": memory, "speed": speed, "levers": levers, "frozen": frozen}
 
 
 def main() -> None:
