@@ -126,7 +126,7 @@ class MeshPipeline:
                 pipe.set_progress_bar_config(disable=True, on_update=steps.update)
                 prepared = runner.prepare(job, number, pictures, **shown)
                 made += [
-                    Made(one.frames[0], runner.receipt(prepared, place, one))
+                    Made(tuple(one.frames), runner.receipt(prepared, place, one))
                     for place, one in enumerate(runner.run(prepared))
                 ]
                 steps.behind += 1

@@ -244,7 +244,7 @@ class WriteText:
 
 
 class SetSampling:
-    """Steps, guidance, seed, size, number of images, scheduler."""
+    """Steps, guidance, seed, size, number of images, scheduler, and frames of a video."""
 
     CATEGORY, FUNCTION = CATEGORY, "set"
     RETURN_TYPES, RETURN_NAMES = (SAMPLING,), ("sampling",)
@@ -254,9 +254,10 @@ class SetSampling:
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
         from ditmesh.request import request_fields
 
-        widgets = [_widget(one) for of in request_fields().values() if (one := of.widget) is not None]
+        widgets = dict(_widget(one) for of in request_fields().values() if (one := of.widget) is not None)
         scheduler = _scheduler_names(), {"default": OWN, "tooltip": "A class of diffusers."}
-        return {"required": {**dict(sorted(widgets, key=_place)), "scheduler": scheduler}}
+        required = {name: widgets.pop(name) for name in PLACES}
+        return {"required": {**required, "scheduler": scheduler}, "optional": widgets}
 
     def set(self, scheduler: str, **given: Any) -> tuple[Fields]:
         from ditmesh import InputError
@@ -276,12 +277,8 @@ class SetSampling:
         return (fields,)
 
 
-# The order of widgets must not change: saved workflows hold their values by position.
+# The order of widgets must not change: saved workflows hold their values by position. All others come behind them.
 PLACES = ("seed", "steps", "guidance", "width", "height", "images")
-
-
-def _place(named: tuple[str, Any]) -> int:
-    return PLACES.index(named[0]) if named[0] in PLACES else len(PLACES)
 
 
 def _widget(of: Widget) -> tuple[str, tuple[str, dict[str, Any]]]:
@@ -297,7 +294,10 @@ class Generate:
 
     CATEGORY, FUNCTION = CATEGORY, "generate"
     RETURN_TYPES, RETURN_NAMES = ("IMAGE", RECEIPTS), ("images", "receipts")
-    DESCRIPTION = "Generates pictures on the mesh or the server."
+    DESCRIPTION = (
+        "Generates pictures on the mesh or the server. A video (on a mesh only) comes as its frames, for ComfyUI's "
+        "Create Video."
+    )
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
@@ -339,9 +339,10 @@ class Generate:
         wanted = Wanted(request, scheduler, loras, *pictures)
         made: list[Made] = pipeline.generate(wanted, host.Progress())
         receipts = tuple(one.receipt for one in made)
-        digests = tuple(pixels_digest(one.image) for one in made)
+        images = [image for one in made for image in one.images]
+        digests = tuple(map(pixels_digest, images))
         inputs = tuple(one for one in pictures if one is not None)
-        return as_tensor([one.image for one in made]), Receipts(receipts, digests, inputs)
+        return as_tensor(images), Receipts(receipts, digests, inputs)
 
 
 class SavePictures:
@@ -374,13 +375,14 @@ class SavePictures:
         prompt: Any = None,
         extra_pnginfo: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
+        from ditmesh import InputError
         from ditmesh.core.files import written_whole
         from ditmesh.generate.receipt import text_chunk
 
+        if len(receipts.receipts) != len(receipts.digests):
+            raise InputError("these are frames of a video; save them with ComfyUI's Create Video and Save Video")
         pictures = [as_picture(image) for image in images]
         if [pixels_digest(picture) for picture in pictures] != [*receipts.digests]:
-            from ditmesh import InputError
-
             raise InputError(
                 "these pictures are not those that the receipts tell of: something between has changed, dropped or "
                 "reordered them; save them with ComfyUI's SaveImage"

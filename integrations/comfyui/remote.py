@@ -57,7 +57,7 @@ class ServerPipeline:
                     client.cancel(job.id)
                 raise
             images: list[Any] = client.images(done)
-        return [Made(image, _receipt(image.receipt, wanted)) for image in images]
+        return [Made((image,), _receipt(image.receipt, wanted)) for image in images]
 
     def _options(self, wanted: Wanted, previews: bool) -> dict[str, Any]:
         """The request as `Client.submit` takes it."""

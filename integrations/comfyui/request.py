@@ -76,9 +76,9 @@ class Pipeline(Protocol):
 
 @dataclass(frozen=True)
 class Made:
-    """An image and its receipt."""
+    """An image, or the frames of a video, and the receipt."""
 
-    image: Image
+    images: tuple[Image, ...]
     receipt: Receipt
 
 
@@ -87,8 +87,8 @@ class Receipts:
     """Receipts of a batch of images, with digests that show whether the images are unchanged.
 
     Attributes:
-        receipts: one for each picture.
-        digests: of the pictures' pixels.
+        receipts: one for each picture or video.
+        digests: of the pictures' pixels, or those of the frames.
         inputs: the input pictures that the receipts name.
     """
 

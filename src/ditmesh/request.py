@@ -206,6 +206,7 @@ class PictureRequest(BaseModel):
         RequestField(
             "Generate this many frames of a video.",
             ("--frames",),
+            widget=Widget("frames", 0, "Of a video. 0: the model's own number.", most=MOST_FRAMES),
             spelt=True,
         ),
     ] = Field(default=None, ge=1, le=MOST_FRAMES)

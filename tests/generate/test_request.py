@@ -78,7 +78,7 @@ assert ImageRequest(prompt="a", eta=0.5).fields(card)["eta"] == 0.5
 assert "eta" in ImageRequest.model_json_schema()["properties"]
 
 # ComfyUI.
-kind, options = SetSampling.INPUT_TYPES()["required"]["eta"]
+kind, options = SetSampling.INPUT_TYPES()["optional"]["eta"]
 assert (kind, options["default"], options["max"]) == ("FLOAT", -1.0, 1.0)
 plain = {"seed": 0, "steps": 0, "guidance": -1.0, "width": 0, "height": 0, "images": 1}
 assert SetSampling().set("the model's own", **plain, eta=0.25)[0]["eta"] == 0.25

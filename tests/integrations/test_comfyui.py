@@ -27,6 +27,7 @@ from ditmesh.cli.main import main
 from ditmesh.client import ServerError
 from ditmesh.errors import ConfigError, InputError, RankFailed
 from ditmesh.generate.receipt import read_receipt
+from ditmesh.generate.video import frames_digest
 from ditmesh.serve.http.keys import new_key
 from ditmesh.serve.settings import ApiSettings
 from ditmesh.serve.types import ENDED
@@ -353,6 +354,26 @@ def test_pictures_that_were_changed_get_no_receipt(comfy: ComfyUI) -> None:
     prompt["8"] = {"class_type": "Brighter", "inputs": {"images": ["4", 0]}}
     prompt["5"]["inputs"]["images"] = ["8", 0]
     with pytest.raises(InputError, match="not those that the receipts tell of"):
+        comfy.run(prompt)
+
+
+def test_a_video_comes_as_its_frames(comfy: ComfyUI, command: Callable[..., list[Path]]) -> None:
+    prompt = workflow(model="emoji-wan", seed=5)
+    prompt["3"]["inputs"]["frames"] = 5
+    frames = {"class_type": "SaveImage", "inputs": {"images": ["4", 0], "filename_prefix": "frames"}}
+    ours = saved(comfy, comfy.run({**{key: prompt[key] for key in prompt if key != "5"}, "9": frames}), "9")
+    (video,) = command("--seed", "5", "--model", "emoji-wan", "--frames", "5")
+    assert len(ours) == 5
+    # Of the frames before they are compressed.
+    assert frames_digest([Image.open(path) for path in ours]) == read_receipt(video).frames_digest
+    with pytest.raises(InputError, match="these are frames of a video; save them with ComfyUI's Create Video"):
+        comfy.run(prompt)
+
+
+def test_frames_of_a_model_of_images_are_refused(comfy: ComfyUI) -> None:
+    prompt = workflow(seed=5)
+    prompt["3"]["inputs"]["frames"] = 5
+    with pytest.raises(InputError, match="makes images"):
         comfy.run(prompt)
 
 
