@@ -63,6 +63,8 @@ class ServerPipeline:
         """The request as `Client.submit` takes it."""
         from ditmesh import InputError
 
+        if wanted.request.frames is not None:
+            raise InputError("frames: this node takes no video from a server; set frames to 0, or choose a mesh here")
         loras = {one.name: one.scale for one in wanted.loras}
         if wanted.scheduler is not None:
             raise InputError(

@@ -373,7 +373,7 @@ def test_a_video_comes_as_its_frames(comfy: ComfyUI, command: Callable[..., list
 def test_frames_of_a_model_of_images_are_refused(comfy: ComfyUI) -> None:
     prompt = workflow(seed=5)
     prompt["3"]["inputs"]["frames"] = 5
-    with pytest.raises(InputError, match="makes images"):
+    with pytest.raises(InputError, match="generates images; leave --frames out"):
         comfy.run(prompt)
 
 
