@@ -232,6 +232,7 @@ def compared(name: str, side: int, scale: float) -> dict[str, Any]:
         "loss": alone["losses"],
         "loss off": off,
         "seconds": max(rank["seconds"] for rank in two),
+        "times as fast": alone["seconds"] / max(rank["seconds"] for rank in two),
         "tokens": alone["tokens"],
     }
 
@@ -250,7 +251,16 @@ def main() -> None:
         giga = [f"{case[key] / 1e9:.2f}" for key in ("bf16", "held", "peak", "predicted", "bound")]
         giga += [f"{value / 1e9:.3f}" for value in case["parts"].values()]
         ratios = [f"{case[key]:.3f}" for key in ("held over bf16", "peak over bf16", "peak over bound")]
-        rows.append([name, f"{case['weights'] / 1e9:.2f}", *giga, *ratios, f"{case['loss off']:.1e}"])
+        rows.append(
+            [
+                name,
+                f"{case['weights'] / 1e9:.2f}",
+                *giga,
+                *ratios,
+                f"{case['times as fast']:.2f}",
+                f"{case['loss off']:.1e}",
+            ]
+        )
         print(*rows[-1], f"{case['seconds']:.0f} s", flush=True)
     columns = [
         "model",
@@ -266,6 +276,7 @@ def main() -> None:
         "held / bf16",
         "peak / bf16",
         "peak / bound",
+        "times as fast",
         "loss differs by",
     ]
     show_table("LoRA above NF4, ulysses=2, worst rank", columns, rows, figures["machine"])
