@@ -64,7 +64,7 @@ class _Pickled:
 
     Args:
         modules: of a copy that the other side has already, by id; they are sent as their number.
-        device: type of the device whose tensors belong on the other side's own.
+        device: type of a device; tensors on one go to each other process's own device of that type.
     """
 
     def __init__(self, modules: dict[int, int], device: str) -> None:
@@ -175,7 +175,7 @@ def unpacked(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] 
     """The object of a parcel of another process of this machine.
 
     Args:
-        parcel: of `packed`, whose ``with`` block is not over.
+        parcel: what `packed` yields; its ``with`` block must still be open.
         device: where tensors go that belong on a rank's own.
         modules: that stand in the parcel as numbers.
     """

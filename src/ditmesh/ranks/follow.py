@@ -87,7 +87,7 @@ class Followers:
         self.timeout = timeout
         # Models go when the program drops them; their copies then go before the next call.
         self.models: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        # Copies whose owners are gone, and what is to be done here when the others drop them.
+        # Keys of copies whose owners are gone, each with a function to call here when the other ranks drop the copy.
         self.dropped: list[tuple[str, Callable[[], None]]] = []
         # For the program that has these ranks.
         self.wanted: Any = None
@@ -130,7 +130,7 @@ class Followers:
             Exception: what ``fn`` raises.
             RankFailed: a rank was lost.
         """
-        return [value for value, _ in self.both(_nothing, _outcome, fn, args)]
+        return [value for value, _ in self.both(nothing, _outcome, fn, args)]
 
     def parallelize(
         self, model: nn.Module, config: ConfigLike, *, sleeps: bool = False, **options: Any
@@ -236,14 +236,14 @@ class FollowedModel:
         except BaseException:
             followers.models.pop(self._key, None)
             with suppress(Exception):
-                followers.both(_nothing, drop_copy, self._key)
+                followers.both(nothing, drop_copy, self._key)
             raise
         # The others' meshes end with their copies.
         self._drop = weakref.finalize(self, followers.dropped.append, (self._key, self.mesh.close))
         self._drop.atexit = False
         self.lead = CallLead(type(model).__name__, self.mesh, lambda: engine_of(model))
         self._asleep: list[tuple[dict[Any, Any], dict[Any, Any]]] | None = None
-        self._put_back: Callable[[], None] = _nothing
+        self._put_back: Callable[[], None] = nothing
 
     def stand_in(self) -> None:
         """Let all calls of the model in this process run on all ranks, from now on."""
@@ -285,12 +285,7 @@ class FollowedModel:
                 self._copied.note()
 
     def _ask(self, content: bytes, here: Callable[[], T]) -> T:
-        try:
-            return self.followers.both(here, _follow_call, self._key, content)[0][1]
-        except BaseException:
-            if not self.followers.closed:
-                self.mesh.fail_request()
-            raise
+        return call_copies(self.followers, self.mesh, self._key, content, here)
 
     def update(self, rewritten: Collection[str] = ()) -> None:
         """Change the copies to what the model is now; see `call`. Calls do this by themselves.
@@ -395,7 +390,7 @@ def threads_of(followers: Followers) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     return None
 
 
@@ -406,7 +401,7 @@ def give_copy(followers: Followers, key: str, module: nn.Module) -> None:
         InputError: it cannot be copied.
     """
     with packed(module, followers.device) as parcel:
-        followers.both(_nothing, _take_model, key, parcel)
+        followers.both(nothing, _take_model, key, parcel)
 
 
 def change_copies(followers: Followers, key: str, copied: CopiedModule, rewritten: Collection[str] = ()) -> None:
@@ -422,8 +417,23 @@ def change_copies(followers: Followers, key: str, copied: CopiedModule, rewritte
         )
     if changes := copied.changes(rewritten):
         with packed(changes, followers.device, copied.numbers) as parcel:
-            followers.both(_nothing, _change_model, key, parcel)
+            followers.both(nothing, _change_model, key, parcel)
         copied.note()
+
+
+def call_copies(followers: Followers, mesh: Mesh, key: str, content: bytes, here: Callable[[], T]) -> T:
+    """Make a call here and, from its content, on the copies; a failure ends the request on the mesh.
+
+    Raises:
+        Exception: what the call raises, here or on another rank.
+        RankFailed: a rank was lost; the ranks have ended.
+    """
+    try:
+        return followers.both(here, _follow_call, key, content)[0][1]
+    except BaseException:
+        if not followers.closed:
+            mesh.fail_request()
+        raise
 
 
 # --- on the other ranks ------------------------------------------------------------------------------------------
@@ -436,7 +446,7 @@ class Copy:
         model, device: it, and where it is.
         follower: what makes the calls that rank 0 sends.
         mesh: by which they are made.
-        own: whether the mesh is nobody else's, to be closed with the copy.
+        own: whether the mesh belongs to the copy alone, and is closed with it.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

@@ -19,7 +19,17 @@ from ..engine.targets import device_of
 from ..parts.banded import Uncut
 from ..strategies.vae.parallel import InBands
 from .copies import CopiedModule
-from .follow import Followers, change_copies, copies, drop_copy, failure, give_copy, threads_of
+from .follow import (
+    Followers,
+    call_copies,
+    change_copies,
+    copies,
+    drop_copy,
+    failure,
+    give_copy,
+    nothing,
+    threads_of,
+)
 
 
 class Whole(str):
@@ -61,7 +71,7 @@ class FollowedVae:
             self.mesh: Mesh = followers.both(begin, _begin_bands, self._key, config, timeout)[0][1]
         except BaseException:
             with suppress(Exception):
-                followers.both(_nothing, drop_copy, self._key)
+                followers.both(nothing, drop_copy, self._key)
             raise
         followers.models[self._key] = self
         self._drop = weakref.finalize(self, followers.dropped.append, (self._key, self.mesh.close))
@@ -97,12 +107,7 @@ class FollowedVae:
                     self._copied.note()
 
     def _ask(self, content: bytes, here: Callable[[], Any]) -> Any:
-        try:
-            return self.followers.both(here, _follow_bands, self._key, content)[0][1]
-        except BaseException:
-            if not self.followers.closed:
-                self.mesh.fail_request()
-            raise
+        return call_copies(self.followers, self.mesh, self._key, content, here)
 
     def close(self) -> None:
         """Drop the copies."""
@@ -116,10 +121,6 @@ class FollowedVae:
                 self.mesh.abandon()
             else:
                 self.followers.both(self.mesh.close, drop_copy, self._key)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _in_bands(banded: InBands, name: str, given: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -142,17 +143,5 @@ def _begin_bands(key: str, config: ParallelConfig, timeout: float) -> FollowerFa
         call = functools.partial(_in_bands, banded)
         copy.follower = CallFollower(type(copy.model).__name__, mesh, lambda: None, call)
     except Exception as error:
-        return failure(error)
-    return None
-
-
-def _follow_bands(key: str, content: bytes) -> FollowerFailure | None:
-    copy = copies[key]
-    assert copy.follower is not None
-    assert copy.mesh is not None
-    try:
-        copy.follower.run(content)
-    except Exception as error:
-        copy.mesh.fail_request()
         return failure(error)
     return None
