@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -109,10 +110,10 @@ def load(
         if dtype is None:
             dtype = usual_dtype(mesh.device)
         if check_memory:
-            kind = dtype.get("transformer", dtype.get("default")) if isinstance(dtype, Mapping) else dtype
+            kind = dtype_of(dtype, "transformer")
             given = {name for name in components if name in info.index}
             check_fits(info, config, kind or torch.float32, mesh.device, limit=memory_limit, without=given)
-        alike = mesh.world.size == dist.get_world_size() if dist.is_initialized() else False
+        alike = dist.is_available() and dist.is_initialized() and mesh.world.size == dist.get_world_size()
         pipe = read_pipeline(info, config, mesh, dtype, variant, together=alike, **components)
         if mesh.device.type != "cpu":
             pipe.to(mesh.device)
@@ -166,9 +167,7 @@ def read_pipeline(
     config = config or (ParallelConfig() if mesh is None else mesh.config)
     for name, model in _denoisers_in(info).items() if mesh is not None and config.cuts_weights else ():
         assert mesh is not None
-        dtype = torch_dtype
-        if isinstance(dtype, Mapping):
-            dtype = dtype.get(name, dtype.get("default"))
+        dtype = dtype_of(torch_dtype, name)
         if name not in components and (mesh.tensor.size > 1 or model.__name__ in known_models()):
             components[name] = load_transformer(model, info.files / name, config, mesh, dtype, variant)
 
@@ -180,16 +179,18 @@ def read_pipeline(
     if not (together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return whole()
 
-    def dtype_of(name: str) -> torch.dtype | None:
-        return torch_dtype.get(name, torch_dtype.get("default")) if isinstance(torch_dtype, Mapping) else torch_dtype
-
-    names = agreed_names(to_be_shared(info, dtype_of, components))
+    names = agreed_names(to_be_shared(info, partial(dtype_of, torch_dtype), components))
     if names:
         # Ranks that wait for the first one import meanwhile what they need.
         with suppress(Exception):
             getattr(diffusers, info.pipeline_class)
     pipe, shared = shared_components(names, whole) if names else (None, {})
     return whole(**shared) if pipe is None else pipe
+
+
+def dtype_of(dtypes: Dtypes, name: str) -> torch.dtype | None:
+    """The dtype of a component's weights; None: that of its files."""
+    return dtypes.get(name, dtypes.get("default")) if isinstance(dtypes, Mapping) else dtypes
 
 
 def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:
