@@ -1,13 +1,15 @@
-"""Memory of training adapters above an NF4 base, at true widths and with few blocks: two ranks, and one. Linux.
+"""Memory and speed of training adapters above an NF4 base, at true widths and few blocks: two ranks, and one. Linux.
 
     python benchmarks/frozen_memory.py --json figures.json
     python benchmarks/frozen_memory.py --models ltx-video wan-14b --tokens 16
+    python benchmarks/frozen_memory.py --speed --tokens 16 --mesh data=2         # wants the machine quiet
     python benchmarks/frozen_memory.py --models ltx-video --width-scale 0.1      # a try
 
 Classes and widths are those of `ditmesh plan`'s catalogue, with the blocks of `BLOCKS` and random weights: numbers of
 NF4 and their scales are drawn as they are stored, so that no rank ever holds a whole weight. LoRA of rank 16 on the
-attention projections; float32, activation checkpointing, AdamW; two steps on one sample. Two ranks split its tokens
-(ulysses=2), on CPUs with one thread each.
+attention projections; float32, activation checkpointing, AdamW; two steps. Two ranks split the tokens of one sample
+(ulysses=2), or process a sample each (data=2; one rank then accumulates the gradients of both), on CPUs with one
+thread each.
 
 Of the worst rank: what it has of its own (RssAnon and RssShmem, looked at every 2 ms) beyond what it had before there
 was a model, when the model is there and at its peak; over the bytes that the transformer's weights alone have in
@@ -15,7 +17,11 @@ bfloat16. Beside it what `inspect --memory` predicts of the step (tensors; a pro
 of the quantised weights, of the frozen ones that keep float32 (biases, norms, embeddings, tables) and of the adapters
 with their gradients and AdamW's two moments. And the bound: 0.35 of the bfloat16 weights and what is predicted for
 activations, gradients and messages. The largest relative difference of a loss from one rank's on the same base must be
-1e-5 at most. It needs no quiet machine.
+1e-5 at most. Memory needs no quiet machine.
+
+With --speed: samples a second of two ranks over those of one, by the fastest step after the first, in turns. Memory is
+not looked at then, because for it the C library is told to return freed memory at once, after which every temporary
+of a layer, dequantised rows first of all, costs page faults: up to 9 times the time of dequantisation.
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ BLOCKS: dict[str, tuple[dict[str, int], str]] = {
     "ltx-video": ({"num_layers": 12}, "bsc"),
 }
 BOUND, SHARE = 1e-5, 0.35
-STEPS = 2
+STEPS, SPEED_STEPS = 2, 3
 
 
 def frozen_at_random(model: Any, seed: int) -> None:
@@ -122,8 +128,26 @@ def held_by(model: Any) -> dict[str, int]:
     }
 
 
-def trained(name: str, side: int, scale: float, config: dict[str, int]) -> dict[str, Any]:
-    """On a rank: losses of two steps, and what they take."""
+def samples(given: dict[str, Any], config: dict[str, int], every: int) -> list[dict[str, Any]]:
+    """Arguments of the samples that this rank processes in a step: all, or its own of two."""
+    made = []
+    for number in range(every):
+        draw = torch.Generator().manual_seed(number)
+
+        def other(value: Any, draw: torch.Generator = draw) -> Any:
+            if isinstance(value, list):
+                return [other(one) for one in value]
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 64:
+                return value
+            return value + 0.1 * torch.randn(value.shape, generator=draw)
+
+        moved = ("hidden_states", "encoder_hidden_states", "x", "cap_feats")
+        made.append({key: other(value) if key in moved else value for key, value in given.items()})
+    return [made[torch.distributed.get_rank()]] if "data" in config else made
+
+
+def trained(name: str, side: int, scale: float, config: dict[str, int], every: int, speed: bool) -> dict[str, Any]:
+    """On a rank: losses of some steps of ``every`` samples, and what they take."""
     from peft import inject_adapter_in_model
 
     import ditmesh
@@ -132,7 +156,8 @@ def trained(name: str, side: int, scale: float, config: dict[str, int]) -> dict[
     from ditmesh.train.config import LoraConfig
     from ditmesh.train.model.adapters import peft_config, targets_of
 
-    give_freed_memory_back()
+    if not speed:
+        give_freed_memory_back()
     # What libraries hold once they are in use.
     torch.nn.Linear(64, 64)(torch.randn(2, 64)).sum().backward()
     import bitsandbytes  # noqa: F401
@@ -152,23 +177,29 @@ def trained(name: str, side: int, scale: float, config: dict[str, int]) -> dict[
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     gc.collect()
     held = status("RssAnon", "RssShmem")
-    own, losses, began = Own(), [], time.monotonic()
+    own, losses, seconds = None if speed else Own(), [], []
     if config:
         ditmesh.parallelize(model, {**config, "inputs": "trust"})
-    for _ in range(STEPS):
-        output = model(**given)[0]
-        output = output[0] if isinstance(output, list) else output
-        loss = output.square().mean()
-        (loss / (2 if config else 1)).backward()
+    mine = samples(given, config, every)
+    for _ in range(SPEED_STEPS if speed else STEPS):
+        began, total = time.monotonic(), 0.0
+        for sample in mine:
+            output = model(**sample)[0]
+            output = output[0] if isinstance(output, list) else output
+            loss = output.square().mean()
+            (loss / len(mine) / config.get("ulysses", 1)).backward()
+            total += loss.item() / len(mine)
         if config:
             reduce_gradients(model, ditmesh.engine_of(model).mesh)
-            for parameter in parameters:
+            for parameter in parameters if "ulysses" in config else ():
                 parameter.grad = None if parameter.grad is None else 2 * parameter.grad
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    seconds, peak = time.monotonic() - began, own.most()
-    own.close()
+        losses.append(total)
+        seconds.append(time.monotonic() - began)
+    peak = 0 if own is None else own.most()
+    if own is not None:
+        own.close()
     if config:
         ditmesh.restore(model)
     moved = float(sum(p.detach().abs().sum() for n, p in model.named_parameters() if "lora_B" in n))
@@ -177,14 +208,14 @@ def trained(name: str, side: int, scale: float, config: dict[str, int]) -> dict[
         "losses": losses,
         "held": held - before,
         "peak": peak - before,
-        "seconds": seconds,
+        "seconds": min(seconds[1:]),
         "moved": moved,
         "tokens": size.image,
         "parts": held_by(model),
     }
 
 
-def predicted(name: str, side: int, scale: float) -> dict[str, float]:
+def predicted(name: str, side: int, scale: float, config: dict[str, int]) -> dict[str, float]:
     """What `inspect --memory` says of the same step: weights, adapters with their state, and everything beside them."""
     from ditmesh import ParallelConfig
     from ditmesh.forecast.catalogue import shape
@@ -196,90 +227,96 @@ def predicted(name: str, side: int, scale: float) -> dict[str, float]:
         return dict.fromkeys(("all", "activations"), float("nan"))
     frames = 2 if BLOCKS[name][1] == "bcfhw" or name == "ltx-video" else 1
     given = StepSettings(lora=LoraConfig(rank=16).model_dump_json(), precision="nf4", checkpointing=True)
-    ranks = ParallelConfig(ulysses=2, inputs="trust")
+    ranks = ParallelConfig(**config, inputs="trust")
     size = Size(side, side, 2 * side, batch=1, frames=frames)
     found = step_needs(shape(name).transformer, {**shape(name).config, **BLOCKS[name][0]}, ranks, size, given)
     beside = found.peak + found.shared
     return {"all": found.frozen + 3 * found.trained + beside, "activations": beside}
 
 
-def compared(name: str, side: int, scale: float) -> dict[str, Any]:
+def compared(name: str, side: int, scale: float, mesh: dict[str, int], speed: bool) -> dict[str, Any]:
     """Two ranks beside one."""
     from ditmesh.launch import RankPool
 
+    every = mesh.get("data", 1)
     found: dict[str, list[dict[str, Any]]] = {}
-    for ranks, config in ((1, {}), (2, {"ulysses": 2})):
+    for ranks, config in ((1, {}), (2, mesh)):
         with RankPool(ranks, threads=1, timeout=3600.0) as pool:
-            found[f"{ranks}"] = pool.run(trained, name, side, scale, config)
+            found[f"{ranks}"] = pool.run(trained, name, side, scale, config, every, speed)
     alone, two = found["1"][0], found["2"]
     assert all(rank["moved"] > 0 for rank in (alone, *two)), "nothing was trained"
-    off = max(abs(mine / one - 1) for rank in two for mine, one in zip(rank["losses"], alone["losses"], strict=True))
-    bf16, said = 2 * alone["weights"], predicted(name, side, scale)
-    peak, bound = max(rank["peak"] for rank in two), SHARE * bf16 + said["activations"]
-    return {
-        "parts": two[0]["parts"],
-        "bound": bound,
-        "peak over bound": peak / bound,
+    # Ranks that split a sample have its loss each, ranks with a sample of their own its own.
+    means = [sum(losses) / len(losses) for losses in zip(*(rank["losses"] for rank in two), strict=True)]
+    off = max(abs(mine / one - 1) for mine, one in zip(means, alone["losses"], strict=True))
+    bf16 = 2 * alone["weights"]
+    shared = {
+        "mesh": mesh,
         "blocks": BLOCKS[name][0],
         "weights": alone["weights"],
         "bf16": bf16,
+        "loss": alone["losses"],
+        "loss off": off,
+        "seconds": max(rank["seconds"] for rank in two),
+        "seconds of one rank": alone["seconds"],
+        "samples a step": every,
+        "tokens": alone["tokens"],
+    }
+    if speed:
+        return {**shared, "times as fast": alone["seconds"] / shared["seconds"]}
+    said, peak = predicted(name, side, scale, mesh), max(rank["peak"] for rank in two)
+    bound = SHARE * bf16 + said["activations"]
+    return {
+        **shared,
+        "parts": two[0]["parts"],
+        "bound": bound,
+        "peak over bound": peak / bound,
         "held": max(rank["held"] for rank in two),
         "peak": peak,
         "predicted": said["all"],
         "peak over bf16": peak / bf16,
         "held over bf16": max(rank["held"] for rank in two) / bf16,
         "peak of one rank": alone["peak"],
-        "loss": alone["losses"],
-        "loss off": off,
-        "seconds": max(rank["seconds"] for rank in two),
-        "times as fast": alone["seconds"] / max(rank["seconds"] for rank in two),
-        "tokens": alone["tokens"],
     }
+
+
+def row_of(name: str, case: dict[str, Any], speed: bool) -> list[str]:
+    """A model's row of the table."""
+    weights, off = f"{case['weights'] / 1e9:.2f}", f"{case['loss off']:.1e}"
+    if speed:
+        seconds = [f"{case[key]:.2f}" for key in ("seconds of one rank", "seconds")]
+        return [name, weights, str(case["tokens"]), *seconds, f"{case['times as fast']:.2f}", off]
+    giga = [f"{case[key] / 1e9:.2f}" for key in ("bf16", "held", "peak", "predicted", "bound")]
+    giga += [f"{value / 1e9:.3f}" for value in case["parts"].values()]
+    ratios = [f"{case[key]:.3f}" for key in ("held over bf16", "peak over bf16", "peak over bound")]
+    return [name, weights, *giga, *ratios, off]
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", default=list(BLOCKS), choices=list(BLOCKS))
     parser.add_argument("--tokens", type=int, default=8, metavar="N", help="tokens along a side (and 2 N of text)")
+    parser.add_argument("--mesh", default="ulysses=2", choices=("ulysses=2", "data=2"), help="what two ranks share")
+    parser.add_argument("--speed", action="store_true", help="samples a second in the place of memory")
     parser.add_argument("--width-scale", type=float, default=1.0, help="part of the heads, for a try")
     given = parser.parse_args()
     figures: dict[str, Any] = {"machine": describe_machine(), "models": {}}
+    axis, _, degree = given.mesh.partition("=")
     rows = []
     for name in given.models:
-        case = figures["models"][name] = compared(name, given.tokens, given.width_scale)
+        case = compared(name, given.tokens, given.width_scale, {axis: int(degree)}, given.speed)
+        figures["models"][name] = case
         write_figures(figures, given.json)
-        giga = [f"{case[key] / 1e9:.2f}" for key in ("bf16", "held", "peak", "predicted", "bound")]
-        giga += [f"{value / 1e9:.3f}" for value in case["parts"].values()]
-        ratios = [f"{case[key]:.3f}" for key in ("held over bf16", "peak over bf16", "peak over bound")]
-        rows.append(
-            [
-                name,
-                f"{case['weights'] / 1e9:.2f}",
-                *giga,
-                *ratios,
-                f"{case['times as fast']:.2f}",
-                f"{case['loss off']:.1e}",
-            ]
-        )
-        print(*rows[-1], f"{case['seconds']:.0f} s", flush=True)
-    columns = [
-        "model",
-        "10^9 weights",
-        "bf16 GB",
-        "held GB",
-        "peak GB",
-        "predicted GB",
-        "bound GB",
-        "quantised GB",
-        "float32 GB",
-        "adapters GB",
-        "held / bf16",
-        "peak / bf16",
-        "peak / bound",
-        "times as fast",
-        "loss differs by",
-    ]
-    show_table("LoRA above NF4, ulysses=2, worst rank", columns, rows, figures["machine"])
+        rows.append(row_of(name, case, given.speed))
+        print(*rows[-1], flush=True)
+    columns = ["model", "10^9 weights"]
+    if given.speed:
+        columns += ["image tokens", "s a step, one rank", "s a step, two ranks", "times as fast"]
+    else:
+        columns += [f"{what} GB" for what in ("bf16", "held", "peak", "predicted", "bound")]
+        columns += [f"{what} GB" for what in ("quantised", "float32", "adapters")]
+        columns += ["held / bf16", "peak / bf16", "peak / bound"]
+    what = "two ranks beside one" if given.speed else "worst rank"
+    show_table(f"LoRA above NF4, {given.mesh}, {what}", [*columns, "loss differs by"], rows, figures["machine"])
     wrong = [name for name, case in figures["models"].items() if case["loss off"] > BOUND]
     if wrong:
         raise SystemExit(f"losses differ by more than {BOUND:g}: {', '.join(wrong)}")

@@ -553,3 +553,12 @@ def test_memory_above_a_frozen_base(tmp_path: Path) -> None:
     assert case["held"] < case["peak"]
     assert case["loss off"] <= 1e-5
     assert case["loss"][1] < case["loss"][0]
+    # A sample for each rank, and one rank with both.
+    ended = script("frozen_memory.py", *small, "--speed", "--mesh", "data=2", "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    data = json.loads(figures.read_text())["models"]["ltx-video"]
+    assert data["samples a step"] == 2
+    assert data["loss off"] <= 1e-5
+    assert data["loss"][0] != case["loss"][0]
+    assert data["loss"][1] < data["loss"][0]
+    assert "peak" not in data
