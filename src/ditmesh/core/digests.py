@@ -321,8 +321,9 @@ class WeightDigests:
 
         Args:
             adopt: what has changed since is known to be right: it is not hashed, and the same on ranks that adopt it.
-            ranks: this rank and an all-gather of objects: all ranks look at the same time, and of pages that several
-                have in common (`pages_of`) each hashes a part.
+            ranks: this rank and an all-gather of objects: all ranks look at the same time. Pages that all ranks have in
+                common (`pages_of`) are not read: their digest is that of their place in the file. Of pages that some
+                have in common each hashes a part.
         """
         weights = list(weights_of(self.pipe))
         before, self._known = self._known, {}
@@ -348,7 +349,11 @@ def _short_digest(tensor: Tensor) -> str:
 
 
 def _read_together(tensors: Mapping[str, Tensor], rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, str]:
-    """Digests of those tensors that are pages which several ranks have in common: each rank hashes some. Collective."""
+    """Digests of those tensors that are pages which several ranks have in common. Collective.
+
+    What all ranks have in common is the same bytes, so that the place of the pages is compared in place of the bytes;
+    of the others each rank hashes some.
+    """
     pages = zip(tensors.items(), pages_of(tensors.values()), strict=True)
     mine = {name: (found, tuple(one.shape), str(one.dtype)) for (name, one), found in pages if found is not None}
     every: list[Mapping[str, Any]] = gather(mine)
@@ -358,13 +363,15 @@ def _read_together(tensors: Mapping[str, Tensor], rank: int, gather: Callable[[A
             members.setdefault(item, []).append(number)
     # The largest first, each to the rank that has the least so far.
     work, owners = [0] * len(every), dict[tuple[str, Any], int]()
-    for item in sorted((item for item, of in members.items() if len(of) > 1), key=lambda item: (-item[1][0][3], item)):
+    found = {item[0]: digest(item[1])[:16] for item, of in members.items() if len(of) == len(every) > 1}
+    several = (item for item, of in members.items() if 1 < len(of) < len(every))
+    for item in sorted(several, key=lambda item: (-item[1][0][3], item)):
         owners[item] = min(members[item], key=lambda number: (work[number], number))
         work[owners[item]] += item[1][0][3]
-    if not owners:
-        return {}
-    done = gather({item: _short_digest(tensors[item[0]]) for item, owner in owners.items() if owner == rank})
-    return {item[0]: done[owners[item]][item] for item in mine.items() if item in owners}
+    if owners:
+        done = gather({item: _short_digest(tensors[item[0]]) for item, owner in owners.items() if owner == rank})
+        found |= {item[0]: done[owners[item]][item] for item in mine.items() if item in owners}
+    return found
 
 
 def _sign_of(tensor: Tensor, offloaded: bool) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import pickle
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -136,14 +136,9 @@ def packed(value: Any, device: str, modules: dict[int, int] | None = None) -> It
             size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     with ExitStack() as files:
         file, number = _memory(size, files)
-        if size:
-            with mmap.mmap(number, size) as memory:
-                whole = torch.frombuffer(memory, dtype=torch.uint8)
-                for tensor, place in zip(pickled.tensors, places, strict=True):
-                    if place.start is not None:
-                        values = as_bytes(tensor)
-                        whole[place.start : place.start + values.numel()].copy_(values)
-                del whole
+        for tensor, place in zip(pickled.tensors, places, strict=True):
+            if place.start is not None:
+                _write(number, place.start, as_bytes(tensor))
         yield Parcel(data, places, os.getpid(), file, size)
 
 
@@ -158,6 +153,14 @@ def _memory(size: int, files: ExitStack) -> tuple[int | str, int]:
         number, found = named.fileno(), named.name
     os.ftruncate(number, max(1, size))
     return found, number
+
+
+def _write(file: int, start: int, values: Tensor) -> None:
+    """Write bytes, (n,) uint8, to a place of a file: twice as fast as into its mapping, which costs faults of pages."""
+    left = memoryview(cast(Any, values.cpu().numpy()))
+    while left:
+        count = os.pwrite(file, left, start)
+        left, start = left[count:], start + count
 
 
 def _opened(tensor: Tensor) -> Any:
