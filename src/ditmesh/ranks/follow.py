@@ -130,7 +130,7 @@ class Followers:
             Exception: what ``fn`` raises.
             RankFailed: a rank was lost.
         """
-        return [value for value, _ in self.both(nothing, _outcome, fn, args)]
+        return [value for value, _ in self.both(_nothing, _outcome, fn, args)]
 
     def parallelize(
         self, model: nn.Module, config: ConfigLike, *, sleeps: bool = False, **options: Any
@@ -199,51 +199,139 @@ class Followers:
         return [(other, done.value) for other in done.others]
 
 
-class FollowedModel:
-    """A model of this process whose calls run on all ranks.
+class FollowedModule:
+    """A module of this process with copies on the other ranks, which take part in its calls.
 
     Attributes:
-        model: it.
-        config: the configuration in force.
-        lead: what sends its calls.
+        followers: the other ranks.
+        closed: whether the copies are gone.
+        mesh: of all ranks.
+        lead: what sends calls.
     """
 
-    def __init__(self, followers: Followers, model: nn.Module, config: ParallelConfig, options: dict[str, Any]) -> None:
-        self.followers, self.model, self.config = followers, model, config
-        config.check_world_size(followers.world_size)
-        self._key = uuid.uuid4().hex
-        self.closed = False
-        self._copied = CopiedModule(model)
-        self._class: PipelineCall | None = None
-        self._others_hooks = {id(one): _hook_keys(one) for one in model.modules()}
-        kind = followers.device
-        give_copy(followers, self._key, model)
-        followers.models[self._key] = self
-        timeout = followers.timeout
+    def __init__(self, followers: Followers, module: nn.Module) -> None:
+        self.followers, self.closed = followers, False
+        self._key, self._copied = uuid.uuid4().hex, CopiedModule(module)
+        with packed(module, followers.device) as parcel:
+            followers.both(_nothing, _take_model, self._key, parcel)
 
-        def begin() -> Mesh:
-            mesh = Mesh(config, device_of(model) if kind == "cuda" else "cpu", timeout)
+    def _begin(
+        self,
+        config: ParallelConfig,
+        begin: Callable[[Mesh], Any],
+        begin_copy: Callable[..., FollowerFailure | None],
+        *args: Any,
+        engine: Callable[[], Any],
+    ) -> None:
+        """Join all ranks in a mesh, and prepare the module and its copies for calls.
+
+        Args:
+            config: of the mesh.
+            begin: called here with the mesh, which is closed if this raises.
+            begin_copy: called on the other ranks with the copy's key, ``config``, the mesh's deadline and ``args``.
+            engine: as for `CallLead`.
+        """
+        followers, module = self.followers, self._copied.module
+
+        def here() -> Mesh:
+            mesh = Mesh(config, device_of(module) if followers.device == "cuda" else "cpu", followers.timeout)
             try:
-                parallelize(model, config, mesh=mesh, **options)
-                engine_of(model).own_mesh()
+                begin(mesh)
             except BaseException:
                 mesh.close()
                 raise
             return mesh
 
         try:
-            self.mesh: Mesh = followers.both(begin, _begin_following, self._key, config, timeout, options)[0][1]
+            self.mesh: Mesh = followers.both(here, begin_copy, self._key, config, followers.timeout, *args)[0][1]
         except BaseException:
-            followers.models.pop(self._key, None)
             with suppress(Exception):
-                followers.both(nothing, drop_copy, self._key)
+                followers.both(_nothing, drop_copy, self._key)
             raise
+        followers.models[self._key] = self
         # The others' meshes end with their copies.
         self._drop = weakref.finalize(self, followers.dropped.append, (self._key, self.mesh.close))
         self._drop.atexit = False
-        self.lead = CallLead(type(model).__name__, self.mesh, lambda: engine_of(model))
+        self.lead = CallLead(type(module).__name__, self.mesh, engine)
+
+    def update(self, rewritten: Collection[str] = ()) -> None:
+        """Change the copies to what the module is now; see `FollowedModel.call`. Calls do this by themselves.
+
+        Raises:
+            InputError: it has other modules than when it was copied.
+        """
+        copied = self._copied
+        if not copied.same_modules:
+            raise InputError(
+                f"this {type(copied.module).__name__} has other modules than when it was copied to the other ranks; "
+                "restore it and parallelize it again"
+            )
+        if changes := copied.changes(rewritten):
+            with packed(changes, self.followers.device, copied.numbers) as parcel:
+                self.followers.both(_nothing, _change_model, self._key, parcel)
+            copied.note()
+
+    def _call(
+        self,
+        proceed: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        for_others: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        rewritten: Collection[str] = (),
+    ) -> Any:
+        """As `FollowedModel.call`, of a call that is not a part of another."""
+        self.update(rewritten)
+        try:
+            with _threads_of(self.followers):
+                return self.lead.call(self._ask, proceed, args, kwargs, for_others)
+        finally:
+            if not self.closed:
+                self._copied.note()
+
+    def _ask(self, content: bytes, here: Callable[[], T]) -> T:
+        """Make a call here and, from its content, on the copies; a failure ends the request on the mesh."""
+        try:
+            return self.followers.both(here, _follow_call, self._key, content)[0][1]
+        except BaseException:
+            if not self.followers.closed:
+                self.mesh.fail_request()
+            raise
+
+    def close(self) -> None:
+        """Drop the copies, and leave the module as it was before. Harmless if that is done."""
+        if self.closed:
+            return
+        self.closed = True
+        self._drop.detach()
+        self.followers.models.pop(self._key, None)
+        self._end()
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+class FollowedModel(FollowedModule):
+    """A model of this process whose calls run on all ranks.
+
+    Attributes:
+        model: it.
+        config: the configuration in force.
+    """
+
+    def __init__(self, followers: Followers, model: nn.Module, config: ParallelConfig, options: dict[str, Any]) -> None:
+        config.check_world_size(followers.world_size)
+        self.model, self.config = model, config
+        self._class: PipelineCall | None = None
+        self._others_hooks = {id(one): _hook_keys(one) for one in model.modules()}
+        super().__init__(followers, model)
+
+        def begin(mesh: Mesh) -> None:
+            parallelize(model, config, mesh=mesh, **options)
+            engine_of(model).own_mesh()
+
+        self._begin(config, begin, _begin_following, options, engine=lambda: engine_of(model))
         self._asleep: list[tuple[dict[Any, Any], dict[Any, Any]]] | None = None
-        self._put_back: Callable[[], None] = nothing
+        self._put_back: Callable[[], None] = _nothing
 
     def stand_in(self) -> None:
         """Let all calls of the model in this process run on all ranks, from now on."""
@@ -276,24 +364,7 @@ class FollowedModel:
         """
         if self.lead.inside:
             return proceed(*args, **kwargs)
-        self.update(rewritten)
-        try:
-            with threads_of(self.followers):
-                return self.lead.call(self._ask, proceed, args, kwargs, for_others)
-        finally:
-            if not self.closed:
-                self._copied.note()
-
-    def _ask(self, content: bytes, here: Callable[[], T]) -> T:
-        return call_copies(self.followers, self.mesh, self._key, content, here)
-
-    def update(self, rewritten: Collection[str] = ()) -> None:
-        """Change the copies to what the model is now; see `call`. Calls do this by themselves.
-
-        Raises:
-            InputError: it has other modules than when it was copied.
-        """
-        change_copies(self.followers, self._key, self._copied, rewritten)
+        return self._call(proceed, args, kwargs, for_others, rewritten)
 
     # --- the model for others, in this process ---------------------------------------------------------------
 
@@ -343,16 +414,7 @@ class FollowedModel:
         finally:
             self.sleep()
 
-    def _forget(self) -> None:
-        self._drop.detach()
-        self.followers.models.pop(self._key, None)
-
-    def close(self) -> None:
-        """Restore the model, exactly, and drop the copies."""
-        if self.closed:
-            return
-        self.closed = True
-        self._forget()
+    def _end(self) -> None:
         with ExitStack() as undo:
             if self._class is not None:
                 undo.callback(self._class.undo)
@@ -377,7 +439,7 @@ def _restored(model: nn.Module) -> None:
 
 
 @contextmanager
-def threads_of(followers: Followers) -> Iterator[None]:
+def _threads_of(followers: Followers) -> Iterator[None]:
     """On the CPU, as many threads as the other ranks have: they share its cores."""
     before = torch.get_num_threads()
     wanted = followers.threads or before
@@ -390,50 +452,8 @@ def threads_of(followers: Followers) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def nothing() -> None:
+def _nothing() -> None:
     return None
-
-
-def give_copy(followers: Followers, key: str, module: nn.Module) -> None:
-    """Copy a module to the other ranks, where it goes by a key.
-
-    Raises:
-        InputError: it cannot be copied.
-    """
-    with packed(module, followers.device) as parcel:
-        followers.both(nothing, _take_model, key, parcel)
-
-
-def change_copies(followers: Followers, key: str, copied: CopiedModule, rewritten: Collection[str] = ()) -> None:
-    """Change the copies to what a module is now; ``rewritten`` as for `FollowedModel.call`.
-
-    Raises:
-        InputError: it has other modules than when it was copied.
-    """
-    if not copied.same_modules:
-        raise InputError(
-            f"this {type(copied.module).__name__} has other modules than when it was copied to the other ranks; "
-            "restore it and parallelize it again"
-        )
-    if changes := copied.changes(rewritten):
-        with packed(changes, followers.device, copied.numbers) as parcel:
-            followers.both(nothing, _change_model, key, parcel)
-        copied.note()
-
-
-def call_copies(followers: Followers, mesh: Mesh, key: str, content: bytes, here: Callable[[], T]) -> T:
-    """Make a call here and, from its content, on the copies; a failure ends the request on the mesh.
-
-    Raises:
-        Exception: what the call raises, here or on another rank.
-        RankFailed: a rank was lost; the ranks have ended.
-    """
-    try:
-        return followers.both(here, _follow_call, key, content)[0][1]
-    except BaseException:
-        if not followers.closed:
-            mesh.fail_request()
-        raise
 
 
 # --- on the other ranks ------------------------------------------------------------------------------------------
@@ -466,76 +486,69 @@ def _device() -> torch.device:
     return device_of_rank()
 
 
-def failure(error: Exception) -> FollowerFailure:
-    import torch.distributed as dist
+def reported(fn: Callable[..., None]) -> Callable[..., FollowerFailure | None]:
+    """``fn`` for calls by rank 0: what it raises becomes a `FollowerFailure`, which is returned."""
 
-    return FollowerFailure.of(dist.get_rank(), error)
+    @functools.wraps(fn)
+    def outcome(*args: Any) -> FollowerFailure | None:
+        return _outcome(fn, args)
+
+    return outcome
 
 
 def _outcome(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What a function returns, or its failure."""
+    import torch.distributed as dist
+
     try:
         return fn(*args)
     except Exception as error:
-        return failure(error)
+        return FollowerFailure.of(dist.get_rank(), error)
 
 
-def _take_model(key: str, parcel: Parcel) -> FollowerFailure | None:
-    try:
-        device = _device()
-        copies[key] = Copy(unpacked(parcel, device), device)
-    except Exception as error:
-        return failure(error)
-    return None
+@reported
+def _take_model(key: str, parcel: Parcel) -> None:
+    device = _device()
+    copies[key] = Copy(unpacked(parcel, device), device)
 
 
-def _change_model(key: str, parcel: Parcel) -> FollowerFailure | None:
-    try:
-        copy = copies[key]
-        changes: list[ModuleChange] = unpacked(parcel, copy.device, list(copy.model.modules()))
-        applied(copy.model, changes)
-    except Exception as error:
-        return failure(error)
-    return None
-
-
-def _begin_following(
-    key: str, config: ParallelConfig, timeout: float, options: dict[str, Any]
-) -> FollowerFailure | None:
+@reported
+def _change_model(key: str, parcel: Parcel) -> None:
     copy = copies[key]
-    mesh: Mesh | None = None
-    try:
-        mesh = copy.mesh = Mesh(config, copy.device, timeout)
-        parallelize(copy.model, config, mesh=mesh, **options)
-        engine_of(copy.model).own_mesh()
-    except Exception as error:
-        if mesh is not None:
-            mesh.close()
-        return failure(error)
+    changes: list[ModuleChange] = unpacked(parcel, copy.device, list(copy.model.modules()))
+    applied(copy.model, changes)
+
+
+@reported
+def _begin_following(key: str, config: ParallelConfig, timeout: float, options: dict[str, Any]) -> None:
+    copy = copies[key]
+    mesh = copy.mesh = Mesh(config, copy.device, timeout)
     model = copy.model
+    try:
+        parallelize(model, config, mesh=mesh, **options)
+        engine_of(model).own_mesh()
+    except Exception:
+        mesh.close()
+        raise
     copy.follower = CallFollower(type(model).__name__, mesh, lambda: engine_of(model), model)
-    return None
 
 
-def _follow_call(key: str, content: bytes) -> FollowerFailure | None:
+@reported
+def _follow_call(key: str, content: bytes) -> None:
     copy = copies[key]
     assert copy.follower is not None
     assert copy.mesh is not None
     try:
         copy.follower.run(content)
-    except Exception as error:
+    except Exception:
         copy.mesh.fail_request()
-        return failure(error)
-    return None
+        raise
 
 
-def drop_copy(key: str) -> FollowerFailure | None:
+@reported
+def drop_copy(key: str) -> None:
     copy = copies.pop(key, None)
-    try:
-        if copy is not None:
-            _restored(copy.model)
-            if copy.own and copy.mesh is not None:
-                copy.mesh.close()
-    except Exception as error:
-        return failure(error)
-    return None
+    if copy is not None:
+        _restored(copy.model)
+        if copy.own and copy.mesh is not None:
+            copy.mesh.close()
