@@ -7,13 +7,12 @@ opened by the others (CUDA IPC) and copied to their own GPU.
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
-import pickle
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from math import prod
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from ..core.alignment import ALIGNMENT
 from ..errors import InputError
-from .sent import as_bytes, from_bytes
+from .sent import NumberedTensors, as_bytes, dumped, from_bytes, loaded
 
 
 class _Place(NamedTuple):
@@ -59,53 +58,6 @@ class Parcel(NamedTuple):
     size: int
 
 
-class _Pickled:
-    """An object while it is pickled.
-
-    Args:
-        modules: of a copy that the other side has already, by id; they are sent as their number.
-        device: type of a device; tensors on one go to each other process's own device of that type.
-    """
-
-    def __init__(self, modules: dict[int, int], device: str) -> None:
-        self._modules, self._device = modules, device
-        self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
-
-    def dump(self, value: Any) -> bytes:
-        import cloudpickle
-
-        outer = self
-
-        class CopyPickler(cloudpickle.Pickler):
-            def persistent_id(self, obj: Any) -> Any:
-                if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided and not obj.is_meta:
-                    return ("tensor", outer._number(obj))
-                if isinstance(obj, nn.Module) and id(obj) in outer._modules:
-                    return ("module", outer._modules[id(obj)])
-                return None
-
-        stream = io.BytesIO()
-        CopyPickler(stream).dump(value)
-        return stream.getvalue()
-
-    def _number(self, tensor: Tensor) -> int:
-        if id(tensor) not in self._numbers:
-            self._numbers[id(tensor)] = len(self.tensors)
-            self.tensors.append(tensor)
-        return self._numbers[id(tensor)]
-
-
-class _CopyUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensors: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._tensors, self._modules = tensors, modules
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, number = pid
-        return self._tensors[number] if kind == "tensor" else self._modules[number]
-
-
 @contextmanager
 def packed(value: Any, device: str, modules: dict[int, int] | None = None) -> Iterator[Parcel]:
     """An object for other processes of this machine, which `unpacked` it within the ``with`` block.
@@ -118,25 +70,31 @@ def packed(value: Any, device: str, modules: dict[int, int] | None = None) -> It
     Raises:
         InputError: it cannot be pickled.
     """
-    pickled = _Pickled(modules or {}, device)
+    tensors, known = NumberedTensors(), modules or {}
+
+    def stand_in(obj: Any) -> Any:
+        if type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided and not obj.is_meta:
+            return ("tensor", tensors.number(obj))
+        return ("module", known[id(obj)]) if isinstance(obj, nn.Module) and id(obj) in known else None
+
     try:
-        data = pickled.dump(value)
+        data = dumped(value, stand_in)
     except Exception as error:
         said = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(f"this {type(value).__name__} cannot be copied to other processes ({said})") from error
     places: list[_Place] = []
     size = 0
-    for tensor in pickled.tensors:
+    for tensor in tensors.found:
         near = tensor.device.type == device
         opened = _opened(tensor) if near and device == "cuda" else None
         start = None if opened is not None else size
-        known = (tuple(tensor.shape), tensor.dtype, near, isinstance(tensor, nn.Parameter), opened)
-        places.append(_Place(start, *known))
+        parameter = isinstance(tensor, nn.Parameter)
+        places.append(_Place(start, tuple(tensor.shape), tensor.dtype, near, parameter, opened))
         if opened is None:
-            size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     with ExitStack() as files:
         file, number = _memory(size, files)
-        for tensor, place in zip(pickled.tensors, places, strict=True):
+        for tensor, place in zip(tensors.found, places, strict=True):
             if place.start is not None:
                 _write(number, place.start, as_bytes(tensor))
         yield Parcel(data, places, os.getpid(), file, size)
@@ -197,15 +155,13 @@ def unpacked(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] 
             rebuild, args = place.opened
             tensor = rebuild(*args).to(device, copy=True)
         else:
-            end = place.start + _bytes(place)
+            end = place.start + prod(place.shape) * place.dtype.itemsize
             tensor = from_bytes(whole[place.start : end], place.shape, place.dtype)
             tensor = tensor.to(device) if place.near else tensor
         tensors.append(nn.Parameter(tensor, requires_grad=False) if place.parameter else tensor)
-    return _CopyUnpickler(parcel.data, tensors, modules).load()
 
+    def original(stand_in: Any) -> Any:
+        kind, number = stand_in
+        return tensors[number] if kind == "tensor" else modules[number]
 
-def _bytes(place: _Place) -> int:
-    count = place.dtype.itemsize
-    for length in place.shape:
-        count *= length
-    return count
+    return loaded(parcel.data, original)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from ..comm.mesh import Mesh
+from ..core.alignment import ALIGNMENT
 from ..errors import InputError
-
-# Bytes: where a tensor begins in a message.
-ALIGNMENT = 16
 
 
 class _Facts(NamedTuple):
@@ -66,8 +64,8 @@ class _Kept:
         )
 
 
-class _Tensors:
-    """The tensors of one call while it is pickled: numbered in the order in which they are met."""
+class NumberedTensors:
+    """The tensors of a value while it is pickled: numbered in the order in which they are met."""
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
@@ -80,42 +78,64 @@ class _Tensors:
         return self._numbers[id(tensor)]
 
 
-def dumped(value: Any, tensors: _Tensors) -> bytes:
-    """Pickle a value; its tensors stand in it by their number. Functions without a name elsewhere go by value.
+def dumped(value: Any, stand_in: Callable[[Any], Any]) -> bytes:
+    """Pickle a value. Functions without a name elsewhere go by value.
+
+    Args:
+        value: to be pickled.
+        stand_in: what is pickled in an object's place, for `loaded`; None: the object itself.
 
     Raises:
         Exception: whatever pickling raises.
     """
     import cloudpickle
 
-    class CallPickler(cloudpickle.Pickler):
+    class StandInPickler(cloudpickle.Pickler):
         def persistent_id(self, obj: Any) -> Any:
-            if type(obj) in (Tensor, torch.nn.Parameter):
-                if obj.layout is not torch.strided:
-                    raise InputError(f"a tensor in the layout {obj.layout} cannot be sent; make it dense")
-                return ("tensor", tensors.number(obj))
-            if isinstance(obj, torch.Generator):
-                return ("generator", obj.device.type, obj.get_state())
-            return None
+            return stand_in(obj)
 
     stream = io.BytesIO()
-    CallPickler(stream).dump(value)
+    StandInPickler(stream).dump(value)
     return stream.getvalue()
 
 
-class _CallUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, tensors: Sequence[Tensor], device: torch.device) -> None:
+class _StandInUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, original: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(data))
-        self._tensors, self._device = tensors, device
+        self._original = original
 
     def persistent_load(self, pid: Any) -> Any:
-        kind, *what = pid
+        return self._original(pid)
+
+
+def loaded(data: bytes, original: Callable[[Any], Any]) -> Any:
+    """What `dumped` has pickled; ``original`` returns the object that a stand-in is for."""
+    return _StandInUnpickler(data, original).load()
+
+
+def _dumped_call(call: Any, tensors: NumberedTensors) -> bytes:
+    def stand_in(obj: Any) -> Any:
+        if type(obj) in (Tensor, torch.nn.Parameter):
+            if obj.layout is not torch.strided:
+                raise InputError(f"a tensor in the layout {obj.layout} cannot be sent; make it dense")
+            return ("tensor", tensors.number(obj))
+        if isinstance(obj, torch.Generator):
+            return ("generator", obj.device.type, obj.get_state())
+        return None
+
+    return dumped(call, stand_in)
+
+
+def _loaded_call(data: bytes, tensors: Sequence[Tensor], device: torch.device) -> Any:
+    def original(stand_in: Any) -> Any:
+        kind, *what = stand_in
         if kind == "tensor":
-            return self._tensors[what[0]]
-        device = self._device if what[0] == self._device.type else torch.device(what[0])
-        generator = torch.Generator(device)
+            return tensors[what[0]]
+        generator = torch.Generator(device if what[0] == device.type else what[0])
         generator.set_state(what[1])
         return generator
+
+    return loaded(data, original)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -161,9 +181,9 @@ class CallSender:
         Raises:
             InputError: a part of it cannot be pickled; it is named.
         """
-        tensors = _Tensors()
+        tensors = NumberedTensors()
         try:
-            data = dumped(call, tensors)
+            data = _dumped_call(call, tensors)
         except InputError:
             raise
         except Exception as error:
@@ -226,7 +246,7 @@ class CallReceiver:
             kept.append(tensor if one.near else tensor.cpu())
         self._kept = kept
         # Models write to what they are given.
-        return _CallUnpickler(data, [tensor.clone() for tensor in kept], device).load()
+        return _loaded_call(data, [tensor.clone() for tensor in kept], device)
 
 
 def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, str]:
@@ -238,7 +258,7 @@ def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, str]:
         items = [(f"{where}[{place}]" if where else f"argument {place}", item) for place, item in enumerate(value)]
     for path, item in items:
         try:
-            dumped(item, _Tensors())
+            _dumped_call(item, NumberedTensors())
         except Exception as inner:
             return _culprit(item, inner, path)
     name = getattr(value, "__qualname__", type(value).__qualname__)
