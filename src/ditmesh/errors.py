@@ -156,6 +156,11 @@ def shortened(error: BaseException, at_most: int = 200, with_kind: bool = False)
     return (f"{kind}: {said}" if with_kind and said else said or kind)[:at_most]
 
 
+def first_line(error: BaseException, otherwise: str = "") -> str:
+    """The first line of an error's message; of one without a message ``otherwise``, or the name of its class."""
+    return (str(error).strip() or otherwise or type(error).__name__).splitlines()[0]
+
+
 def reason_of(error: BaseException) -> str:
     """Why a file cannot be read or written: the system's message without the file's name."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import first_line
 from .mesh import Mesh
 from .state import PeerError
 
@@ -89,7 +90,7 @@ class Advance:
         try:
             return call(dist.distributed_c10d._get_default_store())
         except RuntimeError as error:
-            raise PeerError(f"the store of the job's ranks is gone ({str(error).splitlines()[0]})") from error
+            raise PeerError(f"the store of the job's ranks is gone ({first_line(error)})") from error
 
     def _look(self) -> bool:
         """See how far the others are; whether all are done."""

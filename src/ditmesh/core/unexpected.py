@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
+from ..errors import first_line
+
 # What a mistake in a prediction raises; what cannot be predicted raises a `ditmesh.errors.DitmeshError`.
 MISTAKES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 # An environment variable that makes mistakes raise, for tests.
@@ -21,5 +23,5 @@ def unexpected(log: logging.Logger, error: Exception, what: str) -> None:
     """
     if os.environ.get(RAISE):
         raise error
-    log.warning("%s (%s: %s)", what, type(error).__name__, (str(error).splitlines() or ["no message"])[0])
+    log.warning("%s (%s: %s)", what, type(error).__name__, first_line(error, "no message"))
     log.debug("the traceback:", exc_info=error)

@@ -22,7 +22,7 @@ from ..comm import PeerError
 from ..comm.mesh import Mesh
 from ..comm.objects import broadcast_object, gather_objects
 from ..core.request import PipelineCall
-from ..errors import InputError
+from ..errors import InputError, first_line
 from .sent import CallReceiver, CallSender
 from .targets import FOLLOWED, engine_of
 
@@ -84,8 +84,8 @@ class FollowerFailure:
             pickled = pickle.dumps(error)
             pickle.loads(pickled)
         text = "".join(traceback.format_exception(error))
-        line = (str(error).strip() or "no message").splitlines()[0]
-        return cls(rank, f"{type(error).__name__}: {line}", text, pickled, lost_another(error))
+        what = f"{type(error).__name__}: {first_line(error, 'no message')}"
+        return cls(rank, what, text, pickled, lost_another(error))
 
     def as_error(self) -> Exception:
         """The exception to raise on rank 0."""

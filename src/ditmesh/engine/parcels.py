@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.alignment import ALIGNMENT
-from ..errors import InputError
+from ..errors import InputError, first_line
 from .sent import NumberedTensors, as_bytes, dumped, from_bytes, loaded
 
 
@@ -80,8 +80,8 @@ def packed(value: Any, device: str, modules: dict[int, int] | None = None) -> It
     try:
         data = dumped(value, stand_in)
     except Exception as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"this {type(value).__name__} cannot be copied to other processes ({said})") from error
+        said = f"this {type(value).__name__} cannot be copied to other processes ({first_line(error)})"
+        raise InputError(said) from error
     places: list[_Place] = []
     size = 0
     for tensor in tensors.found:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..comm.mesh import Mesh
 from ..core.alignment import ALIGNMENT
-from ..errors import InputError
+from ..errors import InputError, first_line
 
 
 class _Facts(NamedTuple):
@@ -263,6 +263,4 @@ def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, str]:
             return _culprit(item, inner, path)
     name = getattr(value, "__qualname__", type(value).__qualname__)
     module = getattr(value, "__module__", type(value).__module__)
-    return f"{where or 'the call'} ({name} of {module})", str(error).splitlines()[0] if str(error) else type(
-        error
-    ).__name__
+    return f"{where or 'the call'} ({name} of {module})", first_line(error)

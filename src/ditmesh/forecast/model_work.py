@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..core.alive import PLAIN
 from ..core.partition import Partition, even_cut
-from ..errors import DitmeshError, LayoutError
+from ..errors import DitmeshError, LayoutError, first_line
 from ..layout import Region, Stream, TokenLayout
 from ..layout.conventions import CallVariant, Conventions, Size, call_variants
 from ..parts.own_tokens import OwnTokens
@@ -273,7 +273,7 @@ def _runs(model: nn.Module, layout: TokenLayout, numbers: dict[nn.Module, int]) 
         except DitmeshError:
             continue
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-            reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
+            reasons.append(f"{first_line(error)} ({way})")
     raise LayoutError(
         f"{type(model).__name__} cannot run on the meta device, so its work is not known: "
         + ("; ".join(reasons) or "no way to call it was found")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from ..core.files import digest_of_file
-from ..errors import InputError, shortened
+from ..errors import InputError, first_line, shortened
 from ..media.files import read_whole
 from ..media.images import read_image, read_mask
 from ..media.videos import read_frames
@@ -162,8 +162,8 @@ def _from_hub(role: Role, name: str, fetch: Callable[[], str]) -> Path:
     try:
         return Path(fetch())
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"--{role} {name!r} is no file or folder here, and the hub says: {reason}") from None
+        said = f"--{role} {name!r} is no file or folder here, and the hub says: {first_line(error)}"
+        raise InputError(said) from None
 
 
 def _file(role: str, path: Path) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from .. import zoo
-from ..errors import InputError, did_you_mean
+from ..errors import InputError, did_you_mean, first_line
 from ..request import FieldError
 
 # Seconds to find out whether the hub can be reached at all.
@@ -385,8 +385,7 @@ def _from_hub(name: str) -> tuple[Path, bool]:
                     continue
             return Path(index).parent, False
         except (HfHubHTTPError, EntryNotFoundError, OSError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            trouble = f"the hub says: {reason}; check the name, or run `hf auth login`"
+            trouble = f"the hub says: {first_line(error)}; check the name, or run `hf auth login`"
     if isinstance(cached, str):
         return Path(cached).parent, True
     raise InputError(f"model {name!r}: no folder of that name, and {trouble}")

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import RankFailed
+from ..errors import RankFailed, first_line
 from .messages import encode
 
 # What CUDA calls the failures of a device that no job can cause (cudaError_t: devices unavailable, no device, ECC and
@@ -49,7 +49,7 @@ def of_exception(rank: int, error: BaseException) -> Failure:
     """The failure of a function that raised an exception. The first frame, that of the caller, is omitted."""
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
-    what = f"raised {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    what = f"raised {type(error).__name__}: {first_line(error, 'no message')}"
     cause = None
     with contextlib.suppress(Exception):
         pickled = encode(error)

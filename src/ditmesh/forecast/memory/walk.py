@@ -29,7 +29,7 @@ from ...config import ParallelConfig
 from ...core.alive import LiveBytes
 from ...core.clock import TIMESTEPS
 from ...engine import Engine
-from ...errors import DitmeshError, LayoutError
+from ...errors import DitmeshError, LayoutError, first_line
 from ...layout import TokenLayout
 from ...layout.conventions import CallVariant, Conventions, Size, call_variants
 from ...layout.describe import on_meta
@@ -177,7 +177,7 @@ def _step(model: nn.Module, layout: TokenLayout, config: ParallelConfig, workloa
                 _VARIANTS[model] = way
                 return Needs(weights, alive.peak, kept, pools.bytes if pools else 0.0, blocks)
             except (DitmeshError, *FAILURES) as error:
-                reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
+                reasons.append(f"{first_line(error)} ({way})")
             finally:
                 engine.end_request(failed=True)
                 # Putting slices of weights together would take most of a walk's time.
@@ -330,9 +330,8 @@ def decode(
                     undo.callback(strategy.end_request, True)
                 vae.decode(torch.empty(latents, dtype=how.dtype), return_dict=False)
         except FAILURES as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
             raise LayoutError(
-                f"{kind} cannot run without values, so what decoding needs is not known: {said}"
+                f"{kind} cannot run without values, so what decoding needs is not known: {first_line(error)}"
             ) from error
         return Needs(bytes_of(vae), alive.peak, shared=pools.bytes if pools else 0.0)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.digests import digest
 from ...core.files import written_whole
-from ...errors import InputError
+from ...errors import InputError, first_line
 
 # Of the files, and of how samples become pixels and tokens: one more whenever either changes, so that no file of an
 # earlier version is taken for one of this.
@@ -69,7 +69,7 @@ class SampleCache:
         except FileNotFoundError:
             raise
         except (SafetensorError, OSError, ValueError) as error:
-            raise DamagedFile(f"{path} is damaged ({str(error).splitlines()[0]})") from None
+            raise DamagedFile(f"{path} is damaged ({first_line(error)})") from None
         if said != digest(found):
             raise DamagedFile(f"{path} is damaged (it holds other numbers than were written)")
         return found
@@ -89,5 +89,5 @@ class SampleCache:
 
 
 def _unwritable(path: Path, error: Exception) -> InputError:
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    reason = getattr(error, "strerror", None) or first_line(error)
     return InputError(f"cache_dir: cannot write {path} ({reason}); make room there, or leave cache_dir out")

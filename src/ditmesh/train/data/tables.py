@@ -15,7 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, first_line
 from ...media.files import read_whole
 from ...media.images import SUFFIXES, image_size
 from ..config import TrainConfig
@@ -94,8 +94,9 @@ class TableRows:
             raise
         except Exception as error:
             # Of untrusted files, anything.
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise InputError(f"{str(self.folder)!r} cannot be read by the package datasets ({reason})") from None
+            raise InputError(
+                f"{str(self.folder)!r} cannot be read by the package datasets ({first_line(error)[:200]})"
+            ) from None
 
     def _is_saved(self) -> bool:
         return (self.folder / _SEVERAL).is_file() or all((self.folder / name).is_file() for name in _ONE)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ...config import ParallelConfig
-from ...errors import LayoutError
+from ...errors import LayoutError, first_line
 from ...forecast.costs.work import Workload
 from ...forecast.memory.cache import Needs, kept
 from ...forecast.memory.phases import Component, Components
@@ -222,9 +222,8 @@ def encode_picture(kind: str, settings: Mapping[str, Any], sizes: tuple[int, int
             with alive:
                 vae.encode(torch.empty(pictures, channels, *((frames or 1,) if video else ()), *plane))
         except FAILURES as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
             raise LayoutError(
-                f"{kind} cannot run without values, so what encoding needs is not known: {said}"
+                f"{kind} cannot run without values, so what encoding needs is not known: {first_line(error)}"
             ) from None
         return Needs(bytes_of(vae), alive.peak)
 

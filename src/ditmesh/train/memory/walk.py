@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...config import ParallelConfig
 from ...core.alive import LiveBytes
 from ...engine import Engine
-from ...errors import DitmeshError, LayoutError
+from ...errors import DitmeshError, LayoutError, first_line
 from ...forecast.memory.cache import Needs, kept
 from ...forecast.memory.phantom import phantom_mesh
 from ...forecast.memory.walk import FAILURES, WalkOptions, bytes_of, collected_by_hand, fake_weights, first_of
@@ -168,7 +168,7 @@ def _walked(
             try:
                 return _step(model, layout, config, Conventions(model, way), size, given, elsewhere)
             except (DitmeshError, *FAILURES) as error:
-                reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
+                reasons.append(f"{first_line(error)} ({way})")
     raise LayoutError(f"{kind} cannot be trained without values, so what it needs is not known: {first_of(reasons)}")
 
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...errors import ConfigError, InputError, did_you_mean, shortened
+from ...errors import ConfigError, InputError, did_you_mean, first_line, shortened
 from ...generate.files import adapter, usual_lora
 from ...generate.loras import COMPONENT, METADATA, activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
 from ..config import SECOND, LoraConfig, TrainConfig
@@ -246,7 +246,7 @@ def _add(model: nn.Module, config: Any) -> None:
 
             inject_adapter_in_model(config, model, TRAINED)
     except ValueError as error:
-        said = str(error).splitlines()[0]
+        said = first_line(error)
         if "Target module" in said and "not supported" in said and adapters_of(model):
             said = "an adapter of another type is below it; set lora.fuse_base_lora: true"
         raise ConfigError(f"lora: {said}") from None

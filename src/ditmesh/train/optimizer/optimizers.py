@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import ConfigError, InputError, did_you_mean
+from ...errors import ConfigError, InputError, did_you_mean, first_line
 from ..config import TrainConfig
 
 # The path of a class by its name, and the line that installs its package.
@@ -170,10 +170,9 @@ def make_optimizer(trained: nn.Module, config: TrainConfig) -> torch.optim.Optim
     except (TypeError, ValueError) as error:
         unknown = [name for name in config.optimizer_args if name not in _takes(kind)]
         near = f" ({unknown[0]!r}{did_you_mean(unknown[0], _takes(kind))})" if unknown else ""
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"optimizer={config.optimizer!r} does not take its arguments{near}: {said}; optimizer_args can have "
-            f"{', '.join(_takes(kind))}"
+            f"optimizer={config.optimizer!r} does not take its arguments{near}: {first_line(error)}; "
+            f"optimizer_args can have {', '.join(_takes(kind))}"
         ) from None
     return made
 
@@ -288,8 +287,7 @@ def _tried(config: TrainConfig) -> str | None:
     except ConfigError:
         raise
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"cannot take a step ({type(error).__name__}: {said})"
+        return f"cannot take a step ({type(error).__name__}: {first_line(error)})"
     named = {str(number): p for number, p in enumerate(_weights(optimizer))}
     own = {id(p) for p in named.values()}
     if any(not isinstance(key, Tensor) or id(key) not in own for key in optimizer.state):
