@@ -19,7 +19,7 @@ from ditmesh.forecast.auto import batched
 from ditmesh.forecast.catalogue import shapes
 from ditmesh.forecast.memory.available import _left, free_memory
 from ditmesh.forecast.memory.check import check_memory, components_of
-from ditmesh.forecast.memory.phases import RankNeeds, needs
+from ditmesh.forecast.memory.phases import Phase, RankNeeds, needs
 from ditmesh.forecast.workload import workload_of
 from ditmesh.generate.model_info import find_model
 from ditmesh.launch import RankPool
@@ -40,7 +40,7 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-def predicted(config: dict[str, Any], **options: Any) -> list[RankNeeds]:
+def predicted(config: dict[str, Any], **options: Any) -> list[RankNeeds[Phase]]:
     info = find_model(MODEL)
     request = workload_of(info, (64, 64), 16)
     return needs(components_of(info), ParallelConfig(**config), request, torch.float32, **options)

@@ -399,16 +399,7 @@ def _needed(
         "size": [workload.width, workload.height],
         "dtype": dtype,
         "predicted": True,
-        "ranks": [
-            {
-                "stage": one.stage,
-                "ranks": one.ranks,
-                "phases": {phase.name: {**vars(phase), "total": phase.total} for phase in one.phases},
-                "peak": one.peak.name,
-                "peak_bytes": one.peak.total,
-            }
-            for one in found
-        ],
+        "ranks": [one.as_data() for one in found],
     }
 
 

@@ -184,21 +184,16 @@ class PhantomLink(Link):
 def phantom_mesh(
     config: ParallelConfig,
     pools: SharedPools | None,
-    stage: int = 0,
     listen: Callable[[str, str, int], None] | None = None,
 ) -> Mesh:
-    """The mesh of one rank of a configuration, without the others.
+    """The mesh of one rank of a configuration, without the others: the first, which has no less than any other.
 
     Args:
         config: degrees.
         pools: shared memory of the ranks; None: they have none.
-        stage: the rank's place on the pipe axis; on the others it is the first, which has no less than any other.
         listen: as of `PhantomLink`.
     """
     traffic = Traffic()
     sizes = {name: config.size_of(axes) for name, axes in LINKS.items()} | {"shard": config.shard}
-    links = {
-        name: PhantomLink(name, sizes[name], stage if axes == ("pipe",) else 0, traffic, pools, listen)
-        for name, axes in LINKS.items()
-    }
+    links = {name: PhantomLink(name, sizes[name], 0, traffic, pools, listen) for name in LINKS}
     return Mesh(config, "cpu", links=links)

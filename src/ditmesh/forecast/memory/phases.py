@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 
@@ -81,8 +81,19 @@ class Phase:
         return self.weights + self.activations + self.kept + self.shared + self.process
 
 
+class _Sum(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def total(self) -> float: ...
+
+
+AnyPhase = TypeVar("AnyPhase", bound=_Sum)
+
+
 @dataclass(frozen=True)
-class RankNeeds:
+class RankNeeds(Generic[AnyPhase]):
     """The memory of each of several equal ranks.
 
     Attributes:
@@ -93,12 +104,22 @@ class RankNeeds:
 
     stage: int
     ranks: int
-    phases: tuple[Phase, ...]
+    phases: tuple[AnyPhase, ...]
 
     @cached_property
-    def peak(self) -> Phase:
+    def peak(self) -> AnyPhase:
         """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.total)
+
+    def as_data(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {
+            "stage": self.stage,
+            "ranks": self.ranks,
+            "phases": {phase.name: {**vars(phase), "total": phase.total} for phase in self.phases},
+            "peak": self.peak.name,
+            "peak_bytes": self.peak.total,
+        }
 
 
 def needs(
@@ -110,7 +131,7 @@ def needs(
     device: Literal["cpu", "cuda"] = "cpu",
     offloaded: bool = False,
     kernels: bool = True,
-) -> list[RankNeeds]:
+) -> list[RankNeeds[Phase]]:
     """Predict the memory of every rank from configurations, without computing anything.
 
     Weights of a rank are its slices, stages and pieces; there is no other copy of them in any phase. Text encoders are
@@ -132,7 +153,7 @@ def needs(
     """
     how = WalkOptions(dtype, config.shared_memory and device == "cpu", kernels and device == "cpu")
     vae, text = _decoding(components, config, workload, how), _encoding(components, config, workload, how, offloaded)
-    found: list[RankNeeds] = []
+    found: list[RankNeeds[Phase]] = []
     for stage, one in enumerate(_denoising(components, config, workload, how)):
         ranks = config.world_size // config.pipe
         encoding = int(stage == 0) if config.text_encoder == "rank0" else ranks

@@ -336,6 +336,21 @@ def decode(
         return Needs(bytes_of(vae), alive.peak, shared=pools.bytes if pools else 0.0)
 
 
+def encoder_on_meta(kind: str, settings: Mapping[str, Any]) -> Any:
+    """A text encoder without values, of a class of transformers and its configuration.
+
+    Raises:
+        LayoutError: transformers has no such class.
+    """
+    import transformers
+
+    cls: Any = getattr(transformers, kind, None)
+    if cls is None:
+        raise LayoutError(f"transformers has no class {kind}, so what it needs is not known")
+    with torch.device("meta"):
+        return cls(cls.config_class.from_dict(dict(settings))).eval()
+
+
 @kept
 def encode(
     kind: str,
@@ -352,13 +367,7 @@ def encode(
         tokens: of the prompt, at most as many as the model has positions for.
         how: what else the walk is told.
     """
-    import transformers
-
-    cls: Any = getattr(transformers, kind, None)
-    if cls is None:
-        raise LayoutError(f"transformers has no class {kind}, so what it needs is not known")
-    with torch.device("meta"):
-        model: Any = cls(cls.config_class.from_dict(dict(settings))).eval()
+    model = encoder_on_meta(kind, settings)
     most = getattr(model.config, "max_position_embeddings", None) or tokens
     with fake_weights(model, how.dtype), collected_by_hand():
         alive, pools = how.meters(model)

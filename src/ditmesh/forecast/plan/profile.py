@@ -95,12 +95,12 @@ def _meet() -> None:
         dist.barrier()
 
 
-def best(call: Callable[[], object], where: torch.device, repeats: int = REPEATS) -> float:
+def best(call: Callable[[], object], where: torch.device) -> float:
     """Seconds of the fastest of some calls, after two that do not count."""
     import torch
 
     times = []
-    for _ in range(repeats + 2):
+    for _ in range(REPEATS + 2):
         if where.type == "cuda":
             torch.cuda.synchronize()
         started = time.perf_counter()

@@ -25,7 +25,7 @@ from ...report.report import Report
 from ..config import TrainConfig
 from ..data.order import bucket_sizes
 from ..model.frozen import PACKAGES
-from .needs import TrainingPhase, TrainingRank, tokens_of, training_needs
+from .needs import TrainingPhase, tokens_of, training_needs
 
 log = logging.getLogger(__name__)
 
@@ -50,20 +50,19 @@ def largest_workload(config: TrainConfig, model: ModelInfo | Shape) -> Workload:
     return workload_of(model, (width, height), text, guidance=False, frames=config.num_frames)
 
 
-def predicted_training(config: TrainConfig, hardware: str = "cpu", model: str | None = None) -> dict[str, Any]:
+def predicted_training(config: TrainConfig, hardware: str = "cpu") -> dict[str, Any]:
     """The memory of every rank of a run, as JSON data; nothing is read but configurations.
 
     Args:
         config: the run.
         hardware: a device of `plan`'s table.
-        model: a name of the catalogue in the place of the run's model.
 
     Raises:
         InputError, ConfigError: the model is not there, or something cannot be predicted.
     """
     from ...forecast.costs.hardware import device
 
-    components, workload = _subject(config, model)
+    components, workload = _subject(config)
     part = device(hardware, "float32" if hardware == "cpu" else "bfloat16")
     where: Literal["cpu", "cuda"] = "cpu" if part.name == "cpu" else "cuda"
     ranks = training_needs(components, config, workload, where, part.runtime)
@@ -75,38 +74,27 @@ def predicted_training(config: TrainConfig, hardware: str = "cpu", model: str | 
         "tokens": tokens_of(workload),
         "batch": config.train_batch_size,
         "predicted": True,
-        "ranks": [_as_data(one) for one in ranks],
+        "ranks": [one.as_data() for one in ranks],
     }
 
 
 def most_memory(config: TrainConfig) -> dict[str, Any]:
     """What the rank that needs most needs: ``bytes``, ``phase`` and ``why`` they are not predicted, each or None."""
     try:
-        components, workload = _subject(config, None)
+        components, workload = _subject(config)
         worst = _worst(components, config, workload, "cuda" if torch.cuda.is_available() else "cpu")
     except (DitmeshError, OSError) as error:
         return {"bytes": None, "phase": None, "why": str(error)}
     return {"bytes": worst.total, "phase": worst.name, "why": None}
 
 
-def _subject(config: TrainConfig, model: str | None) -> tuple[Components, Workload]:
-    name = model or config.pretrained_model_name_or_path
+def _subject(config: TrainConfig) -> tuple[Components, Workload]:
+    name = config.pretrained_model_name_or_path
     known = shapes().get(name.lower().rpartition("/")[2])
     if known is not None and not Path(name).exists():
         return components_of_shape(known), largest_workload(config, known)
     info = find_model(name)
     return components_of(info), largest_workload(config, info)
-
-
-def _as_data(one: TrainingRank) -> dict[str, Any]:
-    phases = {phase.name: {**vars(phase), "total": phase.total} for phase in one.phases}
-    return {
-        "stage": one.stage,
-        "ranks": one.ranks,
-        "phases": phases,
-        "peak": one.peak.name,
-        "peak_bytes": one.peak.total,
-    }
 
 
 def check_training_memory(

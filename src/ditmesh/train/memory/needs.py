@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -14,8 +13,8 @@ from ...config import ParallelConfig
 from ...errors import LayoutError, first_line
 from ...forecast.costs.work import Workload
 from ...forecast.memory.cache import Needs, kept
-from ...forecast.memory.phases import Component, Components
-from ...forecast.memory.walk import FAILURES, WalkOptions, bytes_of, encode, fake_weights
+from ...forecast.memory.phases import Component, Components, RankNeeds
+from ...forecast.memory.walk import FAILURES, WalkOptions, bytes_of, encode, encoder_on_meta, fake_weights
 from ...layout import known_models
 from ...layout.conventions import Size
 from ...layout.describe import on_meta
@@ -63,33 +62,13 @@ class TrainingPhase:
         return held + self.activations + self.shared + self.process
 
 
-@dataclass(frozen=True)
-class TrainingRank:
-    """The memory of each of several equal ranks.
-
-    Attributes:
-        stage: of the pipe axis.
-        ranks: how many they are.
-        phases: in their order.
-    """
-
-    stage: int
-    ranks: int
-    phases: tuple[TrainingPhase, ...]
-
-    @cached_property
-    def peak(self) -> TrainingPhase:
-        """The phase that needs most."""
-        return max(self.phases, key=lambda phase: phase.total)
-
-
 def training_needs(
     components: Components,
     config: TrainConfig,
     workload: Workload,
     device: Literal["cpu", "cuda"] = "cpu",
     process: float = 0.0,
-) -> list[TrainingRank]:
+) -> list[RankNeeds[TrainingPhase]]:
     """Predict the memory of every rank of a run from configurations, without computing anything.
 
     Args:
@@ -112,7 +91,7 @@ def training_needs(
     for stage, lengths in enumerate(_stages(part, config)):
         step = _step(part, config, workload, device, lengths, stage)
         found.append(
-            TrainingRank(
+            RankNeeds(
                 stage,
                 config.parallel.world_size // config.parallel.pipe,
                 _phases(step, part, config, others, encoding, device, process),
@@ -172,21 +151,12 @@ def _less(model: Any, precision: str) -> float:
 @kept
 def saved_bytes(kind: str, settings: Mapping[str, Any], precision: str) -> Needs:
     """Bytes that a text encoder's linear layers take less in a precision than in float32; as `Needs.weights`."""
-    import transformers
-
-    cls: Any = getattr(transformers, kind)
-    with torch.device("meta"):
-        model = cls(cls.config_class.from_dict(dict(settings)))
-    return Needs(_less(model, precision), 0.0)
+    return Needs(_less(encoder_on_meta(kind, settings), precision), 0.0)
 
 
 def _weights(kind: str, settings: Mapping[str, Any]) -> float:
-    return 4.0 * sum(tensor.numel() for tensor in _tensors(kind, settings))
-
-
-def _tensors(kind: str, settings: Mapping[str, Any]) -> list[torch.Tensor]:
     model = on_meta(kind, dict(settings))
-    return [*model.parameters(), *model.buffers()]
+    return 4.0 * sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _encoding(components: Components, config: TrainConfig, workload: Workload) -> float:
