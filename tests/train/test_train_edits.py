@@ -132,6 +132,6 @@ def test_a_hole_is_the_samples_mask(models, pairs, tmp_path):
 
 def test_a_prompt_alone_is_no_validation(models, pairs, tmp_path):
     given = run_of(models["FluxFillPipeline"], pairs, tmp_path, validation_prompts=["a fox"])
-    with pytest.raises(ConfigError, match="validation_prompts: FluxFillPipeline draws from a picture"):
+    with pytest.raises(ConfigError, match="validation_prompts: FluxFillPipeline draws from an image"):
         train(given)
     assert not list(tmp_path.glob("checkpoint-*"))

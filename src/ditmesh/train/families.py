@@ -55,7 +55,7 @@ class Family(Protocol):
         ...
 
     def moments(self, pipe: Any, values: Tensor) -> Tensor:
-        """(B, 2C, [f,] h, w): mean and standard deviation of the latents of pictures or videos (B, 3, [F,] H, W)."""
+        """(B, 2C, [f,] h, w): mean and standard deviation of the latents of images or videos (B, 3, [F,] H, W)."""
         ...
 
     def scaled(self, pipe: Any, latents: Tensor) -> Tensor:

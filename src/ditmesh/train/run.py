@@ -40,7 +40,7 @@ def train(
 ) -> dict[str, Any]:
     """Train as a configuration says. Every rank of the job calls this.
 
-    Rank 0 writes checkpoints' names, logs, validation pictures and in the end the pipeline to ``output_dir``.
+    Rank 0 writes checkpoints' names, logs, validation images and in the end the pipeline to ``output_dir``.
 
     Args:
         config: the run.
@@ -57,7 +57,7 @@ def train(
         ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's), each a list of
         sentences, ``overflowed`` (the steps of this run that changed no weight: gradients overflowed in float16),
         ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
-        validation: the share of pictures whose nearest training picture is their caption's own; None without one),
+        validation: the share of images whose nearest training image is their caption's own; None without one),
         ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None), ``sent``
         (bytes that the first rank has sent to other islands; None without islands).
 
@@ -125,8 +125,8 @@ class _Validation:
         draws = getattr(trainer.family, "draws_from_prompts", None)
         if trainer.config.validation_prompts and draws is not None and not draws():
             raise ConfigError(
-                f"validation_prompts: {type(trainer.pipe).__name__} draws from a picture, and a prompt alone has none; "
-                "leave it out, and use validation_data_dir or validation_split to measure the loss of pictures"
+                f"validation_prompts: {type(trainer.pipe).__name__} draws from an image, and a prompt alone has none; "
+                "leave it out, and use validation_data_dir or validation_split to measure the loss of images"
             )
         self.nearest: float | None = None
 
@@ -177,7 +177,7 @@ class _Validation:
         """The training images of prompts that are captions of the data set."""
         captions = {sample.said: number for number, sample in enumerate(self._trainer.data.samples)}
         asked = [number for number, one in enumerate(said) if one in captions]
-        # Every training picture is looked at: for sets of some hundreds.
+        # Every training image is looked at: for sets of some hundreds.
         if not asked or len(self._trainer.data.samples) > 4096:
             return None
         references = []

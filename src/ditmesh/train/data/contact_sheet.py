@@ -29,7 +29,7 @@ class SeenSample:
         picture: RGB; None: it cannot be decoded, and ``problem`` says why.
         mask: L, white where the loss counts.
         reference: RGB.
-        problem: why there is no picture.
+        problem: why there is no image.
     """
 
     name: str

@@ -127,7 +127,7 @@ class EncodedSamples:
         self._late = 0
         self._notes: list[str] = []
         _check(pipe, family, samples, sizes, config)
-        # Of families that make a picture of the sample itself.
+        # Of families that make an image of the sample itself.
         self._own_picture = own_picture_of(family)
         self._has_references = self._own_picture is not None or any(one.attached.references for one in samples)
 
@@ -329,7 +329,7 @@ class EncodedSamples:
         return sentences, list(notes)
 
     def _pixels(self, sample: Sample, index: int, flip: bool) -> Tensor:
-        """(3, H, W) of a picture, (3, F, H, W) of a video, in [-1, 1]."""
+        """(3, H, W) of an image, (3, F, H, W) of a video, in [-1, 1]."""
         if self._config.num_frames is None:
             return pixels(sample.picture(), self._sizes[index], flip)
         frames = sample.frames(self._config.num_frames)
@@ -347,11 +347,11 @@ class EncodedSamples:
         return NOTHING[self._family.conditioned_by] if said is None else said
 
     def _is_referenced(self, sample: Sample) -> bool:
-        """Whether a picture stands beside a sample's caption."""
+        """Whether an image stands beside a sample's caption."""
         return self._own_picture is not None or bool(sample.attached.references)
 
     def _reference(self, sample: Sample, index: int, flip: bool, seed: int, seen: Tensor | None = None) -> Image | None:
-        """The picture beside a sample's caption; None: there is none. Raises `OSError` if it is corrupt."""
+        """The image beside a sample's caption; None: there is none. Raises `OSError` if it is corrupt."""
         if self._own_picture is None:
             return reference_of(sample, self._sizes[index], flip)
         hole = None
@@ -405,7 +405,7 @@ class EncodedSamples:
 
     @torch.no_grad()
     def _moments(self, values: Tensor) -> Tensor:
-        """(B, 2C, [f,] h, w): mean and standard deviation of the latents of pictures or videos (B, 3, [F,] H, W)."""
+        """(B, 2C, [f,] h, w): mean and standard deviation of the latents of images or videos (B, 3, [F,] H, W)."""
         return self._family.moments(self._pipe, onto(values, self._device, self._pipe.vae.dtype))
 
     # --- batches -----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Pictures beside a caption that are made of the sample itself: the first frame of a video, or an image with a hole.
+"""Images beside a caption that are made of the sample itself: the first frame of a video, or an image with a hole.
 
-A family says by ``own_picture`` that its pipeline makes a video of a picture (``"first frame"``), or paints in a
-picture where a mask is white (``"hole"``), and takes the pictures by the parameter ``references`` of its `encode`.
+A family says by ``own_picture`` that its pipeline makes a video of an image (``"first frame"``), or paints in an
+image where a mask is white (``"hole"``), and takes the images by the parameter ``references`` of its `encode`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SIDES = (0.25, 0.75)
 
 
 def own_picture_of(family: Family) -> str | None:
-    """Which picture a family makes conditions of; observed ones know after `check_size`."""
+    """Which image a family makes conditions of; observed ones know after `check_size`."""
     return getattr(family, "own_picture", None)
 
 
 def own_picture(kind: str, values: Tensor, seed: int, hole: Image.Image | None = None) -> Image.Image:
-    """The picture of a sample.
+    """The image of a sample.
 
     Args:
         kind: ``"first frame"``, or ``"hole"``: with a transparent part.

@@ -115,7 +115,7 @@ def check_frames(pipe: Any, family: Family, config: TrainConfig) -> None:
     if not family.videos:
         raise ConfigError(f"num_frames={count}: {name} generates images; leave num_frames out")
     if config.validation_prompts:
-        raise ConfigError(f"validation_prompts are drawn as pictures, and {name} makes videos; leave them out")
+        raise ConfigError(f"validation_prompts are drawn as images, and {name} makes videos; leave them out")
     step = pipe.vae.config.get("scale_factor_temporal") or 1
     if (count - 1) % step:
         less = count - (count - 1) % step

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 # Words of the message that says what follows: a number of streams, and for each its dtype, its dimensions, its sizes.
 _WORDS, _END = 64, -2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Kinds of calls with known messages; a run has a few sizes of pictures and lengths of captions.
+# Kinds of calls with known messages; a run has a few sizes of images and lengths of captions.
 _FORMS = 4096
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a run: its curves, and validation images over the steps."""
+"""Images of a run: its curves, and validation images over the steps."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def validation_grid(folder: Path, prompts: Sequence[str], until: int) -> Path | None:
-    """One picture of the validation images: a row for each prompt, a column for each step.
+    """One image of the validation images: a row for each prompt, a column for each step.
 
     Of more steps than fit, evenly spaced ones are shown, the first and the last among them.
 

@@ -172,11 +172,11 @@ def _encoding(components: Components, config: TrainConfig, workload: Workload) -
 
 @kept
 def encode_picture(kind: str, settings: Mapping[str, Any], sizes: tuple[int, int, int, int], how: WalkOptions) -> Needs:
-    """An autoencoder's run over pictures, or a video, whole.
+    """An autoencoder's run over images, or a video, whole.
 
     Args:
         kind, settings: class and configuration.
-        sizes: pictures, frames (0: none), height and width in pixels.
+        sizes: images, frames (0: none), height and width in pixels.
         how: what else the walk is told.
 
     Raises:

@@ -1,6 +1,6 @@
 """The pipeline without the task around it: what is trained in place of one that edits, paints over or is steered.
 
-A pipeline for inpainting blends its sample with a given picture after every step, one with a ControlNet adds residuals
+A pipeline for inpainting blends its sample with a given image after every step, one with a ControlNet adds residuals
 to the blocks: neither changes what the transformer is. Its weights, and adapters of them, are those of the pipeline
 that draws from a prompt alone, and so they are trained there.
 """
@@ -81,7 +81,7 @@ def check_alike(kind: type, own: Mapping[str, Any], base: Mapping[str, Any]) -> 
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    # A picture in a task may be of another size, and then there are more tokens: in one dimension, not of channels.
+    # An image in a task may be of another size, and then there are more tokens: in one dimension, not of channels.
     if one.dim() != other.dim():
         return False
     unlike = [dim for dim in range(one.dim()) if one.shape[dim] != other.shape[dim]]

@@ -44,7 +44,7 @@ OFF: dict[str, Any] = {
 }
 # Captions of unlike length: what they change in the transformer's arguments is a condition.
 CAPTIONS = ("", "a red fox")
-# Arguments of pipelines that take a picture beside the caption, the first of them that one has; and its mask.
+# Arguments of pipelines that take an image beside the caption, the first of them that one has; and its mask.
 PICTURES = ("control_image", "image", "images", "cond_image")
 MASK = "mask_image"
 # Branches of guidance that pipelines may have for good.
@@ -94,7 +94,7 @@ class ObservedFamily(TextFamily):
     Attributes:
         videos: latents are those of videos, (B, C, F, H, W).
         recipes: by the shape of a sample's latents.
-        captions, pictured: paths of the transformer's arguments that depend on the caption, and on a picture beside it.
+        captions, pictured: paths of the transformer's arguments that depend on the caption, and on an image beside it.
 
     Raises:
         ConfigError: it takes no prompt alone, or has no autoencoder.
@@ -119,7 +119,7 @@ class ObservedFamily(TextFamily):
         self._watch(self._own)
 
     def _watch(self, pipe: Any, picture: str | None = None) -> None:
-        """Look at a pipeline: the own one or the one without its task; with a picture beside the caption, or none."""
+        """Look at a pipeline: the own one or the one without its task; with an image beside the caption, or none."""
         self._parameters = set(inspect.signature(type(pipe).__call__).parameters)
         self.videos = "num_frames" in self._parameters
         self._watcher = PipelineWatcher(pipe, self._config.denoiser)
@@ -133,12 +133,12 @@ class ObservedFamily(TextFamily):
 
     @property
     def reference(self) -> str | None:
-        """The argument for a reference picture that a data set has for each sample; None: it takes none of those."""
+        """The argument for a reference image that a data set has for each sample; None: it takes none of those."""
         return None if self.own_picture is not None else self._picture
 
     @property
     def own_picture(self) -> str | None:
-        """Which picture of the sample itself stands beside its caption: ``"first frame"``, ``"hole"``; None: none."""
+        """Which image of the sample itself stands beside its caption: ``"first frame"``, ``"hole"``; None: none."""
         if self._picture is None:
             return None
         return "first frame" if self.videos else "hole" if MASK in self._parameters else None
@@ -156,7 +156,7 @@ class ObservedFamily(TextFamily):
     def _request(
         self, said: Sequence[str], size: tuple[int, int], length: int | None = None, picture: Image | None = None
     ) -> dict[str, Any]:
-        """Arguments of the pipeline's call for some captions, and a picture beside them."""
+        """Arguments of the pipeline's call for some captions, and an image beside them."""
         wanted: dict[str, Any] = {
             "prompt": list(said) if len(said) > 1 else said[0],
             "height": size[0],
@@ -177,19 +177,19 @@ class ObservedFamily(TextFamily):
         return {name: value for name, value in wanted.items() if name in self._parameters and value is not None}
 
     def _pictures(self, picture: Image) -> dict[str, Any]:
-        """Arguments that hold a picture; what is transparent in it is to be painted, where a pipeline takes a mask."""
+        """Arguments that hold an image; what is transparent in it is to be painted, where a pipeline takes a mask."""
         assert self._picture is not None
         found: dict[str, Any] = {self._picture: picture.convert("RGB")}
         if self._picture != "image" and "image" in self._parameters:
             found["image"] = found[self._picture]
         if MASK in self._parameters:
             if "A" not in picture.getbands():
-                raise ConfigError(f"{self.name} takes a mask: pictures need transparent pixels where it is to paint")
+                raise ConfigError(f"{self.name} takes a mask: images need transparent pixels where it is to paint")
             found[MASK] = picture.getchannel("A").point([255] * 128 + [0] * 128)
         return found
 
     def _stand_in(self, size: tuple[int, int], number: int = 0) -> Image | None:
-        """A picture of large spots, half of it transparent; None: none stands beside the caption."""
+        """An image of large spots, half of it transparent; None: none stands beside the caption."""
         if self._picture is None:
             return None
         import PIL.Image
@@ -236,7 +236,7 @@ class ObservedFamily(TextFamily):
             )
 
     def _ways(self) -> Iterator[tuple[Any, str | None, float]]:
-        """What is looked at in turn: pipeline, argument of a picture, guidance."""
+        """What is looked at in turn: pipeline, argument of an image, guidance."""
         for pipe in (self._base, self._own):
             if getattr(pipe, self._config.denoiser, None) is None:
                 continue
@@ -355,7 +355,7 @@ class ObservedFamily(TextFamily):
         return changed
 
     def draws_from_prompts(self) -> bool:
-        """Whether the own pipeline can be called with a prompt alone, without a picture beside it."""
+        """Whether the own pipeline can be called with a prompt alone, without an image beside it."""
         length = self._config.max_sequence_length
         kept = self._watcher, self._parameters, self._picture, self.videos
         self._watch(self._own)
@@ -433,7 +433,7 @@ class ObservedFamily(TextFamily):
     # --- what training asks of a family ---------------------------------------------------------------------
 
     def moments(self, pipe: Any, values: Tensor) -> Tensor:
-        """(B, 2C, ...): mean and standard deviation of the latents of pictures or videos."""
+        """(B, 2C, ...): mean and standard deviation of the latents of images or videos."""
         if values.dim() == 4 and _takes_frames(pipe.vae):
             values = values.unsqueeze(2)
         return super().moments(pipe, values)
@@ -452,23 +452,23 @@ class ObservedFamily(TextFamily):
     def encode(
         self, pipe: Any, said: Sequence[Any], length: int | None, references: Sequence[Image | None] | None = None
     ) -> Conditions:
-        """What the captions, and pictures beside them, change in the transformer's arguments.
+        """What the captions, and images beside them, change in the transformer's arguments.
 
         Args:
             pipe: the pipeline.
             said: captions.
             length: tokens of a prompt.
-            references: a picture for every caption, of the size of its sample, where `reference` or `own_picture` is
-                not None. In a picture with a hole what is to be painted is transparent.
+            references: an image for every caption, of the size of its sample, where `reference` or `own_picture` is
+                not None. In an image with a hole what is to be painted is transparent.
 
         Raises:
-            ConfigError: a picture is missing, or lacks transparent pixels.
+            ConfigError: an image is missing, or lacks transparent pixels.
         """
         rows = []
         for number, caption in enumerate(said):
             picture = None if references is None else references[number]
             if self._picture is not None and picture is None:
-                raise ConfigError(f"{self.name} draws from a picture beside the caption, and a sample has none")
+                raise ConfigError(f"{self.name} draws from an image beside the caption, and a sample has none")
             size = self._size if picture is None else (picture.height, picture.width)
             request = self._request([caption], size, length, picture)
             values = dict(values_in(self._watcher.first_call(request)))

@@ -29,7 +29,7 @@ from .watch import PipelineWatcher, Watched, WatchedStep, replaced, sample_of, t
 MOST_OFF = 0.02
 # Of affine times, and of those between the lines of a table.
 TIME_TOLERANCE, TABLE_TOLERANCE = 1e-3, 5e-3
-# The argument by which a transformer of several samples, pictures and sound, computes each by itself.
+# The argument by which a transformer of several samples, images and sound, computes each by itself.
 ISOLATE = "isolate_modalities"
 # Steps of the loops that are looked at, of those in which a solver's own error is small, and of the one that shows
 # every level of noise.
