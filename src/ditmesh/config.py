@@ -43,7 +43,7 @@ class Setting:
 
     Attributes:
         help: one line.
-        decides: whether it decides the bits of a reproducible picture; the others say only who computes what.
+        decides: whether it decides the bits of a reproducible image; the others say only who computes what.
         form: how a value is written on the command line, where the type does not show it.
         usual: the default, in words.
         option: whether commands have an option for it.

@@ -44,7 +44,7 @@ def digest(value: Any) -> str:
 def compared(value: Any) -> tuple[str, bool]:
     """A value's digest, and whether all of the value went into it.
 
-    Tensors, arrays and pictures count by form and bytes, generators by their state, mappings and sets without order,
+    Tensors, arrays and images count by form and bytes, generators by their state, mappings and sets without order,
     functions by their names, devices by their type, other objects by what pickle would keep of them; an object that
     shows nothing counts by its type alone, and then the second item is False.
     """

@@ -26,7 +26,7 @@ def set_default_states(device: torch.device, states: Mapping[str, Tensor]) -> No
 class OwnGenerators:
     """Default generators of one request: seeded when first used, and stored while other requests compute.
 
-    Some pipelines encode a control picture with noise of the process's own generators, and some schedulers draw from
+    Some pipelines encode a control image with noise of the process's own generators, and some schedulers draw from
     them in every step.
 
     Args:

@@ -40,7 +40,7 @@ class SchedulerStep:
         return found if isinstance(found, Tensor) else None
 
     def estimate(self) -> Tensor | None:
-        """The picture (as latents) that the prediction points to; None: this scheduler does not tell.
+        """The image (as latents) that the prediction points to; None: this scheduler does not tell.
 
         For flow matching x0 = x - sigma v; for DDPM-like schedulers as their ``prediction_type`` says.
         """

@@ -41,13 +41,13 @@ def resized(
 ) -> ParallelConfig:
     """The configuration for another number of devices that comes closest to a given one.
 
-    What decides the bits of a reproducible picture stays in either case: tiles, patches, the tensor degree.
+    What decides the bits of a reproducible image stays in either case: tiles, patches, the tensor degree.
 
     Args:
         config: the given one.
         devices: number of ranks that are there.
         keep: ``"bits"``: as many of the devices as can be used, shared among the axes much as they are. Among
-            those for equally many the pictures' axis (data) shrinks first, then the branches' (cfg), then the
+            those for equally many the images' axis (data) shrinks first, then the branches' (cfg), then the
             stages' (pipe), then the tokens' (ring and ulysses together, which grow only where that uses more
             ranks). ``"strategy"``: all devices, for PipeFusion or a stale exchange as far as it can use them, the
             other axes given up for ring and ulysses.

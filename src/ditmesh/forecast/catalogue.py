@@ -25,7 +25,7 @@ class Shape:
         pixels: along one side of an image token.
         frames: of a video along one token, but for the first.
         size: usual width and height.
-        num_frames: usual frames; 1 for pictures.
+        num_frames: usual frames; 1 for images.
         text: usual text tokens.
         branches: of guidance: 2, or 1 for models that have it distilled in.
         batched: whether its pipeline puts them into one call.

@@ -1,7 +1,7 @@
 """A transformer's work, from its configuration alone: one block of every kind runs on the meta device.
 
 Nothing is computed and no weights are read. FLOPs are those of torch's own counter (`torch.utils.flop_counter`); how
-they grow with the tokens of picture and text is solved from runs of three sizes.
+they grow with the tokens of image and text is solved from runs of three sizes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..strategies.sharded import groups_outside, parameters_outside
 from ..strategies.tensor.slices import plan
 from .costs.work import AttentionWork, BlockWork, Cut, Gather, Linear, Operation, Pointwise, TokenCount, Work
 
-# Rows of the picture and text tokens. Some models want squares and multiples of 32 tokens.
+# Rows of the image and text tokens. Some models want squares and multiples of 32 tokens.
 SIDE, TEXT = 32, 32
 # They make memory, or look at it in another way: no kernel runs.
 _FREE = {

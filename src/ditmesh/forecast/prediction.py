@@ -83,7 +83,7 @@ class Prediction:
         return sum(term.seconds for term in self.stale if term.kind in ("transfer", "idle"))
 
     def throughput(self, devices: int) -> float:
-        """Pictures per hour of so many devices, which run as many of these side by side as they can."""
+        """Images per hour of so many devices, which run as many of these side by side as they can."""
         return 3600 * self.workload.pictures * (devices // self.config.world_size) / self.latency
 
     @property

@@ -59,7 +59,7 @@ class SearchLimits:
     """The limits of a search.
 
     Attributes:
-        exactness: ``"exact"``: the same picture; ``"reproducible"``: the same bits; ``"stale"``: keys of the step
+        exactness: ``"exact"``: the same image; ``"reproducible"``: the same bits; ``"stale"``: keys of the step
             before are allowed.
         memory: bytes of a device; default: the hardware's.
         deadline: seconds of a request.

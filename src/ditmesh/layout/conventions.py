@@ -33,7 +33,7 @@ TEXT_WIDTHS = (
     "dit_text_dim",
 )
 
-# How latents lie: pictures, packed tokens, videos (channels or frames first), sounds, a list of (C, F, H, W).
+# How latents lie: images, packed tokens, videos (channels or frames first), sounds, a list of (C, F, H, W).
 Form = Literal["bchw", "bsc", "bcfhw", "bfchw", "bcs", "list"]
 FORMS: tuple[Form, ...] = ("bchw", "bsc", "bcfhw", "bfchw", "bcs")
 # What `attention_mask` of the forward is a mask of, where there is one.
@@ -240,7 +240,7 @@ class Conventions:
     def size(self) -> Size:
         """Size to probe with. No two kinds of token are as many, nor as many as there are samples.
 
-        Square pictures, because some models recover rows and columns from the number of tokens. Models that
+        Square images, because some models recover rows and columns from the number of tokens. Models that
         take lists pad them to multiples of 32 tokens, so theirs are.
         """
         if self.way.form == "list":

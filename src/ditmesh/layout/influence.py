@@ -590,7 +590,7 @@ def _inside(block: RecordedBlock, edits: Mapping[str, Any]) -> list[tuple[str, l
 
 
 def _named(block: RecordedBlock, found: list[Stream]) -> tuple[Stream, ...]:
-    """Names for the streams; the first is the picture."""
+    """Names for the streams; the first is the image."""
 
     def of_picture(stream: Stream) -> tuple[bool, int]:
         beside = any(word in stream.arg for word in ("encoder", "context", "txt", "text", "audio", "cond"))

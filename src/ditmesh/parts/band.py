@@ -1,6 +1,6 @@
 """Which rank has which rows: arithmetic of cuts, without tensors.
 
-A picture's rows are cut into *bands*, runs of neighbouring rows, one for each rank. What a layer does to the shape of a
+An image's rows are cut into *bands*, runs of neighbouring rows, one for each rank. What a layer does to the shape of a
 tensor it does to the cut: a band of 5 rows has 10 behind an upsampling by 2, and 5 x 16 elements where rows of 16 are
 flattened. A cut whose bands would have to be broken up has no counterpart, and None says so.
 """
@@ -14,7 +14,7 @@ from math import prod
 
 from ..core.partition import Partition, even_cut, offsets
 
-# Rows of a picture are cut at multiples of a power of two, if each rank has that many of them: levels of an encoder,
+# Rows of an image are cut at multiples of a power of two, if each rank has that many of them: levels of an encoder,
 # which halve the rows, are cut at whole rows then.
 _UNITS_PER_RANK = 4
 _LARGEST_UNIT = 64

@@ -278,7 +278,7 @@ def _of_axis(values: int | Sequence[int], axis: int) -> int:
 
 
 def _over_windows(op: Operation, x: Banded, kernel: int, stride: int, padding: int, dilation: int) -> Outcome:
-    """Windows of rows, beyond the picture's edges with zeros."""
+    """Windows of rows, beyond the image's edges with zeros."""
     if x.band.runs > 1:
         return None
     bands, dim, total = op.bands, x.band.dim, op.likes.shape[x.band.dim]

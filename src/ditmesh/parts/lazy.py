@@ -1,6 +1,6 @@
 """Deferred tensors: tensors whose patches are not all here yet.
 
-PipeFusion lets the first patch of a picture start the next denoising step while the last one is still in this step.
+PipeFusion lets the first patch of an image start the next denoising step while the last one is still in this step.
 The pipeline and its scheduler know nothing of patches: between two calls of the transformer they compute with whole
 tensors. `LazyPatches` looks like a whole tensor and holds one *version* of it per patch: a tensor of full size of
 which only that patch's elements count, computed when it is read. What an operation does to a version it does

@@ -1,4 +1,4 @@
-"""What the adaptive policy is given in units that people know: decibels of the picture, or seconds of the request.
+"""What the adaptive policy is given in units that people know: decibels of the image, or seconds of the request.
 
 The policy's own budget is an error on a scale of its own: see `policy.Adaptive`. On the embedded models the root mean
 square of the pixels (0 to 1) is in proportion to it, so that decibels can be had from it, with a margin. Seconds need
@@ -20,14 +20,14 @@ PIXELS = 1.0
 
 
 def decibels(error: float) -> float:
-    """PSNR of pictures with a predicted error, with the margin of `PIXELS`."""
+    """PSNR of images with a predicted error, with the margin of `PIXELS`."""
     return -20 * log10(max(error * PIXELS, 1e-10))
 
 
 @in_unit("dB")
 @dataclass(frozen=True)
 class AdaptiveDecibels:
-    """As few synchronous steps as keep the PSNR predicted for the picture, against exact steps only, at ``least``.
+    """As few synchronous steps as keep the PSNR predicted for the image, against exact steps only, at ``least``.
 
     Attributes:
         least: decibels.

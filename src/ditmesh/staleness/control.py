@@ -82,7 +82,7 @@ class WarmupControl:
 
     Args:
         policy: decides.
-        devices: ranks that share a picture, or patches that stand for them.
+        devices: ranks that share an image, or patches that stand for them.
         monitor: measures drift; strategies feed it.
         clock: reports when a step begins.
         noise: noise levels of the request's steps, as in `Outlook`, asked for at its first call by policies that want

@@ -81,8 +81,8 @@ class Outlook:
     """What is known of a request before it runs.
 
     Attributes:
-        devices: ranks that share a picture.
-        noise: share of noise σ in the latents, x = (1 - σ) · picture + σ · noise up to a factor, at every step and
+        devices: ranks that share an image.
+        noise: share of noise σ in the latents, x = (1 - σ) · image + σ · noise up to a factor, at every step and
             after the last: one more than there are steps. None when the number of steps is unknown.
         share: of the keys that a query sees in a stale step, how many are of the step before; default: those of the
             other devices, (N - 1) / N.
@@ -164,7 +164,7 @@ class Fixed(_ByNumber):
 @policy("sqrt", "2")
 @dataclass(frozen=True)
 class Sqrt(_ByNumber):
-    """The first round(base · √devices) steps: more devices see less of the picture fresh."""
+    """The first round(base · √devices) steps: more devices see less of the image fresh."""
 
     base: float
 
@@ -212,17 +212,17 @@ class FirstLast:
 @policy("adaptive", "0.05", "0.05, 6", "40dB", "3.5s")
 @dataclass(frozen=True)
 class Adaptive:
-    """As few synchronous steps as keep the error predicted for the picture within ``budget``, where they help most.
+    """As few synchronous steps as keep the error predicted for the image within ``budget``, where they help most.
 
     A stale step attends to keys that are off by one step's drift d, on a share f of the tokens ((N - 1) / N on N
-    devices, see `Outlook`), and passes that on to the picture as far as it moves the picture. Let x = (1 - σ) · picture
+    devices, see `Outlook`), and passes that on to the image as far as it moves the image. Let x = (1 - σ) · image
     + σ · noise (up to a factor, any diffusion can be written so). A step from σ to σ' that is wrong by δ leaves an
     error (σ - σ') δ in x, of which
 
         w = (σ - σ') / √(s² (1 - σ)² + σ²)
 
-    reaches the picture: what is wrong while much noise is left is mended by later steps. This is the sampling
-    equation, linearised for pictures that spread by s around what is being drawn; s = 0.5 as in Karras et al. 2022,
+    reaches the image: what is wrong while much noise is left is mended by later steps. This is the sampling
+    equation, linearised for images that spread by s around what is being drawn; s = 0.5 as in Karras et al. 2022,
     arXiv:2206.00364. The predicted error of a step is d w f, and that of several the root of the sum of their squares.
 
     The drift of a step is not known before it runs, but how much the latents have changed is: drift is taken to be in
@@ -232,7 +232,7 @@ class Adaptive:
     than the budget is spent already, steps that add next to nothing stay stale. The first step is always synchronous.
 
     Attributes:
-        budget: predicted error of the picture.
+        budget: predicted error of the image.
         most: synchronous steps at most, the first one counted; they go where the predicted errors are largest. None:
             as many as it takes.
     """
@@ -303,12 +303,12 @@ ASSUMED_DRIFT = 0.25
 NEXT_TO_NOTHING = 1.005
 # The least share of news: a second evaluation at one noise level sees other latents, too.
 LEAST_NEWS = 0.05
-# Spread of pictures around what is being drawn, in units of the latents.
+# Spread of images around what is being drawn, in units of the latents.
 SPREAD = 0.5
 
 
 def _weight(noise: Sequence[float], step: int) -> float:
-    """How much of a step's error reaches the picture: see `Adaptive`."""
+    """How much of a step's error reaches the image: see `Adaptive`."""
     here, after = noise[step], noise[step + 1]
     move = abs(here - after)
     if here in (after, noise[step - 1] if step else None):

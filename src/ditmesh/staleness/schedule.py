@@ -8,8 +8,8 @@ from typing import Any
 def noise_levels(scheduler: Any) -> tuple[float, ...] | None:
     """Share of noise σ at every evaluation that a diffusers scheduler has ahead, and 0 after the last.
 
-    Latents are (1 - σ) · picture + σ · noise, up to a factor: rectified flow (Liu et al. 2022, arXiv:2209.03003) as
-    it stands; a · picture + s · noise (DDPM) with σ = s / (a + s); picture + s · noise (Karras et al. 2022,
+    Latents are (1 - σ) · image + σ · noise, up to a factor: rectified flow (Liu et al. 2022, arXiv:2209.03003) as
+    it stands; a · image + s · noise (DDPM) with σ = s / (a + s); image + s · noise (Karras et al. 2022,
     arXiv:2206.00364) with σ = s / (1 + s).
 
     Returns:

@@ -114,7 +114,7 @@ class VariantLimits:
     """Which configurations are asked of `Strategy.variants`.
 
     Attributes:
-        exactness: ``"exact"``: the same picture; ``"reproducible"``: the same bits; ``"stale"``: keys of the step
+        exactness: ``"exact"``: the same image; ``"reproducible"``: the same bits; ``"stale"``: keys of the step
             before are allowed.
         image: image tokens of a sample.
         patches_per_stage: numbers of patches that are tried for every stage of PipeFusion; empty: the default number.

@@ -1,6 +1,6 @@
 """Checks for the same pipeline and the same inputs on every rank.
 
-Ranks that disagree about a prompt, a seed or a weight make a picture of no request. Before a pipeline starts,
+Ranks that disagree about a prompt, a seed or a weight make an image of no request. Before a pipeline starts,
 its ranks compare digests of everything that must agree; by default the first rank's call is then what every rank runs.
 """
 

@@ -311,7 +311,7 @@ class SequenceParallel:
             if tokens < ranks:
                 raise ConfigError(
                     f"{tokens} {stream.name} tokens cannot be shared by {ranks} ranks; use at most {tokens} ranks "
-                    "or a larger picture"
+                    "or a larger image"
                 )
             if site.region.grid is None:
                 return shared(stream, self._shares(tokens))

@@ -93,7 +93,7 @@ def virtual_mesh(config: ParallelConfig, device: torch.device | str = "cpu") -> 
     if other:
         raise ConfigError(
             f"{config.describe()}: only the ring axis is simulated; leave {' and '.join(other)} out, which does "
-            "not change the picture"
+            "not change the image"
         )
     traffic = Traffic()
     links = {name: VirtualLink(name, config.ring, traffic) for name in ("ring", "sequence")}

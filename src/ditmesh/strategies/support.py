@@ -66,7 +66,7 @@ def check(model: str, config: ParallelConfig, recipe: Iterable[type[Strategy]], 
         tested = ", ".join(row) or "none"
         warnings.warn(
             f"{model} with {config.describe()} has not been tested (tested combinations: {tested}); "
-            "compare a picture with one device before you rely on it",
+            "compare an image with one device before you rely on it",
             UntestedWarning,
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
 """Text encoders that are not whole on every rank: in pieces, on one rank, or freed once they have run.
 
-They run once for a picture and can be larger than a rank's share of the transformer. In each form the pipeline finds
+They run once for an image and can be larger than a rank's share of the transformer. In each form the pipeline finds
 the modules it always has, calls them as always, and gets what they return on one device.
 """
 

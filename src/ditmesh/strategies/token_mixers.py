@@ -32,7 +32,7 @@ def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str 
     """A 2-D convolution over a grid (B, C, rows, columns) that is cut between rows.
 
     Each rank lends its neighbours as many rows as the kernel reaches over the edge (the halo), computes with
-    theirs, and drops the rows that belong to them. At the picture's edges the convolution pads with zeros, as
+    theirs, and drops the rows that belong to them. At the image's edges the convolution pads with zeros, as
     on one device.
 
     Raises:

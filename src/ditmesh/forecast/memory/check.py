@@ -35,7 +35,7 @@ from .phases import Component, Components, fullest, needs
 
 log = logging.getLogger(__name__)
 
-# More than a picture's activations take, in bytes a pixel and sample: what is far from a limit is not looked at.
+# More than an image's activations take, in bytes a pixel and sample: what is far from a limit is not looked at.
 _LARGEST = 16e3
 # Numbers of devices that are tried for a configuration that would fit, and how many of their configurations.
 _DEVICES, _TRIED = (1, 2, 4, 8, 16), 2
@@ -273,7 +273,7 @@ class Peaks:
             for model in engine.models if seen else ():
                 undo.callback(model.chain.add(step))
             if hasattr(vae, "decode"):
-                # Previews and inputs of a picture are no end of the denoising.
+                # Previews and inputs of an image are no end of the denoising.
                 patch = Patch(vae, "decode", lambda *args, **kwargs: self._decoded(patch, *args, **kwargs))
                 undo.callback(patch.undo)
             yield

@@ -246,7 +246,7 @@ def _decoding(components: Components, config: ParallelConfig, workload: Workload
     vae = components.vae
     if vae is None:
         return Needs(0.0, 0.0)
-    # Which axes share the rows of a picture makes no difference; reproducible ones are decoded whole.
+    # Which axes share the rows of an image makes no difference; reproducible ones are decoded whole.
     rest = 1 if config.reproducible else config.world_size // (config.data * config.cfg)
     among = _settings(config, "data", "cfg", "vae", "reproducible", "shared_memory", ring=rest)
     height, width = workload.height // components.scale, workload.width // components.scale
@@ -288,7 +288,7 @@ def _stages(part: Component, config: ParallelConfig, workload: Workload, how: Wa
         )
     if not config.stages_or_patches:
         return [denoise(part.kind, part.settings, layout, config, workload, how)]
-    # In synchronous steps every stage has the whole picture, and nothing needs more. Keys of a stage's blocks stay.
+    # In synchronous steps every stage has the whole image, and nothing needs more. Keys of a stage's blocks stay.
     whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "shared_memory", "vae")
     one = denoise(part.kind, part.settings, layout, whole, workload, how)
     model = on_meta(part.kind, dict(part.settings))

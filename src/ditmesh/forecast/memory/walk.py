@@ -303,7 +303,7 @@ def decode(
     Args:
         kind, settings: class and configuration of the autoencoder.
         config: who takes part.
-        sizes: pictures, frames if they are videos, height and width of the latents.
+        sizes: images, frames if they are videos, height and width of the latents.
         how: what else the walk is told.
 
     Raises:

@@ -1,6 +1,6 @@
 """Sana (Xie et al. 2024, arXiv:2410.10629): linear attention, and a feed-forward with a depthwise convolution.
 
-The only attention with a softmax is that of the image on the text. The convolution works on the picture, so
+The only attention with a softmax is that of the image on the text. The convolution works on the image, so
 the tokens are cut between rows.
 """
 

@@ -1,11 +1,11 @@
-"""Z-Image (Tongyi Lab 2025, arXiv:2511.22699): lists of pictures and captions, image before text in one stream.
+"""Z-Image (Tongyi Lab 2025, arXiv:2511.22699): lists of images and captions, image before text in one stream.
 
 The text refiner (`context_refiner`) sees text only and runs whole on every rank.
 """
 
 from ..types import CONTROLNET, Cut, Region, Stream, TokenLayout
 
-SEVERAL_PICTURES = "sequences of several pictures are not in the layout"
+SEVERAL_PICTURES = "sequences of several images are not in the layout"
 
 LAYOUT = TokenLayout(
     model="ZImageTransformer2DModel",

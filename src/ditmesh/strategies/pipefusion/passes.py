@@ -171,7 +171,7 @@ class TextlessRun(ForwardRun):
 class TimedRun(ForwardRun):
     """A dry run that times the first block of every kind: as much work on every rank.
 
-    A picture that goes through a block patch by patch costs what it costs as a whole: tokens and queries add up, and
+    An image that goes through a block patch by patch costs what it costs as a whole: tokens and queries add up, and
     every query sees all keys.
 
     Attributes:

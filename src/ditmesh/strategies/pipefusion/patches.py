@@ -82,7 +82,7 @@ class ForwardRun:
 
     Attributes:
         buffers: of the branch; None in a dry run, in which nothing is cut and numbers do not matter.
-        patches: how many patches the picture is cut into; 1 in a synchronous step.
+        patches: how many patches the image is cut into; 1 in a synchronous step.
         patch: the one that is on its way.
     """
 
@@ -278,7 +278,7 @@ class PatchParallel(SequenceParallel):
             if min(counts) < ranks:
                 raise ConfigError(
                     f"a patch of {min(counts)} {stream.name} tokens cannot be shared by {ranks} sequence ranks; use "
-                    "fewer patches or a larger picture"
+                    "fewer patches or a larger image"
                 )
             return shared(stream, tuple(n for count in counts for n in even_cut(count, ranks)))
         small = ranks > 1 and (self.config.text == "replicate" or tokens < MIN_TEXT_TOKENS * ranks)

@@ -1,10 +1,10 @@
 """PipeFusion: blocks on stages, and patches of the image that pass through them.
 
-Fang et al. 2024, "PipeFusion", arXiv:2405.14430. A stage has a run of consecutive blocks. The picture's tokens are
+Fang et al. 2024, "PipeFusion", arXiv:2405.14430. A stage has a run of consecutive blocks. The image's tokens are
 cut into M patches that flow through the stages one behind the other; the first patch of step t + 1 follows the last
 one of step t without a pause. Attention of a patch sees the keys and values of all others: of this step where they
 have been by already, of the step before where they have not. Diffusion steps change little, so that costs little;
-the first steps, which change much, are run *synchronously*: the whole picture as one patch, which is exact.
+the first steps, which change much, are run *synchronously*: the whole image as one patch, which is exact.
 
 The pipeline runs as it is, on every rank. What the transformer returns is a tensor of which the patches arrive later
 (`parts/lazy.py`). Only the first stage computes with it: it alone needs the next step's input.

@@ -107,7 +107,7 @@ RULES: tuple[Rule, ...] = (
     _feed_forward("gated feed-forward gate_layer", ("proj", "gate_layer"), "out"),
     # A timestep's embedder; DiT has one in every block.
     _feed_forward("embedder", ("linear_1",), "linear_2", lacks=("linear_3", "out_projection"), beside=("act",)),
-    # Modulation: up to 40 % of a model's weights, applied to one vector per picture. Cut by output features and
+    # Modulation: up to 40 % of a model's weights, applied to one vector per image. Cut by output features and
     # gathered, since gathering a (B, 6 D) vector costs nothing beside the blocks.
     Rule(name="modulation", needs=("linear",), beside=("norm", "act_fn", "nonlinearity"), gathered=("linear",)),
     Rule(

@@ -1,6 +1,6 @@
 """Decoding and encoding in bands: the autoencoder's rows on all ranks, and the whole result on each.
 
-Not the tiled decode, which computes overlapping tiles as if each were a picture of its own and blends them: here every
+Not the tiled decode, which computes overlapping tiles as if each were an image of its own and blends them: here every
 convolution, norm and attention sees what it sees on one device. Modules are neither rewritten nor replaced.
 """
 
@@ -137,7 +137,7 @@ class BandedVae(Strategy):
             return original(*args, **kwargs)
         if reason is None and not tested:
             self._say(
-                f"{type(vae).__name__} in bands has not been tested; compare a picture with vae='whole' before you "
+                f"{type(vae).__name__} in bands has not been tested; compare an image with vae='whole' before you "
                 "rely on it",
                 UntestedWarning,
             )
@@ -151,7 +151,7 @@ class BandedVae(Strategy):
             else:
                 if without := ", ".join(banded.bands.whole - before):
                     self._say(
-                        f"{type(vae).__name__}.{name} computes {without} on the whole picture on every rank, for want "
+                        f"{type(vae).__name__}.{name} computes {without} on the whole image on every rank, for want "
                         "of a rule for bands; the result is right, and later than it could be"
                     )
                 return result
@@ -162,7 +162,7 @@ class BandedVae(Strategy):
         """Whether an image is large enough for bands."""
         mesh, (height, width) = self.context.mesh, given.shape[-2:]
         if mesh.batch.size == mesh.world.size and given.shape[0] % mesh.world.size == 0:
-            # Whole pictures are shared out evenly, and need none.
+            # Whole images are shared out evenly, and need none.
             return False
         scale = 1 if name == "decode" else _PIXELS_OF_A_LATENT
         return height >= LEAST_ROWS * scale * mesh.world.size and height * width >= LEAST_LATENTS * scale**2
@@ -176,11 +176,11 @@ class BandedVae(Strategy):
 def _why_whole(vae: nn.Module, given: Any, link: Link) -> str | None:
     """Why an autoencoder cannot run in bands, a clause with the way out; None: it can. On all ranks alike."""
     if not isinstance(given, Tensor) or given.dim() not in (4, 5):
-        return "what it is given is no picture and no video; leave vae='bands' out"
+        return "what it is given is no image and no video; leave vae='bands' out"
     if given.shape[-2] < link.size:
         return f"{given.shape[-2]} rows are too few for {link.size} ranks; leave vae='bands' out, or use fewer ranks"
     if getattr(vae, "use_tiling", False):
-        return "tiling is on, which computes another picture, with seams; call vae.disable_tiling()"
+        return "tiling is on, which computes another image, with seams; call vae.disable_tiling()"
     if torch.is_grad_enabled() and (given.requires_grad or any(p.requires_grad for p in vae.parameters())):
         return "a gradient is to pass through it; call it under torch.no_grad()"
     if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in vae.modules()):
