@@ -188,7 +188,7 @@ def _configuration(report: Report, job: PictureJob, verdict: Verdict, run: RankR
     report.section(verdict.config)
     report.text(_sentences(verdict))
     pairs = [pair for calls in zip(run.pictures, alone.pictures, strict=True) for pair in zip(*calls, strict=True)]
-    # Frames of each video; 1 of a picture.
+    # Frames of each video; 1 of an image.
     each = len(pairs) // job.total
     _pictures(report, job, verdict, pairs, each)
     if each > 1:
@@ -217,7 +217,7 @@ def _pictures(report: Report, job: PictureJob, verdict: Verdict, pairs: Sequence
         first = [round(place * (each - 1) / (SHOWN - 1)) for place in range(SHOWN)]
     shown = dict.fromkeys(first)
     apart = {number: np.abs(as_picture(pairs[number][0]) - as_picture(pairs[number][1])) for number in shown}
-    # One scale serves all of a configuration's pictures.
+    # One scale serves all of a configuration's images.
     bright = figures.brightest(list(apart.values()))
     rows = []
     for number in shown:

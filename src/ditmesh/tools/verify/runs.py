@@ -68,7 +68,7 @@ def sensible(
 ) -> list[ParallelConfig]:
     """Every sensible configuration of ``devices`` devices: exact, then reproducible, then stale.
 
-    Degrees are bounded by the model's heads and tokens, the pictures of one call, and whether there are two branches
+    Degrees are bounded by the model's heads and tokens, the images of one call, and whether there are two branches
     of guidance to share. The size is in pixels, width and height; None: the model's own. Videos have ``frames``.
     """
     most = {"data": pictures, "cfg": 2 if guided else 1, "tensor": model.heads or 1}
@@ -115,7 +115,7 @@ class RankRun:
     Attributes:
         pictures: float32 (B, H, W, C) from 0 to 1, one array for each call; of videos the frames, those of the first
             one first. Of rank 0 only.
-        digests: of every call's pictures on this rank.
+        digests: of every call's images on this rank.
         seconds: time that the calls took unrecorded.
         repeats: whether the recorded and the unrecorded run gave the same bits.
         sent: bytes this rank sent in the unrecorded run, by axis.
@@ -257,7 +257,7 @@ def _run(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> RankRun:
 
 
 def _recorded(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """The pictures of every call, and what was written or found on the way, as fields of `RankRun`."""
+    """The images of every call, and what was written or found on the way, as fields of `RankRun`."""
     from .tracing import Recorder, Trace, TraceComparer, TraceWriter
 
     if task.writes:
@@ -284,7 +284,7 @@ def _recorded(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> tuple[lis
 def _timed(
     job: PictureJob, pipe: Any, task: RunTask, traffic: Traffic
 ) -> tuple[list[np.ndarray], float, RankTimeline | None]:
-    """The pictures of every call, the seconds of all, and the timeline of the first when it is asked for."""
+    """The images of every call, the seconds of all, and the timeline of the first when it is asked for."""
     import torch.distributed as dist
 
     from ...engine import denoisers, find_layout
@@ -332,7 +332,7 @@ def channels_first(pipe: Any) -> Iterator[None]:
 
 
 def _generate(job: PictureJob, pipe: Any, number: int, recorder: Recorder | None = None) -> np.ndarray:
-    """The pictures of one prompt, or the frames of its videos, before they are rounded to 8 bits."""
+    """The images of one prompt, or the frames of its videos, before they are rounded to 8 bits."""
     if recorder is not None:
         recorder.begin(number)
     runner = PipelineRunner(pipe, device_of_rank())

@@ -19,7 +19,7 @@ from .runs import RankRun, name_of, reference_of
 from .timeline import Overlap, overlaps
 from .tracing import SCHEDULER, Compared, Trace, merge
 
-# Largest relative difference of latents and pictures that rounding explains, by type of the weights. Measured with the
+# Largest relative difference of latents and images that rounding explains, by type of the weights. Measured with the
 # embedded model, exact strategies stay under 5e-7, 3e-3 and 2e-2; steps multiply what the first ones differ by, and
 # other models have more of both.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
@@ -72,7 +72,7 @@ class Agreement:
     """The share of tensors with the same bits.
 
     Attributes:
-        equal: pictures and all of the scheduler's tensors have the same bits as on one device; blocks_equal: so have
+        equal: images and all of the scheduler's tensors have the same bits as on one device; blocks_equal: so have
             all blocks.
         seen: share of the trace that was compared.
         repeats: two runs of the configuration gave the same bits.
@@ -89,8 +89,8 @@ class Accuracy:
     """The distances of results from those of one device.
 
     Attributes:
-        error: what is judged: the largest of the relative differences of latents (any step) and pictures.
-        largest, mean, psnr, ssim, perceptual: of the worst picture; pictures: the same for every picture.
+        error: what is judged: the largest of the relative differences of latents (any step) and images.
+        largest, mean, psnr, ssim, perceptual: of the worst image; pictures: the same for every image.
         latents: relative difference of the last step's latents.
     """
 
@@ -285,7 +285,7 @@ def _where(compared: Sequence[Compared], tolerance: float) -> Divergences:
 
 
 def _worst(pictures: Sequence[metrics.Difference]) -> dict[str, Any]:
-    """The worst value of each measure, where it was measured; equal pictures have no PSNR."""
+    """The worst value of each measure, where it was measured; equal images have no PSNR."""
     worst = {"largest": max, "mean": max, "psnr": min, "ssim": min, "perceptual": max}
     return {
         name: of((value for one in pictures if (value := getattr(one, name)) is not None), default=None)
