@@ -59,7 +59,7 @@ def job_body(prompt: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON of a job from the arguments of `Client.generate`.
 
     Raises:
-        InputError: a picture cannot be read.
+        InputError: an image cannot be read.
     """
     body: dict[str, Any] = {"prompt": prompt}
     inputs = []

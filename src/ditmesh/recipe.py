@@ -110,7 +110,7 @@ def keeps_between_steps(recipe: Recipe, config: ParallelConfig, models: Iterable
 
 
 def promise_of(config: ParallelConfig, recipe: Recipe = RECIPE) -> Promise:
-    """What a configuration promises of its pictures, compared with one device.
+    """What a configuration promises of its images, compared with one device.
 
     ``"bits"`` where a strategy fixes them, ``"none"`` where a strategy reuses what is stale, else ``"tolerance"``. A
     reproducible pipeline is stale and has the same bits: its one device runs as many patches.

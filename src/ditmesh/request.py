@@ -18,7 +18,7 @@ from .errors import ConfigError, InputError
 
 Asked = TypeVar("Asked", bound="PictureRequest")
 
-# What a request may ask for: denoising steps, pictures of one call of the pipeline, characters of a prompt, frames of a
+# What a request may ask for: denoising steps, images of one call of the pipeline, characters of a prompt, frames of a
 # video, frames per second.
 MOST_STEPS = 10_000
 MOST_TOGETHER = 1024
@@ -92,13 +92,13 @@ class PictureRequest(BaseModel):
 
     Attributes:
         prompt, negative_prompt: texts; for class-conditional models the prompt is the class's name.
-        n: number of pictures; each is what it would be alone.
+        n: number of images; each is what it would be alone.
         width, height: in pixels; None: those of an input image, rounded to what the model can make and with no more
             pixels than its default; without an image the pipeline's own.
         steps, guidance: None: the pipeline's own.
-        strength: how much of the input picture is replaced; None: the pipeline's own.
-        seed: of the first picture.
-        frames, fps: of videos, frames a second; None: the pipeline's own, and for pictures. A pipeline that makes as
+        strength: how much of the input image is replaced; None: the pipeline's own.
+        seed: of the first image.
+        frames, fps: of videos, frames a second; None: the pipeline's own, and for images. A pipeline that makes as
             many frames as its input video has is given so many of them.
     """
 

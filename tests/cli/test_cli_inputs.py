@@ -163,7 +163,7 @@ def test_replay_finds_the_files_again(truth, picture, lora, tmp_path, capfd):
     (drawn.parent / "begin.png").unlink()
     assert run(*again) == 2
     assert "the receipt names the image" in (said := capfd.readouterr().err)
-    assert "is missing; put begin.png there, or beside the picture" in said
+    assert "is missing; put begin.png there, or beside the image" in said
 
 
 # ---- what is refused

@@ -29,7 +29,7 @@ TAKEN = {
     *("image", "strength", "mask", "control", "ip_image", "lora"),
     *("out", "overwrite", "as_json", "json_full", "server", "deadline_ms"),
 }
-# Pictures of a job; jobs that are submitted ahead of the one that is waited for; seconds for which a full server is
+# Images of a job; jobs that are submitted ahead of the one that is waited for; seconds for which a full server is
 # asked again.
 TOGETHER, AHEAD, PATIENCE = 8, 8, 3600.0
 

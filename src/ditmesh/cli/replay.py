@@ -57,12 +57,12 @@ def replay(
     Ranks, type of device and threads are those of the receipt where nothing else is said and they are there. A model
     that the receipt names is fetched from a hub only when --model says so, too.
 
-    A picture of reproducible mode has the same pixels again, on any number of devices, where nothing else that
-    decides bits has changed; exits with code 1 when it has not. Any other picture is compared, and nothing is promised.
+    An image of reproducible mode has the same pixels again, on any number of devices, where nothing else that
+    decides bits has changed; exits with code 1 when it has not. Any other image is compared, and nothing is promised.
 
     [bold]Example[/bold]
 
-    ditmesh replay pictures/0000-a-red-fox-seed0.png --devices 1
+    ditmesh replay images/0000-a-red-fox-seed0.png --devices 1
     """
     from ..forecast.candidates import resized
     from ..generate.job import check_folder, check_job
@@ -199,7 +199,7 @@ def _say(result: dict[str, Any]) -> Report:
     if result["equal"]:
         report.text(Styled("the same pixels", "good"), ", as promised" if result["promised"] else "")
     elif result["largest_difference"] is None:
-        report.text(Styled("a picture of another size", "bad"))
+        report.text(Styled("an image of another size", "bad"))
     else:
         # The frames may differ by less than compression preserves.
         ratio = " in the files" if result["psnr"] is None else f" ({result['psnr']:.1f} dB)"

@@ -50,12 +50,12 @@ def call_arguments(
 
     Args:
         parameters: of the call.
-        pictures: the job's input pictures, by the argument that takes each.
+        pictures: the job's input images, by the argument that takes each.
     """
     import torch
 
     call = job.call(number)
-    # One generator for each picture, on the CPU: a picture depends on its own seed alone, not on the device
+    # One generator for each image, on the CPU: an image depends on its own seed alone, not on the device
     # nor on what else is generated.
     generators = [torch.Generator("cpu").manual_seed(job.seed + index) for index in call.indices]
     arguments: dict[str, Any] = {"num_inference_steps": steps_of(job, parameters), "generator": generators}
@@ -81,7 +81,7 @@ def _of_inputs(job: PictureJob, images: int, pictures: Mapping[str, Any]) -> dic
         if file.role == "controlnet":
             given["controlnet_conditioning_scale"] = file.scale
     for name, picture in pictures.items():
-        # One for each generated picture: pipelines encode them with a generator of its own. These they repeat.
+        # One for each generated image: pipelines encode them with a generator of its own. These they repeat.
         many = images > 1 and name not in (PICTURES["ip-image"], PICTURES["control"])
         given[name] = [picture] * images if many else picture
     return given
@@ -100,7 +100,7 @@ def _of_videos(job: PictureJob, parameters: Mapping[str, Any]) -> dict[str, Any]
 
 
 def sizes(parameters: Mapping[str, Any], size: tuple[int, int] | None, text_tokens: int | None) -> dict[str, Any]:
-    """The arguments of a pipeline's call for the picture's width and height and the text's length, if it takes them.
+    """The arguments of a pipeline's call for the image's width and height and the text's length, if it takes them.
 
     Args:
         parameters: of the pipeline's call.

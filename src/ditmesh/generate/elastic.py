@@ -80,13 +80,13 @@ def generate_elastically(
         world_size: number of ranks to begin with.
         device: what they run on.
         threads: threads of each, before and after a restart: arithmetic depends on them.
-        report: takes what rank 0 reports (`job.Loaded`, `StepDone`, `Generated`), each step and picture once, and
+        report: takes what rank 0 reports (`job.Loaded`, `StepDone`, `Generated`), each step and image once, and
             `Restarted`.
         generate: what the ranks run, called as `run.generate` is.
         launcher_name: see `launch.launcher`. On several hosts the folder of temporary files has to be one for all.
 
     Returns:
-        The restarts, and the seconds from the first picture's beginning to the last one's end, with what the restarts
+        The restarts, and the seconds from the first image's beginning to the last one's end, with what the restarts
         took.
 
     Raises:
@@ -153,7 +153,7 @@ class _Progress:
 
     @property
     def request(self) -> int:
-        """The first call of the pipeline with pictures that are not on disk."""
+        """The first call of the pipeline with images that are not on disk."""
         while self._first in self.done:
             self._first += 1
         return self._job.call_of(self._first) if self._first < self._job.total else 0

@@ -37,7 +37,7 @@ PICTURES = {
     "ip-image": "ip_adapter_image",
     "video": "video",
 }
-# Pipelines of diffusers that take a picture or a video on the same components, beside those it pairs itself.
+# Pipelines of diffusers that take an image or a video on the same components, beside those it pairs itself.
 VIDEO_PIPELINES: dict[str, tuple[str, ...]] = {
     "CogVideoXPipeline": ("CogVideoXVideoToVideoPipeline",),
     "LTXPipeline": ("LTXImageToVideoPipeline", "LTXConditionPipeline"),
@@ -82,7 +82,7 @@ def input_picture(role: Role, path: str | Path) -> InputFile:
     """An input image or video.
 
     Raises:
-        InputError: it cannot be read, or is no picture or video of a possible size.
+        InputError: it cannot be read, or is no image or video of a possible size.
     """
     path = _file(role, Path(path))
     found = InputFile(role, str(path), file_digest(path))
@@ -258,7 +258,7 @@ def find_again(file: InputFile, beside: Path) -> InputFile:
     what = f"the receipt names the {file.role} {file.path!r} (SHA-256 {file.digest[:16]}…), which "
     if changed is not None:
         raise InputError(f"{what}has changed: {str(changed)!r} holds something else; put the old file there")
-    raise InputError(f"{what}is missing; put {name} there, or beside the picture")
+    raise InputError(f"{what}is missing; put {name} there, or beside the image")
 
 
 # --- the class that takes them -----------------------------------------------------------------------------------
@@ -457,7 +457,7 @@ def _with_controlnet(kinds: list[type[Any]], network: type[Any]) -> list[type[An
 
 
 def pictures_of(files: Iterable[InputFile], frames: int | None = None) -> dict[str, Any]:
-    """The input pictures, and of a video the first ``frames``, by the argument of the call that takes each."""
+    """The input images, and of a video the first ``frames``, by the argument of the call that takes each."""
     return {
         PICTURES[file.role]: open_video(file, frames) if file.role == "video" else open_picture(file)
         for file in files

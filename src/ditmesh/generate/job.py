@@ -40,17 +40,17 @@ class PictureJob(PictureRequest):
         model: folder or hub id to load.
         name: the model as the user named it.
         pipeline_class: class of the pipeline, as ``model_index.json`` has it.
-        prompts: one or more, in the place of ``prompt``; class names when the model is class-conditional. Picture i of
+        prompts: one or more, in the place of ``prompt``; class names when the model is class-conditional. Image i of
             all has ``seed + i``.
         labels: class numbers of the prompts when the model is class-conditional, else empty.
         out: folder for the PNGs and MP4s.
         config: parallel configuration; ``"auto"``: the engine chooses.
         max_sequence_length: longest prompt in tokens, where the pipeline takes it; None: the pipeline's own.
-        per_call: pictures that one call of the pipeline makes, at most.
+        per_call: images that one call of the pipeline makes, at most.
         dtype: of the weights.
         timeout: deadline of every collective, in seconds.
-        overwrite: pictures replace those of the same names that ditmesh has written.
-        files: input pictures and adapters.
+        overwrite: images replace those of the same names that ditmesh has written.
+        files: input images and adapters.
         variant: of the weights' files, such as ``"fp16"``.
         offload: which components are on the device only while they work, see `offload.offload`.
         scheduler: class of the scheduler that takes the place of the pipeline's own; None: that one stays.
@@ -92,7 +92,7 @@ class PictureJob(PictureRequest):
 
     @property
     def total(self) -> int:
-        """Number of pictures."""
+        """Number of images."""
         return len(self.prompts) * self.n
 
     @property
@@ -114,7 +114,7 @@ class PictureJob(PictureRequest):
 
 @dataclass(frozen=True)
 class PictureCall:
-    """One call of the pipeline: the number of its prompt, and its pictures ``first``, ``first + 1``, …"""
+    """One call of the pipeline: the number of its prompt, and its images ``first``, ``first + 1``, …"""
 
     prompt: int
     first: int
@@ -122,7 +122,7 @@ class PictureCall:
 
     @property
     def indices(self) -> range:
-        """Numbers of its pictures in the job."""
+        """Numbers of its images in the job."""
         return range(self.first, self.first + self.images)
 
 
@@ -152,7 +152,7 @@ class Kept:
 
     Attributes:
         folder: the journal of its transformer calls, see `journal`.
-        done: numbers of the pictures that are on disk.
+        done: numbers of the images that are on disk.
         restarts: what has happened to it.
     """
 
@@ -166,7 +166,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The pipeline is ready: seconds it took, steps that every picture will take, weights' fingerprint if asked for."""
+    """The pipeline is ready: seconds it took, steps that every image will take, weights' fingerprint if asked for."""
 
     seconds: float
     steps: int

@@ -123,7 +123,7 @@ class ModelInfo:
 
     @property
     def size_multiple(self) -> int:
-        """Width and height of a picture are multiples of this, in pixels."""
+        """Width and height of an image are multiples of this, in pixels."""
         return self.vae_scale * self.patch
 
     @property
@@ -250,7 +250,7 @@ class ModelInfo:
 
 
 def size_multiple(model: str | Path) -> int:
-    """Width and height of a picture are multiples of this many pixels (see `find_model` for what is raised)."""
+    """Width and height of an image are multiples of this many pixels (see `find_model` for what is raised)."""
     return find_model(model).size_multiple
 
 

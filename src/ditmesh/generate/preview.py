@@ -1,4 +1,4 @@
-"""Small pictures of what latents show while they are being denoised."""
+"""Small images of what latents show while they are being denoised."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class LatentColours:
 
     Attributes:
         factors: (channels + 1, 3) float32; the last row is added. Colours are from 0 to 1.
-        scale: pixels of the picture for one of the VAE's latents, along a side.
+        scale: pixels of the image for one of the VAE's latents, along a side.
     """
 
     factors: Tensor
     scale: int
 
     def picture(self, latents: Tensor, width: int, height: int) -> Image | None:
-        """A picture of the first latents of a batch, one pixel for each of theirs.
+        """An image of the first latents of a batch, one pixel for each of theirs.
 
         Args:
             latents: as a pipeline's callback has them: (batch, channels, [frames,] height, width), or tokens of one
                 latent pixel, or of two by two, in rows. Of frames the middle one is shown.
-            width, height: of the picture that is generated; of use for tokens only.
+            width, height: of the image that is generated; of use for tokens only.
 
         Returns:
             None: they are of another form, or not finite.
@@ -64,7 +64,7 @@ class LatentColours:
 
 
 def preview_jpeg(picture: Image) -> tuple[bytes, int, int]:
-    """A picture of latents as a JPEG that is large enough to be looked at, its width and height."""
+    """An image of latents as a JPEG that is large enough to be looked at, its width and height."""
     from PIL.Image import Resampling
 
     times = max(1, SHOWN_SIDE // max(picture.size))

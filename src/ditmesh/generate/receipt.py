@@ -42,7 +42,7 @@ Offload = Literal["none", "model", "group", "sequential"]
 
 
 class ReceiptFile(BaseModel):
-    """An input picture or an adapter; see `files.InputFile`."""
+    """An input image or an adapter; see `files.InputFile`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -59,13 +59,13 @@ else:
 
 
 class Receipt(AddedFields):
-    """How one picture or video was generated.
+    """How one image or video was generated.
 
     Attributes:
         prompt: what was asked for (for class-conditional models: the class).
         negative_prompt: what was to be avoided, if anything.
-        seed: seed of this picture's own `torch.Generator` on the CPU.
-        index: number of the picture in its run, from 0.
+        seed: seed of this image's own `torch.Generator` on the CPU.
+        index: number of the image in its run, from 0.
         steps: denoising steps.
         guidance: guidance scale.
         max_sequence_length: longest prompt in tokens, when it was given.
@@ -77,22 +77,22 @@ class Receipt(AddedFields):
         devices: number of ranks.
         config: the parallel configuration, as given to `ParallelConfig`.
         versions: of Python and of the libraries that compute.
-        seconds: time that the pipeline's call took (shared by the pictures of one call), in seconds. After a restart:
-            that of the call that finished the picture.
-        restarts: what happened while the picture was generated: ``{"step": 5, "from": 4, "to": 3}`` for every time that
+        seconds: time that the pipeline's call took (shared by the images of one call), in seconds. After a restart:
+            that of the call that finished the image.
+        restarts: what happened while the image was generated: ``{"step": 5, "from": 4, "to": 3}`` for every time that
             ranks were lost and the others went on from a step (counted from 0).
         label: number of the class, for class-conditional models.
-        together: pictures of one call of the pipeline; place: number of this one among them, from 0. Matrix
+        together: images of one call of the pipeline; place: number of this one among them, from 0. Matrix
             kernels may round a row otherwise in a batch of another size.
-        files: input pictures and adapters, by SHA-256.
-        strength: how much of the input picture was replaced, when it was given.
+        files: input images and adapters, by SHA-256.
+        strength: how much of the input image was replaced, when it was given.
         variant: of the weights' files, when one was given.
         offload: which components were on the device only while they worked.
         scheduler: class of the scheduler that took the place of the pipeline's own, if one did.
         weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None in receipts of earlier
             versions, as may be the environment.
         environment: what else decides the last bits, by name (`hardware.environment`).
-        frames, fps: of a video; None for pictures.
+        frames, fps: of a video; None for images.
         frames_digest: of a video's frames before they were compressed (`video.frames_digest`).
         weights: in receipts of earlier versions only: digest of samples of the weights (`digests.sampled_fingerprint`).
         peak_memory: of every rank, the most bytes that it has taken by phase (``load``, ``encode``, ``denoise``,
@@ -140,22 +140,22 @@ class Receipt(AddedFields):
     @model_validator(mode="after")
     def _fits_together(self) -> Receipt:
         if self.place >= self.together:
-            raise ValueError(f"place {self.place} is none of {self.together} pictures")
+            raise ValueError(f"place {self.place} is none of {self.together} images")
         if self.frames is not None:
             if self.width * self.height * self.frames * self.together > MOST_VIDEO_PIXELS:
                 raise ValueError(f"{self.together} videos of {self.width}x{self.height}x{self.frames} are too much")
         elif self.width * self.height * self.together > MOST_PIXELS:
-            raise ValueError(f"{self.together} pictures of {self.width}x{self.height} are too much for one call")
+            raise ValueError(f"{self.together} images of {self.width}x{self.height} are too much for one call")
         return self
 
 
 def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = True) -> Path:
-    """Write a picture with its receipt inside; the file appears whole or not at all.
+    """Write an image with its receipt inside; the file appears whole or not at all.
 
     Args:
-        image: the picture.
+        image: the image.
         path: where it goes.
-        receipt: how the picture was generated.
+        receipt: how the image was generated.
         replace: a file of that name is replaced.
 
     Returns:
@@ -211,10 +211,10 @@ def text_chunk(receipt: Receipt) -> PngInfo:
 
 
 def write_free(made: Made, path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1) -> Path:
-    """Write a picture or video under the first of its names, from number ``start`` on, that is free.
+    """Write an image or video under the first of its names, from number ``start`` on, that is free.
 
     Args:
-        made: the picture or video, of PIL images.
+        made: the image or video, of PIL images.
         path, receipt: as for `write_png` and `write_video`.
         overwrite: a file of such a name that ditmesh has written is replaced.
 
@@ -245,7 +245,7 @@ def copied_free(source: str | Path, path: str | Path, overwrite: bool = False) -
 
 
 def holds_receipt(path: str | Path) -> bool:
-    """Whether a file is a picture or video that ditmesh has written."""
+    """Whether a file is an image or video that ditmesh has written."""
     try:
         return CHUNK in _texts(Path(path))
     except InputError:
@@ -271,7 +271,7 @@ def read_receipt(path: str | Path) -> Receipt:
         problems = error.errors(include_url=False, include_input=False) if isinstance(error, ValidationError) else []
         fields = ", ".join(_named(problem) for problem in problems[:5]) or "JSON"
         raise InputError(
-            f"the receipt in {str(path)!r} cannot be read (wrong: {fields}); generate the picture again"
+            f"the receipt in {str(path)!r} cannot be read (wrong: {fields}); generate the image again"
         ) from None
 
 
@@ -286,7 +286,7 @@ def _texts(path: Path) -> Mapping[str, str]:
     """The text chunks of a PNG, the metadata of an MP4.
 
     Raises:
-        InputError: the file cannot be read, or is not a picture of a possible size.
+        InputError: the file cannot be read, or is not an image of a possible size.
     """
     if is_video(path):
         return metadata_of(path)
@@ -294,12 +294,12 @@ def _texts(path: Path) -> Mapping[str, str]:
 
     try:
         with warnings.catch_warnings():
-            # Of a picture that is large, but not too large: it is looked at below.
+            # Of an image that is large, but not too large: it is looked at below.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(path) as image:
                 if image.width * image.height > MOST_PIXELS:
                     raise Image.DecompressionBombError
-                # Text chunks may stand after the picture's data.
+                # Text chunks may stand after the image's data.
                 image.load()
                 return dict(getattr(image, "text", {}))
     except Image.DecompressionBombError:

@@ -1,4 +1,4 @@
-"""A picture generated again from its receipt, and what is different this time."""
+"""An image generated again from its receipt, and what is different this time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _RECORDED_AS = {"weights": "speeds"}
 
 @dataclass(frozen=True)
 class Change:
-    """Something that is not as it was when the picture was generated.
+    """Something that is not as it was when the image was generated.
 
     Attributes:
         what: name of it.
         was, now: in words.
-        decides: whether it can change a reproducible picture; anything can change another one's last bits.
+        decides: whether it can change a reproducible image; anything can change another one's last bits.
     """
 
     what: str
@@ -46,7 +46,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Replay:
-    """A picture and the one generated again.
+    """An image and the one generated again.
 
     Attributes:
         promised: the same pixels were promised: both are of reproducible mode and nothing that decides has
@@ -70,7 +70,7 @@ def model_of(receipt: Receipt, model: str | None = None) -> ModelInfo:
     """The model of a receipt, or another one in its place.
 
     A model embedded in ditmesh is found wherever ditmesh is installed. An image may come from a stranger: a hub model
-    that it names is taken from the hub's cache, and never fetched because a picture says so.
+    that it names is taken from the hub's cache, and never fetched because an image says so.
 
     Raises:
         InputError: it is not there.
@@ -111,12 +111,12 @@ def job_of(
     timeout: float,
     beside: str | Path = ".",
 ) -> PictureJob:
-    """What to generate so that picture `place_of` of it is the receipt's.
+    """What to generate so that image `place_of` of it is the receipt's.
 
     Input files that are not where they were are looked for in the folder ``beside``.
 
     In fast mode the whole call is generated again, because a batch of another size may be rounded otherwise. So it is
-    with a control picture, which some pipelines encode for all pictures of a call with one generator.
+    with a control image, which some pipelines encode for all images of a call with one generator.
     """
     import diffusers
 
@@ -152,23 +152,23 @@ def job_of(
 
 
 def place_of(receipt: Receipt, config: ParallelConfig) -> int:
-    """Which of the pictures of `job_of` is the receipt's."""
+    """Which of the images of `job_of` is the receipt's."""
     return 0 if _alone(receipt, config) else receipt.place
 
 
 def _alone(receipt: Receipt, config: ParallelConfig) -> bool:
-    """Whether the picture comes out the same without the others of its call."""
+    """Whether the image comes out the same without the others of its call."""
     return config.reproducible and all(file.role != "control" for file in receipt.files)
 
 
 def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: str | None = None) -> Replay:
-    """Two pictures (PIL images), or the frames of two videos, and their receipts.
+    """Two images (PIL images), or the frames of two videos, and their receipts.
 
     Videos are equal when what was compressed is; how far others are apart is measured after compression.
 
     Args:
-        picture, was: the picture from before, and its receipt.
-        replayed, now: the picture generated again, and its receipt.
+        picture, was: the image from before, and its receipt.
+        replayed, now: the image generated again, and its receipt.
         sampled: `digests.sampled_fingerprint` of the weights now, for a receipt of an earlier version.
     """
     changes = tuple(changes_of(was, now, sampled))
@@ -188,13 +188,13 @@ def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: st
 
 
 def _values(made: Any) -> np.ndarray:
-    """(H, W, 3) of a picture; of a video its frames, one below the other."""
+    """(H, W, 3) of an image; of a video its frames, one below the other."""
     frames = made if isinstance(made, list) else [made]
     return np.concatenate([np.asarray(frame.convert("RGB")) for frame in frames]).astype(int)
 
 
 def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[Change]:
-    """Everything that two receipts of one picture do not share, what decides first; ``sampled``: see `compare`."""
+    """Everything that two receipts of one image do not share, what decides first; ``sampled``: see `compare`."""
     changes: list[Change] = []
 
     def compare(what: str, old: Any, new: Any, decides: bool = True, text: Callable[[Any], str] = str) -> None:

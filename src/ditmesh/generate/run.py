@@ -130,7 +130,7 @@ def with_free_names(job: PictureJob) -> PictureJob:
 
 
 def file_name(index: int, prompt: str, seed: int, video: bool = False) -> str:
-    """Name of a picture's or video's file: sorts by index, reads as the prompt."""
+    """Name of an image's or video's file: sorts by index, reads as the prompt."""
     words = re.sub(r"[^\w]+", "-", prompt.strip().casefold()).strip("-_")
     # File systems count bytes, and 255 of them are the limit everywhere.
     short = words.encode()[:80].decode(errors="ignore").strip("-_")

@@ -39,7 +39,7 @@ class Prepared:
     """A prepared call of a pipeline.
 
     Attributes:
-        job, call: what is asked for, and which pictures of it.
+        job, call: what is asked for, and which images of it.
         pipe, kind: the pipeline and its class.
         arguments: of the call.
         steps: denoising steps that are taken.
@@ -227,7 +227,7 @@ class PipelineRunner:
         """Prepare call ``number`` of a job.
 
         Args:
-            pictures: the job's input pictures, by the argument that takes each; default: its files are read.
+            pictures: the job's input images, by the argument that takes each; default: its files are read.
             more: arguments in the place of the job's, or beside them.
         """
         if pictures is None:
@@ -276,7 +276,7 @@ class PipelineRunner:
         return made
 
     def receipt(self, prepared: Prepared, place: int, made: Made, **facts: Any) -> Receipt:
-        """The receipt of a call's picture or video number ``place``; ``facts``: fields that count before `facts`."""
+        """The receipt of a call's image or video number ``place``; ``facts``: fields that count before `facts`."""
         job, call, arguments = prepared.job, prepared.call, prepared.arguments
         asked = {name: getattr(job, name) for name, field in request_fields().items() if field.spelt is not None}
         first = made.frames[0]

@@ -32,9 +32,9 @@ class Difference:
     Attributes:
         equal: the same bits.
         largest, mean: absolute difference of values from 0 to 1.
-        psnr: in dB, of values from 0 to 1; None when the pictures are equal (it is infinite then).
-        ssim: structural similarity, 1 for equal pictures.
-        perceptual: learned perceptual distance, 0 for equal pictures; None when its weights are not installed.
+        psnr: in dB, of values from 0 to 1; None when the images are equal (it is infinite then).
+        ssim: structural similarity, 1 for equal images.
+        perceptual: learned perceptual distance, 0 for equal images; None when its weights are not installed.
     """
 
     equal: bool
@@ -49,7 +49,7 @@ def compare(picture: Any, reference: Any, perceptual: bool = False) -> Differenc
     """All distances between two images (see `as_picture`); the learned one if requested and installed.
 
     Raises:
-        InputError: the pictures have different sizes.
+        InputError: the images have different sizes.
     """
     from ..core.digests import digest
     from .perceptual import distance
@@ -92,7 +92,7 @@ def psnr(picture: Any, reference: Any) -> float:
 def ssim(picture: Any, reference: Any) -> float:
     """Structural similarity (Wang, Bovik, Sheikh & Simoncelli 2004, IEEE TIP 13(4)) of values from 0 to 1.
 
-    The mean over channels and over all places where the whole 11 × 11 Gaussian window fits; in pictures with a
+    The mean over channels and over all places where the whole 11 × 11 Gaussian window fits; in images with a
     side under 11 pixels the window is as wide as that side (less one if even).
     """
     import torch
@@ -159,6 +159,6 @@ def _pair(picture: Any, reference: Any) -> tuple[Picture, Picture]:
     if ours.shape != theirs.shape:
         sizes = " and ".join("x".join(map(str, (p.shape[1], p.shape[0], p.shape[2]))) for p in (ours, theirs))
         raise InputError(
-            f"pictures of {sizes} (width x height x channels) cannot be compared; generate them with one size"
+            f"images of {sizes} (width x height x channels) cannot be compared; generate them with one size"
         )
     return ours, theirs

@@ -1,7 +1,7 @@
 """A learned perceptual distance with weights from a Python package, without network access.
 
 LPIPS (Zhang et al. 2018, arXiv:1801.03924) compares the features that a small convolutional network finds in two
-pictures. Its usual weights are downloaded; those of its shift-tolerant sibling (Ghildyal & Liu 2022,
+images. Its usual weights are downloaded; those of its shift-tolerant sibling (Ghildyal & Liu 2022,
 arXiv:2207.13686) come inside the wheel of ``stlpips-pytorch``. Only the file of weights is read: the package itself
 imports libraries that it does not ask for. Figures are ST-LPIPS (AlexNet), not LPIPS: comparable among themselves.
 """
@@ -31,7 +31,7 @@ def available() -> bool:
 def distance(picture: Any, reference: Any) -> float | None:
     """The distance of two images (see `as_picture`): 0 for equal ones; None without the weights.
 
-    Pictures with a side under 64 pixels are enlarged to it: the network's last features need that many.
+    Images with a side under 64 pixels are enlarged to it: the network's last features need that many.
     """
     file = _file()
     if file is None:
@@ -84,7 +84,7 @@ def _features(x: torch.Tensor, weights: dict[str, torch.Tensor]) -> list[torch.T
         return F.conv2d(x, weights[f"net.{name}.weight"], weights[f"net.{name}.bias"], padding=padding)
 
     def halve(x: torch.Tensor) -> torch.Tensor:
-        """Every second pixel of the picture blurred with a 3 × 3 binomial filter."""
+        """Every second pixel of the image blurred with a 3 × 3 binomial filter."""
         binomial = x.new_tensor([0.25, 0.5, 0.25])
         kernel = (binomial[:, None] * binomial).expand(x.shape[1], 1, 3, 3)
         return F.conv2d(F.pad(x, (2, 2, 2, 2), mode="reflect"), kernel, stride=2, groups=x.shape[1])

@@ -33,7 +33,7 @@ def as_picture(image: Any) -> Picture:
     if values.ndim == 2:
         values = values[:, :, None]
     if values.ndim != 3:
-        raise InputError(f"a picture has (H, W, C) values, not {values.ndim} dimensions of {values.shape}")
+        raise InputError(f"an image has (H, W, C) values, not {values.ndim} dimensions of {values.shape}")
     scale = 255.0 if np.issubdtype(values.dtype, np.integer) else 1.0
     return values.astype(np.float64) / scale
 

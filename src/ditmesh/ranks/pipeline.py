@@ -47,7 +47,7 @@ METHODS = {
 class RemotePipeline:
     """The proxy of a pipeline on `Ranks`; `Ranks.load` returns it.
 
-    It is called as the pipeline is. Tensors, pictures and `torch.Generator` arguments travel, generators come back
+    It is called as the pipeline is. Tensors, images and `torch.Generator` arguments travel, generators come back
     advanced, and so does torch's default generator of the CPU. ``callback_on_step_end`` and the progress bar run in the
     owner's process. The output is rank 0's, with tensors on the CPU. The methods of `METHODS` run on all ranks;
     ``scheduler`` can be assigned. `Ranks.run` reaches everything else.

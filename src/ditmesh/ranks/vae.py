@@ -62,7 +62,7 @@ class FollowedVae(FollowedModule):
             RankFailed: a rank was lost; the ranks have ended.
         """
         if given.dim() not in (4, 5):
-            return Whole("what it is given is no picture and no video")
+            return Whole("what it is given is no image and no video")
         if given.shape[-2] < self.followers.world_size:
             return Whole(f"{given.shape[-2]} rows are too few for {self.followers.world_size} ranks")
         call = functools.partial(_in_bands, self._banded, name)

@@ -1,4 +1,4 @@
-"""Charts and pictures as pieces of HTML that need nothing from outside: SVG, and PNG inside the page.
+"""Charts and images as pieces of HTML that need nothing from outside: SVG, and PNG inside the page.
 
 Colours are CSS variables of `report.html`, so that one figure serves light and dark pages. Lines differ in dashes
 and marks as well as in colour. Every chart carries a title that screen readers read; the page puts its numbers in a
@@ -370,11 +370,11 @@ def _number(value: float | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Pictures
+# Images
 
 
 def picture_source(image: Any) -> str:
-    """A picture (as `as_picture` takes it) as the address of an ``<img>``: a PNG inside the page."""
+    """An image (as `as_picture` takes it) as the address of an ``<img>``: a PNG inside the page."""
     from PIL import Image
 
     values = eight_bits(as_picture(image))

@@ -1,7 +1,7 @@
 """A report as one HTML file that asks nothing of the network; its parts are `page.html` and `style.css` beside this.
 
 Light or dark as the reader's system is, from the width of a phone up: charts scale, wide tables become cards where
-there is no room for them, and what is wider still scrolls in a box of its own. Every picture has a text of its own,
+there is no room for them, and what is wider still scrolls in a box of its own. Every image has a text of its own,
 every chart its numbers as a table.
 """
 

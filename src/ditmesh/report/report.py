@@ -58,7 +58,7 @@ class Shown:
     Attributes:
         image: as `quality.pictures.as_picture` takes it; None: its place stays empty.
         caption: what stands under it; also what a screen reader says, unless ``alt`` does.
-        alt: what the picture shows, in words.
+        alt: what the image shows, in words.
         bright: the value at the bright end of a difference's colours: a scale is drawn; None: no scale.
     """
 
@@ -164,7 +164,7 @@ class Charts(ReportBlock):
 
 @dataclass(frozen=True)
 class Pictures(ReportBlock):
-    """Pictures in rows and columns."""
+    """Images in rows and columns."""
 
     rows: tuple[tuple[Shown, ...], ...]
     caption: str
@@ -228,7 +228,7 @@ class Report:
             self.blocks.append(Charts(tuple(charts)))
 
     def pictures(self, rows: Sequence[Sequence[Shown]], caption: str) -> None:
-        """Pictures in rows and columns."""
+        """Images in rows and columns."""
         self.blocks.append(Pictures(tuple(map(tuple, rows)), caption))
 
     def write(self, path: str | Path) -> Path:

@@ -23,7 +23,7 @@ class Embedded:
         classes: number of classes of a class-conditional model; 0: it takes text.
         size: width and height in pixels.
         image_tokens: length of the transformer's image stream.
-        frames: of a video; 0: it makes pictures.
+        frames: of a video; 0: it makes images.
     """
 
     pipeline: str

@@ -1,4 +1,4 @@
-"""The training pictures of an embedded model, as its folder holds them."""
+"""The training images of an embedded model, as its folder holds them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLUMNS = 16
 
 
 def nearest(pictures: np.ndarray, references: np.ndarray) -> np.ndarray:
-    """For each of (n, h, w, 3) pictures the number of the nearest of (m, h, w, 3) references: (n,)."""
+    """For each of (n, h, w, 3) images the number of the nearest of (m, h, w, 3) references: (n,)."""
     a = pictures.reshape(len(pictures), -1).astype(np.float64)
     b = references.reshape(len(references), -1).astype(np.float64)
     squares = (a**2).sum(1)[:, None] - 2.0 * a @ b.T + (b**2).sum(1)[None]
@@ -25,7 +25,7 @@ def shrink(pictures: np.ndarray, size: int = THUMBNAIL) -> np.ndarray:
 
 
 def read_sheet(file: Path, count: int, size: int = THUMBNAIL, columns: int = COLUMNS) -> np.ndarray:
-    """The first pictures of a sheet of ``columns`` columns: (count, size, size, 3) ``uint8``."""
+    """The first images of a sheet of ``columns`` columns: (count, size, size, 3) ``uint8``."""
     page = np.asarray(Image.open(file).convert("RGB"))
     places = [divmod(i, columns) for i in range(count)]
     return np.stack([page[y * size : (y + 1) * size, x * size : (x + 1) * size] for y, x in places])
@@ -34,7 +34,7 @@ def read_sheet(file: Path, count: int, size: int = THUMBNAIL, columns: int = COL
 def views(pictures: np.ndarray, size: int = 64) -> np.ndarray:
     """The four views of a class: (n, h, w, 3) ``uint8`` -> (n, 4, size, size, 3).
 
-    Each picture in the upper left and in the lower right corner of a white ground, as it is and mirrored. The
+    Each image in the upper left and in the lower right corner of a white ground, as it is and mirrored. The
     class does not say which, so the image tokens must agree on it, which they can only by attention.
     """
     n, height, width, _ = pictures.shape
@@ -46,7 +46,7 @@ def views(pictures: np.ndarray, size: int = 64) -> np.ndarray:
 
 
 def read_references(model: Path, classes: int, size: int) -> np.ndarray:
-    """All views of all training pictures at half of ``size`` pixels: (classes, views, size / 2, size / 2, 3)."""
+    """All views of all training images at half of ``size`` pixels: (classes, views, size / 2, size / 2, 3)."""
     with Image.open(model / "thumbnails.png") as page:
         side = page.width // COLUMNS
     return views(read_sheet(model / "thumbnails.png", classes, side), size // 2)
