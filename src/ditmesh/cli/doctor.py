@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..report.report import Report, Styled
 from .options import AsJson, Device, at_least
 from .show import emit
 
 if TYPE_CHECKING:
     from ..launch import Launcher
-    from ..report.report import Report
 
 
 def doctor(
@@ -79,8 +79,6 @@ def _peers(access: list[list[bool]]) -> str:
 
 
 def _say(facts: dict[str, Any]) -> Report:
-    from ..report.report import Report, Styled
-
     report = Report()
     report.facts(_machine(facts))
     if facts["topology"] and len(facts["gpus"]) > 1:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..config import ParallelConfig
 from ..errors import InputError, RankFailed
-from ..launch import torchrun_rank
+from ..launch import default_threads, guarded_folder, launcher, torchrun_rank
+from ..report.report import Report
 from .options import (
     AsJson,
     ConfigOptions,
@@ -39,11 +41,9 @@ from .show import bar, count, emit
 from .values import fetched, parallel_config, picture_job, read_prompts, videos_of
 
 if TYPE_CHECKING:
-    from ..config import ParallelConfig
     from ..generate.job import Generated, PictureJob
     from ..generate.receipt import Receipt
     from ..launch import Launcher, MessageSink
-    from ..report.report import Report
 
 
 # Maximum number of images that are listed when a job is interrupted.
@@ -177,7 +177,6 @@ def _check_launch(
     ranks: RankOptions, world_size: int, config: ParallelConfig | None, elastic: bool, compare: bool
 ) -> None:
     """Reject options that the launcher does not support."""
-    from ..config import ParallelConfig
     from ..generate.elastic import check_elastic
 
     joined = torchrun_rank() is not None
@@ -214,9 +213,7 @@ def _on_ranks(
 
     What to say about it; None: another process says it. ``began``: when the command did, by `time.perf_counter`.
     """
-    from ..config import ParallelConfig
     from ..generate.elastic import generate_elastically
-    from ..launch import default_threads, launcher
 
     # If torchrun has started the ranks, this process is one of them.
     name, threads = "torchrun" if torchrun_rank() is not None else ranks.backend, ranks.threads
@@ -260,9 +257,7 @@ def _compared(
     seconds: float,
 ) -> dict[str, Any]:
     """Run the job on one device in the same mode, and compare with the result of several."""
-    from ..config import ParallelConfig
     from ..forecast.candidates import resized
-    from ..launch import guarded_folder, launcher
 
     config = ParallelConfig()
     if not isinstance(job.config, str) and job.config.reproducible:
@@ -343,8 +338,6 @@ def _above(progress: Any, text: str) -> None:
 
 def short(result: dict[str, Any]) -> dict[str, Any]:
     """The result without fields that are the same for all images or are in their files: see --json=full."""
-    from ..config import ParallelConfig
-
     # Restarts only if there were any.
     always, sometimes = ("path", "prompt", "seed", "together", "place"), ("restarts", *VIDEO)
     settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
@@ -391,9 +384,6 @@ def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:
 
 
 def _say(result: dict[str, Any]) -> Report:
-    from ..config import ParallelConfig
-    from ..report.report import Report
-
     report = Report()
     report.points([picture["path"] for picture in result["pictures"]])
     what = "video" if any(picture.get("frames") for picture in result["pictures"]) else "image"

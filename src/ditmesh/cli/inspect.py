@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
+from ..report.report import Report, Styled
 from .options import (
     JOB,
     AsJson,
@@ -27,12 +29,10 @@ from .show import emit
 from .values import check_planned, config_of, parallel_config, parse_size
 
 if TYPE_CHECKING:
-    from ..config import ParallelConfig
     from ..forecast.costs.work import Workload
     from ..forecast.memory.phases import Components
     from ..generate.model_info import ModelInfo
     from ..layout import TokenLayout
-    from ..report.report import Report
 
 
 layout_option = functools.partial(typer.Option, rich_help_panel="Layout")
@@ -262,8 +262,6 @@ def _say_anatomy(report: Report, facts: dict[str, Any]) -> None:
 
 def _config_of(config: str | None, devices: int | None, settings: dict[str, Any], heads: int | None) -> ParallelConfig:
     """The configuration, in words or by its settings; without either one that suits so many devices."""
-    from ..config import ParallelConfig
-
     if config is not None:
         return config_of(config)
     count, chosen = parallel_config(devices, None, settings, heads)
@@ -299,7 +297,6 @@ def _between(model: str, wanted: dict[str, Any], config: ParallelConfig, hosts: 
 def _say_between(report: Report, between: dict[str, Any]) -> None:
     """Lines about the traffic between hosts."""
     from ..forecast.hosts import BUSY, describe_bytes
-    from ..report.report import Styled
 
     ranks = " + ".join(map(str, between["hosts"]))
     report.text(f"{between['config']} on {ranks} ranks of {len(between['hosts'])} hosts, predicted, a step:")
@@ -320,8 +317,6 @@ def _say_between(report: Report, between: dict[str, Any]) -> None:
 
 
 def _say(facts: dict[str, Any], layout: TokenLayout, check: bool) -> Report:
-    from ..report.report import Report, Styled
-
     report = Report()
     width, height = facts["size"]
     report.text(Styled(facts["transformer"], "strong"), f" of {facts['pipeline']} ({facts['model']})")

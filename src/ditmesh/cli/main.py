@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .._version import __version__
 from ..errors import InputError, LayoutError, MeetingError, RankFailed, ServerError
 from ..launch import Terminated, interrupt_behind, interrupts_end, interrupts_raise, leave, torchrun_rank
 from ..launch.chatter import chatter_off
@@ -67,8 +68,6 @@ for command in (generate, serve, train, verify, study, replay, plan, inspect, do
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from .._version import __version__
-
         print(f"ditmesh {__version__}")
         raise typer.Exit
 

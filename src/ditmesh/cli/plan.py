@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError, did_you_mean
+from ..launch import launcher
+from ..report.report import Report, Styled
 from .options import (
     JOB,
     OFFLOADS,
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from ..forecast.explain import Line
     from ..forecast.plan.subject import PlanSubject
     from ..forecast.search import Found
-    from ..report.report import Report
 
 ENCODERS = ("whole", "sharded", "rank0", "freed", "before")
 OBJECTIVES = ("latency", "throughput", "cost")
@@ -269,7 +270,6 @@ class _Planned:
     def measure(self, exactness: str, device: str, most: int = 3) -> list[dict[str, Any]]:
         """Measure the best configurations of all ranks, and store the fastest."""
         from ..forecast.plan.measured import keep, measured
-        from ..launch import launcher
 
         world = self.hardware.world_size
         some = [one for one in self.found.best if one.config.world_size == world and one.config.pipe == 1][:most]
@@ -357,8 +357,6 @@ def _kept() -> list[dict[str, Any]]:
 
 
 def _say_kept(result: dict[str, Any]) -> Report:
-    from ..report.report import Report
-
     report = Report()
     report.points(
         [
@@ -373,8 +371,6 @@ def _say_kept(result: dict[str, Any]) -> Report:
 
 
 def _say(result: dict[str, Any], made: _Planned) -> Report:
-    from ..report.report import Report
-
     report = Report()
     _say_plan(report, result)
     for changed in result["what_if"]:
@@ -398,7 +394,6 @@ def _say(result: dict[str, Any], made: _Planned) -> Report:
 
 def _say_plan(report: Report, result: dict[str, Any]) -> None:
     from ..forecast.explain import number
-    from ..report.report import Styled
 
     report.text(
         f"{result['model']} on {result['hardware']}: {result['image_tokens']:,} image and "

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..config import ParallelConfig
 from ..errors import InputError
+from ..launch import default_threads, guarded_folder, launcher, physical_cores, resolve_device
+from ..report.report import Report, Styled
 from .generate import progress
 from .options import AsJson, Device, Devices, Overwrite, Threads, Timeout, common_option, with_groups
 from .show import emit
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
     from ..generate.job import Generated, PictureJob
     from ..generate.receipt import Receipt
     from ..generate.replay import Replay
-    from ..report.report import Report
 
 # Maximum number of CPU ranks that a receipt may start, whatever the number of cores.
 UNASKED = 8
@@ -69,7 +71,6 @@ def replay(
     from ..generate.receipt import read_receipt
     from ..generate.replay import config_of, job_of, model_of, place_of
     from ..generate.video import is_video
-    from ..launch import guarded_folder
 
     was = read_receipt(image)
     if was.frames is not None and not is_video(image):
@@ -112,7 +113,6 @@ def _generated(
 ) -> tuple[list[Generated], str | None]:
     """The images of a job, and the sampled weights' digest if the ranks reported it."""
     from ..generate.run import generate
-    from ..launch import launcher
 
     with (
         launcher(None, devices, kind, threads, job.timeout) as ranks,
@@ -159,8 +159,6 @@ def _where(
     """The device type and number of ranks: as in the receipt if possible."""
     import torch
 
-    from ..launch import physical_cores, resolve_device
-
     if config is not None:
         config.check_world_size(wanted)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -179,8 +177,6 @@ def _where(
 
 
 def _threads(was: Receipt, devices: int, kind: Literal["cpu", "cuda"]) -> int:
-    from ..launch import default_threads, physical_cores
-
     said = (was.environment or {}).get("threads", "")
     if said.isdigit() and 0 < int(said) <= physical_cores():
         return int(said)
@@ -188,9 +184,7 @@ def _threads(was: Receipt, devices: int, kind: Literal["cpu", "cuda"]) -> int:
 
 
 def _say(result: dict[str, Any]) -> Report:
-    from ..config import ParallelConfig
     from ..generate.replay import Change
-    from ..report.report import Report, Styled
 
     report = Report()
     report.text(result["replayed"])

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
+from ..config import AXES
 from ..errors import ConfigError, InputError
+from ..report.report import Report
 from .options import (
     AsJson,
     Device,
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from ..launch import MessageSink
-    from ..report.report import Report
     from ..train.config import TrainConfig
 
 # Sentences of a check that are printed.
@@ -166,8 +167,6 @@ def _imported(other: Path, config: Path) -> dict[str, Any]:
 
 
 def _say_imported(result: dict[str, Any]) -> Report:
-    from ..report.report import Report
-
     report = Report()
     report.text(f"from {result['tool']}: {count(len(result['settings']), 'setting')}")
     report.points([f"missing: {one}" for one in result["missing"]])
@@ -208,8 +207,6 @@ def _checked(config: Path, changes: Sequence[str], samples: Path | None) -> dict
 
 
 def _say_check(result: dict[str, Any]) -> Report:
-    from ..report.report import Report
-
     report = Report()
     if not result["sizes"]:
         report.text(f"{result['pipeline']}, trained by labels")
@@ -301,7 +298,6 @@ def _configured(
     file: Path, changes: Sequence[str], settings: dict[str, Any], resume: bool, devices: int | None
 ) -> TrainConfig:
     """The settings of a file with the changes by options; without degrees, devices are data ranks."""
-    from ..config import AXES
     from ..train.config import TrainConfig
 
     run = TrainConfig.read(file).model_dump(exclude_unset=True)
@@ -416,8 +412,6 @@ def _time(seconds: float) -> str:
 
 
 def _say(result: dict[str, Any]) -> Report:
-    from ..report.report import Report
-
     report = Report()
     loss = "" if result["loss"] is None else f", loss {result['loss']:.4f}"
     before = f" after {count(result['resumed'], 'step')} before" if result["resumed"] else ""

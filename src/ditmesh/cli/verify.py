@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from .._version import library_versions
+from ..config import ParallelConfig
 from ..core.files import finite
 from ..errors import ConfigError, InputError
+from ..launch import TorchrunRanks, default_threads, guarded_folder, torchrun_rank
+from ..report.report import Report, Styled
+from ..request import MOST_TOGETHER
 from .generate import check_joined
 from .options import AsJson, RankOptions, SampleOptions, at_least, common_option, output_option, with_groups
 from .show import bar, count, emit, provenance
 from .values import configs_of, fetched, picture_job, read_prompts
 
 if TYPE_CHECKING:
-    from ..config import ParallelConfig
     from ..generate.job import PictureJob
     from ..generate.model_info import ModelInfo
-    from ..report.report import Report
     from ..tools.verify.ranks import VerifyRanks
     from ..tools.verify.runs import RankRun
     from ..tools.verify.verdicts import Verdict
@@ -117,8 +120,6 @@ def verify(
     """
     from ..generate.job import check_folder, check_job
     from ..generate.run import PRELOAD
-    from ..launch import torchrun_rank
-    from ..request import MOST_TOGETHER
 
     asked = configs_of([*(more_configs or []), *(configs or [])])
     if not asked and comparing.all_of is None:
@@ -166,7 +167,6 @@ def _checked(
     job: PictureJob, info: ModelInfo, asked: Sequence[ParallelConfig], all_of: int | None
 ) -> list[ParallelConfig]:
     """The configurations to verify; raises an error for empty ones or those that do not fit."""
-    from ..config import ParallelConfig
     from ..generate.job import check_config
     from ..recipe import RECIPE
     from ..strategies.support import check as check_support
@@ -250,7 +250,6 @@ def _ranks(
     job: PictureJob, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
 ) -> Iterator[tuple[VerifyRanks, str]]:
     """The ranks to run on, and a folder for the results of one device."""
-    from ..launch import TorchrunRanks, default_threads, guarded_folder, torchrun_rank
     from ..tools.verify.ranks import JoinedRanks, StartedRanks, joined_folder
 
     if (there := torchrun_rank()) is None:
@@ -275,7 +274,6 @@ def _result(
     made_by: dict[str, Any] | None,
 ) -> tuple[dict[str, Any], Any]:
     """The verdicts as data, and the page if ``made_by`` is given."""
-    from .._version import library_versions
     from ..tools.verify.page import page_of
 
     ran = [verdict for verdict in verdicts if not verdict.refused]
@@ -308,8 +306,6 @@ def _result(
 
 
 def _say(result: dict[str, Any]) -> Report:
-    from ..report.report import Report
-
     report = Report()
     single = ", ".join(f"{one['config']} {one['seconds']:.2f} s" for one in result["one_device"])
     report.text(
@@ -333,8 +329,6 @@ def _say(result: dict[str, Any]) -> Report:
 
 
 def _cells(verdict: dict[str, Any]) -> list[str]:
-    from ..report.report import Styled
-
     outcome = Styled(verdict["outcome"], "unsure" if not verdict["judged"] else "good" if verdict["passed"] else "bad")
     if verdict["refused"]:
         return [verdict["config"], *[""] * 6, outcome]
