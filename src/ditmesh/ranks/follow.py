@@ -10,8 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ..comm.backends import device_of_rank
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
 from ..core.patching import put_aside
@@ -480,12 +482,6 @@ class Copy:
 copies: dict[str, Copy] = {}
 
 
-def _device() -> torch.device:
-    from ..comm.backends import device_of_rank
-
-    return device_of_rank()
-
-
 def reported(fn: Callable[..., None]) -> Callable[..., FollowerFailure | None]:
     """``fn`` for calls by rank 0: what it raises becomes a `FollowerFailure`, which is returned."""
 
@@ -498,8 +494,6 @@ def reported(fn: Callable[..., None]) -> Callable[..., FollowerFailure | None]:
 
 def _outcome(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What a function returns, or its failure."""
-    import torch.distributed as dist
-
     try:
         return fn(*args)
     except Exception as error:
@@ -508,7 +502,7 @@ def _outcome(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 @reported
 def _take_model(key: str, parcel: Parcel) -> None:
-    device = _device()
+    device = device_of_rank()
     copies[key] = Copy(unpacked(parcel, device), device)
 
 
