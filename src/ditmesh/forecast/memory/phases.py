@@ -81,7 +81,7 @@ class Phase:
         return self.weights + self.activations + self.kept + self.shared + self.process
 
 
-class _Sum(Protocol):
+class _Summed(Protocol):
     @property
     def name(self) -> str: ...
 
@@ -89,7 +89,7 @@ class _Sum(Protocol):
     def total(self) -> float: ...
 
 
-AnyPhase = TypeVar("AnyPhase", bound=_Sum)
+AnyPhase = TypeVar("AnyPhase", bound=_Summed)
 
 
 @dataclass(frozen=True)

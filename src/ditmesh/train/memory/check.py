@@ -14,6 +14,7 @@ from ...comm.objects import broadcast_object, gather_objects
 from ...core.unexpected import MISTAKES, unexpected
 from ...errors import DitmeshError, InputError
 from ...forecast.catalogue import Shape, shapes
+from ...forecast.costs.hardware import device
 from ...forecast.costs.work import Workload
 from ...forecast.memory.available import free_memory
 from ...forecast.memory.check import components_of, components_of_shape
@@ -60,8 +61,6 @@ def predicted_training(config: TrainConfig, hardware: str = "cpu") -> dict[str, 
     Raises:
         InputError, ConfigError: the model is not there, or something cannot be predicted.
     """
-    from ...forecast.costs.hardware import device
-
     components, workload = _subject(config)
     part = device(hardware, "float32" if hardware == "cpu" else "bfloat16")
     where: Literal["cpu", "cuda"] = "cpu" if part.name == "cpu" else "cuda"

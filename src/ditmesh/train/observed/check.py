@@ -8,6 +8,7 @@ from ...errors import ConfigError
 from ...generate.model_info import find_model
 from ..config import SECOND, TrainConfig
 from ..families import FAMILIES, is_adapted
+from ..objective import NoiseObjective
 from .family import ObservedFamily
 
 
@@ -41,7 +42,6 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
         ConfigError: one sentence that says what cannot be derived, or that the loop does not agree.
     """
     from ..data.order import bucket_sizes
-    from ..objective import NoiseObjective
 
     pipe = loaded_pipeline(config) if pipe is None else pipe
     if not hasattr(pipe, "transformer"):

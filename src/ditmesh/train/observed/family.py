@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.digests import tensor_digest
 from ...errors import ConfigError
@@ -619,7 +619,5 @@ def _form(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _takes_frames(vae: Any) -> bool:
     """Whether an autoencoder is one of videos, which takes an image as a video of one frame."""
-    from torch import nn
-
     first = next((one for one in vae.modules() if isinstance(one, (nn.Conv2d, nn.Conv3d))), None)
     return isinstance(first, nn.Conv3d)
