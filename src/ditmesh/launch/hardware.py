@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -117,8 +118,6 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def _blas() -> str:
     """The matrix libraries that torch was built with, such as ``"mkl, oneDNN v3.7.1"``."""
-    import re
-
     import torch
 
     shown = torch.__config__.show()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from ...config import ParallelConfig
+from ...core.clock import timestep_among
+from ...engine import engine_of, parallelized
 from ...launch import Launcher
+from ...layout.conventions import Conventions, Size
+from ...layout.describe import model_class
 from .. import measurements as kept
 from ..costs.hardware import Hardware
 from ..fit import fitted
@@ -79,12 +87,6 @@ def keep(
 @cache
 def _model(transformer: str, config: str) -> Any:
     """The transformer with random weights, on this rank's device."""
-    import json
-
-    import torch
-
-    from ...layout.describe import model_class
-
     torch.manual_seed(0)
     model = model_class(transformer).from_config(json.loads(config)).eval()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -96,15 +98,6 @@ def _seconds(
     transformer: str, config: dict[str, Any], sizes: tuple[int, int, int, int], settings: dict[str, Any]
 ) -> float:
     """Best time of some steps on this rank."""
-    import json
-
-    import torch
-    import torch.distributed as dist
-
-    from ...core.clock import timestep_among
-    from ...engine import engine_of, parallelized
-    from ...layout.conventions import Conventions, Size
-
     model = _model(transformer, json.dumps(config))
     rows, cols, text, batch = sizes
     inputs = Conventions(model, _way(model)).inputs(Size(rows, cols, text, batch=batch))

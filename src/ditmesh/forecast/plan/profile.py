@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,6 @@ def _products(where: torch.device, rows: int, inputs: int, outputs: int) -> floa
 def _device(where: torch.device) -> dict[str, Any]:
     """Entries of a `Device`."""
     import platform
-    from importlib import import_module
 
     import psutil
     import torch

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
+import torch.distributed as dist
+
+from ...comm.objects import broadcast_object, gather_objects
 from ...errors import InputError
 from ...generate.job import PictureJob
 from ...launch import MessageSink, TorchrunRanks, guarded_folder, launcher
@@ -60,8 +63,6 @@ class JoinedRanks:
 
 
 def _run_on_first(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink) -> list[RankRun]:
-    import torch.distributed as dist
-
     return run_tasks(job, tasks, report=report) if dist.get_rank() == 0 else []
 
 
@@ -72,8 +73,6 @@ def joined_folder(prefix: str, parent: str) -> Iterator[str]:
     Raises:
         InputError: a rank's host does not see it.
     """
-    import torch.distributed as dist
-
     if dist.get_rank() == 0:
         with guarded_folder(prefix, parent) as folder:
             yield _agreed(folder, parent)
@@ -82,8 +81,6 @@ def joined_folder(prefix: str, parent: str) -> Iterator[str]:
 
 
 def _agreed(folder: str | None, parent: str) -> str:
-    from ...comm.objects import broadcast_object, gather_objects
-
     name: str = broadcast_object(folder)
     seen: list[bool] = gather_objects(os.path.isdir(name))
     if not all(seen):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ...comm import Link, Traffic
 from ...comm.backends import device_of_rank
@@ -285,8 +286,6 @@ def _timed(
     job: PictureJob, pipe: Any, task: RunTask, traffic: Traffic
 ) -> tuple[list[np.ndarray], float, RankTimeline | None]:
     """The images of every call, the seconds of all, and the timeline of the first when it is asked for."""
-    import torch.distributed as dist
-
     from ...engine import denoisers, find_layout
     from .timeline import TimelineRecorder
 
