@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import DitmeshError, InputError
+from ..generate.made import Picture
 from .options import InputOptions, PictureOptions
 from .show import bar, count
 from .values import read_prompts
@@ -173,7 +174,6 @@ def _written(
 
 def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> Iterator[tuple[str, Receipt]]:
     """Write the results of a succeeded job, the first with number ``index``; returns paths and receipts."""
-    from ..generate.made import Picture
     from ..generate.receipt import CHUNK, STRIP, Receipt, copied_free, write_free, write_png
     from ..generate.run import file_name
     from ..generate.video import copy_mp4, strip

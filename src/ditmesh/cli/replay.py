@@ -10,6 +10,8 @@ import typer
 
 from ..config import ParallelConfig
 from ..errors import InputError
+from ..generate.made import Picture
+from ..generate.video import is_video
 from ..launch import default_threads, guarded_folder, launcher, physical_cores, resolve_device
 from ..report.report import Report, Styled
 from .generate import progress
@@ -70,7 +72,6 @@ def replay(
     from ..generate.job import check_folder, check_job
     from ..generate.receipt import read_receipt
     from ..generate.replay import config_of, job_of, model_of, place_of
-    from ..generate.video import is_video
 
     was = read_receipt(image)
     if was.frames is not None and not is_video(image):
@@ -126,7 +127,6 @@ def _compared(
     image: Path, was: Receipt, again: Generated, sampled: str | None, out: Path, overwrite: bool
 ) -> tuple[Path, Replay]:
     """The path of the new image, and its differences."""
-    from ..generate.made import Picture
     from ..generate.receipt import copied_free, write_free
     from ..generate.replay import compare
 
@@ -143,7 +143,6 @@ def opened(path: str | Path) -> Any:
     """An image, or the frames of a video."""
     from PIL import Image
 
-    from ..generate.video import is_video
     from ..media.videos import read_frames
 
     if is_video(path):

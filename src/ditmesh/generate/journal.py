@@ -24,6 +24,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -321,8 +322,6 @@ def _output_class(module: str, name: str) -> type[Any]:
     Raises:
         JournalError: it is something else.
     """
-    from importlib import import_module
-
     kind = None
     if module.partition(".")[0] in _LIBRARIES:
         with contextlib.suppress(ImportError):

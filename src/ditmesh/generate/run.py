@@ -6,21 +6,19 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..launch import MessageSink
 from ..launch.pool import PRELOAD as OF_ANY_RANK
 from .arguments import denoising_steps
 from .files import pictures_of
 from .job import Generated, Kept, Loaded, Noted, PictureJob, StepDone
+from .journal import Journal
 from .made import Made, VideoFrames
 from .model_info import find_model
 from .receipt import write_free
 from .runner import PipelineRunner, Prepared, rank_of_process
 from .shape import stretched
-
-if TYPE_CHECKING:
-    from .journal import Journal
 
 # Modules that ranks import once, before they are forked.
 PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading", "ditmesh.core.digests")
@@ -95,7 +93,6 @@ def _note(report: MessageSink, text: str | None) -> None:
 def _journal(pipe: Any, folder: str, rank: int) -> Journal:
     """A journal of the transformers' calls: around everything else, so that it sees the pipeline's own calls."""
     from ..engine import DENOISERS, denoisers, engine_of
-    from .journal import Journal
 
     own = denoisers(pipe)
     models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in own}

@@ -16,6 +16,7 @@ from ..core.steps import loop_steps
 from ..errors import InputError, shortened
 from ..launch import MessageSink
 from ..launch.chatter import chatter_off
+from ..launch.hardware import environment
 from ..request import request_fields
 from .arguments import CALLBACK, RATES, call_arguments, call_parameters, check_call, denoising_steps
 from .files import load_adapters, load_controlnet, partial_fits, pictures_of, pipeline_for
@@ -23,6 +24,7 @@ from .job import Noted, PictureCall, PictureJob
 from .made import Made, VideoFrames, made_of
 from .model_info import find_model
 from .receipt import Receipt, ReceiptFile
+from .schedulers import scheduler_named
 from .video import FPS, frames_digest
 
 if TYPE_CHECKING:
@@ -150,7 +152,6 @@ class PipelineRunner:
         import torch
 
         from .loading import dtype_option, whole_shapes
-        from .schedulers import scheduler_named
 
         # Before the class is imported, which may fail for missing optional packages.
         quieten()
@@ -384,7 +385,6 @@ def facts_of(
         share: by which the transformers were read, or are cut by now; None: they are whole.
     """
     from ..core.digests import weights_fingerprint
-    from ..launch.hardware import environment
     from ..strategies.determinism import deterministic
     from .loading import fingerprint
 

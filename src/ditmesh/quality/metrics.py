@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError
+from .perceptual import distance
 from .pictures import as_picture
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ def compare(picture: Any, reference: Any, perceptual: bool = False) -> Differenc
         InputError: the images have different sizes.
     """
     from ..core.digests import digest
-    from .perceptual import distance
 
     raw = (value if hasattr(value, "detach") else np.asarray(value) for value in (picture, reference))
     ours, theirs = _pair(picture, reference)

@@ -6,12 +6,14 @@ in relative terms, of the line that `ditmesh.forecast.costs.hardware` draws thro
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from ...config import ParallelConfig
 from ...launch import Launcher
 from ..costs.hardware import Device, Hardware, LinkSpeed, TransferSpeed
 
@@ -58,7 +60,6 @@ def measure() -> dict[str, Any]:
     import torch.distributed as dist
 
     from ...comm.mesh import Mesh
-    from ...config import ParallelConfig
 
     links: list[dict[str, Any]] = []
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -124,8 +125,6 @@ def _products(where: torch.device, rows: int, inputs: int, outputs: int) -> floa
 
 def _device(where: torch.device) -> dict[str, Any]:
     """Entries of a `Device`."""
-    import platform
-
     import psutil
     import torch
     import torch.nn.functional as F

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ...comm import Link, Traffic
 from ...comm.backends import device_of_rank
+from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.patching import Patch
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
@@ -33,6 +34,7 @@ from ...generate.job import PictureJob, check_config
 from ...generate.model_info import find_model
 from ...generate.runner import PipelineRunner, rank_of_process
 from ...launch import MessageSink
+from .timeline import TimelineRecorder
 
 if TYPE_CHECKING:
     from ...generate.model_info import ModelInfo
@@ -189,7 +191,6 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
         InputError: the pipeline cannot do what is asked.
     """
 
-    from ...comm.mesh import Mesh
     from ...engine import parallelize, restore
     from ...generate.loading import why_whole
 
@@ -287,7 +288,6 @@ def _timed(
 ) -> tuple[list[np.ndarray], float, RankTimeline | None]:
     """The images of every call, the seconds of all, and the timeline of the first when it is asked for."""
     from ...engine import denoisers, find_layout
-    from .timeline import TimelineRecorder
 
     if dist.is_initialized() and not task.writes:
         # The clock starts when all ranks are here.
