@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..comm.objects import on_first
 from ..comm.state import raise_for_peer
 from ..comm.uneven import RankProgress
 from ..core.digests import digest, sampled_fingerprint, tensor_digest
@@ -177,7 +178,9 @@ class Trainer:
         self._undo.callback(self._lock.close)
         try:
             # Only on the first rank.
-            self._folder: RunFolder | None = self._on_first(lambda: self._locked(RunFolder(config)), shared=False)
+            self._folder: RunFolder | None = on_first(
+                self.mesh.world, lambda: self._locked(RunFolder(config)), shared=False
+            )
             self._prepare()
         except BaseException:
             self._give_up()
@@ -190,24 +193,6 @@ class Trainer:
     def keep_folder(self) -> ExitStack:
         """Hand the output folder to the caller, who closes it; `close` does not free it then."""
         return self._lock.pop_all()
-
-    def _on_first(self, call: Callable[[], Any], shared: bool = True) -> Any:
-        """Call a function on the first rank; the others get its result, or None if not ``shared``. Collective.
-
-        Raises:
-            InputError: of the first rank, on all of them.
-        """
-        found: Any = None
-        error: InputError | None = None
-        if self.mesh.rank == 0:
-            try:
-                found = call()
-            except (InputError, OSError) as caught:
-                error = caught if isinstance(caught, InputError) else InputError(str(caught))
-        error, told = self.mesh.world.broadcast_object((error, found if shared else None))
-        if error is not None:
-            raise error
-        return told if shared else found
 
     def _prepare(self) -> None:
         config, pipe = self.config, self.pipe
@@ -291,9 +276,9 @@ class Trainer:
     ) -> Outcome:
         config, outcome = self.config, Outcome(skipped=list(self.data.corrupt))
         outcome.changed = self._resume()
-        self._on_first(lambda: check_room(config, *self._bytes, self.step, self.data.steps))
+        on_first(self.mesh.world, lambda: check_room(config, *self._bytes, self.step, self.data.steps))
         self.data.encoded.fill_cache(self.mesh, self._preparing)
-        self._on_first(lambda: check_trackers(config))
+        on_first(self.mesh.world, lambda: check_trackers(config))
         log = TrainingLog(config, self.step) if self.speaks else None
         end = min(self.data.steps, until or self.data.steps)
         try:
@@ -569,12 +554,12 @@ class Trainer:
         if wanted == "latest" and self.islands is not None:
             folder = self._common(folder)
         if folder is None:
-            self._on_first(lambda: here and here.begin(None, 0, None))
+            on_first(self.mesh.world, lambda: here and here.begin(None, 0, None))
             return []
-        facts = self._on_first(lambda: facts_of(folder))
+        facts = on_first(self.mesh.world, lambda: facts_of(folder))
         now = settings_of(self.config, self.data.digest)
-        found: Differences = self._on_first(
-            lambda: differences(facts.get("settings", {}), now, self.config.resume_allow_changed)
+        found: Differences = on_first(
+            self.mesh.world, lambda: differences(facts.get("settings", {}), now, self.config.resume_allow_changed)
         )
         self._load(folder, facts)
         if self._report_preparing is not None:
@@ -582,7 +567,7 @@ class Trainer:
         else:
             for one in found.changed if self.speaks else ():
                 logger.warning("%s: %s", folder.name, one)
-        self._on_first(lambda: here and here.begin(folder, self.step, facts.get("run")))
+        on_first(self.mesh.world, lambda: here and here.begin(folder, self.step, facts.get("run")))
         return list(found.changed)
 
     def _common(self, folder: Path | None) -> Path | None:

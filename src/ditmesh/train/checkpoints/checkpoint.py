@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from ...comm.mesh import Mesh
+from ...comm.objects import on_first
 from ...core.files import digest_of_file, written_whole
 from ...errors import InputError
 from .storage import TensorPlanner, names_in, reader, sizes_of, writer
@@ -207,20 +208,12 @@ class Checkpoints:
         Raises:
             InputError: the named folder is no whole checkpoint; says which file is wrong.
         """
-        answer: str | InputError | None = None
-        if self._mesh.rank == 0:
-            try:
-                with contextlib.suppress(OSError):
-                    self._clear()
-                answer = self._found(wanted, runs)
-            except InputError as error:
-                answer = error
-        answer = self._mesh.world.broadcast_object(answer)
-        if isinstance(answer, InputError):
-            raise answer
-        return None if answer is None else Path(answer)
+        found = on_first(self._mesh.world, lambda: self._found(wanted, runs))
+        return None if found is None else Path(found)
 
     def _found(self, wanted: str, runs: Sequence[tuple[str | None, int | None]] | None) -> str | None:
+        with contextlib.suppress(OSError):
+            self._clear()
         if wanted != "latest":
             folder = Path(wanted) if Path(wanted).is_dir() else self.folder / wanted
             problem = broken(folder)
@@ -267,16 +260,7 @@ class Checkpoints:
         Raises:
             InputError: it is no checkpoint.
         """
-        answer: set[str] | InputError | None = None
-        if self._mesh.rank == 0:
-            try:
-                answer = names_in(folder)
-            except InputError as error:
-                answer = error
-        answer = self._mesh.world.broadcast_object(answer)
-        if isinstance(answer, InputError):
-            raise answer
-        return cast("set[str]", answer)
+        return on_first(self._mesh.world, lambda: names_in(folder))
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
