@@ -106,6 +106,7 @@ def test_a_block_that_raises_leaves_no_handler_behind():
             run(model, arguments)
         handle.remove()
         assert intercept._handler.get() is None
+        assert intercept._asked.get() is None
         assert torch.equal(run(model, arguments), truth)
 
 

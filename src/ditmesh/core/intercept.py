@@ -64,8 +64,8 @@ class Observer:
 sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
 
 _handler: ContextVar[AttentionHandler | None] = ContextVar("ditmesh_attention_handler", default=None)
-# Whether the handler was asked; read where a function mode may answer in its place.
-_asked: ContextVar[bool] = ContextVar("ditmesh_attention_asked", default=False)
+# While a function mode may answer in the handler's place: whether the handler was asked. Else None.
+_asked: ContextVar[bool | None] = ContextVar("ditmesh_attention_asked", default=None)
 _lock = threading.Lock()
 _users = 0
 
@@ -147,7 +147,7 @@ class _Interceptor:
         finally:
             _asked.reset(token)
         if asked:
-            _asked.set(True)
+            _note_asked()
         elif handler is not None:
             handler.left_out()
         return out
@@ -270,6 +270,11 @@ def unhandled() -> Iterator[None]:
         _handler.reset(token)
 
 
+def _note_asked() -> None:
+    if _asked.get() is False:
+        _asked.set(True)
+
+
 def _handled(
     handler: AttentionHandler,
     query: Tensor,
@@ -282,7 +287,7 @@ def _handled(
     enable_gqa: bool,
     backend: str | None = None,
 ) -> Tensor:
-    _asked.set(True)
+    _note_asked()
     if attn_mask is not None and not isinstance(attn_mask, Tensor):
         raise LayoutError(
             f"attention with a mask of type {type(attn_mask).__name__} (backend {backend!r}) inside a parallel block "
