@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -388,6 +389,8 @@ WITHOUT_LSE = [
 @contextmanager
 def installed(name: str, checks: bool = False) -> Iterator[None]:
     """A stand-in is what diffusers' function of a backend calls; ``checks``: with diffusers' checks of tensors."""
+    # A model that was dropped without `restore` has the registry intercepted until it is collected: not in between.
+    gc.collect()
     member = AttentionBackendName(name)
     with ExitStack() as undo:
         for attribute, value in STAND_INS.get(name, {}).items():

@@ -121,8 +121,10 @@ def uncut(name: str, config: dict[str, Any]) -> float:
     alone, model, arguments = copy.deepcopy(tiny(name)), copy.deepcopy(tiny(name)), inputs(name, RAGGED)
     load(alone, adapter(name, 1), "a")
     truth = run(alone, arguments)
-    ditmesh.parallelize(model, config)
-    with mock.patch.object(TensorParallel, "_follow_adapters", _cut_only):
+    with (
+        ditmesh.parallelized(model, config),
+        mock.patch.object(TensorParallel, "_follow_adapters", _cut_only),
+    ):
         load(model, adapter(name, 1), "a")
         return relative_error(run(model, arguments), truth)
 

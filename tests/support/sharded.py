@@ -154,9 +154,9 @@ def memory_of(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     with Peak() as step:
         found["picture"] = picture(pipe)
     found["step"] = step.bytes + step._before - loading._before
+    ditmesh.restore(pipe)
     if sharded is not None:
         whole = type(pipe).from_pretrained(f"{folder}/big", torch_dtype=torch.bfloat16)
-        ditmesh.restore(pipe)
         found["restored"] = same_bits(bits(whole.transformer), bits(pipe.transformer))
     return found
 
@@ -359,4 +359,7 @@ def not_of_its_files(later: bool) -> str:
         pipe("a red apple", num_inference_steps=1, output_type="latent", max_sequence_length=16)
     except ditmesh.InputError as error:
         return str(error)
+    finally:
+        with suppress(ditmesh.InputError):
+            ditmesh.restore(pipe)
     return "nothing"
