@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from ..config import AXES
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, reason_of
 from ..report.report import Report
 from .options import (
     AsJson,
@@ -156,7 +156,7 @@ def _imported(other: Path, config: Path) -> dict[str, Any]:
     except FileExistsError:
         raise InputError(f"{str(config)!r} is there already; give the name of a new file") from None
     except OSError as error:
-        raise InputError(f"{str(config)!r} cannot be written ({error.strerror or error})") from None
+        raise InputError(f"{str(config)!r} cannot be written ({reason_of(error)})") from None
     return {
         "tool": found.tool,
         "file": str(config),

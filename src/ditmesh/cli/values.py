@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..config import AXES, ParallelConfig
-from ..errors import ConfigError, InputError, did_you_mean
+from ..errors import ConfigError, InputError, did_you_mean, reason_of
 from ..launch import torchrun_rank
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(f"cannot read the prompts {str(file)!r} ({reason}); give a text file") from None
+            raise InputError(f"cannot read the prompts {str(file)!r} ({reason_of(error)}); give a text file") from None
         written = [line.strip() for line in lines if line.strip()]
         if not written:
             raise InputError(f"the prompts {str(file)!r} hold no prompt; write one a line")

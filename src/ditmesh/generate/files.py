@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from ..core.files import digest_of_file
-from ..errors import InputError, first_line, shortened
+from ..errors import InputError, first_line, reason_of, shortened
 from ..media.files import read_whole
 from ..media.images import read_image, read_mask
 from ..media.videos import read_frames
@@ -173,7 +173,7 @@ def _file(role: str, path: Path) -> Path:
             return path.absolute()
         reason = "is a folder" if path.is_dir() else "is not a regular file" if path.exists() else "is not there"
     except (OSError, ValueError) as error:
-        reason = f"cannot be a file ({getattr(error, 'strerror', None) or error})"
+        reason = f"cannot be a file ({reason_of(error)})"
     raise InputError(f"--{role} {str(path)[:200]!r} {reason}; give the name of a file")
 
 
@@ -208,7 +208,7 @@ def file_digest(path: str | Path) -> str:
         lines = [f"{digest_of_file(file)}  {file.name}\n" for file in files]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
     except OSError as error:
-        raise InputError(f"cannot read {str(path)!r} ({error.strerror or error})") from None
+        raise InputError(f"cannot read {str(path)!r} ({reason_of(error)})") from None
 
 
 def open_picture(file: InputFile) -> Image:
@@ -296,8 +296,7 @@ def controlnet_class(folder: Path) -> type[Any]:
     try:
         config = json.loads((folder / CONTROLNET_FILES[0]).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{what}: cannot read its {CONTROLNET_FILES[0]} ({reason}); {way}") from None
+        raise InputError(f"{what}: cannot read its {CONTROLNET_FILES[0]} ({reason_of(error)}); {way}") from None
     name = str(config.get("_class_name") if isinstance(config, dict) else None)
     kind = getattr(diffusers, name, None) if "ControlNet" in name else None
     if not isinstance(kind, type):

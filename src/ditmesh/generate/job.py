@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..config import ParallelConfig
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, reason_of
 from ..media.videos import MOST_VIDEO_PIXELS
 from ..request import MOST_TOGETHER, FieldConfigError, FieldError, PictureRequest, check_text, field_values, size_of
 from ..strategies import support
@@ -402,8 +402,9 @@ def check_folder(out: str | Path, option: str = "--out") -> None:
         Path(out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"cannot write to folder {str(out)!r} ({reason}); choose another one with {option}") from None
+        raise InputError(
+            f"cannot write to folder {str(out)!r} ({reason_of(error)}); choose another one with {option}"
+        ) from None
 
 
 def job_for(

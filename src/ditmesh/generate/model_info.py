@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from .. import zoo
-from ..errors import InputError, did_you_mean, first_line
+from ..errors import InputError, did_you_mean, first_line, reason_of
 from ..request import FieldError
 
 # Seconds to find out whether the hub can be reached at all.
@@ -270,10 +270,9 @@ def find_model(model: str | Path) -> ModelInfo:
         there = files.exists()
     except (OSError, ValueError) as error:
         # Too long for a file's name, or with a zero in it.
-        reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"model {name[:60]!r}{'…' if len(name) > 60 else ''} cannot be a folder ({reason}); give the folder that "
-            "pipe.save_pretrained(...) wrote"
+            f"model {name[:60]!r}{'…' if len(name) > 60 else ''} cannot be a folder ({reason_of(error)}); give the "
+            "folder that pipe.save_pretrained(...) wrote"
         ) from None
     if there and not (files / "model_index.json").is_file():
         what = "has no model_index.json" if files.is_dir() else "is a file"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, create_model, model_validator
 
 from ..core.files import free_names, written_whole
-from ..errors import InputError
+from ..errors import InputError, reason_of
 from ..media.images import MOST_PIXELS
 from ..media.videos import MOST_VIDEO_PIXELS
 from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count, added_fields
@@ -172,7 +172,7 @@ def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = 
     except FileExistsError:
         raise
     except OSError as error:
-        raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another folder") from error
+        raise InputError(f"cannot write {str(path)!r} ({reason_of(error)}); choose another folder") from error
     return path
 
 
@@ -196,7 +196,7 @@ def write_video(frames: Sequence[Image], path: str | Path, receipt: Receipt, rep
     except FileExistsError:
         raise
     except OSError as error:
-        raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another folder") from error
+        raise InputError(f"cannot write {str(path)!r} ({reason_of(error)}); choose another folder") from error
     return path
 
 
@@ -308,6 +308,4 @@ def _texts(path: Path) -> Mapping[str, str]:
         raise InputError(f"{str(path)!r} is not an image; give a PNG that ditmesh wrote") from None
     except (OSError, ValueError, SyntaxError) as error:
         # The last two are what PIL says of a broken PNG, or of text that would fill the memory.
-        raise InputError(
-            f"cannot read {str(path)!r} ({getattr(error, 'strerror', None) or error}); give a PNG that ditmesh wrote"
-        ) from None
+        raise InputError(f"cannot read {str(path)!r} ({reason_of(error)}); give a PNG that ditmesh wrote") from None

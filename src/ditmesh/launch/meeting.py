@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._version import library_versions
-from ..errors import MeetingError
+from ..errors import MeetingError, reason_of
 from .devices import interface_of, use_interface
 from .heartbeat import ANSWER, Heartbeat
 
@@ -183,7 +183,7 @@ def _note() -> dict[str, Any]:
         address = own_address(master)
     except OSError as error:
         raise MeetingError(
-            f"MASTER_ADDR={master!r} cannot be reached from {note['host']} ({error.strerror or error}); give the first "
+            f"MASTER_ADDR={master!r} cannot be reached from {note['host']} ({reason_of(error)}); give the first "
             "host's address as --master-addr on every host"
         ) from error
     if name := interface_of(address):

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import InputError
+from ..errors import InputError, reason_of
 
 # Bytes of an image or video, at most.
 MOST_BYTES = 2**30
@@ -39,7 +39,7 @@ def open_part(path: str | Path, name: str, offset: int = 0, length: int = -1, mo
     except (OSError, ValueError) as error:
         if os.path.islink(path) and not os.path.exists(path):
             raise InputError(f"{name} is a link to a file that is not there") from None
-        raise InputError(f"cannot read {name} ({getattr(error, 'strerror', None) or error})") from None
+        raise InputError(f"cannot read {name} ({reason_of(error)})") from None
     file = os.fdopen(descriptor, "rb", buffering=0)
     found = os.fstat(descriptor)
     size = max(0, found.st_size - offset)
@@ -60,7 +60,7 @@ def read_whole(path: str | Path, name: str, most: int = MOST_BYTES) -> bytes:
         try:
             return file.read()
         except OSError as error:
-            raise InputError(f"cannot read {name} ({error.strerror or error})") from None
+            raise InputError(f"cannot read {name} ({reason_of(error)})") from None
 
 
 def _kind(mode: int) -> str:

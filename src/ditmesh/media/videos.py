@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..errors import InputError
+from ..errors import InputError, reason_of
 from .files import open_part
 from .images import MOST_PIXELS, as_seen, image_size, is_image, opened_image
 
@@ -100,8 +100,7 @@ def open_container(source: Any, name: str) -> Any:
     except (FFmpegError, OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{name} cannot be read as a video ({reason}); give an MP4, GIF or WebP") from None
+        raise InputError(f"{name} cannot be read as a video ({reason_of(error)}); give an MP4, GIF or WebP") from None
 
 
 # --- frames -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.files import finite, written_whole
-from ..errors import InputError
+from ..errors import InputError, reason_of
 from .formatting import size_text, spelled_out
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class Report:
             with written_whole(path) as temporary:
                 temporary.write_text(as_html(self), encoding="utf-8")
         except OSError as error:
-            raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another file") from None
+            raise InputError(f"cannot write {str(path)!r} ({reason_of(error)}); choose another file") from None
         return path
 
 

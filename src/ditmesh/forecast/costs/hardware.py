@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ...errors import InputError, did_you_mean, what_is_wrong
+from ...errors import InputError, did_you_mean, reason_of, what_is_wrong
 
 PARTS = Path(__file__).with_name("parts.yaml")
 Collective = Literal["all_to_all", "all_gather", "all_reduce", "shift", "broadcast"]
@@ -191,9 +191,9 @@ class Hardware(_Profile):
         try:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
             raise InputError(
-                f"cannot read the hardware profile {str(path)!r}: {reason}; ditmesh doctor --save FILE writes one"
+                f"cannot read the hardware profile {str(path)!r}: {reason_of(error)}; ditmesh doctor --save FILE "
+                "writes one"
             ) from None
         except yaml.YAMLError as error:
             raise InputError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.digests import digest
 from ...core.files import written_whole
-from ...errors import InputError, first_line
+from ...errors import InputError, first_line, reason_of
 
 # Of the files, and of how samples become pixels and tokens: one more whenever either changes, so that no file of an
 # earlier version is taken for one of this.
@@ -89,5 +89,4 @@ class SampleCache:
 
 
 def _unwritable(path: Path, error: Exception) -> InputError:
-    reason = getattr(error, "strerror", None) or first_line(error)
-    return InputError(f"cache_dir: cannot write {path} ({reason}); make room there, or leave cache_dir out")
+    return InputError(f"cache_dir: cannot write {path} ({reason_of(error)}); make room there, or leave cache_dir out")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ...errors import InputError
+from ...errors import InputError, reason_of
 
 # Sides in pixels, lines of a caption, and samples of a sheet.
 _CELL, _MARGIN, _LINE, _LINES, MOST_CELLS = 256, 12, 15, 6, 48
@@ -69,7 +69,7 @@ def write_sheet(samples: Sequence[SeenSample], path: str | Path) -> int:
     try:
         sheet.save(path, "PNG")
     except OSError as error:
-        raise InputError(f"--samples {str(path)!r} cannot be written ({error.strerror or error})") from None
+        raise InputError(f"--samples {str(path)!r} cannot be written ({reason_of(error)})") from None
     return len(shown)
 
 
