@@ -241,7 +241,7 @@ def test_all_say_the_same_memory(
     """The plan, ``inspect --memory``, and the checks before a request and before loading alone."""
     monkeypatch.setattr(memory._MemoryFit, "_smallest", lambda *_: None)
     # Also far from a limit.
-    monkeypatch.setattr(memory, "_LARGEST", float("inf"))
+    monkeypatch.setattr(memory, "LARGEST", float("inf"))
     offloaded, size = words == "offload", (64, 64)
     config = ParallelConfig(**settings_of("" if offloaded else words))
     if name == "wan":

@@ -37,8 +37,8 @@ DEFAULT_DEADLINE = 600.0
 # Seconds. NCCL counts from the moment an operation is queued, behind all earlier work of its device, so that a shorter
 # deadline would end jobs with long steps. The failure watcher reports failed ranks without it.
 LEAST_ON_NCCL = 300.0
-# Deadline of the failure watcher's receives, which may never be answered.
-_ENDLESS = timedelta(days=10_000)
+# Deadline of receives that may never be answered, such as the failure watcher's.
+ENDLESS = timedelta(days=10_000)
 # Links of a mesh, and the axes on which their ranks differ.
 LINKS: dict[str, tuple[str, ...]] = {
     "world": AXES,
@@ -311,7 +311,7 @@ class Mesh:
         firsts = self._join_links()
         self._over_gloo = all(backend_of(group, self.device) == "gloo" for group in self._groups)
         if not self._over_gloo and self._watcher is None:
-            ring = self.new_host_group(_ENDLESS)
+            ring = self.new_host_group(ENDLESS)
             assert ring is not None
             self._watcher = FailureWatcher(ring, self._receive_notice)
         # A group is there for one rank while another still connects, and would be lost if the first one failed now.

@@ -12,14 +12,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..comm import PeerError
-from ..comm.mesh import Mesh
+from ..comm.mesh import ENDLESS, Mesh
 from ..comm.objects import broadcast_object, gather_objects
 from ..core.request import PipelineCall
 from ..errors import InputError, first_line
@@ -27,9 +26,6 @@ from .sent import CallReceiver, CallSender
 from .targets import FOLLOWED, engine_of
 
 T = TypeVar("T")
-
-# A wait without end, for a next call.
-_ENDLESS = timedelta(days=10_000)
 
 
 @dataclass(frozen=True)
@@ -243,7 +239,7 @@ class Following:
         self._target, self._mesh = target, mesh
         name = type(target).__name__
         # Rank 0 may call when it likes, and answers are due as all other messages are.
-        self._orders, self._answers = mesh.new_host_group(_ENDLESS), mesh.new_host_group()
+        self._orders, self._answers = mesh.new_host_group(ENDLESS), mesh.new_host_group()
         engine = lambda: engine_of(target)  # noqa: E731
         self.lead: CallLead | None = None
         self._ended = False

@@ -49,12 +49,11 @@ from .model.frozen import freeze_encoders
 from .model.token_subset import on_grid, random_tokens
 from .objective import NoiseObjective, sample_losses
 from .optimizer.optimizers import begin_state, facts_of_state, fill_state, known_state, rate_of, state_of
+from .optimizer.precision import AUTOCAST
 from .optimizer.update import WeightUpdate
 from .parallel import ParallelTraining, trained_modules
 
 logger = logging.getLogger(__name__)
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from .phases import Component, Components, fullest, needs
 log = logging.getLogger(__name__)
 
 # More than an image's activations take, in bytes a pixel and sample: what is far from a limit is not looked at.
-_LARGEST = 16e3
+LARGEST = 16e3
 # Numbers of devices that are tried for a configuration that would fit, and how many of their configurations.
 _DEVICES, _TRIED = (1, 2, 4, 8, 16), 2
 
@@ -113,7 +113,7 @@ def check_memory(
         rooms, sizes = zip(*gather_objects((room, stored)), strict=True)
         room, stored = min(rooms), max(sizes)
     # Files may hold half of what float32 takes.
-    if stored * (2 if dtype == torch.float32 else 1) + 2 * _LARGEST * pixels < room:
+    if stored * (2 if dtype == torch.float32 else 1) + 2 * LARGEST * pixels < room:
         return
     sentence = None
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"

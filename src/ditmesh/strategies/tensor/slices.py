@@ -20,7 +20,7 @@ from ...layout import Table, known_tables
 from .rules import ATTRIBUTES, NORMS, RULES, Rule
 
 # Shares of a hidden width are multiples of this where possible: matrix kernels are slow on odd widths.
-ALIGNMENT = 16
+WIDTH_UNIT = 16
 
 Kind = Literal["column", "gathered", "row", "norm"]
 
@@ -267,7 +267,7 @@ def _head_cuts(attention: nn.Module, path: str, degree: int) -> dict[str, Partit
 
 
 def _hidden_cut(size: int, degree: int) -> Partition:
-    unit = ALIGNMENT if size % ALIGNMENT == 0 and size // ALIGNMENT >= degree else 1
+    unit = WIDTH_UNIT if size % WIDTH_UNIT == 0 and size // WIDTH_UNIT >= degree else 1
     if size < degree:
         raise ConfigError(f"tensor={degree} ranks cannot share {size} features; use a smaller tensor degree")
     return Partition((tuple(n * unit for n in even_cut(size // unit, degree)),))

@@ -17,7 +17,7 @@ from ...forecast.catalogue import Shape, shapes
 from ...forecast.costs.hardware import device
 from ...forecast.costs.work import Workload
 from ...forecast.memory.available import free_memory
-from ...forecast.memory.check import components_of, components_of_shape
+from ...forecast.memory.check import LARGEST, components_of, components_of_shape
 from ...forecast.memory.phases import Components
 from ...forecast.workload import workload_of
 from ...generate.model_info import ModelInfo, find_model
@@ -30,8 +30,6 @@ from .needs import TrainingPhase, tokens_of, training_needs
 
 log = logging.getLogger(__name__)
 
-# More than an autoencoder's activations take, in bytes a pixel and sample.
-_LARGEST = 16e3
 # More numbers of a token than blocks keep for the backward pass, by the width of a block; and weights of a block by the
 # square of its width. What is far from a limit by these is not looked at.
 _KEPT, _SQUARES = 100, 10
@@ -192,7 +190,7 @@ def _bound(config: TrainConfig, info: ModelInfo, workload: Workload) -> float:
     tokens = 2 * config.train_batch_size * tokens_of(workload)
     activations = tokens * _KEPT * model / (_SQUARES * width)
     pixels = workload.width * workload.height * (config.num_frames or 1)
-    return stored + _COPIES * model + activations * config.parallel.pipe + _LARGEST * pixels
+    return stored + _COPIES * model + activations * config.parallel.pipe + LARGEST * pixels
 
 
 def training_report(result: dict[str, Any]) -> Report:

@@ -33,8 +33,8 @@ from ..config import LoraConfig
 from ..gradients.overlap import LARGE
 from ..model.adapters import TRAINED, inject, targets_of
 from ..model.frozen import BLOCK, SCALES, Cast, FrozenLinear, Nf4, layers_to_freeze
+from ..optimizer.precision import AUTOCAST
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Blocks of a kind that a walk has: what the third adds, every further one adds.
 FEW = 2
 
