@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -99,6 +99,15 @@ def lost_another(error: BaseException) -> bool:
     return isinstance(error, (PeerError, dist.DistError)) or any(
         known in words for known in ("gloo", "nccl", "closed by peer", "timed out waiting")
     )
+
+
+def raise_first(error: BaseException | None, failures: Sequence[FollowerFailure]) -> None:
+    """Raise what was raised here or, if it came first, on another rank; nothing if nothing was."""
+    if error is not None and not (failures and lost_another(error)):
+        raise error
+    if failures:
+        # Causes before consequences.
+        raise min(failures, key=lambda one: one.lost).as_error() from error
 
 
 class CallLead:
@@ -268,12 +277,7 @@ class Following:
             value = here()
         except BaseException as raised:
             error = raised
-        failures = self._met(error)
-        if error is not None and not (lost_another(error) and failures):
-            raise error
-        if failures:
-            # Causes before consequences.
-            raise min(failures, key=lambda one: one.lost).as_error() from error
+        raise_first(error, self._met(error))
         return value
 
     def _send(self, content: bytes | None) -> bytes | None:

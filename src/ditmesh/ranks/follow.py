@@ -19,7 +19,7 @@ from ..config import ParallelConfig
 from ..core.patching import put_aside
 from ..core.request import PipelineCall
 from ..engine import ConfigLike, engine_of, parallelize, restore
-from ..engine.follow import CallFollower, CallLead, FollowerFailure, lost_another
+from ..engine.follow import CallFollower, CallLead, FollowerFailure, raise_first
 from ..engine.parcels import Parcel, packed, unpacked
 from ..engine.targets import device_of
 from ..errors import ConfigError, InputError
@@ -191,13 +191,7 @@ class Followers:
             key, end = self.dropped.pop()
             self._pool.together(end, drop_copy, key)
         done = self._pool.together(here, fn, *args)
-        failures = [one for one in done.others if isinstance(one, FollowerFailure)]
-        error = done.error
-        if error is not None and not (failures and lost_another(error)):
-            raise error
-        if failures:
-            # Causes before consequences.
-            raise min(failures, key=lambda one: one.lost).as_error() from error
+        raise_first(done.error, [one for one in done.others if isinstance(one, FollowerFailure)])
         return [(other, done.value) for other in done.others]
 
 
