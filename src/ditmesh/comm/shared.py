@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.alignment import ALIGNMENT
+from ..core.alignment import ALIGNMENT, rounded_up
 from .objects import gather_objects
 from .state import DesyncError, Header, PeerError, RequestState, Spec
 
@@ -114,7 +114,7 @@ class SharedMemory:
         self.state, self._timeout = state, timeout
         # Number + 1 of the request that has failed on this rank.
         self._failed = links * self._world * ENTRIES * _ENTRY
-        self._table_bytes = _rounded((self._failed + 1) * 8, _PAGE)
+        self._table_bytes = rounded_up((self._failed + 1) * 8, _PAGE)
         self._slots: dict[int, list[_MessageSlot]] = {}
         self._peers: dict[int, _Peer] = {}
         self._files = ExitStack()
@@ -336,7 +336,7 @@ def _places(specs: tuple[Spec, ...]) -> tuple[list[slice], int]:
     """Where the tensors of a message lie, in bytes and as torch's own do, and where the last one ends."""
     places, end = [], 0
     for shape, dtype in specs:
-        start = _rounded(end, ALIGNMENT)
+        start = rounded_up(end, ALIGNMENT)
         end = start + prod(shape) * dtype.itemsize
         places.append(slice(start, end))
     return places, end
@@ -345,10 +345,6 @@ def _places(specs: tuple[Spec, ...]) -> tuple[list[slice], int]:
 @lru_cache(maxsize=4096)
 def _with_elements(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
     return tuple((shape, dtype) for shape, dtype in specs if prod(shape))
-
-
-def _rounded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def possible(ranks: int) -> bool:

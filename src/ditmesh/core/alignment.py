@@ -10,6 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 ALIGNMENT = 64
 
 
+def rounded_up(size: int, multiple: int = ALIGNMENT) -> int:
+    """The next multiple of a number, or the size itself if it is one."""
+    return -(-size // multiple) * multiple
+
+
 def offset_of(tensor: Tensor) -> int:
     """How many bytes behind a multiple of `ALIGNMENT` a tensor begins: one that is mapped from a file may anywhere.
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..core.alignment import ALIGNMENT
+from ..core.alignment import rounded_up
 from ..errors import InputError, first_line
 from .sent import NumberedTensors, as_bytes, dumped, from_bytes, loaded
 
@@ -91,7 +91,7 @@ def packed(value: Any, device: str, modules: dict[int, int] | None = None) -> It
         parameter = isinstance(tensor, nn.Parameter)
         places.append(_Place(start, tuple(tensor.shape), tensor.dtype, near, parameter, opened))
         if opened is None:
-            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            size += rounded_up(tensor.nbytes)
     with ExitStack() as files:
         file, number = _memory(size, files)
         for tensor, place in zip(tensors.found, places, strict=True):

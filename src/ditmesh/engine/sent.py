@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.mesh import Mesh
-from ..core.alignment import ALIGNMENT
+from ..core.alignment import rounded_up
 from ..errors import InputError, first_line
 
 
@@ -153,7 +153,7 @@ def from_bytes(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor
 
 def _places(facts: Sequence[_Facts]) -> tuple[list[int], int]:
     """Where in a message every tensor begins that is sent, and its length in bytes."""
-    sizes = [0 if one.of is not None else -(-one.size // ALIGNMENT) * ALIGNMENT for one in facts]
+    sizes = [0 if one.of is not None else rounded_up(one.size) for one in facts]
     ends = [*accumulate(sizes)]
     return [end - size for end, size in zip(ends, sizes, strict=True)], ends[-1] if ends else 0
 

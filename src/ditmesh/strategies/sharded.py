@@ -24,7 +24,7 @@ from ..comm import Link
 from ..comm.link import Transfer
 from ..comm.state import Spec
 from ..config import ParallelConfig
-from ..core.alignment import ALIGNMENT, memory, offset_of
+from ..core.alignment import ALIGNMENT, memory, offset_of, rounded_up
 from ..core.alive import PLAIN
 from ..core.arguments import Arguments
 from ..core.patching import CallChain, Patch, Proceed, refuse_loading, refuse_saving
@@ -67,7 +67,7 @@ class Packed:
         """Where every tensor begins, in bytes, and where the last one ends, rounded up."""
         offsets = self.offsets or (0,) * len(self.specs)
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in self.specs]
-        room = [_rounded(offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+        room = [rounded_up(offset + size) for offset, size in zip(offsets, sizes, strict=True)]
         ends = [*accumulate(room, initial=0)]
         return (*(end + offset for end, offset in zip(ends, offsets, strict=False)), ends[-1])
 
@@ -75,7 +75,7 @@ class Packed:
     def bounds(self) -> tuple[int, ...]:
         """Where every rank's part begins, in bytes, and where the last one ends; between tensors if it may."""
         total = self.starts[-1]
-        share = _rounded(-(-total // self.ranks))
+        share = rounded_up(-(-total // self.ranks))
         edges = [start - start % ALIGNMENT for start in self.starts]
         bounds = [0]
         for even in (min(total, rank * share) for rank in range(1, self.ranks)):
@@ -127,10 +127,6 @@ def arranged(sizes: Sequence[int], ranks: int) -> list[int]:
         held[rank].append(number)
         filled[rank] += sizes[number]
     return [number for numbers in held for number in numbers]
-
-
-def _rounded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

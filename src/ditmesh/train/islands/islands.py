@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...comm.mesh import Mesh
+from ..optimizer.precision import local_of
 from .link import Compressor, IslandError, IslandLink, PendingGather
 from .settings import IslandsConfig
 
@@ -59,7 +59,7 @@ class FlatWeights:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self.sizes = [_local(parameter).numel() for parameter in parameters]
+        self.sizes = [local_of(parameter).numel() for parameter in parameters]
 
     def read(self) -> Tensor:
         """The values."""
@@ -70,13 +70,13 @@ class FlatWeights:
         return self._joined(torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters)
 
     def _joined(self, tensors: Iterator[Tensor]) -> Tensor:
-        return torch.cat([_local(tensor).reshape(-1).to("cpu", torch.float32) for tensor in tensors])
+        return torch.cat([local_of(tensor).reshape(-1).to("cpu", torch.float32) for tensor in tensors])
 
     def write(self, values: Tensor) -> None:
         """Set the values."""
         with torch.no_grad():
             for parameter, part in zip(self._parameters, values.split(self.sizes), strict=True):
-                local = _local(parameter.detach())
+                local = local_of(parameter.detach())
                 local.copy_(part.view_as(local))
 
     def write_gradients(self, values: Tensor) -> None:
@@ -84,7 +84,7 @@ class FlatWeights:
         for parameter, part in zip(self._parameters, values.split(self.sizes), strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            local = _local(parameter.grad)
+            local = local_of(parameter.grad)
             local.copy_(part.view_as(local))
 
     def parts(self, values: Tensor) -> list[Tensor]:
@@ -92,7 +92,7 @@ class FlatWeights:
         found: list[Tensor] = []
         for parameter, part in zip(self._parameters, values.split(self.sizes), strict=True):
             own = torch.zeros_like(parameter.detach(), dtype=torch.float32)
-            local = _local(own)
+            local = local_of(own)
             local.copy_(part.view_as(local))
             found.append(own)
         return found
@@ -347,10 +347,6 @@ def _share_of(total: int, group: dist.ProcessGroup | None) -> slice:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     length = -(-total // size)
     return slice(min(total, rank * length), min(total, (rank + 1) * length))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _agreement(changes: Tensor) -> float:

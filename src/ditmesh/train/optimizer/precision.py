@@ -37,7 +37,9 @@ class MeshGradScaler(torch.amp.GradScaler):
         if not self.is_enabled():
             return
         device = self._mesh.device
-        gradients = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            local_of(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         # A rank of a sequence adds up a weight's gradient over its own tokens. Float16 has held the parts; whether it
         # can hold the sum is what one device has found.
         norms = cast(Any, torch)._foreach_norm([g for g in gradients if g.numel()], float("inf"))
@@ -61,7 +63,8 @@ class MeshGradScaler(torch.amp.GradScaler):
         return cast(Any, self)._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
+    """A rank's own shard of a tensor; the tensor itself if it is whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -71,7 +74,7 @@ def not_finite(named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> str | None:
     Args:
         named: what this rank holds: whole tensors, slices or shards.
     """
-    local = [(name, _local(value)) for name, value in named]
+    local = [(name, local_of(value)) for name, value in named]
     local = [(name, value) for name, value in local if value.is_floating_point()]
     mine = None
     if local:
