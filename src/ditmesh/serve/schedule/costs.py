@@ -61,9 +61,6 @@ class Mode(NamedTuple):
 
 ALONE = Mode()
 
-# What was measured: seconds of a call by kind, mode and number of requests in it.
-Measured = tuple[Kind, Mode, int, float]
-
 
 @dataclass
 class StepCosts:

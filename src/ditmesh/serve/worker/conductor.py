@@ -7,7 +7,6 @@ next call of any request.
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 from collections import Counter
@@ -19,11 +18,9 @@ from ..offers import ModelSpec, kind_of, steps_of
 from ..schedule.core import Run, Scheduler, Task
 from ..schedule.costs import AFTER, ALONE, BEFORE, Kind, Mode, StepCosts
 from ..types import RankState
-from .protocol import Beat, Cancel, Command, Load, ModelFailed, ModelReady, PictureTask, Start, Stop
+from .protocol import Beat, Cancel, Load, ModelFailed, ModelReady, PictureTask, Start, Stop
 from .rendezvous import FailureReason
 from .wire import Answers, Assigned, Channel, Ending, Failing, Joined, Left, Loading, Renewing, RunDone, TaskAfter
-
-logger = logging.getLogger(__name__)
 
 # Seconds between heartbeats of ranks without work, and between two tables of costs for the owner.
 HEARTBEAT, TOLD = 1.0, 2.0
@@ -379,6 +376,3 @@ class Gone:
     """A task is not on rank 0 any more, without a run: it could not be begun."""
 
     id: str
-
-
-Told = Command | RunDone | ModelReady | ModelFailed | Gone | Exception
