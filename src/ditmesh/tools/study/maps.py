@@ -17,8 +17,6 @@ from ...report.report import Report, Shown
 
 # Pixels of a map's side on the page, about.
 MAP_SIDE = 192
-# Ranks whose steps are told apart in one line chart.
-FEW_RANKS = 6
 
 # By block path and step (counted from 0, as JSON has it): relative errors; None where all was zero.
 Errors = Mapping[str, Mapping[str, float | None]]
