@@ -28,7 +28,7 @@ from ditmesh.forecast import auto
 from ditmesh.forecast import measurements as kept
 from ditmesh.forecast import shipped as planner_shipped
 from ditmesh.forecast.catalogue import shape, shapes
-from ditmesh.forecast.costs.hardware import Hardware, LinkSpeed, device, known_devices, known_links, link, machine
+from ditmesh.forecast.costs.hardware import Hardware, LinkSpeed, _parts, device, known_devices, link, machine
 from ditmesh.forecast.costs.step import Term
 from ditmesh.forecast.costs.work import Work, Workload, as_data, from_data
 from ditmesh.forecast.fit import fitted
@@ -152,7 +152,7 @@ def test_another_diffusers_asks_the_class(monkeypatch):
 def test_every_part_has_a_source():
     for name in known_devices():
         assert len(device(name, "float32" if name == "cpu" else "bfloat16").source) > 10, name
-    assert all(len(link(name).source) > 10 for name in known_links())
+    assert all(len(link(name).source) > 10 for name in _parts()["links"])
 
 
 # --- what travels ------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ditmesh.errors import InputError
-from ditmesh.generate.model_info import find_model, size_multiple
+from ditmesh.generate.model_info import find_model
 
 AUTOENCODER = {"block_out_channels": [128, 256, 512, 512], "latent_channels": 16}
 
@@ -58,7 +58,7 @@ def save(folder: Path, transformer: dict[str, Any], vae: dict[str, Any] | None =
 def test_sizes_are_multiples_of_vae_scale_and_patch(
     tmp_path: Path, transformer: dict[str, Any], vae: dict[str, Any] | None, multiple: int
 ) -> None:
-    assert size_multiple(save(tmp_path / "m", transformer, vae)) == multiple
+    assert find_model(save(tmp_path / "m", transformer, vae)).size_multiple == multiple
 
 
 def test_a_size_is_refused_with_the_nearest_ones(tmp_path: Path) -> None:

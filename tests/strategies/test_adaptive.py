@@ -84,7 +84,7 @@ def pipelined(config: dict[str, Any], steps: int = 8, name: str = "flux") -> dic
                 known.append([before.drift is not None for before in past])
                 return decide(step, outlook, past)
 
-        engine.use_policy(Watched())
+        engine.control.policy = Watched()
         latents = draw(pipe, arguments(name, [1, 2], steps=steps))
         log = engine.staleness.steps
         return {

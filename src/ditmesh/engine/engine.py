@@ -22,7 +22,6 @@ from ..errors import ConfigError, InputError
 from ..layout import TokenLayout
 from ..recipe import RECIPE, Recipe, wanted
 from ..staleness.control import StalenessLog, WarmupControl
-from ..staleness.policy import WarmupPolicy
 from ..strategies.balance import Balance
 from ..strategies.base import Context, ParallelModel, Request
 from ..strategies.hooks import ModelHooks, requires_grad
@@ -331,16 +330,6 @@ class Engine:
     def staleness(self) -> StalenessLog | None:
         """The decisions in every step of the latest request, with reasons; None if every step is exact."""
         return None if self.control is None else self.control.log
-
-    def use_policy(self, policy: WarmupPolicy) -> None:
-        """Set another warm-up policy from the next request on, for studies. Call it on all ranks.
-
-        Raises:
-            ConfigError: every step is exact.
-        """
-        if self.control is None:
-            raise ConfigError(f"{self.config.describe()} has no stale steps to decide about; leave the policy out")
-        self.control.policy = policy
 
     def rebalance(self) -> None:
         """Measure speeds again at the next call. Call it on all ranks.

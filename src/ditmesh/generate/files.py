@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Role = Literal["image", "mask", "control", "ip-image", "video", "lora", "ip-adapter", "controlnet"]
-ROLES: tuple[str, ...] = get_args(Role)
 
 # Input images, and the argument of a pipeline's call for each.
 PICTURES = {

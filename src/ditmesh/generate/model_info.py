@@ -249,11 +249,6 @@ class ModelInfo:
             )
 
 
-def size_multiple(model: str | Path) -> int:
-    """Width and height of an image are multiples of this many pixels (see `find_model` for what is raised)."""
-    return find_model(model).size_multiple
-
-
 def find_model(model: str | Path) -> ModelInfo:
     """Read what the model is, from a folder or from the hub (its JSON files only).
 

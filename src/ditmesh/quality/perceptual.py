@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "ST-LPIPS"
-PACKAGE = "stlpips-pytorch"
 HINT = "no perceptual distance: its weights are not installed; pip install stlpips-pytorch==0.0.2"
 
 

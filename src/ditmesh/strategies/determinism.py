@@ -81,14 +81,6 @@ def _precisions() -> list[tuple[list[Any], str]]:
     return [([_BACKENDS, cudnn], "none"), (operations, "ieee")]
 
 
-def _uses_tf32() -> bool:
-    """Whether products or convolutions of float32 may be computed in TF32 on a GPU."""
-    cudnn, matmul = _BACKENDS.cudnn, _BACKENDS.cuda.matmul
-    if hasattr(_BACKENDS, "fp32_precision"):
-        return "tf32" in (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
-    return matmul.allow_tf32 or cudnn.allow_tf32
-
-
 def _keep_float32(undo: ExitStack) -> None:
     """Compute products and convolutions of float32 in float32: neither TF32 on GPUs nor bfloat16 on CPUs.
 
@@ -113,17 +105,6 @@ def _keep_float32(undo: ExitStack) -> None:
 def _set_threads(threads: int) -> None:
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-
-
-def settings() -> dict[str, bool | int | str]:
-    """The settings in force, for a receipt."""
-    return {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "tf32": _uses_tf32(),
-        "threads": torch.get_num_threads(),
-    }
 
 
 def refuse_unlike(gpus: Sequence[Mapping[str, str]]) -> None:

@@ -239,11 +239,6 @@ def known_devices() -> list[str]:
     return list(_parts()["devices"])
 
 
-def known_links() -> list[str]:
-    """Names of the links in the table."""
-    return list(_parts()["links"])
-
-
 def device(name: str, dtype: str = "bfloat16") -> Device:
     """A device of the table.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import shutil
 import uuid
 from pathlib import Path
@@ -54,8 +53,6 @@ OTHER_WEIGHTS = {
     "lora.type",
     "lora.decompose_factor",
 }
-
-logger = logging.getLogger(__name__)
 
 
 def occupied(folder: Path) -> Path | None:

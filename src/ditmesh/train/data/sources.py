@@ -56,12 +56,6 @@ class Sources:
         changed = [{name: value for name, value in one.items() if value != first[name]} for one in own]
         return digest((plain, beside, [sample.source for sample in good], self.sets.weights, str(changed)))
 
-    def report_of(self, source: int) -> Samples:
-        """What was found of one data set, without what was skipped."""
-        return replace(
-            self.samples, good=tuple(one for one in self.samples.good if one.source == source), corrupt=(), notes=()
-        )
-
 
 def found_samples(config: TrainConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
     """The samples of all data sets of a run, in one list.
