@@ -168,8 +168,8 @@ class CallSender:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._kept: list[_Kept] = []
-        # Bytes of tensors in the latest call: all, and those that were sent.
-        self.bytes_given = self.bytes_sent = 0
+        # Bytes of tensors that were sent for the latest call.
+        self.bytes_sent = 0
 
     def forget(self) -> None:
         """Send everything in the next call: what the others have is not known any more."""
@@ -213,7 +213,7 @@ class CallSender:
         """Send the tensors of a call. Collective: the others `CallReceiver.take` it."""
         facts = [_Facts(tuple(t.shape), t.dtype, True, None) for t in tensors]
         places, size = _places(facts)
-        self.bytes_given, self.bytes_sent = sum(one.tensor.nbytes for one in self._kept), size
+        self.bytes_sent = size
         if size == 0:
             return
         message = torch.zeros(size, dtype=torch.uint8, device=self._mesh.device)
