@@ -17,6 +17,7 @@ from ditmesh.comm import backends
 from ditmesh.comm import mesh as mesh_module
 from ditmesh.comm.hosts import Hosts
 from ditmesh.comm.link import Link
+from nccl_rules.fake_world import one_of
 
 
 def made(config: dict[str, Any]) -> tuple[int, int, float]:
@@ -56,6 +57,20 @@ def made(config: dict[str, Any]) -> tuple[int, int, float]:
 def test_a_mesh_has_one_group_for_each_set_of_ranks(ranks, config, groups):
     sequence = config.get("ring", 1) * config.get("ulysses", 1)
     assert ranks(4).run(made, config) == [(groups, groups, 4.0 + sequence)] * 4
+
+
+def test_operations_are_aborted_before_their_buffers_are_dropped():
+    """An operation that no peer has joined may still write to them until then."""
+    done = []
+    with one_of(2, 0):
+        mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=2), device="cuda")
+        with (
+            mock.patch.object(ditmesh.Mesh, "_abort", lambda self, groups: done.append(f"abort {len(groups)}")),
+            mock.patch.object(Link, "drop", lambda self: done.append(f"drop {self.name}")),
+        ):
+            mesh._drop()
+    assert done[0] == "abort 1"
+    assert "drop ring" in done[1:]
 
 
 # --- NCCL's ways to connect

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditmesh.attention.kernels import attend_backward, attend_with_lse, lse, merge_
-from nccl_rules.fake_cuda import has_kernels, unavailable
+from nccl_rules.fake_cuda import cuda, has_kernels, unavailable
 
 needs_guard = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 AMPERE, TURING = (8, 0), (7, 5)
@@ -55,6 +55,21 @@ def test_every_call_gets_a_kernel_that_the_gpu_has(capability, dtype, width, mas
     assert (out.shape, out.dtype) == (q.shape, dtype)
     assert (found.shape, found.dtype) == (q.shape[:3], torch.promote_types(dtype, torch.float32))
     assert [one.shape for one in gradients] == [q.shape, k.shape, k.shape]
+
+
+@needs_guard
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_costs_six_kernels_more(dtype):
+    """Two make the kernel's bias of it, aligned, and four leave out queries that see no key."""
+    launched = []
+    for masked in (False, True):
+        with cuda() as device:
+            q, k = (torch.ones(1, 2, length, 64, device="cuda") for length in (16, 21))
+            mask = torch.ones(1, 1, 1, 21, device="cuda").to(dtype) if masked else None
+            device.launches.clear()
+            attend_with_lse(q, k, k, mask)
+            launched.append(device.launches.total())
+    assert launched == [1, 7]
 
 
 def flash(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, found: Tensor, *_: Any, scale: float) -> Any:

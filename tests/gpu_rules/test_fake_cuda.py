@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 STALE = {"warmup": "fixed(1)"}
 MODES: dict[str, dict[str, Any]] = {
     "one rank": {},
-    "ulysses": {"ulysses": 2},
+    "ulysses": {"ulysses": 2, "vae": "bands"},
     "ring": {"ring": 2},
     "tensor": {"tensor": 2},
     "cfg": {"cfg": 2},
@@ -54,6 +54,7 @@ def test_a_request(ranks, family, mode):
     for one in found:
         assert one.error <= TOLERANCE
         assert {place for place in one.steady if place.startswith("ditmesh ")} == set()
+        assert one.after == {}
 
 
 @pytest.mark.parametrize(

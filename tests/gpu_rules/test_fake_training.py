@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
+from torch import nn
 
+import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
-from nccl_rules.fake_cuda import unavailable
+from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
+from nccl_rules.fake_cuda import cuda, unavailable
+from nccl_rules.fake_world import one_of
+from support.models import tiny
 from support.on_fake_cuda import summed_late, trained, training_run
 from support.train import folder_of
 
@@ -50,6 +56,15 @@ def test_a_training_step(fresh_ranks, name, config, again):
 def test_a_sum_that_a_rank_comes_to_late_is_waited_for(fresh_ranks):
     """Also one that torch's own code calls, and whose work says nothing of its values."""
     assert fresh_ranks.run(summed_late) == [[3.0, 3.0]] * 2
+
+
+def test_the_norm_of_no_gradient_is_a_tensor_of_the_device():
+    """Tensor ranks add up the norms of their slices, also where none is trained; NCCL carries no tensor of the host."""
+    modules = nn.ModuleDict({"text_encoder": nn.Linear(2, 2)})
+    with one_of(2, 0), cuda(), ExitStack() as undo:
+        mesh = ditmesh.Mesh(ParallelConfig(tensor=2), device="cuda")
+        sync = GradientSync(modules, mesh, "auto", TensorSlicesOf(tiny("SD3"), mesh, "transformer."), undo)
+        assert sync.clip(1.0) == 0.0
 
 
 # The loss, a number for every micro-batch in one list, and the norm of the gradient: they are logged, and a step whose

@@ -50,6 +50,7 @@ class OnCuda:
         error: largest difference from the same configuration on CPUs, over the largest magnitude.
         steady: what the host would have waited for in the last step, by place, operation and owner.
         first: the same, of ditmesh, in the whole request.
+        after: the same, of ditmesh, after the last step: where latents are decoded.
         launches: kernels of the last step.
         messages: operations of links in the last step.
         refused: why ditmesh does not run this; then nothing else is said.
@@ -59,6 +60,7 @@ class OnCuda:
     error: float = 0.0
     steady: dict[str, int] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
     launches: int = 0
     messages: int = 0
     refused: str = ""
@@ -231,6 +233,7 @@ def request(
         error=float((value.float() - truth.float()).abs().max() / truth.float().abs().max()),
         steady=places(device.looks[last[0] : end[0]]),
         first=places([one for one in device.looks[before : last[0]] if one.owner == "ditmesh"]),
+        after=places([one for one in device.looks[end[0] :] if one.owner == "ditmesh"]),
         launches=end[1] - last[1],
         messages=end[2] - last[2],
         findings=getattr(device, "findings", []),

@@ -179,7 +179,7 @@ class BackendWithLse(DiffusersKernel):
             out, lse = returned[0], self._in_order(returned[1], q_bhsd)
         # The merge writes into what it is given.
         out = out.clone() if out.data_ptr() in (q_bhsd.data_ptr(), v_bhsd.data_ptr()) else out
-        return (out, lse.float()) if mask is None else without_blind(out, lse, additive(mask, torch.float32))
+        return (out, lse.float()) if mask is None else without_blind(out, lse, mask)
 
     def _in_order(self, lse: Tensor, q_bhsd: Tensor) -> Tensor:
         """The LSE as (B, H, Sq)."""

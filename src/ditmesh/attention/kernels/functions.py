@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...core import intercept
 from ...errors import LayoutError
-from .lse import NEG_INF, additive, without_blind
+from .lse import NEG_INF, without_blind
 
 # Attention (B, H, Sq, D) of q (B, H, Sq, D) over k and v (B, H, Sk, D), with a mask and a factor of the scores.
 AttendFunction = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "float | None"], Tensor]
@@ -95,7 +95,7 @@ class FunctionWithLse(FunctionKernel):
             )
         # The merge writes into what it is given.
         out = out.clone() if out.data_ptr() in (q_bhsd.data_ptr(), v_bhsd.data_ptr()) else out
-        return (out, lse.to(wide)) if mask is None else without_blind(out, lse.to(wide), additive(mask, wide))
+        return (out, lse.to(wide)) if mask is None else without_blind(out, lse.to(wide), mask)
 
 
 def function_kernel(

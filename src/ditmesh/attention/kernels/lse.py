@@ -38,25 +38,34 @@ def attend_with_lse(
     wide = torch.promote_types(q_bhsd.dtype, torch.float32)
     if k_bhsd.shape[2] == 0:
         return torch.zeros_like(q_bhsd), q_bhsd.new_full(q_bhsd.shape[:3], NEG_INF, dtype=wide)
-    bias = None if mask is None else additive(mask, q_bhsd.dtype)
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q_bhsd.dtype)
     found = None
-    if q_bhsd.device.type == "cpu":
-        if (kernel := fused("_scaled_dot_product_flash_attention_for_cpu")) is not None:
+    if q_bhsd.device.type == "cuda":
+        found = _cuda(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+    if found is None:
+        bias = None if mask is None else additive(mask, q_bhsd.dtype)
+        kernel = fused("_scaled_dot_product_flash_attention_for_cpu") if q_bhsd.device.type == "cpu" else None
+        if kernel is not None:
             found = kernel(q_bhsd, k_bhsd, v_bhsd, 0.0, False, attn_mask=bias, scale=scale)
-    elif q_bhsd.device.type == "cuda":
-        found = _cuda(q_bhsd, k_bhsd, v_bhsd, bias, scale)
-    out, lse = found or attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
+        else:
+            found = attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
+    out, lse = found
     lse = lse[..., : q_bhsd.shape[2]].to(wide)
-    return (out, lse) if bias is None else without_blind(out, lse, bias)
+    return (out, lse) if mask is None else without_blind(out, lse, mask)
 
 
-def without_blind(out: Tensor, lse: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def without_blind(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Output (B, H, Sq, D) and LSE, with output 0 and LSE -inf for queries that see no key.
 
     Fused kernels report LSE 0 or +inf for such a query: it must not weigh in a merge.
+
+    Args:
+        mask: as in `attend_with_lse`.
     """
     lse = lse[..., : out.shape[2]]
-    dead = (bias == NEG_INF).all(dim=-1).expand(lse.shape)
+    dead = ~mask.any(dim=-1) if mask.dtype == torch.bool else (mask == NEG_INF).all(dim=-1)
+    dead = dead.expand(lse.shape)
     return out.masked_fill(dead.unsqueeze(-1), 0), lse.masked_fill(dead, NEG_INF)
 
 
@@ -103,15 +112,16 @@ def attend_backward(
     """
     if k_bhsd.shape[2] == 0:
         return torch.zeros_like(q_bhsd), torch.zeros_like(k_bhsd), torch.zeros_like(v_bhsd)
-    bias = None if mask is None else additive(mask, q_bhsd.dtype)
     # A query that sees nothing: exp(S - inf) = 0.
     lse = lse.masked_fill(lse == NEG_INF, math.inf)
     tensors = grad_bhsd, q_bhsd, k_bhsd, v_bhsd, out_bhsd, lse
+    if q_bhsd.device.type == "cuda" and (found := _cuda_backward(*tensors, mask, scale)) is not None:
+        return found
+    bias = None if mask is None else additive(mask, q_bhsd.dtype)
     kernel = fused("_scaled_dot_product_flash_attention_for_cpu_backward")
     if q_bhsd.device.type == "cpu" and kernel is not None:
         return kernel(*tensors, 0.0, False, attn_mask=bias, scale=scale)
-    found = _cuda_backward(*tensors, bias, scale) if q_bhsd.device.type == "cuda" else None
-    return found or attend_backward_reference(*tensors, bias, scale)
+    return attend_backward_reference(*tensors, bias, scale)
 
 
 def attend_backward_reference(
@@ -207,20 +217,27 @@ def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [F.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t for t in tensors]
 
 
-def _aligned(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The bias expanded to (B, H, Sq, Sk), its rows aligned to 16 elements: the storage is padded, not the shape."""
+def _aligned(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The mask as a bias (B, H, Sq, Sk), its rows aligned to 16 elements: the storage is padded, not the shape.
+
+    Two kernels, whatever the mask is: ring attention does this for every block of keys.
+    """
     keys = k.shape[2]
-    padded = bias.new_zeros((*bias.shape[:-1], (keys + 15) // 16 * 16))
-    padded[..., :keys] = bias
-    return padded[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
+    padded = torch.full((*mask.shape[:-1], (keys + 15) // 16 * 16), NEG_INF, dtype=q.dtype, device=q.device)
+    bias = padded[..., :keys]
+    if mask.dtype == torch.bool:
+        bias.masked_fill_(mask, 0)
+    else:
+        bias.copy_(mask)
+    return bias.expand(q.shape[0], q.shape[1], q.shape[2], keys)
 
 
-def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor] | None:
+def _cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor] | None:
     """By a fused kernel; None: there is none for the call."""
     width = q.shape[-1]
     scale = 1 / math.sqrt(width) if scale is None else scale
     q, k, v = _padded((q, k, v))
-    bias = None if bias is None else _aligned(bias, q, k)
+    bias = None if mask is None else _aligned(mask, q, k)
     kind = _cuda_kernel(q, k, v, bias)
     kernel = fused(f"_scaled_dot_product_{kind}_attention")
     if kernel is None:
@@ -237,7 +254,7 @@ def _cuda_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    bias: Tensor | None,
+    mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`attend_backward` by a fused kernel; None: there is none for the call."""
@@ -245,7 +262,7 @@ def _cuda_backward(
     scale = 1 / math.sqrt(width) if scale is None else scale
     # Their kernels take one dtype.
     grad, q, k, v, out = _padded([t.to(q.dtype) for t in (grad, q, k, v, out)])
-    bias = None if bias is None else _aligned(bias, q, k)
+    bias = None if mask is None else _aligned(mask, q, k)
     kind = _cuda_kernel(q.detach().requires_grad_(), k, v, bias)
     kernel = fused(f"_scaled_dot_product_{kind}_attention_backward")
     if kernel is None:
@@ -270,5 +287,5 @@ def _cuda_backward(
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask as what is added to the scores."""
     if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, NEG_INF)
+        return torch.full_like(mask, NEG_INF, dtype=dtype).masked_fill_(mask, 0)
     return mask.to(dtype)
