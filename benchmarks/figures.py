@@ -10,6 +10,7 @@ its model, pictures and seeds; bars are standard errors of the mean over picture
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -138,7 +139,7 @@ def draw_warmup(tables: Tables) -> Path | None:
     axis.set_xticks(range(len(warmups)), [labels.get(one) or str(warmup_of({"warmup": one})) for one in warmups])
     for sampler, style, name in (("ddim", "-", ""), ("dpm", "--", ", DPM-Solver++")):
         found = [tables.find(part, "emoji-dit-s", sampler) for part in ("experiment", "degrees")]
-        every = [row for one in found for row in tables.rows(one)]
+        every = [row for one in found for row in tables.rows(one) if row["devices"] > 1]
         for number, devices in enumerate(sorted({row["devices"] for row in every})):
             rows = [row for row in every if row["devices"] == devices]
             for is_fixed in (True, False):
@@ -193,24 +194,28 @@ def draw_objectives(tables: Tables) -> Path | None:
     if len(known) < 2:
         return None
     shown = {
-        "fixed(1)": "first 1",
-        "fixed(10)": "first 10",
-        "fixed(40)": "first 40",
-        "first_last(1, 4)": "first 1,\nlast 4",
+        **{f"fixed({count})": f"{count}" for count in (0, 1, 4, 10, 40)},
+        "first_last(1, 4)": "1 and\nlast 4",
         "periodic(5)": "every\nfifth",
     }
     devices = (2, 4, 8)
     every = [
-        {row["devices"]: row for one in (table, more) for row in tables.rows(one, warmup="fixed(1)")}
+        {
+            row["devices"]: row
+            for one in (table, more)
+            for row in tables.rows(one, warmup="fixed(1)", strategy="displaced")
+            if row["devices"] > 1
+        }
         for _, table in known
         for more in [tables.find("degrees", table["table"]["model"], table["table"]["sampler"])]
     ]
     # Beside it the numbers of devices, where more than one model was measured on several.
     both = sum(len(few) > 1 for few in every) > 1
-    figure, axes = plt().subplots(1, 1 + both, figsize=(4.6 + 2.8 * both, 3.2), squeeze=False)
+    figure, axes = plt().subplots(1, 1 + both, figsize=(5.4 + 2.8 * both, 3.4), squeeze=False)
     axes = axes[0]
     for number, ((name, table), few) in enumerate(zip(known, every, strict=True)):
-        rows = {row["warmup"]: row for row in tables.rows(table, devices=4)}
+        more = tables.find("objectives", table["table"]["model"])
+        rows = {row["warmup"]: row for one in (table, more) for row in tables.rows(one, devices=4)}
         here = [warmup for warmup in shown if warmup in rows]
         places = [list(shown).index(warmup) + 0.05 * (number - 1) for warmup in here]
         bars(axes[0], places, [rows[warmup] for warmup in here], number, name, linestyle="none")
@@ -221,11 +226,11 @@ def draw_objectives(tables: Tables) -> Path | None:
             axes[1].set_xlabel("N, one synchronous step")
     axes[0].set_xlim(-0.4, len(shown) - 0.6)
     axes[0].set_xticks(range(len(shown)), list(shown.values()))
-    axes[0].set_xlabel("synchronous steps, of 50; N = 4")
+    axes[0].set_xlabel("synchronous steps at the beginning, of 50; and placed; N = 4")
     axes[0].set_ylabel("PSNR, dB")
     axes[0].legend(fontsize=7.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=1 + both)
     said = "; ".join(f"{table['table']['model']}: {table['pictures']} pictures" for _, table in known)
-    return save(figure, "objectives", f"DDIM, 50 steps, seeds from 0; bars: standard error\n{said}")
+    return save(figure, "objectives", f"50 steps (DDIM; flow: Euler), seeds from 0; bars: standard error\n{said}")
 
 
 def details(tables: Tables) -> list[tuple[str, dict[str, Any]]]:
@@ -385,6 +390,95 @@ def draw_bytes(tables: Tables) -> Path | None:
     return save(figure, "bytes", f"{tables.said(table)}; one synchronous step; bars: standard error")
 
 
+# The models that codecs and budgets are measured on.
+THREE = ("emoji-sd3", "emoji-flux", "emoji-dit-s")
+
+
+def of_three(tables: Tables, part: str) -> list[dict[str, Any]]:
+    """A part's tables of these models that were measured."""
+    return [table for model in THREE if (table := tables.find(part, model)) is not None]
+
+
+def steps_and_pictures(some: Sequence[dict[str, Any]]) -> str:
+    """Of several tables."""
+    steps = ", ".join(f"{one['table']['model']} {one['table']['sampler']} {one['table']['steps']}" for one in some)
+    counts = sorted({one["pictures"] for one in some})
+    return f"N = 4; steps: {steps}\n{' or '.join(map(str, counts))} pictures each, seeds from 0"
+
+
+def bits_of(row: dict[str, Any], whole: dict[str, Any]) -> float:
+    """Bits that a stale step sends for every number of keys and values, of 32, scales counted."""
+    steps = whole["evaluations"]
+    full = whole["sent"]["ring"] / steps
+    return 32 * (row["sent"]["ring"] - full) / (full * (steps - 1))
+
+
+def draw_codecs(tables: Tables) -> Path | None:
+    """What compressed messages cost against uncompressed ones, over bits a number."""
+    some = of_three(tables, "codecs")
+    if not some:
+        return None
+    figure, axes = plt().subplots(1, len(some), figsize=(2.7 * len(some), 3.1), sharey=True, squeeze=False)
+    for axis, table in zip(axes[0], some, strict=True):
+        (whole,) = tables.rows(table, strategy="displaced")
+        for number, kind in enumerate(("displaced-int", "displaced-residual")):
+            rows = [row for row in table["rows"] if row["strategy"].startswith(kind)]
+            apart = [np.array(row["each"]) - np.array(whole["each"]) for row in rows]
+            axis.errorbar(
+                [bits_of(row, whole) for row in rows],
+                [float(one.mean()) for one in apart],
+                yerr=[float(one.std(ddof=1)) / len(one) ** 0.5 for one in apart],
+                color=COLOURS[number],
+                marker=MARKS[number],
+                capsize=2,
+                elinewidth=0.8,
+                label=("whole keys: int8, int4", "differences: residual4, 2, 1.6, 1")[number],
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+        axis.set_title(f"{table['table']['model']}, {whole['psnr']['value']:.1f} dB", fontsize=9)
+        axis.set_xlabel("bits a number")
+        axis.axhline(0, color="#999999", linewidth=0.8)
+    axes[0][0].set_ylabel("less uncompressed, dB")
+    axes[0][0].legend(fontsize=6.5, loc="lower right")
+    return save(figure, "codecs", f"{steps_and_pictures(some)}, one synchronous step; bars: standard error")
+
+
+def predicted_of(verdict: str) -> float | None:
+    """Decibels that a verdict of a budget says."""
+    found = re.search(r"([\d.]+) dB predicted", verdict)
+    return None if found is None else float(found[1])
+
+
+def draw_budgets(tables: Tables) -> Path | None:
+    """PSNR of every picture over what `adaptive` predicted for them, and its budgets."""
+    some = of_three(tables, "budgets")
+    if not some:
+        return None
+    figure, axes = plt().subplots(1, len(some), figsize=(2.7 * len(some), 3.1), sharey=True, squeeze=False)
+    for axis, table in zip(axes[0], some, strict=True):
+        asked = [row for row in table["rows"] if "verdict" in row]
+        wanted = [float(row["warmup"].removeprefix("adaptive(").removesuffix("dB)")) for row in asked]
+        for place, (least, row) in enumerate(zip(wanted, asked, strict=True)):
+            each = row["each"]
+            style = {"color": COLOURS[0], "marker": "o", "linestyle": "none", "markersize": 3.5}
+            axis.plot([least] * len(each), each, label="measured, every picture" if place == 0 else None, **style)
+            predicted = predicted_of(row["verdict"])
+            if predicted is not None:
+                style = {"color": COLOURS[1], "marker": "_", "linestyle": "none", "markersize": 11}
+                axis.plot([least], [predicted], label="predicted" if place == 0 else None, **style)
+            text = f"{row['synchronous']['value']:.0f}"
+            axis.annotate(text, (least, max(each)), xytext=(0, 4), textcoords="offset points", fontsize=7, ha="center")
+        axis.plot(
+            [min(wanted) - 2, max(wanted) + 2], [min(wanted) - 2, max(wanted) + 2], color="#999999", linewidth=0.8
+        )
+        axis.set_title(f"{table['table']['model']}, of {table['table']['steps']} steps", fontsize=9)
+        axis.set_xlabel("budget, dB")
+    axes[0][0].set_ylabel("PSNR, dB")
+    axes[0][-1].legend(fontsize=7, loc="lower right")
+    return save(figure, "budgets", f"{steps_and_pictures(some)}; numbers: synchronous steps; line: the budget itself")
+
+
 def draw_distribution(_: Tables) -> Path | None:
     """Class, Fréchet distance and sharpness of every row."""
     data = read("distribution")
@@ -465,6 +559,39 @@ def draw_load(_: Tables) -> Path | None:
         "emoji-dit-s, DDIM, 16 steps, 4 pictures in one request, real ranks of one thread\n"
         "processor time (map), clock (lines)",
     )
+
+
+def draw_moving(_: Tables) -> Path | None:
+    """Seconds of every step while a rank becomes slow, with tokens that move, that stay, and given speeds."""
+    data = read("moving")
+    if not data:
+        return None
+    styles = {
+        "ring=2, even": (COLOURS[1], "-"),
+        "ring=2, speeds=auto": (COLOURS[0], "-"),
+        "ring=2, speeds given": (COLOURS[2], "--"),
+        "displaced, even": (COLOURS[1], ":"),
+        "displaced, speeds=auto": (COLOURS[0], ":"),
+    }
+    names = {"stopped": "stopped every 10 ms", "busy": "a loop on its core", "nice": "a loop, lower priority"}
+    figure, axes = plt().subplots(1, len(data["ways"]), figsize=(3.9 * len(data["ways"]), 3.4), squeeze=False)
+    for axis, (way, found) in zip(axes[0], data["ways"].items(), strict=True):
+        for name, (colour, line) in styles.items():
+            if name in found:
+                took = [max(step) for step in zip(*([one[0] for one in rank] for rank in found[name]), strict=True)]
+                axis.plot(range(len(took)), took, color=colour, linestyle=line, linewidth=1.1, label=name)
+                moves = [step for step, one in enumerate(found[name][0]) if one[3]]
+                axis.plot(moves, [took[step] for step in moves], "o", color=colour, markersize=4)
+        axis.axvline(data["slow from"] - 0.5, color="#777777", linewidth=0.8)
+        axis.set_title(f"rank 1: {names.get(way, way)}", fontsize=9)
+        axis.set_xlabel("step")
+        axis.set_ylim(bottom=0)
+    axes[0][0].set_ylabel("seconds of a step, slower rank")
+    axes[0][0].legend(fontsize=6.5, loc="upper left")
+    said = (
+        f"FLUX-shaped transformer of 12 blocks, random weights, {data['tokens']:,} image tokens, two real ranks of one"
+    )
+    return save(figure, "moving", f"{said} thread\nrank 1 is slow from the grey line on; dots: tokens move")
 
 
 def draw_sameness(_: Tables) -> Path | None:
@@ -566,7 +693,10 @@ FIGURES: dict[str, Callable[[Tables], Path | None]] = {
     "places": draw_places,
     "distribution": draw_distribution,
     "bytes": draw_bytes,
+    "codecs": draw_codecs,
+    "budgets": draw_budgets,
     "load": draw_load,
+    "moving": draw_moving,
     "sameness": draw_sameness,
 }
 

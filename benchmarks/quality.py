@@ -15,10 +15,11 @@ one draws each once more from another seed, and the tables are made of what is t
 
 ``experiment``: 50 steps, N = 2, 4, 8, fixed warm-ups from none to 40 steps, first and last steps, adaptive; DDIM and
 DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``samplers``: three
-more. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the noise in place of the
-velocity; ``degrees``: these, and DPM-Solver++, on more numbers of devices. ``tokens``: one recipe at 64 and 1,024
-tokens. ``counts``: fewer steps. Models that are not embedded (epsilon, 64 and 1,024 tokens) are those of
-`training/relatives.py`, looked for in ``--models``; where one is not there, its table is left out.
+more, and four of flow matching. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the
+noise in place of the velocity; ``degrees``: these, and DPM-Solver++, on other numbers of devices. ``tokens``: one
+recipe at 64 and 1,024 tokens. ``codecs``: every way to compress messages. ``budgets``: `adaptive` in decibels, what it
+predicted, and whether it said so. ``counts``: fewer steps. Models that are not embedded (epsilon, 64 and 1,024 tokens)
+are those of `training/relatives.py`, looked for in ``--models``; where one is not there, its table is left out.
 `benchmarks/figures.py` draws the figures of the page from the JSON files.
 """
 
@@ -78,9 +79,9 @@ class Table:
 
     @property
     def store(self) -> str:
-        """Of the folder that its cells are in: those of other numbers of devices lie together, with one reference."""
+        """Of the folder that its cells are in: those of one model and sampler lie together, with one reference."""
         part = "experiment" if self.model == "emoji-dit-s" else "objectives"
-        return f"{part}-{self.model}-{self.sampler}" if self.part == "degrees" else self.name
+        return f"{part}-{self.model}-{self.sampler}" if self.part in ("degrees", "objectives") else self.name
 
 
 def policies(steps: int) -> tuple[str, ...]:
@@ -105,6 +106,10 @@ WARMUPS = ("fixed(0)", "fixed(1)", "fixed(4)", "fixed(10)", "fixed(40)")
 # What the same number of synchronous steps is worth elsewhere.
 PLACED = ("first_last(1, 4)", "adaptive(0.001, 5)")
 NUMBERS = (2, 4, 8)
+# Elsewhere, too, for models that predict something else.
+SPREAD = ("first_last(1, 4)", "adaptive(0.001, 10)", "periodic(5)")
+# Least PSNR that is asked for.
+BUDGETS = ("fixed(1)", *(f"adaptive({least}dB)" for least in (25, 30, 35, 40, 45, 50)))
 # Models of `training/relatives.py`.
 RELATIVES = ("dit-64-tokens", "dit-1024-tokens", "dit-epsilon")
 
@@ -113,6 +118,10 @@ def compressed(*names: str) -> tuple[str, ...]:
     """Strategies of `ditmesh study` with messages compressed in each of these ways: any that ``compress`` knows."""
     return tuple(f"displaced-{name}" for name in names)
 
+
+# What one rank must not change.
+ALONE = ("displaced", "pipefusion", *compressed("residual2"))
+CODECS = compressed("int8", "int4", "residual4", "residual2", "residual1.6", "residual1")
 
 TABLES = [
     *(Table("policies", *model, (4, 8), policies(model[2])) for model in (FLOW, SMALL, LARGE, MULTISTEP)),
@@ -128,17 +137,23 @@ TABLES = [
         strategies=("naive", "pipefusion", *compressed("int8", "int4")),
     ),
     *(Table("samplers", "emoji-dit-s", sampler, LONG, (4,), ("fixed(1)",)) for sampler in ("unipc", "euler", "ddpm")),
-    *(Table("counts", "emoji-dit-s", "ddim", steps, NUMBERS, ("fixed(1)",)) for steps in (10, 20)),
     *(
-        Table(part, *model, LONG, devices, warmups)
-        for model in (("dit-epsilon", "ddim"), ("emoji-sd3", "euler"))
-        for part, devices, warmups in (
-            (
-                "objectives",
-                (4,),
-                ("fixed(1)", "fixed(10)", "fixed(40)", PLACED[0], "adaptive(0.001, 10)", "periodic(5)"),
-            ),
-            ("degrees", (2, 8), ("fixed(1)",)),
+        Table("samplers", "emoji-flux", sampler, 12, (4,), ("fixed(1)",))
+        for sampler in ("euler", "heun", "dpm", "unipc")
+    ),
+    *(Table("counts", "emoji-dit-s", "ddim", steps, NUMBERS, ("fixed(1)",)) for steps in (10, 20)),
+    Table("objectives", "emoji-dit-s", "ddim", LONG, (4,), SPREAD[1:]),
+    Table("objectives", "dit-epsilon", "ddim", LONG, (4,), (*WARMUPS, *SPREAD)),
+    Table("objectives", "emoji-sd3", "euler", LONG, (4,), (*WARMUPS, *SPREAD), captions=4),
+    Table("degrees", "emoji-dit-s", "ddim", LONG, (1,), ("fixed(1)",), strategies=ALONE),
+    Table("degrees", "dit-epsilon", "ddim", LONG, (1, 2, 8), ("fixed(1)",)),
+    Table("degrees", "emoji-sd3", "euler", LONG, (1, 2, 8), ("fixed(1)",), captions=4),
+    *(
+        table
+        for model in (FLOW, ("emoji-flux", "euler", 12), SMALL)
+        for table in (
+            Table("codecs", *model, (4,), ("fixed(1)",), strategies=("displaced", *CODECS), rounds=1),
+            Table("budgets", *model, (4,), BUDGETS, rounds=1),
         )
     ),
     Table("detail", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
@@ -174,6 +189,8 @@ def plan_of(table: Table, rounds: int, models: Path) -> Any:
         weights=plan.weights_digest(folder),
         steps=table.steps,
         guidance=known.guidance_scale,
+        # Elsewhere the pipeline takes the transformer's own; FLUX's has none.
+        size=None if "sample_size" in info.transformer else info.default_size,
         max_sequence_length=known.max_sequence_length,
     )
     return plan.make_plan(
@@ -261,7 +278,7 @@ def row_of(results: Any, at: Any, pictures: Path) -> dict[str, Any]:
 
     errors = [(error.value, error.error) for error in results.prediction_errors(at)]
     first = results.by[at][0]
-    details = ("attention_error", "same_latents")
+    details = ("attention_error", "same_latents", "verdict")
     return rounded(
         asdict(results.row(at))
         | {"each": list(results.psnr_of(at).values()), "prediction_error": errors}
@@ -362,14 +379,28 @@ def show(table: Table, results: Any) -> None:
 
 
 def show_rows(results: Any) -> None:
-    """Print every combination."""
-    print(f"{'strategy':<16}{'N':>2}  {'policy':<20}{'synchronous':>12}{'PSNR':>15}{'SSIM':>9}{'1000 ST-LPIPS':>15}")
+    """Print every combination, and by how much pictures are closer than with one synchronous step only."""
+    from ditmesh.tools.study.analysis import difference
+
+    over = "over fixed(1)"
+    print(
+        f"{'strategy':<20}{'N':>2}  {'policy':<20}{'synchronous':>12}{'PSNR':>15}{over:>16}{'SSIM':>9}"
+        f"{'1000 ST-LPIPS':>15}"
+    )
     for row in results.rows():
+        at = (row.sampler, row.strategy, row.devices, row.warmup)
+        base = (row.sampler, "displaced", row.devices, "fixed(1)")
+        apart = ""
+        if base in results.by and at != base:
+            apart = format(difference([(results.psnr_of(at), results.psnr_of(base))]), "+.2f")
         perceptual = "" if row.perceptual.value is None else format(thousandfold(row.perceptual), ".2f")
         print(
-            f"{row.strategy:<16}{row.devices:>2}  {row.warmup:<20}{row.synchronous:>12.1f}{format(row.psnr, '.2f'):>15}"
-            f"{row.ssim.value:>9.4f}{perceptual:>15}"
+            f"{row.strategy:<20}{row.devices:>2}  {row.warmup:<20}{row.synchronous:>12.1f}{format(row.psnr, '.2f'):>15}"
+            f"{apart:>16}{row.ssim.value:>9.4f}{perceptual:>15}"
         )
+        verdict = results.by[at][0].get("verdict")
+        if verdict:
+            print(f"{'':20}{verdict}; measured: {min(results.psnr_of(at).values()):.1f} dB at least")
 
 
 def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:
