@@ -1,6 +1,6 @@
 """Tokens that move while a request runs: a rank that becomes slow in mid-request, and two ranks that are alike.
 
-    python benchmarks/moving.py [--slow stopped] [--steps 40] [--slow-from 20] [--json out.json]
+    python benchmarks/moving.py [--slow stopped busy] [--steps 40] [--slow-from 20] [--json out.json]
     python benchmarks/moving.py --even 1000          # two equal ranks, over so many steps of a small model
 
 Rank 1 becomes slow in one of these ways, on however many tokens it has:
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import exact
-from harness import command_line, show_table, write_figures
+from harness import command_line, show_table, write_compactly, write_figures
 from machine import describe_machine
 
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -140,6 +140,34 @@ def request(
     return [[(one.seconds, one.waited, one.tokens, one.moved, one.own or 0.0) for one in rank] for rank in every]
 
 
+def turn(pool: Any, way: str, options: Any, machine: dict[str, Any]) -> dict[str, Any]:
+    """Every contender with one way of becoming slow; prints a table, and returns the loads of every one."""
+    found: dict[str, Any] = {}
+    rows: list[list[str]] = []
+    balanced: list[float] = []
+    for name, config in CONTENDERS.items():
+        if options.only and not name.startswith(options.only):
+            continue
+        given = {"speeds": (WAYS[way], 1.0)} if config.get("speeds") == "given" else {}
+        loads = pool.run(request, config | given, options.steps, options.slow_from, False, way, options.side)[0]
+        found[name] = [[[round(one[0], 4), round(one[1], 4), *one[2:4], round(one[4], 4)] for one in r] for r in loads]
+        row, later = [name], []
+        # By the clock, and what the slower rank has to do without other work.
+        for what in (0, 4):
+            took = [max(step) for step in zip(*([one[what] for one in rank] for rank in loads), strict=True)]
+            later.append(statistics.median(took[options.slow_from + LATER :]))
+            row += [f"{statistics.median(took[2 : options.slow_from]):.3f}", f"{later[-1]:.3f}"]
+        balanced = later if "given" in name else balanced
+        row += [f"{ours / best:.2f}" for ours, best in zip(later, balanced, strict=False)] or ["-", "-"]
+        moves = ", ".join(str(step) for step, one in enumerate(loads[0]) if one[3])
+        rows.append([*row, moves, f"{loads[0][-1][2]} : {loads[1][-1][2]}"])
+    later = f"from {LATER} on"
+    columns = ["", "s a step", later, "without others", later, "of balanced", "without", "moved at", "tokens"]
+    title = f"Two ranks, one becomes slow ({way}) in step {options.slow_from}"
+    show_table(title, columns, rows, machine, width=120)
+    return found
+
+
 def main() -> None:
     """Measure and print."""
     from ditmesh.launch import RankPool
@@ -147,7 +175,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--slow-from", type=int, default=20)
-    parser.add_argument("--slow", choices=WAYS, default="sleeps", help="how rank 1 becomes slow")
+    parser.add_argument("--slow", choices=WAYS, nargs="+", default=["sleeps"], help="how rank 1 becomes slow")
     parser.add_argument("--side", type=int, default=exact.SIDE, help="image tokens of a side")
     parser.add_argument("--only", help="contenders whose names begin with this")
     parser.add_argument("--even", type=int, help="two equal ranks instead, over so many steps of a small model")
@@ -167,32 +195,11 @@ def main() -> None:
         show_table("Two equal ranks, speeds=auto", columns, rows, machine)
         write_figures(figures | {"loads": [first, second]}, options.json)
         return
-    rows: list[list[str]] = []
-    balanced: list[float] = []
+    figures |= {"steps": options.steps, "slow from": options.slow_from, "tokens": options.side**2, "ways": {}}
     with RankPool(2, threads=1) as pool:
-        for name, config in CONTENDERS.items():
-            if options.only and not name.startswith(options.only):
-                continue
-            given = {"speeds": (WAYS[options.slow], 1.0)} if config.get("speeds") == "given" else {}
-            loads = pool.run(
-                request, config | given, options.steps, options.slow_from, False, options.slow, options.side
-            )[0]
-            figures[name] = loads
-            row, later = [name], []
-            # By the clock, and what the slower rank has to do without other work.
-            for what in (0, 4):
-                took = [max(step) for step in zip(*([one[what] for one in rank] for rank in loads), strict=True)]
-                later.append(statistics.median(took[options.slow_from + LATER :]))
-                row += [f"{statistics.median(took[2 : options.slow_from]):.3f}", f"{later[-1]:.3f}"]
-            balanced = later if "given" in name else balanced
-            row += [f"{ours / best:.2f}" for ours, best in zip(later, balanced, strict=False)] or ["-", "-"]
-            moves = ", ".join(str(step) for step, one in enumerate(loads[0]) if one[3])
-            rows.append([*row, moves, f"{loads[0][-1][2]} : {loads[1][-1][2]}"])
-            write_figures(figures, options.json)
-    later = f"from {LATER} on"
-    columns = ["", "s a step", later, "without others", later, "of balanced", "without", "moved at", "tokens"]
-    title = f"Two ranks, one becomes slow ({options.slow}) in step {options.slow_from}"
-    show_table(title, columns, rows, machine, width=120)
+        for way in options.slow:
+            figures["ways"][way] = turn(pool, way, options, machine)
+            write_compactly(figures, options.json)
 
 
 if __name__ == "__main__":
