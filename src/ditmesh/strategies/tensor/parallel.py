@@ -26,6 +26,7 @@ from ...config import ParallelConfig
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.partition import Partition
 from ...core.patching import Patch, refuse_loading, refuse_saving
+from ...core.values import tracked
 from ...errors import ConfigError, InputError
 from ...forecast.costs.step import Share, StepForecast, Term
 from ...forecast.costs.work import Linear, Work, Workload
@@ -74,6 +75,8 @@ class TensorParallel:
         self._check_processors()
         # Where a site's hooks hang: on the linear, or on the adapter wrapped around it.
         self._hung: dict[tuple[str, str], tuple[nn.Module, RemovableHandle]] = {}
+        # What went into the latest column-split linear of a call, and what it got.
+        self._entered: tuple[Tensor, int, Tensor] | None = None
         # Hooks on the gradients of parameters, by parameter.
         self._completed: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
         for site in self.plan.sites:
@@ -96,6 +99,7 @@ class TensorParallel:
         self._follow_adapters()
         # Adapters come and go between calls; looking once a call is cheap and misses none.
         self._undo.callback(model.register_forward_pre_hook(self._before_call, prepend=True).remove)
+        self._undo.callback(model.register_forward_hook(self._after_call, always_call=True).remove)
 
     def close(self) -> None:
         """Make the model whole again, bit for bit, adapters included. Collective over the link.
@@ -228,6 +232,10 @@ class TensorParallel:
         if torch.is_grad_enabled():
             self._follow_gradients()
 
+    def _after_call(self, *_: Any) -> None:
+        """Keep no activation beyond the call."""
+        self._entered = None
+
     def _epilogue(self, site: Site) -> Callable[..., Tensor]:
         """A hook that completes the output of a site's linear: the sum, or the features, of all ranks."""
         link, lengths = self.link, site.cut.lengths
@@ -290,7 +298,14 @@ class TensorParallel:
         self._hung[name, path] = module, module.register_forward_pre_hook(found)
 
     def _prologue(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return enter_slices(self.link, args[0]), *args[1:]
+        """Before a column-split linear. One after another of the same tensor (queries, keys, values) share one sum."""
+        given = args[0]
+        # What checkpointing computes again in backward passes no gradient on, and its tensors are not to be kept.
+        if torch.compiler.is_compiling() or not tracked(given) or torch._C._current_graph_task_id() != -1:
+            return enter_slices(self.link, given), *args[1:]
+        if self._entered is None or self._entered[0] is not given or self._entered[1] != given._version:
+            self._entered = given, given._version, enter_slices(self.link, given)
+        return self._entered[2], *args[1:]
 
     def _complete(self, parameter: nn.Parameter, change: Callable[[Tensor], Tensor]) -> None:
         if parameter.requires_grad and parameter not in self._completed:
