@@ -573,17 +573,23 @@ def draw_moving(_: Tables) -> Path | None:
         "displaced, even": (COLOURS[1], ":"),
         "displaced, speeds=auto": (COLOURS[0], ":"),
     }
-    names = {"stopped": "stopped every 10 ms", "busy": "a loop on its core", "nice": "a loop, lower priority"}
+    names = {
+        "stopped": "stopped every 10 ms (without other work)",
+        "busy": "a loop on its core (clock)",
+        "nice": "a loop, lower priority (clock)",
+    }
     figure, axes = plt().subplots(1, len(data["ways"]), figsize=(3.9 * len(data["ways"]), 3.4), squeeze=False)
     for axis, (way, found) in zip(axes[0], data["ways"].items(), strict=True):
+        # What other work on the machine took is left out, unless it is what makes the rank slow.
+        what = 0 if way in ("busy", "nice") else 4
         for name, (colour, line) in styles.items():
             if name in found:
-                took = [max(step) for step in zip(*([one[0] for one in rank] for rank in found[name]), strict=True)]
+                took = [max(step) for step in zip(*([one[what] for one in rank] for rank in found[name]), strict=True)]
                 axis.plot(range(len(took)), took, color=colour, linestyle=line, linewidth=1.1, label=name)
                 moves = [step for step, one in enumerate(found[name][0]) if one[3]]
                 axis.plot(moves, [took[step] for step in moves], "o", color=colour, markersize=4)
         axis.axvline(data["slow from"] - 0.5, color="#777777", linewidth=0.8)
-        axis.set_title(f"rank 1: {names.get(way, way)}", fontsize=9)
+        axis.set_title(names.get(way, way), fontsize=9)
         axis.set_xlabel("step")
         axis.set_ylim(bottom=0)
     axes[0][0].set_ylabel("seconds of a step, slower rank")

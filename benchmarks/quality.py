@@ -15,7 +15,7 @@ one draws each once more from another seed, and the tables are made of what is t
 
 ``experiment``: 50 steps, N = 2, 4, 8, fixed warm-ups from none to 40 steps, first and last steps, adaptive; DDIM and
 DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``samplers``: three
-more, and three of flow matching. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the
+more, and four of flow matching. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the
 noise in place of the velocity; ``degrees``: these, and DPM-Solver++, on other numbers of devices. ``tokens``: one
 recipe at 64 and 1,024 tokens. ``codecs``: every way to compress messages. ``budgets``: `adaptive` in decibels, what it
 predicted, and whether it said so. ``counts``: fewer steps. Models that are not embedded (epsilon, 64 and 1,024 tokens)
@@ -138,8 +138,8 @@ TABLES = [
     ),
     *(Table("samplers", "emoji-dit-s", sampler, LONG, (4,), ("fixed(1)",)) for sampler in ("unipc", "euler", "ddpm")),
     *(
-        Table("samplers", "emoji-flux", sampler, 12, (4,), ("fixed(1)",))
-        for sampler in ("euler", "dpm", "unipc")
+        Table("samplers", "emoji-sd3", sampler, 12, (4,), ("fixed(1)",))
+        for sampler in ("euler", "heun", "dpm", "unipc")
     ),
     *(Table("counts", "emoji-dit-s", "ddim", steps, NUMBERS, ("fixed(1)",)) for steps in (10, 20)),
     Table("objectives", "emoji-dit-s", "ddim", LONG, (4,), SPREAD[1:]),
