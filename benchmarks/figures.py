@@ -475,7 +475,8 @@ def draw_budgets(tables: Tables) -> Path | None:
         axis.set_title(f"{table['table']['model']}, of {table['table']['steps']} steps", fontsize=9)
         axis.set_xlabel("budget, dB")
     axes[0][0].set_ylabel("PSNR, dB")
-    axes[0][-1].legend(fontsize=7, loc="lower right")
+    axes[0][0].set_ylim(0, 108)
+    axes[0][-1].legend(fontsize=7, loc="upper left")
     return save(figure, "budgets", f"{steps_and_pictures(some)}; numbers: synchronous steps; line: the budget itself")
 
 
