@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import uuid
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -195,7 +196,7 @@ class Followers:
         return [(other, done.value) for other in done.others]
 
 
-class FollowedModule:
+class FollowedModule(ABC):
     """A module of this process with copies on the other ranks, which take part in its calls.
 
     Attributes:
@@ -302,8 +303,9 @@ class FollowedModule:
         self.followers.models.pop(self._key, None)
         self._end()
 
+    @abstractmethod
     def _end(self) -> None:
-        raise NotImplementedError
+        """Undo `_begin`, once."""
 
 
 class FollowedModel(FollowedModule):
