@@ -298,6 +298,8 @@ def places_of(first: dict[str, Any]) -> dict[str, Any]:
     values = np.array(first["token_error"]) ** 2
     waits = {step["step"] for step in first.get("steps", ()) if step["synchronous"]}
     stale = [step for step in range(len(values)) if step not in waits]
+    if not stale:
+        return {}
     rows, places = np.sqrt(values.mean(2)), np.sqrt(values[stale].mean(0))
     return {"error_by_row": rounded(rows.tolist(), 3), "error_by_place": rounded(places.tolist(), 3)}
 

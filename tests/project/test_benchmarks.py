@@ -102,7 +102,7 @@ def test_the_study_of_the_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(cells) == len(known)
     assert all(count > 1 for count in cells.values())
     small = quality.Table(
-        *("detail", "emoji-dit-s", "ddim", 2, (2,), ("fixed(1)",)),
+        *("detail", "emoji-dit-s", "ddim", 2, (1, 2), ("fixed(1)", "adaptive(40dB)")),
         strategies=("displaced", *quality.compressed("int8")),
         captions=1,
         detail=True,
@@ -113,8 +113,12 @@ def test_the_study_of_the_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     quality.main()
     (table,) = json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))["tables"]
-    stale, packed = table["rows"]
-    assert (stale["strategy"], packed["strategy"]) == ("displaced", "displaced-int8")
+    rows = {(row["strategy"], row["devices"], row["warmup"]): row for row in table["rows"]}
+    stale, packed = (rows[name, 2, "fixed(1)"] for name in ("displaced", "displaced-int8"))
+    assert "verdict" not in stale
+    assert "the budget is" in rows["displaced", 2, "adaptive(40dB)"]["verdict"]
+    # One rank is one device.
+    assert {row["equal"] for row in table["rows"] if row["devices"] == 1} == {1}
     # Of two steps the stale one sends a quarter, and scales.
     one = stale["sent"]["ring"] / 2
     assert 3 < one / (packed["sent"]["ring"] - one) < 4
