@@ -354,7 +354,7 @@ def z_image(config: dict[str, Any]) -> tuple[torch.Tensor, int, list[int], list[
         step = pipe.scheduler.step
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            kept.extend(len(pipe_._buffers) for pipe_ in ditmesh.engine_of(pipe).parts(PipeFusion))
+            kept.extend(len(pipe_.buffers) for pipe_ in ditmesh.engine_of(pipe).parts(PipeFusion))
             return step(*args, **kwargs)
 
         with mock.patch.object(pipe.scheduler, "step", counted):

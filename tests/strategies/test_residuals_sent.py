@@ -98,7 +98,7 @@ def both_sides(compress: str, steps: list[int], config: dict[str, Any]) -> dict[
                 engine.clock.advance()
                 engine.clock.tick({"timestep": step + 1000.0}, {}, {})
         found = {}
-        for key, buffer in handler_of(model)._buffers.items():
+        for key, buffer in handler_of(model).buffers.items():
             buffer.arrive()
             rank = buffer._ring.rank
             found[str(key)] = buffer._shown.clone(), torch.cat(buffer._slots[1 - rank]).clone()
@@ -151,7 +151,7 @@ def stays_near(compress: str, forget: bool) -> float:
             next_step(model)
             run(model, {**made, "hidden_states": made["hidden_states"] + 0.3 * min(step, 2) * noise})
         apart = 0.0
-        for buffer in handler_of(model)._buffers.values():
+        for buffer in handler_of(model).buffers.values():
             buffer.arrive()
             here = torch.cat([slot for slots in buffer._slots for slot in slots])
             whole = buffer._ring.all_gather(

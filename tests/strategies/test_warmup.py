@@ -322,7 +322,7 @@ def test_drift_by_hand():
     # Not one step apart: nothing to compare with.
     monitor.observe(first, "k", 3, (k, k), dim=2)
     assert close_step(monitor) == [None, None]
-    assert monitor._samples["k"][1].shape[3] <= SAMPLED_TOKENS
+    assert monitor._of.value.samples["k"][1].shape[3] <= SAMPLED_TOKENS
     monitor.reset()
     monitor.observe(first, "k", 4, (2 * k, k), dim=2)
     assert close_step(monitor) == [None, None]

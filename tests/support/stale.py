@@ -52,7 +52,7 @@ def frozen(name: str, config: dict[str, Any], label: str, clear: bool = False) -
             errors.append(relative_error(run(model, arguments), truth))
             kept = handler_of(model).buffer_bytes > 0
             if clear:
-                for buffer in handler_of(model)._buffers.values():
+                for buffer in handler_of(model).buffers.values():
                     buffer.arrive()
                     buffer.whole.zero_()
     return errors, kept

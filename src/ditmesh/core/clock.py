@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .arguments import Arguments, covers, parameter_names
+from .kept import KeptStates
 from .values import Seen, Values, plain, seen
 
 # Argument names of the timestep.
@@ -57,6 +58,30 @@ class _SeenCall:
     others: Mapping[str, Seen]
 
 
+@dataclass
+class _Counted:
+    """What is known of the calls of one request.
+
+    Attributes:
+        call: the call in progress, or the latest one.
+        values: compares values of the request.
+        calls, before: of this step, and of the one before.
+        at: the scheduler, and what it had counted.
+        counts: whether it counts.
+        forced: whether the next call begins a step.
+        schedule: the scheduler's timesteps, and those on the host.
+    """
+
+    call: TransformerCall = field(default_factory=TransformerCall)
+    values: Values = field(default_factory=Values)
+    calls: list[_SeenCall] = field(default_factory=list)
+    before: list[_SeenCall] = field(default_factory=list)
+    at: tuple[Any, int | None] = (None, None)
+    counts: bool = False
+    forced: bool = False
+    schedule: tuple[Seen, list[Any]] | None = None
+
+
 class CallClock:
     """Counts the calls of a pipeline's transformers. Fed once per call, before any other layer sees it.
 
@@ -74,35 +99,36 @@ class CallClock:
         scheduler: returns the pipeline's scheduler, if there is one.
 
     Attributes:
-        call: the call in progress, or the latest one.
-        values: compares values of this request.
+        kept: what is kept of the requests whose calls it counts, of which one is in hand.
     """
 
     def __init__(self, scheduler: Callable[[], Any] = lambda: None) -> None:
-        self.values = Values()
-        self.call = TransformerCall()
+        self.kept = KeptStates()
+        self._of = self.kept.keeper(_Counted)
         self._scheduler = scheduler
         self._listeners: list[Callable[[TransformerCall], None]] = []
-        self._models = 0
-        self._forget()
+        self._models = self._requests = 0
 
-    def _forget(self) -> None:
-        self.values.forget()
-        self._calls: list[_SeenCall] = []
-        self._before: list[_SeenCall] = []
-        self._at: tuple[Any, int | None] = (None, None)
-        self._counts = self._forced = False
-        self._schedule: tuple[Seen, list[Any]] | None = None
+    @property
+    def call(self) -> TransformerCall:
+        """The call in progress, or the latest one."""
+        return self._of.value.call
+
+    @property
+    def values(self) -> Values:
+        """Compares values of this request."""
+        return self._of.value.values
 
     def begin_request(self) -> None:
         """Begin a new request: its first call begins step 0."""
-        self._forget()
-        self.call = TransformerCall(self.call.request + 1)
+        self._of.renew()
+        self._of.value.call = TransformerCall(self._requests)
+        self._requests += 1
 
     def end_request(self) -> None:
         """End the request, and release its tensors."""
-        self._forget()
-        self.call = replace(self.call, steadiness=lambda: False)
+        before = self._of.renew()
+        self._of.value.call = replace(before.call, steadiness=lambda: False)
 
     def on_step(self, listener: Callable[[TransformerCall], None]) -> None:
         """Tell ``listener`` of every first call of a step, before it runs."""
@@ -147,58 +173,60 @@ class CallClock:
         """
         if self.call.request < 0:
             self.begin_request()
+        of = self._of.value
         times, given = ({path: seen(value) for path, value in part.items()} for part in (timestep, others))
         # Of latents that are written to unseen a copy is kept.
         record = _SeenCall(model, times, {path: seen(value, copied=True) for path, value in latents.items()}, given)
         new = self._begins_step(record)
         if new:
-            self._before, self._calls = self._calls, []
-            self.values.turn()
-        branch = len(self._calls)
-        before = self._before[branch] if branch < len(self._before) else None
-        self._calls.append(record)
-        self.call = TransformerCall(
-            self.call.request,
-            self.call.step + new,
+            of.before, of.calls = of.calls, []
+            of.values.turn()
+        branch = len(of.calls)
+        before = of.before[branch] if branch < len(of.before) else None
+        of.calls.append(record)
+        of.call = TransformerCall(
+            of.call.request,
+            of.call.step + new,
             branch,
-            counted=self._counts,
+            counted=of.counts,
             steadiness=lambda: (
-                before is not None and before.model == model and self.values.all_same(given, before.others)
+                before is not None and before.model == model and of.values.all_same(given, before.others)
             ),
         )
         for listener in self._listeners if new else ():
-            listener(self.call)
-        return self.call
+            listener(of.call)
+        return of.call
 
     def advance(self) -> None:
         """Let the next call begin a new step, whatever its arguments: for loops whose timestep stands still."""
-        self._forced = True
+        self._of.value.forced = True
 
     @contextmanager
     def narrowed(self, **changes: Any) -> Iterator[TransformerCall]:
         """A part of the call runs: ``branch``, ``rows``, ``link`` and ``ahead`` as given, all else as it is."""
-        before = self.call
-        self.call = replace(before, **changes)
+        of = self._of.value
+        before = of.call
+        of.call = replace(before, **changes)
         try:
-            yield self.call
+            yield of.call
         finally:
-            self.call = before
+            of.call = before
 
     def _begins_step(self, now: _SeenCall) -> bool:
-        scheduler = self._scheduler()
+        of, scheduler = self._of.value, self._scheduler()
         index = getattr(scheduler, "step_index", None)
-        before, self._at = self._at, (scheduler, index if isinstance(index, int) else None)
-        forced, self._forced = self._forced, False
-        known = bool(self._calls) and scheduler is not None and scheduler is before[0]
-        if known and self._at[1] != before[1]:
-            self._counts = self._at[1] is not None
+        before, of.at = of.at, (scheduler, index if isinstance(index, int) else None)
+        forced, of.forced = of.forced, False
+        known = bool(of.calls) and scheduler is not None and scheduler is before[0]
+        if known and of.at[1] != before[1]:
+            of.counts = of.at[1] is not None
             return True
-        self._counts = self._counts and known
-        if forced or not self._calls:
+        of.counts = of.counts and known
+        if forced or not of.calls:
             return True
-        if self._counts:
+        if of.counts:
             return False
-        return not self._at_one_time(now.timestep, self._calls[0].timestep) or self._again(now)
+        return not self._at_one_time(now.timestep, of.calls[0].timestep) or self._again(now)
 
     def _again(self, now: _SeenCall) -> bool:
         """Whether the model is asked again what it was asked before in this step, of other latents."""
@@ -206,7 +234,7 @@ class CallClock:
             now.model == call.model
             and self.values.all_same(now.others, call.others)
             and not self.values.all_same(now.latents, call.latents)
-            for call in self._calls
+            for call in self._of.value.calls
         )
 
     def _at_one_time(self, one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
@@ -224,7 +252,7 @@ class CallClock:
 
     def _place(self, time: Seen) -> Any:
         """Which of the scheduler's timesteps a tensor is a view of, repeated; None: it is not."""
-        tensor, all_ = time.value, getattr(self._at[0], "timesteps", None)
+        tensor, all_ = time.value, getattr(self._of.value.at[0], "timesteps", None)
         if not plain(tensor) or not plain(all_) or all_.dim() != 1 or not tensor.numel():
             return None
         if (tensor.dtype, tensor.device) != (all_.dtype, all_.device) or not all_.is_contiguous():
@@ -235,10 +263,11 @@ class CallClock:
 
     def _times(self) -> list[Any]:
         """The scheduler's timesteps, on the host: read once in a request."""
-        all_ = seen(self._at[0].timesteps)
-        if self._schedule is None or self._schedule[0].key != all_.key:
-            self._schedule = all_, all_.value.tolist()
-        return self._schedule[1]
+        of = self._of.value
+        all_ = seen(of.at[0].timesteps)
+        if of.schedule is None or of.schedule[0].key != all_.key:
+            of.schedule = all_, all_.value.tolist()
+        return of.schedule[1]
 
 
 def timestep_of(model: nn.Module, layout: Any = None) -> str | None:

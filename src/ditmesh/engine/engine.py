@@ -16,6 +16,7 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.arguments import Arguments
 from ..core.clock import CallClock, timestep_of
+from ..core.kept import KeptState, KeptStates
 from ..core.patching import Proceed
 from ..core.request import PipelineCall, RequestLeft
 from ..errors import ConfigError, InputError
@@ -222,7 +223,7 @@ class Engine:
                 raise ConfigError(said)
 
     @contextmanager
-    def request(self, purpose: str) -> Iterator[Callable[[Any], None]]:
+    def request(self, purpose: str) -> Iterator[Callable[..., None]]:
         """A request that its caller keeps open for calls of the transformers, the same calls on every rank.
 
         Inputs are not compared: the caller answers for that. Every rank enters and leaves it. Pipelines do this by
@@ -234,7 +235,8 @@ class Engine:
         Yields:
             A function that says whose calls come next, before the first of them and whenever that changes. It takes a
             pipeline, by whose scheduler steps are told apart. `CallClock.advance` makes the next call a step of its
-            own.
+            own. With the state of a request (`KeptStates.new`) as well it goes on with this request, and puts the
+            one before aside: any number of requests can be open, each with its own state, until `end_kept`.
         """
         with self._alone(), self._shared.request(purpose):
             try:
@@ -245,12 +247,45 @@ class Engine:
                 self._shared.fail_request()
                 with suppress(Exception):
                     self.end_request(failed=True)
+                self.kept.drop()
                 raise
 
-    def _turn_to(self, pipe: Any) -> None:
+    def _turn_to(self, pipe: Any, state: KeptState | None = None) -> None:
+        if state is not None and state is self.kept.current:
+            return
+        self.put_aside()
         if self._in_request:
             self.end_request()
-        self._begin(Request(pipe))
+        if state is None:
+            self._begin(Request(pipe))
+            return
+        self.kept.take_up(state)
+        if state.begun:
+            self._in_request, self.context.pipe = True, pipe
+            for strategy in self.strategies:
+                strategy.take_up(Request(pipe))
+        else:
+            state.begun = True
+            self._begin(Request(pipe))
+
+    def put_aside(self) -> None:
+        """Put the request in hand aside if it has a state of its own: none of its messages is on its way any more.
+
+        Every rank does, before another request uses the links.
+        """
+        if self.kept.shared:
+            return
+        self._in_request = False
+        for strategy in reversed(self.strategies):
+            strategy.put_aside()
+        self.kept.put_aside()
+
+    def end_kept(self) -> None:
+        """End the request in hand that has a state of its own, and let go of the state."""
+        try:
+            self.end_request()
+        finally:
+            self.kept.drop()
 
     def _renewed(self) -> None:
         """Reset all state after links were renewed, because ranks may have different state after a failure."""
@@ -320,6 +355,11 @@ class Engine:
     def clock(self) -> CallClock:
         """Counts the calls of the transformers."""
         return self.context.clock
+
+    @property
+    def kept(self) -> KeptStates:
+        """What is kept of requests from step to step."""
+        return self.context.kept
 
     @property
     def control(self) -> WarmupControl | None:

@@ -67,6 +67,48 @@ class StalenessLog:
         return f"{self.synchronous} of {len(self.steps)} steps synchronous"
 
 
+# A sum that is on its way: waits for it, for so long.
+Coming = Callable[[timedelta | None], Tensor]
+
+
+@dataclass
+class _Steps:
+    """The steps of one request.
+
+    Attributes:
+        log: what was decided.
+        decision: for the step in progress.
+        given: number of steps, where no pipeline gives it.
+        outlook: what the policy is told; None before the first step.
+        coming, unread: sums of the latest steps, in their order: on their way; and those that are not read before the
+            end.
+        sent, taken: steps whose sums were sent, and taken in.
+        reads, times: whether the policy reads drift, and seconds.
+        began: when the step in progress began; aside: when the request was put aside, if it is.
+    """
+
+    log: StalenessLog = field(default_factory=StalenessLog)
+    decision: Decision = field(default_factory=lambda: Decision(True, "no step has begun"))
+    given: int | None = None
+    outlook: Outlook | None = None
+    coming: deque[Coming] = field(default_factory=deque)
+    unread: list[Tensor] = field(default_factory=list)
+    sent: int = 0
+    taken: int = 0
+    reads: bool = True
+    times: bool = False
+    began: float = 0.0
+    aside: float | None = None
+
+    def settle(self) -> None:
+        """Wait for the sums that are on their way; they are taken in when they would have been."""
+        self.coming = deque(_arrived(coming(None)) for coming in self.coming)
+
+
+def _arrived(total: Tensor) -> Coming:
+    return lambda _: total
+
+
 class WarmupControl:
     """Decides at the beginning of every step whether it is synchronous. Shared by a pipeline's transformers.
 
@@ -95,8 +137,6 @@ class WarmupControl:
         policy: see above; may be replaced between requests.
         measure_drift: measure drift for the log though the policy does not read it; from the next request on. It is
             then added up when the request is over, and no step waits for it.
-        log: what was decided in this request.
-        decision: for the step in progress.
     """
 
     def __init__(
@@ -117,11 +157,27 @@ class WarmupControl:
         self.measure_drift = False
         self._devices, self._share, self._lag = devices, share, lag
         self._ask_noise = noise
-        # Sums of the latest steps, in their order: on their way; and those that are not read before the end.
-        self._coming: deque[Callable[[timedelta | None], Tensor]] = deque()
-        self._unread: list[Tensor] = []
-        self.begin_request()
+        self._of = clock.kept.keeper(_Steps, self._settle, self._resume)
         clock.on_step(self._begin_step)
+
+    def _settle(self, of: _Steps) -> None:
+        of.settle()
+        of.aside = self._timer()
+
+    def _resume(self, of: _Steps) -> None:
+        if of.aside is not None:
+            # What others took meanwhile is not the step's.
+            of.began, of.aside = of.began + self._timer() - of.aside, None
+
+    @property
+    def log(self) -> StalenessLog:
+        """What was decided in this request."""
+        return self._of.value.log
+
+    @property
+    def decision(self) -> Decision:
+        """For the step in progress."""
+        return self._of.value.decision
 
     def begin_request(self, steps: int | None = None) -> None:
         """Begin a new request without state of the previous one.
@@ -130,10 +186,8 @@ class WarmupControl:
             steps: number of its steps, where no pipeline gives it.
         """
         self._forget(None)
-        self.log = StalenessLog()
-        self.decision = Decision(True, "no step has begun")
-        self._given = steps
-        self._outlook = Outlook(self._devices, share=self._share)
+        self._of.renew()
+        self._of.value.given = steps
 
     def end_request(self, failed: bool = False) -> None:
         """End the request, and add the last steps' drift to the log; ``failed``: drop it.
@@ -141,19 +195,20 @@ class WarmupControl:
         Raises:
             RuntimeError: another rank has gone, and nothing was said of a failure.
         """
+        of = self._of.value
         if failed:
             with suppress(RuntimeError):
                 self._forget(timedelta(seconds=PATIENCE))
-            self._coming.clear()
-        elif self._sent < len(self.log.steps):
+            of.coming.clear()
+        elif of.sent < len(of.log.steps):
             self._send()
             self._receive(0)
-            if self._unread:
-                self._take(self.monitor.post(torch.stack(self._unread))(None))
-                self._unread.clear()
+            if of.unread:
+                self._take(self.monitor.post(torch.stack(of.unread))(None))
+                of.unread.clear()
             verdict = getattr(self.policy, "verdict", None)
             if verdict is not None:
-                self.log.verdict = verdict(self._outlook, self._past())
+                of.log.verdict = verdict(of.outlook, self._past())
 
     def synchronous(self, known: bool) -> bool:
         """Whether a call of this step is synchronous, given whether there are keys of the step before.
@@ -168,29 +223,32 @@ class WarmupControl:
 
     def make_synchronous(self, reason: str) -> None:
         """Make the step that has just begun synchronous, on all ranks alike, whatever the policy has decided."""
-        if not self.decision.synchronous:
-            self.decision = Decision(True, reason, self.decision.predicted)
-            self.log.steps[-1].synchronous, self.log.steps[-1].reason = True, reason
+        of = self._of.value
+        if not of.decision.synchronous:
+            of.decision = Decision(True, reason, of.decision.predicted)
+            of.log.steps[-1].synchronous, of.log.steps[-1].reason = True, reason
 
     def filled(self) -> None:
         """Count a call of this stale step that was synchronous, because it had no keys of the step before."""
         self.log.steps[-1].filled += 1
 
     def _begin_step(self, _: TransformerCall) -> None:
+        of = self._of.value
         reads = getattr(self.policy, "reads_drift", True)
-        if not self.log.steps:
-            noise = even_levels(self._given) if self._given is not None else None
+        if not of.log.steps:
+            noise = even_levels(of.given) if of.given is not None else None
             if noise is None and getattr(self.policy, "needs_total", True):
                 noise = self._ask_noise()
-            self._outlook = Outlook(self._devices, noise, self._share)
-            self._reads, self.monitor.active = reads, reads or self.measure_drift
-            self._times = reads and getattr(self.policy, "reads_time", False)
+            of.outlook = Outlook(self._devices, noise, self._share)
+            of.reads, self.monitor.active = reads, reads or self.measure_drift
+            of.times = reads and getattr(self.policy, "reads_time", False)
         else:
             self._send()
-        steps = self.log.steps
+        steps = of.log.steps
         self._receive(0 if not steps or steps[-1].synchronous else self._lag)
-        made = self.decision = self.policy.decide(len(steps), self._outlook, self._past())
-        self._began = self._timer()
+        outlook = of.outlook or Outlook(self._devices, share=self._share)
+        made = of.decision = self.policy.decide(len(steps), outlook, self._past())
+        of.began = self._timer()
         steps.append(StepRecord(len(steps), made.synchronous, made.reason, made.predicted))
 
     def _past(self) -> list[Past]:
@@ -198,39 +256,43 @@ class WarmupControl:
 
     def _send(self) -> None:
         """Send the drift of the finished step, if the policy reads it."""
-        self._sent += 1
+        of = self._of.value
+        of.sent += 1
         if not self.monitor.active:
             return
         sums = self.monitor.take()
-        if self._times:
-            took = torch.tensor([[self._timer() - self._began, 1.0]], dtype=sums.dtype).to(sums.device)
+        if of.times:
+            took = torch.tensor([[self._timer() - of.began, 1.0]], dtype=sums.dtype).to(sums.device)
             sums = torch.cat([sums, took])
-        if self._reads:
-            self._coming.append(self.monitor.post(sums))
+        if of.reads:
+            of.coming.append(self.monitor.post(sums))
         else:
-            self._unread.append(sums)
+            of.unread.append(sums)
 
     def _receive(self, under_way: int) -> None:
         """Wait for the sums of all steps but the latest ``under_way``, and take them in."""
-        while len(self._coming) > under_way:
-            self._take(self._coming.popleft()(None).unsqueeze(0))
+        coming = self._of.value.coming
+        while len(coming) > under_way:
+            self._take(coming.popleft()(None).unsqueeze(0))
 
     def _take(self, totals: Tensor) -> None:
         """Take the drifts of the next steps, sums of all ranks (steps, blocks, 2), into the log."""
-        if self._times:
+        of = self._of.value
+        if of.times:
             *_, (seconds, ranks) = totals[0].tolist()
-            self.log.steps[self._taken].seconds = seconds / ranks
+            of.log.steps[of.taken].seconds = seconds / ranks
             totals = totals[:, :-1]
         for drifts in drifts_of(totals):
             by_block = zip(self.monitor.blocks, drifts, strict=True)
-            self.log.steps[self._taken].drift = {name: drift for name, drift in by_block if drift is not None}
-            self._taken += 1
+            of.log.steps[of.taken].drift = {name: drift for name, drift in by_block if drift is not None}
+            of.taken += 1
 
     def _forget(self, timeout: timedelta | None) -> None:
+        """Drop what was measured, but not the log."""
         self.monitor.reset()
-        self._unread.clear()
-        # Steps whose sums were sent, and taken in.
-        self._sent = self._taken = 0
-        self._reads, self._times, self._began = True, False, 0.0
-        while self._coming:
-            self._coming.popleft()(timeout)
+        of = self._of.value
+        of.unread.clear()
+        of.sent = of.taken = 0
+        of.reads, of.times, of.began = True, False, 0.0
+        while of.coming:
+            of.coming.popleft()(timeout)

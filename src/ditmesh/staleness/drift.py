@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
+from ..core.kept import KeptStates
+
 # Tokens of a rank that stand for all of them.
 SAMPLED_TOKENS = 32
+
+
+@dataclass
+class _Measured:
+    """What is measured of one request: sums of the step in progress, and the latest sample of every key."""
+
+    sums: Tensor | None = None
+    samples: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
+
+    def nbytes(self) -> int:
+        """Bytes of the samples."""
+        return sum(sample.nbytes for _, sample in self.samples.values())
 
 
 class DriftMonitor:
@@ -19,20 +34,23 @@ class DriftMonitor:
         post: begins to sum a float64 tensor over all ranks, the same bits on each, and returns what waits for the sum:
             `Link.all_reduce_async`; or, to sum it at once, `summed_by` of `Link.all_reduce`.
         device: where the sums are kept.
+        kept: what is kept of requests.
 
     Attributes:
         active: whether anything is measured.
     """
 
     def __init__(
-        self, post: Callable[[Tensor], Callable[[timedelta | None], Tensor]], device: torch.device | str = "cpu"
+        self,
+        post: Callable[[Tensor], Callable[[timedelta | None], Tensor]],
+        device: torch.device | str = "cpu",
+        kept: KeptStates | None = None,
     ) -> None:
         self.post = post
         self.active = True
         self._device = torch.device(device)
         self.blocks: list[str] = []
-        self._sums: Tensor | None = None
-        self._samples: dict[Hashable, tuple[int, Tensor]] = {}
+        self._of = (kept or KeptStates()).keeper(_Measured, size=_Measured.nbytes)
 
     def add_block(self, name: str) -> int:
         """Room for one more block; its number. Every rank adds the same blocks in the same order."""
@@ -41,8 +59,7 @@ class DriftMonitor:
 
     def reset(self) -> None:
         """A new request begins: nothing of the one before is compared with."""
-        self._samples.clear()
-        self._sums = None
+        self._of.renew()
 
     def observe(self, block: int, key: Hashable, step: int, tensors: tuple[Tensor, ...], dim: int) -> None:
         """Compare tensors of a step with those of the same ``key`` in the step before.
@@ -57,10 +74,11 @@ class DriftMonitor:
         if not self.active:
             return
         sample = _sampled(tensors, dim)
-        before = self._samples.get(key)
+        samples = self._of.value.samples
+        before = samples.get(key)
         if before is not None and before[0] == step - 1 and before[1].shape == sample.shape:
             self._add(block, sample, before[1])
-        self._samples[key] = (step, sample)
+        samples[key] = (step, sample)
 
     def compare(self, block: int, now: tuple[Tensor, ...], before: tuple[Tensor, ...], dim: int) -> None:
         """As `observe`, for those who have kept the tensors of the step before themselves, of the same shapes."""
@@ -68,17 +86,19 @@ class DriftMonitor:
             self._add(block, _sampled(now, dim), _sampled(before, dim))
 
     def _add(self, block: int, sample: Tensor, before: Tensor) -> None:
-        if self._sums is None:
-            self._sums = self._nothing()
+        of = self._of.value
+        if of.sums is None:
+            of.sums = self._nothing()
         distance = (sample - before).square().sum()
-        self._sums[block] += torch.stack([distance, sample.square().sum()]).to(self._sums)
+        of.sums[block] += torch.stack([distance, sample.square().sum()]).to(of.sums)
 
     def _nothing(self) -> Tensor:
         return torch.zeros(len(self.blocks), 2, dtype=torch.float64, device=self._device)
 
     def take(self) -> Tensor:
         """This rank's sums of the step that has run: squared distances and squares, float64 (blocks, 2)."""
-        sums, self._sums = self._sums, None
+        of = self._of.value
+        sums, of.sums = of.sums, None
         return self._nothing() if sums is None else sums
 
 

@@ -83,6 +83,7 @@ class Context(Parts):
         mesh: those that share a request: without the data axis where every data rank brings its own.
         models: the transformers that the ranks share.
         clock: says which call of them is in progress.
+        kept: what is kept of requests from step to step; a strategy keeps nothing of one outside of it.
         pipe: the pipeline of the request in progress, or of the latest one; None for bare transformers.
     """
 
@@ -94,6 +95,8 @@ class Context(Parts):
         self.models = models
         self.pipe: Any = None
         self.clock = CallClock(lambda: getattr(self.pipe, "scheduler", None))
+        # What the strategies keep of requests from step to step.
+        self.kept = self.clock.kept
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,12 @@ class Strategy:
         Args:
             failed: it has raised; other ranks may be gone, and nothing may be asked of them.
         """
+
+    def put_aside(self) -> None:
+        """The request is put aside for another one; what was kept of it is in `Context.kept`."""
+
+    def take_up(self, request: Request) -> None:
+        """A request that was put aside goes on."""
 
     def forget(self) -> None:
         """Reset agreed state after links were renewed, because ranks may differ after a failure.

@@ -63,6 +63,25 @@ class _StepCalls:
     ahead: dict[int, tuple[dict[str, Seen], set[str], Any]] = field(default_factory=dict)
 
 
+@dataclass
+class _Branches:
+    """The branches of guidance of one request.
+
+    Attributes:
+        before, now: calls of the step before, and of this one.
+        at: request and number of this step.
+        modules, attention: of the transformer, once they are known.
+        mistaken: whether a timestep that was taken for granted was another one; on the device.
+    """
+
+    before: _StepCalls = field(default_factory=_StepCalls)
+    now: _StepCalls = field(default_factory=_StepCalls)
+    at: tuple[int, int] | None = None
+    modules: list[tuple[str, nn.Module]] | None = None
+    attention: list[nn.Module] | None = None
+    mistaken: Tensor | None = None
+
+
 class BatchParallel:
     """A transformer's forward, with its rows and branches shared out.
 
@@ -84,16 +103,11 @@ class BatchParallel:
         self._timestep = timestep_of(model.model, model.layout)
         # Ranks of the data and guidance axes that have had something to do, at most.
         self._busy = 0
-        self.begin_request()
+        self._of = clock.kept.keeper(_Branches)
 
     def begin_request(self) -> None:
         """Forget the branches of the request before: the same request then gives the same bits twice."""
-        self._before, self._now = _StepCalls(), _StepCalls()
-        self._at: tuple[int, int] | None = None
-        self._modules: list[tuple[str, nn.Module]] | None = None
-        self._attention: list[nn.Module] | None = None
-        # Whether a timestep that was taken for granted was another one; on the device.
-        self._mistaken: Tensor | None = None
+        self._of.renew()
 
     def end_request(self, failed: bool = False) -> None:
         """The request is over: no argument of it is held.
@@ -101,8 +115,7 @@ class BatchParallel:
         Raises:
             InputError: a branch of guidance was run ahead at another timestep than it was then asked for.
         """
-        mistaken = self._mistaken
-        self.begin_request()
+        mistaken = self._of.renew().mistaken
         if mistaken is not None and not failed and bool(mistaken):
             raise InputError(
                 f"{type(self.model).__name__} was called at two timesteps between two steps of the scheduler, which "
@@ -128,24 +141,24 @@ class BatchParallel:
             return self._shared(proceed, arguments, self.rows)
         call = self._clock.call
         state, stateful = self._state(arguments)
-        given = self._seen(arguments, state)
-        if (call.request, call.step) != self._at:
-            self._at = (call.request, call.step)
-            self._before, self._now = self._now, _StepCalls(call.branch)
+        given, of = self._seen(arguments, state), self._of.value
+        if (call.request, call.step) != of.at:
+            of.at = (call.request, call.step)
+            of.before, of.now = of.now, _StepCalls(call.branch)
             # A cache (a hook's, or an object that a pipeline passes) remembers every branch by itself: each rank runs
             # all of them, as one device does.
-            branches = [] if stateful else self._branches_of(self._before, given, arguments.names[0])
+            branches = [] if stateful else self._branches_of(of.before, given, arguments.names[0])
             if branches:
                 self._run_ahead(proceed, arguments, branches, state)
-        number = len(self._now.calls)
-        self._now.calls.append(given)
-        if number in self._now.ahead:
-            predicted, own, output = self._now.ahead.pop(number)
+        number = len(of.now.calls)
+        of.now.calls.append(given)
+        if number in of.now.ahead:
+            predicted, own, output = of.now.ahead.pop(number)
             if self._as_predicted(given, predicted, own, call):
                 return output
-        sequential = bool(self._now.ahead) or number > 0
+        sequential = bool(of.now.ahead) or number > 0
         # What cannot be cut is not cut before it is known whether the pipeline has its branches in calls of their own.
-        new = not (self._before.calls or self._hooks.layout.rows) and self.data.size == 1
+        new = not (of.before.calls or self._hooks.layout.rows) and self.data.size == 1
         return self._shared(proceed, arguments, self.data if sequential or new else self.rows)
 
     def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, Seen]:
@@ -165,7 +178,8 @@ class BatchParallel:
                 # Pipelines compute it again for every branch. That it is the step's one the scheduler's count says;
                 # the values are compared on the device, and read when the request is over.
                 differs = (value.value != expected.value).any()
-                self._mistaken = differs if self._mistaken is None else self._mistaken | differs
+                of = self._of.value
+                of.mistaken = differs if of.mistaken is None else of.mistaken | differs
                 self._clock.values.assume_equal(value, expected)
             elif not self._clock.values.same(value, expected):
                 return False
@@ -208,6 +222,7 @@ class BatchParallel:
         self, proceed: Proceed, arguments: Arguments, branches: list[dict[str, Any]], state: tuple[Any, ...]
     ) -> None:
         """Run this rank's branches of the step, and exchange results."""
+        now = self._of.value.now
         mine: list[Any] = []
         predictions: list[dict[str, Seen]] = []
         busy = min(len(branches), self.branches.size) * min(self._rows(arguments), self.data.size)
@@ -222,27 +237,28 @@ class BatchParallel:
             # With fewer branches than ranks, the ranks left over run the last one along; in the last round of more
             # only where others need their calls.
             if number % self.branches.size == min(self.branches.rank, last) or (along and number == last):
-                with self._clock.narrowed(branch=self._now.first + number, ahead=True):
+                with self._clock.narrowed(branch=now.first + number, ahead=True):
                     mine.append(self._shared(proceed, branch, self.data))
         for round_ in range(-(-len(branches) // self.branches.size)):
             # A rank without a branch in the last round sends its latest result again: shapes must be known.
             for owner, result in enumerate(_exchanged(mine[min(round_, len(mine) - 1)], self.branches)):
                 number = round_ * self.branches.size + owner
                 if number < len(branches):
-                    self._now.ahead[number] = (predictions[number], set(branches[number]), result)
+                    now.ahead[number] = (predictions[number], set(branches[number]), result)
 
     def _state(self, arguments: Arguments) -> tuple[tuple[Any, ...], bool]:
         """The dependencies of a call besides values: objects among its arguments, hooks and adapters.
 
         And whether an object or a hook may keep tensors from call to call.
         """
-        if self._modules is None:
+        of = self._of.value
+        if of.modules is None:
             # Modules do not come and go within a request.
-            self._modules = list(self.model.named_modules())
+            of.modules = list(self.model.named_modules())
         objects = [(path, value) for path, value in arguments.others() if not isinstance(value, _PLAIN)]
         state: list[Any] = [(path, kind_of(value)) for path, value in objects]
         stateful = any(callable(value) or holds_tensors(value) for _, value in objects)
-        for path, module in self._modules:
+        for path, module in of.modules:
             # Keys of torch's hooks are never used twice: a hook that is registered again is another one.
             state += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]
             for name, hook in diffusers_hooks(module).items():
@@ -300,9 +316,10 @@ class BatchParallel:
         """
         if any(getattr(hook, "is_guidance_distilled", None) is False for hook in diffusers_hooks(self.model).values()):
             return True
-        if self._attention is None:
-            self._attention = [module for module in self.model.modules() if hasattr(module, "processor")]
-        return any(type(module.processor).__name__.startswith("PAG") for module in self._attention)
+        of = self._of.value
+        if of.attention is None:
+            of.attention = [module for module in self.model.modules() if hasattr(module, "processor")]
+        return any(type(module.processor).__name__.startswith("PAG") for module in of.attention)
 
     def _cut(self, value: Any, take: slice, dim: int, batch: int) -> Any:
         """An argument of some of the samples; the same tensor as in the step before, if the argument is."""

@@ -76,6 +76,12 @@ class Buffers:
         """Begin a step: later writes belong to it."""
         self.before, self.step = self.step, step
 
+    def nbytes(self) -> int:
+        """Bytes of the keys, values, masks and streams."""
+        pairs = [tensor for kept in self.keys.values() for tensor in (kept.k_bhsd, kept.v_bhsd) if tensor is not None]
+        shown = [mask for kept in self.keys.values() for mask, _ in kept.masks.values()]
+        return sum(tensor.nbytes for tensor in (*pairs, *shown, *self.streams.values()))
+
 
 class ForwardRun:
     """One run of the transformer's forward, as the hooks see it. This one cuts nothing and skips every block.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -62,6 +62,33 @@ _STEPS_UNDER_WAY = 4
 _PLANS = 8
 
 
+@dataclass
+class _UnderWay:
+    """A request on its way through the stages.
+
+    Attributes:
+        buffers: keys and values of every branch.
+        flushes: see `PipeFusion`.
+        sent, expected: messages that may be on their way.
+    """
+
+    buffers: dict[Any, Buffers] = field(default_factory=dict)
+    flushes: int = 0
+    sent: deque[Transfer] = field(default_factory=deque)
+    expected: list[Transfer] = field(default_factory=list)
+
+    def drain(self, timeout: timedelta | None = None) -> None:
+        """Wait for all messages; what has come can still be read where it is wanted."""
+        while self.expected:
+            self.expected.pop(0).wait(timeout)
+        while self.sent:
+            self.sent.popleft().wait(timeout)
+
+    def nbytes(self) -> int:
+        """Bytes of what is kept between steps."""
+        return sum(branch.nbytes() for branch in self.buffers.values())
+
+
 class PipeFusion:
     """A transformer's forward, run patch by patch, stage by stage.
 
@@ -73,8 +100,6 @@ class PipeFusion:
 
     Attributes:
         stages: which stage has which blocks.
-        flushes: how often a whole tensor was asked for since the request began and before its result: each time all
-            stages wait for the last patch.
     """
 
     def __init__(self, model: ParallelModel, mesh: Mesh, control: WarmupControl) -> None:
@@ -86,18 +111,32 @@ class PipeFusion:
         self.control, self.clock = control, control.clock
         self._names = parameter_names(type(model.model).forward)
         self._plans: OrderedDict[Any, PatchPlan] = OrderedDict()
-        self._sent: deque[Transfer] = deque()
-        self._expected: list[Transfer] = []
-        self.begin_request()
+        self._of = self.clock.kept.keeper(_UnderWay, _UnderWay.drain, size=_UnderWay.nbytes)
         self._remove = model.chain.add(self._around_call)
 
     # --- a request -----------------------------------------------------------------------------------------
 
+    @property
+    def buffers(self) -> dict[Any, Buffers]:
+        """Keys and values of every branch of the request in hand."""
+        return self._of.value.buffers
+
+    @property
+    def flushes(self) -> int:
+        """How often a whole tensor was asked for since the request began and before its result.
+
+        Each time all stages wait for the last patch.
+        """
+        return self._of.value.flushes
+
+    @flushes.setter
+    def flushes(self, count: int) -> None:
+        self._of.value.flushes = count
+
     def begin_request(self) -> None:
         """Begin a new request, independent of the previous one."""
-        self._drain(None)
-        self._buffers: dict[Any, Buffers] = {}
-        self.flushes = 0
+        self._of.value.drain()
+        self._of.renew()
 
     def end_request(self, failed: bool = False) -> None:
         """End the request: wait for pending messages, and clear the buffers.
@@ -105,25 +144,20 @@ class PipeFusion:
         Args:
             failed: it has raised. What other stages have sent is taken, but ranks that are gone are not waited for.
         """
-        self._buffers = {}
+        of = self._of.value
+        of.buffers = {}
         try:
-            self._drain(timedelta(seconds=PATIENCE) if failed else None)
+            of.drain(timedelta(seconds=PATIENCE) if failed else None)
         except RuntimeError:
             # The other side is gone: the launcher reports it.
-            self._sent.clear()
-            self._expected.clear()
+            of.sent.clear()
+            of.expected.clear()
             if not failed:
                 raise
 
     def forget_plans(self) -> None:
         """Plan every form of call again, on all stages alike: a dry run needs the other stages, too."""
         self._plans.clear()
-
-    def _drain(self, timeout: timedelta | None) -> None:
-        while self._expected:
-            self._expected.pop(0).wait(timeout)
-        while self._sent:
-            self._sent.popleft().wait(timeout)
 
     def close(self) -> None:
         """Take the layer off the model's forward."""
@@ -137,13 +171,13 @@ class PipeFusion:
         args, kwargs = arguments.passed
         call = self.clock.call
         # A branch that is run by others than in the step before is another one: its keys are with those.
-        buffers = self._buffers.setdefault((call.branch, call.link, call.ahead, call.rows), Buffers())
+        buffers = self.buffers.setdefault((call.branch, call.link, call.ahead, call.rows), Buffers())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
         synchronous = self.control.synchronous(buffers.step >= 0 and call.step - buffers.step <= 1)
         buffers.begin_step(call.step)
         args, kwargs = whole_of((args, kwargs)) if synchronous else tree_map(settled_of, (args, kwargs))
         # Only before anything is kept: a block that moves leaves its keys behind.
-        if self.stages.balance.wanted and not any(kept.keys for kept in self._buffers.values()):
+        if self.stages.balance.wanted and not any(kept.keys for of in self._of.every() for kept in of.buffers.values()):
             timed = TimedRun(self.stages)
             self._run(timed, *tree_map(_blank, (args, kwargs)))
             self.stages.measured(timed.seconds)
@@ -237,9 +271,10 @@ class PipeFusion:
         self._keep_sent(self.link.send([tensor.contiguous() for tensor in tensors], self.link.rank + 1))
 
     def _keep_sent(self, sent: Transfer) -> None:
-        self._sent.append(sent)
-        while len(self._sent) > _STEPS_UNDER_WAY * self.patches:
-            self._sent.popleft().wait()
+        under_way = self._of.value.sent
+        under_way.append(sent)
+        while len(under_way) > _STEPS_UNDER_WAY * self.patches:
+            under_way.popleft().wait()
 
     def _send_prediction(self, plan: PatchPlan, patch: int, tensors: Sequence[Tensor]) -> None:
         """Send the elements of the model's output that belong to a patch to the first stage."""
@@ -254,12 +289,13 @@ class PipeFusion:
             for like, owners in zip(plan.outputs, plan.owners, strict=True)
         ]
         arriving = self.back.receive(pieces, self.link.size - 1)
-        self._expected.append(arriving)
+        expected = self._of.value.expected
+        expected.append(arriving)
 
         def take(index: int) -> Tensor:
             received = arriving.wait()[index]
-            if arriving in self._expected:
-                self._expected.remove(arriving)
+            if arriving in expected:
+                expected.remove(arriving)
             like, owners = plan.outputs[index], plan.owners[index]
             whole = torch.zeros(like.numel(), dtype=like.dtype, device=self.device)
             whole[owners.indices(patch)] = received

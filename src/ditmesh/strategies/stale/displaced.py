@@ -103,7 +103,12 @@ class DisplacedParallel(StaleSequence):
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh, control, blocks)
         self._codec = codec(config.compress)
-        self._buffers: dict[Key, _Buffer] = {}
+        self._buffers = control.clock.kept.keeper(_Buffers, _Buffers.arrive, size=_Buffers.nbytes)
+
+    @property
+    def buffers(self) -> _Buffers:
+        """Those of the request in hand, by branch, block and attention call."""
+        return self._buffers.value
 
     @property
     def buffer_bytes(self) -> int:
@@ -111,7 +116,7 @@ class DisplacedParallel(StaleSequence):
 
         For every branch and attention call 2 · B · S · H · D · bytes of an element: S tokens of all ranks.
         """
-        return sum(buffer.kept_bytes for buffer in self._buffers.values())
+        return self.buffers.nbytes()
 
     def end_request(self) -> None:
         """Wait for pending messages, and clear the buffers.
@@ -119,18 +124,17 @@ class DisplacedParallel(StaleSequence):
         Raises:
             RuntimeError: another rank has gone; everything is forgotten all the same.
         """
-        buffers, self._buffers = self._buffers, {}
-        for buffer in buffers.values():
-            buffer.arrive()
+        self._buffers.renew().arrive()
 
     def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
         k_bhsd, keys, now = attention.k_bhsd, attention.keys, self.control.clock.call
         step, rows = now.step, now.rows
-        buffer = self._buffers.get(key)
+        buffers = self.buffers
+        buffer = buffers.get(key)
         if buffer is not None:
             buffer.arrive()
         if buffer is None or not buffer.fits(k_bhsd, keys, rows):
-            buffer = self._buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring, self._codec)
+            buffer = buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring, self._codec)
         known = buffer.step is not None and buffer.step >= step - 1
         buffer.put(k_bhsd, attention.v_bhsd)
         if not self.control.decision.synchronous and step == 0 and not known:
@@ -289,6 +293,19 @@ class _Buffer:
                     slot.add_(part)
                 else:
                     slot.copy_(part)
+
+
+class _Buffers(dict[Key, _Buffer]):
+    """The buffers of one request."""
+
+    def arrive(self) -> None:
+        """Wait for all messages that are on their way."""
+        for buffer in self.values():
+            buffer.arrive()
+
+    def nbytes(self) -> int:
+        """Bytes of what is kept between steps."""
+        return sum(buffer.kept_bytes for buffer in self.values())
 
 
 def _joined(slots: list[Tensor]) -> tuple[int, ...]:
