@@ -177,6 +177,7 @@ class RankState(BaseModel):
         tiles: first tile of the image's tokens that it holds, and the one after its last; None: all.
         step_seconds, waiting_seconds: of its last step: in all, and waiting for other ranks.
         memory_bytes: resident on the CPU, allocated on CUDA.
+        kept_bytes: kept of all open requests from step to step, on top of their latents.
     """
 
     rank: int
@@ -185,6 +186,7 @@ class RankState(BaseModel):
     step_seconds: float = 0.0
     waiting_seconds: float = 0.0
     memory_bytes: int = 0
+    kept_bytes: int = 0
 
 
 class ReplicaState(BaseModel):

@@ -37,11 +37,15 @@ def stateful_hooks(model: nn.Module) -> Iterator[Any]:
 
 
 def kept_by(model: nn.Module) -> str:
-    """What a model keeps of one request's step for the next, as a clause; see `Strategy.keeps_between_steps`."""
-    name = type(model).__name__
+    """What a model keeps of one request's step for the next, as a clause; see `Strategy.keeps_between_steps`.
+
+    diffusers (0.42) keeps it in the hooks: some (Faster Cache, Pyramid Attention Broadcast) have one state for all
+    calls, others one for every name in `cache_context`, which are branches of guidance, the same for every request.
+    """
+    name, hook = type(model).__name__, next(stateful_hooks(model), None)
     if getattr(model, "is_cache_enabled", False):
-        return f"{name} has a cache, which remembers one request's step before"
-    hook = next(stateful_hooks(model), None)
+        named = "" if hook is None else f" ({type(hook).__name__})"
+        return f"{name} has a cache{named}, which remembers one request's step before and not whose it was"
     return "" if hook is None else f"{name} has a hook that remembers calls ({type(hook).__name__})"
 
 

@@ -25,6 +25,7 @@ from ...core.arguments import Arguments, covers, parameter_names
 from ...core.clock import timestep_of
 from ...core.device_clock import DeviceClock
 from ...core.generators import OwnGenerators
+from ...core.kept import KeptState
 from ...core.patching import Patch
 from ...core.request import RequestLeft
 from ...core.values import Values, seen
@@ -35,9 +36,11 @@ from ...layout import TokenLayout
 from ...layout.forms import form_of, holds_tensors, samples_of
 from ...layout.influence import off_by, tolerance
 from ...layout.types import CallForm
+from ...parts.part import whole_of
 from ...recipe import keeps_between_steps
 from ...strategies.base import ParallelModel
 from ...strategies.hooks import ModelHooks, Piece
+from ...strategies.pipefusion.pipeline import whole_result
 from ...strategies.rows import batched_in, some_rows
 
 # Largest difference, relative to the largest value, of a row in a batch from the row alone.
@@ -84,6 +87,7 @@ class PipelineTask(greenlet):
         begun, ended: whether it was resumed at all, and whether there is nothing left of it.
         output, failure: what the pipeline returned, or raised.
         batch: rows of the latest call of a transformer that it took part in.
+        kept: what strategies keep of it from step to step, if they do.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class PipelineTask(greenlet):
         self.output: Any = None
         self.failure: Exception | None = None
         self.batch = 0
+        self.kept: KeptState | None = None
         self._arguments: Mapping[str, Any] = arguments
         # Stored while other coroutines run.
         self.generators = OwnGenerators(seed, device)
@@ -410,7 +415,9 @@ class Batcher:
         rank: this rank; size: their number.
 
     Attributes:
-        why: why its requests run one after the other, a sentence; empty: their steps run together.
+        why: why its requests do not share calls, a sentence; empty: their steps run together.
+        turns: whether strategies keep something of every request from step to step, so that requests take turns by
+            the step (`turn`), each with its own.
         most: rows of how many requests run as one call, at most.
         counts: what has been called.
     """
@@ -428,12 +435,16 @@ class Batcher:
         self.most = most
         self._clock = DeviceClock(self.engine.mesh.device)
         self.counts = CallCounts(seconds=self._clock.seconds)
+        kept = keeps_between_steps(tuple(type(one) for one in self.engine.strategies), self.engine.config)
         self.why = _why_alone(pipe, self.engine)
+        self.turns = bool(kept) and not self.why
+        if self.turns:
+            self.why = f"{kept}; requests take turns by the step, each with what is kept of it, and share no call"
         self._template, self._exchange, self._rank, self._size = template, exchange, rank, size
         self._interceptor = CallInterceptor(pipe, self._on_call)
         self._models = {id(model.model): model for model in self.engine.models}
         self._request = ExitStack()
-        self._set_pipe: Callable[[Any], None] | None = None
+        self._set_pipe: Callable[..., None] | None = None
         self._current_pipe: Any = None
         self._adapters: tuple[tuple[str, float], ...] | None = None
         self._values = Values()
@@ -443,6 +454,17 @@ class Batcher:
         self._guided_task: PipelineTask | None = None
         # Seconds of other components' calls since the latest step.
         self._spent = 0.0
+        # The task of which what is kept is in hand.
+        self._in_hand: PipelineTask | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether requests run one after the other, through the parallel pipeline itself."""
+        return bool(self.why) and not self.turns
+
+    def run_alone(self, why: str) -> None:
+        """Run requests one after the other from here on."""
+        self.why, self.turns = f"{why}; requests run one after the other", False
 
     def close(self) -> None:
         """Restore the pipeline."""
@@ -457,6 +479,7 @@ class Batcher:
         Every rank does; where one has failed, all of them renew their links when the next request is opened.
         """
         turn, self._set_pipe, self._current_pipe = self._set_pipe, None, None
+        self._in_hand = None
         request = self._request.pop_all()
         if turn is None:
             return
@@ -472,14 +495,19 @@ class Batcher:
             request.close()
         self._values.forget()
 
-    def _switch_to(self, pipe: Any) -> None:
-        """Tell the engine which pipeline makes the transformer calls that follow; the template: many tasks together."""
+    def _switch_to(self, pipe: Any, kept: KeptState | None = None) -> None:
+        """Tell the engine which pipeline makes the transformer calls that follow; the template: many tasks together.
+
+        Args:
+            pipe: the pipeline.
+            kept: what is kept of its request.
+        """
         if self._set_pipe is None:
             name = type(self._template).__name__
             self._set_pipe = self._request.enter_context(self.engine.request(f"calls of {name} of many requests"))
         if self._current_pipe is not pipe:
             self._end_guided_task()
-            self._set_pipe(pipe)
+            self._set_pipe(pipe, kept)
             self._current_pipe = pipe
 
     def _end_guided_task(self) -> None:
@@ -535,6 +563,103 @@ class Batcher:
         if self._guided_task is not None and self._guided_task.ended:
             self._end_guided_task()
         return failed
+
+    # --- turns -------------------------------------------------------------------------------------------------
+
+    def turn(self, run: PipelineTask) -> FailedCalls | None:
+        """Go on with a request, with what is kept of it: a step, or a call of another component.
+
+        If another request's state is in hand, this turn is that one's: its messages are waited for, and it is put
+        aside. All ranks must then have agreed that this went well before anything else uses the links. So at most one
+        request is lost when a call fails, and all others keep what they have.
+
+        Args:
+            run: the same on every rank.
+
+        Returns:
+            What has failed here.
+        """
+        acting = run if self._in_hand is None else self._in_hand
+        try:
+            if acting is not run:
+                self._in_hand = self._current_pipe = None
+                self.engine.put_aside()
+                return None
+            if run.kept is None:
+                run.kept = self.engine.kept.new()
+            self._switch_to(run.pipe, run.kept)
+            self._in_hand = run
+            self._step_on(run)
+            if run.ended and run.failure is None:
+                # Patches that have still to come: all ranks ask for them.
+                run.output = whole_result(run.output)
+        except Exception as error:
+            if acting.pending is not None:
+                # What is kept of it may have changed.
+                acting.pending.alone = True
+            return FailedCalls([acting], error)
+        return None
+
+    def _step_on(self, run: PipelineTask) -> None:
+        if not run.begun:
+            run.resume()
+            return
+        if not self.steps(run):
+            self._run_component(run)
+            return
+        waited, at = self.engine.mesh.waited, _step_index(run)
+        with self._clock.span(""):
+            while True:
+                (answer,) = self._call([None], run, True)
+                run.batch = self.counts.batch
+                run.resume(answer)
+                # The other branches of guidance; a scheduler that does not count gets a turn for each.
+                if at is None or not self.steps(run) or _step_index(run) != at:
+                    break
+        self.counts.waited = self.engine.mesh.waited - waited
+
+    def _run_component(self, run: PipelineTask) -> None:
+        """Run the pending call of a text encoder, a VAE or another component, on every rank."""
+        pending = run.pending
+        assert pending is not None
+        self.adapt(run.adapters)
+        # Patches that have still to come: all ranks ask for them.
+        args, kwargs = whole_of((pending.args, pending.kwargs))
+        answer, error = None, None
+        with self._clock.span(pending.name), run.generators.active():
+            try:
+                answer = pending.call(*args, **kwargs)
+            except Exception as raised:
+                error = bare(raised)
+        run.resume(answer, error)
+
+    def end_turns(self, run: PipelineTask) -> Exception | None:
+        """End the request of a task that has ended well on all ranks: why its result is wrong, if it is.
+
+        Collective.
+        """
+        if run.kept is None or self._set_pipe is None:
+            return None
+        try:
+            self._switch_to(run.pipe, run.kept)
+            self.engine.end_kept()
+        except InputError as error:
+            return bare(error)
+        finally:
+            run.kept = self._in_hand = self._current_pipe = None
+        return None
+
+    def release(self, run: PipelineTask) -> None:
+        """Free what is kept of a task, wherever it stands. Every rank does: its messages are taken first."""
+        if self._in_hand is run:
+            self._in_hand = self._current_pipe = None
+            self.engine.put_aside()
+        run.kept = None
+
+    def kept_bytes(self) -> int:
+        """Bytes that are kept of all open requests on this rank."""
+        kept = self.engine.kept
+        return sum(kept.nbytes(state) for state in [*kept.open])
 
     def _choose_encoder_calls(
         self, encoder_calls: list[PipelineTask], seconds: Mapping[str, float], others: bool
@@ -701,7 +826,7 @@ class Batcher:
         assert run.pending is not None
         rows = self._rows(run.pending)
         if why := rows if isinstance(rows, str) else self._why(run, rows):
-            self.why = f"{why}; requests run one after the other"
+            self.run_alone(why)
 
     def _compare_joined(self, run: PipelineTask, rows: CallRows) -> str:
         """Why a call's rows change when another call's rows are added, as a clause; empty: they do not change.
@@ -753,6 +878,11 @@ def _samples(pending: PendingCall) -> int:
     return samples_of(Arguments(parameter_names(type(pending.component).forward), pending.args, pending.kwargs))
 
 
+def _step_index(run: PipelineTask) -> int | None:
+    index = getattr(getattr(run.pipe, "scheduler", None), "step_index", None)
+    return index if isinstance(index, int) else None
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a transformer's result, in order."""
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
@@ -761,8 +891,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 def _why_alone(pipe: Any, engine: Engine) -> str:
     """Why steps of several requests cannot be batched with a configuration or a pipeline, as a sentence."""
     end = "; requests run one after the other"
-    models, recipe = [model.model for model in engine.models], tuple(type(one) for one in engine.strategies)
-    if kept := keeps_between_steps(recipe, engine.config, models):
+    models = [model.model for model in engine.models]
+    if kept := keeps_between_steps((), engine.config, models):
+        # The names of states in diffusers' caches are those of branches, the same for every request.
         return f"{kept}{end}"
     for model in models:
         if any(type(getattr(module, "processor", None)).__name__.startswith("PAG") for module in model.modules()):

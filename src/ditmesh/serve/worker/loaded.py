@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from .placements import Placements, alone_mesh
 from .pooled import PoolBatcher
 from .protocol import PictureTask
 from .rendezvous import HostAllGather
+from .room import open_requests
 
 # Each rank decodes whole images: bands of one image would need all ranks at the same time.
 RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BandedVae)
@@ -66,6 +68,7 @@ class LoadedModel:
         batcher: runs its calls.
         colours: of its latents, for previews, which rank 0 makes; None: it has none.
         card: the fields of its `ModelCard` that loading shows.
+        room: requests of the default size that may be open, where something is kept of each from step to step.
 
     Raises:
         InputError: it cannot be loaded, or does not fit into memory. LayoutError: its tokens cannot be placed.
@@ -122,16 +125,16 @@ class LoadedModel:
                 pipe(**self._trial(runner).arguments)
         batcher = PoolBatcher if pooled else Batcher
         self.batcher = batcher(pipe, template.pipe, self._exchange, rank, size, spec.together)
-        if spec.offload != "none" and not self.batcher.why:
-            self.batcher.why = (
-                f"offload={spec.offload!r} moves components between the calls of one request; requests run one after "
-                "the other"
-            )
+        if spec.offload != "none" and not self.batcher.alone:
+            self.batcher.run_alone(f"offload={spec.offload!r} moves components between the calls of one request")
         self.batcher.adapt(())
+        # Bytes that are kept of a request of the default size, as found with a smaller one.
+        self._kept = 0.0
         if isinstance(self.batcher, PoolBatcher):
             self._open_placements(self.batcher)
         self._try(template)
         self.card = self._card(template)
+        self.room = self._room()
         if pooled:
             # Calls that cannot be joined still take turns.
             self.batcher.why = ""
@@ -227,23 +230,57 @@ class LoadedModel:
     def _try(self, template: PipelineRunner) -> None:
         """Test with a small image whether calls of several requests can be joined."""
         batcher = self.batcher
-        if batcher.why:
+        if batcher.alone:
             return
         try:
             # Before any collective: an error here occurs on all ranks.
             own = copied(template.pipe)
-            run = PipelineTask(own, self._trial(template).arguments, 0, self.device)
+            trial = self._trial(template)
+            run = PipelineTask(own, trial.arguments, 0, self.device)
+            # Of a request of the default size as much more is kept as it has pixels.
+            scale = self._pixels(trial)
         except Exception as error:
-            batcher.why = f"it cannot be tried ({shortened(error)}); requests run one after the other"
+            batcher.run_alone(f"it cannot be tried ({shortened(error)})")
             return
         with torch.no_grad():
-            while not run.ended and not batcher.why:
-                if batcher.steps(run):
-                    batcher.check_joining(run)
-                trouble = None if batcher.why else batcher.round([run], {})
+            while not run.ended and not batcher.alone:
+                if batcher.turns:
+                    trouble = batcher.turn(run)
+                    self._kept = max(self._kept, batcher.kept_bytes() * scale)
+                else:
+                    if batcher.steps(run):
+                        batcher.check_joining(run)
+                    trouble = None if batcher.why else batcher.round([run], {})
                 self._agree(run.failure if trouble is None else trouble.error)
         run.leave()
+        if batcher.turns:
+            batcher.end_turns(run)
         batcher.close_request()
+
+    def _pixels(self, trial: Prepared) -> float:
+        """Pixels of a request of the default size, in those of a trial."""
+        usual, tried = self.info.default_size, trial.job.size
+        pixels = prod(usual) / prod(tried) if usual and tried else 1.0
+        frames = self.info.default_frames
+        return pixels * (frames / TRIED_FRAMES if frames and "num_frames" in trial.arguments else 1.0)
+
+    def _room(self) -> int:
+        """Requests of the default size that may be open. Collective.
+
+        Those that take turns, and as many that are paused for more urgent ones.
+        """
+        most = 2 * self.spec.together
+        if not (self.batcher.turns and self._job.check_memory):
+            return most
+        job = self._job.changed(config=self.engine.config)
+        return open_requests(job, self.info, self.device, self._kept, most, self._exchange, rank_of_process())
+
+    def size_of(self, task: PictureTask) -> float:
+        """What is kept of a task from step to step, in requests of the default size: as many as it has pixels."""
+        card, request = self.card, task.request
+        usual = (card["width"], card["height"], card["frames"])
+        asked = (request.width, request.height, request.frames)
+        return prod(a / b for a, b in zip(asked, usual, strict=True) if a and b)
 
     def _agree(self, failed: Exception | None) -> None:
         """Whether the test image works on all ranks; otherwise requests run one after the other."""
@@ -251,7 +288,7 @@ class LoadedModel:
         if any(every):
             self.batcher.close_request(failed)
             reason = next(filter(None, every))
-            self.batcher.why = f"a small picture to try it with failed ({reason}); requests run one after the other"
+            self.batcher.run_alone(f"a small picture to try it with failed ({reason})")
 
     def _card(self, template: PipelineRunner) -> dict[str, Any]:
         info, parameters = self.info, template.parameters
@@ -350,8 +387,8 @@ class LoadedModel:
         check_frames(request, card)
         if request.format == "mp4":
             check_video_library()
-        prepared = (runner if self.batcher.why else template).prepare(job)
-        own = prepared.pipe if self.batcher.why else copied(prepared.pipe)
+        prepared = (runner if self.batcher.alone else template).prepare(job)
+        own = prepared.pipe if self.batcher.alone else copied(prepared.pipe)
         adapters = tuple((f"lora{loras.index(one.name)}", one.scale) for one in request.loras)
         return replace(prepared, pipe=own, adapters=adapters)
 
@@ -381,7 +418,7 @@ class LoadedModel:
         if name not in self._runners:
             other = self._runners[self.kind][1].as_class(name)
             template = PipelineRunner(copy.copy(other.pipe), self.device)
-            if self.batcher.why:
+            if self.batcher.alone:
                 parallelize(other.pipe, self.engine.config)
             self._runners[name] = other, template
         return self._runners[name]

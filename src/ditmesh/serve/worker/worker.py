@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...comm import PeerError
 from ...core.device_clock import DeviceClock
 from ...core.steps import SchedulerStep, StepEvents, loop_steps
 from ...generate.arguments import CALLBACK, call_parameters
@@ -26,7 +27,7 @@ from ...generate.receipt import Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
 from ..offers import ModelSpec
 from ..types import RankState
-from .batching import PendingCall, PipelineTask
+from .batching import Batcher, FailedCalls, PendingCall, PipelineTask
 from .loaded import LoadedModel
 from .model_cache import ModelCache
 from .protocol import (
@@ -46,6 +47,7 @@ from .protocol import (
     under_way,
 )
 from .rendezvous import FailureReason, RankRendezvous, RoundMessage, failure_of
+from .turns import Waiting, next_turn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -88,6 +90,7 @@ class RunningTask:
         prepared, run: once it has begun.
         step, steps: denoising steps that are done, and that there are, see `loop_steps`.
         seen: the latest step, if its latents are to be shown; rank 0's.
+        served: number of the round in which it took its latest turn.
     """
 
     task: PictureTask
@@ -99,6 +102,7 @@ class RunningTask:
     began: float = 0.0
     paused: bool = False
     seen: SchedulerStep | None = None
+    served: int = 0
     undo: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -168,6 +172,7 @@ class RankWorker:
             import psutil
 
             memory = int(psutil.Process().memory_info().rss)
+        loaded = self._models.models.values()
         return RankState(
             rank=self._ranks.rank,
             device=str(device),
@@ -175,6 +180,7 @@ class RankWorker:
             step_seconds=self._scheduler.step_seconds,
             waiting_seconds=self._scheduler.waited,
             memory_bytes=memory,
+            kept_bytes=sum(model.batcher.kept_bytes() for model in loaded if model.batcher.turns),
         )
 
     def _beat(self) -> None:
@@ -258,8 +264,10 @@ class TaskScheduler:
     def apply_outcomes(self, messages: Sequence[RoundMessage]) -> None:
         """End and report tasks according to the messages of all ranks, in the same way on every rank."""
         if any(message.stuck for message in messages):
-            if self._models.current is not None:
-                self._models.current.batcher.close_request()
+            if (current := self._models.current) is not None:
+                # What is kept of the request in hand is lost on all ranks.
+                lost = PeerError("a call has failed on another rank") if current.batcher.turns else None
+                current.batcher.close_request(lost)
             self._retry_failed_calls(messages)
         failed = dict.fromkeys(name for message in messages for name in message.failed)
         for name in failed:
@@ -305,8 +313,12 @@ class TaskScheduler:
         assert work.run is not None
         assert work.prepared is not None
         prepared, model, output = work.prepared, self._models.models[work.task.model], work.run.output
+        wrong = model.batcher.end_turns(work.run)
         self._drop(work)
         if self._ranks.rank > 0:
+            return
+        if wrong is not None:
+            self._report_failure(work.task.id, failure_of(wrong))
             return
         # Only this rank checks the output: an error in it fails the task, not the ranks.
         try:
@@ -352,7 +364,9 @@ class TaskScheduler:
         self._models.switch_to(model)
         if model is None:
             return
-        if model.batcher.why:
+        if model.batcher.turns:
+            self._turn_round(model)
+        elif model.batcher.why:
             self._plain_round(model)
         else:
             self._batched_round(model)
@@ -392,16 +406,40 @@ class TaskScheduler:
             work.paused = False
             if work.run is None:
                 self._begin(work, model)
-        active = [work for work in active if work.run is not None]
-        runs = {work.run: work for work in active if work.run is not None}
+        runs = self._open_runs(active)
+        self._run(batcher, runs, lambda: batcher.round([*runs], self._ranks.seconds))
+
+    def _turn_round(self, model: LoadedModel) -> None:
+        """Run a step of the next request, each of which keeps something from step to step."""
+        batcher = model.batcher
+        came = sorted((w for w in self.tasks.values() if w.task.model == model.spec.name), key=lambda w: w.order)
+        waiting = [Waiting(*work.place, model.size_of(work.task), work.run is not None, work.served) for work in came]
+        place, paused = next_turn(waiting, model.spec.together, model.room)
+        for work in (came[each] for each in paused):
+            if not work.paused:
+                work.paused = True
+                self._ranks.send(Paused(work.task.id, "more urgent images go first"))
+        work = came[place]
+        work.paused, work.served = False, self._models.clock
+        if work.run is None:
+            self._begin(work, model)
+        if (run := work.run) is not None:
+            self._run(batcher, self._open_runs(came), lambda: batcher.turn(run))
+
+    def _open_runs(self, works: Iterable[RunningTask]) -> dict[PipelineTask, RunningTask]:
+        return {work.run: work for work in works if work.run is not None}
+
+    def _run(
+        self, batcher: Batcher, runs: dict[PipelineTask, RunningTask], step: Callable[[], FailedCalls | None]
+    ) -> None:
+        """Run calls of some tasks; the other ranks are told of failures in the next round."""
         calls, known = batcher.counts.calls, dict(batcher.counts.seconds)
-        failed = batcher.round([*runs], self._ranks.seconds)
+        failed = step()
         if batcher.counts.calls > calls:
             self.step_seconds, self.waited = batcher.counts.seconds.get("", 0.0), batcher.counts.waited
         for name, seconds in batcher.counts.seconds.items():
             if known.get(name) != seconds:
                 self._ranks.measure(name, seconds)
-        # The other ranks receive the failure in the next round.
         for run, work in runs.items():
             if run.failure is not None:
                 self._ranks.message.failed[work.task.id] = failure_of(run.failure)
@@ -441,11 +479,13 @@ class TaskScheduler:
         if called:
             prepared.arguments[CALLBACK] = lambda *of: (self._stepped(work, model), of[-1])[-1]
         self._watch(work, model, prepared.pipe, not called)
-        batched = not model.batcher.why
+        batched = not model.batcher.alone
         work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
         work.run = PipelineTask(
             prepared.pipe, prepared.arguments, prepared.seed, self._models.device, prepared.adapters, batched
         )
+        if model.batcher.turns:
+            work.undo.callback(model.batcher.release, work.run)
         self._ranks.send(TaskBegan(work.task.id, prepared.steps))
 
     def _watch(self, work: RunningTask, model: LoadedModel, pipe: Any, counting: bool) -> None:
