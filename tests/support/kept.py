@@ -122,7 +122,7 @@ def _schedule(
             found["switches"] += run is not before
             before = run
             # Turns that put another one aside are not this one's.
-            while (trouble := batcher.turn(run)) is None and batcher._in_hand is not run:
+            while (trouble := batcher.turn(run)) is None and batcher.in_hand is not run:
                 pass
             assert trouble is None, trouble
             if run is doomed:

@@ -418,6 +418,7 @@ class Batcher:
         why: why its requests do not share calls, a sentence; empty: their steps run together.
         turns: whether strategies keep something of every request from step to step, so that requests take turns by
             the step (`turn`), each with its own.
+        in_hand: the task that took the latest turn, until another one is to take the next.
         most: rows of how many requests run as one call, at most.
         counts: what has been called.
     """
@@ -454,8 +455,7 @@ class Batcher:
         self._guided_task: PipelineTask | None = None
         # Seconds of other components' calls since the latest step.
         self._spent = 0.0
-        # The task of which what is kept is in hand.
-        self._in_hand: PipelineTask | None = None
+        self.in_hand: PipelineTask | None = None
 
     @property
     def alone(self) -> bool:
@@ -479,7 +479,7 @@ class Batcher:
         Every rank does; where one has failed, all of them renew their links when the next request is opened.
         """
         turn, self._set_pipe, self._current_pipe = self._set_pipe, None, None
-        self._in_hand = None
+        self.in_hand = None
         request = self._request.pop_all()
         if turn is None:
             return
@@ -579,16 +579,16 @@ class Batcher:
         Returns:
             What has failed here.
         """
-        acting = run if self._in_hand is None else self._in_hand
+        acting = run if self.in_hand is None else self.in_hand
         try:
             if acting is not run:
-                self._in_hand = self._current_pipe = None
+                self.in_hand = self._current_pipe = None
                 self.engine.put_aside()
                 return None
             if run.kept is None:
                 run.kept = self.engine.kept.new()
             self._switch_to(run.pipe, run.kept)
-            self._in_hand = run
+            self.in_hand = run
             self._step_on(run)
             if run.ended and run.failure is None:
                 # Patches that have still to come: all ranks ask for them.
@@ -646,13 +646,13 @@ class Batcher:
         except InputError as error:
             return bare(error)
         finally:
-            run.kept = self._in_hand = self._current_pipe = None
+            run.kept = self.in_hand = self._current_pipe = None
         return None
 
     def release(self, run: PipelineTask) -> None:
         """Free what is kept of a task, wherever it stands. Every rank does: its messages are taken first."""
-        if self._in_hand is run:
-            self._in_hand = self._current_pipe = None
+        if self.in_hand is run:
+            self.in_hand = self._current_pipe = None
             self.engine.put_aside()
         run.kept = None
 

@@ -277,10 +277,20 @@ class LoadedModel:
 
     def size_of(self, task: PictureTask) -> float:
         """What is kept of a task from step to step, in requests of the default size: as many as it has pixels."""
-        card, request = self.card, task.request
-        usual = (card["width"], card["height"], card["frames"])
-        asked = (request.width, request.height, request.frames)
-        return prod(a / b for a, b in zip(asked, usual, strict=True) if a and b)
+        request, usual = task.request, self.info.default_size
+        files = [
+            InputFile(one.role, task.files[one.digest], one.digest)
+            for one in request.inputs
+            if one.digest in task.files
+        ]
+        try:
+            asked = self._asked_size(task, files)
+        except InputError:
+            # It will be refused.
+            return 1.0
+        pixels = prod(asked) / prod(usual) if asked and usual else 1.0
+        frames = self.card["frames"]
+        return pixels * (request.frames / frames if request.frames and frames else 1.0)
 
     def _agree(self, failed: Exception | None) -> None:
         """Whether the test image works on all ranks; otherwise requests run one after the other."""

@@ -90,6 +90,7 @@ class RunningTask:
         prepared, run: once it has begun.
         step, steps: denoising steps that are done, and that there are, see `loop_steps`.
         seen: the latest step, if its latents are to be shown; rank 0's.
+        size: what is kept of it from step to step, in requests of the model's default size; None: not asked for yet.
         served: number of the round in which it took its latest turn.
     """
 
@@ -102,6 +103,7 @@ class RunningTask:
     began: float = 0.0
     paused: bool = False
     seen: SchedulerStep | None = None
+    size: float | None = None
     served: int = 0
     undo: ExitStack = field(default_factory=ExitStack)
 
@@ -413,18 +415,23 @@ class TaskScheduler:
         """Run a step of the next request, each of which keeps something from step to step."""
         batcher = model.batcher
         came = sorted((w for w in self.tasks.values() if w.task.model == model.spec.name), key=lambda w: w.order)
-        waiting = [Waiting(*work.place, model.size_of(work.task), work.run is not None, work.served) for work in came]
+        for work in came:
+            work.size = model.size_of(work.task) if work.size is None else work.size
+        waiting = [Waiting(*work.place, work.size or 1.0, work.run is not None, work.served) for work in came]
         place, paused = next_turn(waiting, model.spec.together, model.room)
         for work in (came[each] for each in paused):
             if not work.paused:
                 work.paused = True
                 self._ranks.send(Paused(work.task.id, "more urgent images go first"))
         work = came[place]
-        work.paused, work.served = False, self._models.clock
+        work.paused = False
         if work.run is None:
             self._begin(work, model)
         if (run := work.run) is not None:
             self._run(batcher, self._open_runs(came), lambda: batcher.turn(run))
+            if batcher.in_hand is run:
+                # Else another one was put aside.
+                work.served = self._models.clock
 
     def _open_runs(self, works: Iterable[RunningTask]) -> dict[PipelineTask, RunningTask]:
         return {work.run: work for work in works if work.run is not None}
