@@ -98,8 +98,8 @@ def check(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[nn.Modu
 def keeps_between_steps(recipe: Recipe, config: ParallelConfig, models: Iterable[nn.Module] = ()) -> str:
     """What is kept of one request's step for the next, as a clause; empty: nothing.
 
-    Requests then cannot take turns by the step, share a batch, or go on on other ranks. Everything that has to know
-    (servers, ``--elastic``, predictions) asks here.
+    Requests then cannot share a batch, or go on on other ranks. Everything that has to know (servers, ``--elastic``,
+    predictions) asks here.
 
     Args:
         recipe, config: strategies, each of which says what it keeps (`Strategy.keeps_between_steps`).

@@ -507,23 +507,6 @@ def test_a_decoding_without_memory_on_one_rank_fails_its_request_alone(ranks):
     assert abs(picture(said, "1") - alone(PROMPTS[1], 1)).max() <= 1
 
 
-def test_stale_strategies_run_one_after_the_other_and_say_why(ranks):
-    def script(message: Any, send: Any) -> None:
-        at_once(task("0", PROMPTS[0]), task("1", PROMPTS[1], seed=1))(message, send)
-        if isinstance(message, TaskStepped) and (message.id, message.step) == ("0", 2):
-            send(Cancel("0"))
-
-    said = Owner(script, 2).serve(ranks(2), [spec(ring=2, exchange="displaced", warmup="fixed(5)")])
-    (ready,) = of(said, ModelReady)
-    assert not ready.card["batching"]
-    assert "displaced" in ready.card["why"]
-    (cancelled,) = of(said, Cancelled)
-    assert cancelled.step <= 3
-    assert [one.step for one in of(said, TaskStepped, "1")] == [1, 2, 3, 4, 5]
-    # All of its steps are synchronous.
-    assert abs(picture(said, "1") - alone(PROMPTS[1], 1)).max() <= 1
-
-
 def test_what_is_kept_of_a_step_is_one_question(capsys):
     """A server, `--schedule adaptive`, `--elastic` and predictions give the same reason; a cache is one as well."""
     from diffusers import FirstBlockCacheConfig

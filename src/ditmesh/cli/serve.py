@@ -440,7 +440,7 @@ def _pooled(
         )
     one = ParallelConfig(**settings)
     if kept := keeps_between_steps(RECIPE, one):
-        raise InputError(f"{kept}, so that requests cannot take turns by the step; use --schedule fixed")
+        raise InputError(f"{kept}, which are of no use on other ranks; use --schedule fixed")
     _, specs = _specs(models, loras, 1, config, parallel, together)
     ranks = devices or 1
     return ranks, [replace(spec, config=one, pool=ranks) for spec in specs]
