@@ -184,7 +184,7 @@ def test_turns():
     assert next_turn([waiting(served=1), waiting(3, served=5), waiting(served=2, owner="b")], 8, 16) == (2, [0])
     # No more than take turns, and no more than there is room for: then those that are open go on.
     assert next_turn([waiting(served=1), waiting(served=2), waiting()], 2, 16) == (0, [])
-    assert next_turn([waiting(served=1), waiting(served=2), waiting(3)], 2, 2) == (0, [1])
+    assert next_turn([waiting(served=1), waiting(served=2), waiting(3)], 2, 2) == (0, [])
     assert next_turn([waiting(served=1), waiting(served=2), waiting(3)], 2, 3) == (2, [0, 1])
     assert next_turn([waiting(served=1), waiting(served=2), waiting(3, size=4)], 8, 4) == (0, [])
     # One may be open however large it is; paused ones go on where they leave no room.

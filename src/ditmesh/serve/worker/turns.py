@@ -38,10 +38,9 @@ def next_turn(requests: Sequence[Waiting], most: int, room: float) -> tuple[int,
         room: requests of the default size that may be open, paused ones included. One may always be.
     """
     used = sum(one.size for one in requests if one.open)
-    chosen = under_way([(one.owner, one.priority) for one in requests], most)
-    able = [place for place in chosen if _able(requests[place], used, room)]
-    # Where those that are paused leave no room for others, they go on.
-    able = able or [place for place, one in enumerate(requests) if one.open]
+    able = [place for place, one in enumerate(requests) if one.open or not used or used + one.size <= room]
+    chosen = under_way([(requests[place].owner, requests[place].priority) for place in able], most)
+    able = [able[each] for each in chosen]
     urgent: dict[str, int] = {}
     for place in able:
         one = requests[place]
@@ -49,7 +48,3 @@ def next_turn(requests: Sequence[Waiting], most: int, room: float) -> tuple[int,
     taking = [place for place in able if requests[place].priority == urgent[requests[place].owner]]
     first = min(taking, key=lambda place: (requests[place].served, place))
     return first, [place for place, one in enumerate(requests) if one.open and place not in taking]
-
-
-def _able(one: Waiting, used: float, room: float) -> bool:
-    return one.open or not used or used + one.size <= room
