@@ -41,7 +41,7 @@ def test_requests_in_turns_have_the_bits_of_each_alone(ranks, name, config):
         assert "requests take turns by the step" in found["why"]
         assert found["same"] == [[True] * 3] * 2, found["failures"]
         assert found["others"] == 0
-        assert found["switches"] >= 20
+        assert found["switches"] >= 10
         # What was cancelled has left nothing, either.
         assert found["left"] == [0, 0]
         assert found["restored"]
@@ -96,22 +96,22 @@ def serve_broken(specs: Any, *, report: Any, call: int) -> None:
 
     from ditmesh.serve.worker.worker import TaskScheduler, serve_rank
 
-    whole, whole_round, calls = SD3Transformer2DModel.forward, TaskScheduler.round, []
+    whole, whole_round = SD3Transformer2DModel.forward, TaskScheduler.round
+    served, calls = [], []
 
     def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(hidden_states)
+        calls.extend([hidden_states.shape] if served else ())
         if len(calls) == call and dist.get_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory: no room")
         return whole(self, hidden_states, *args, **kwargs)
 
     def one_round(self: Any) -> None:
-        if self.tasks and SD3Transformer2DModel.forward is whole:
-            # The model has been looked at.
-            forward.__signature__ = __import__("inspect").signature(whole)
-            SD3Transformer2DModel.forward = forward
+        # The model has been looked at.
+        served.append(True)
         whole_round(self)
 
-    TaskScheduler.round = one_round  # type: ignore[method-assign]
+    forward.__signature__ = __import__("inspect").signature(whole)
+    SD3Transformer2DModel.forward, TaskScheduler.round = forward, one_round  # type: ignore[method-assign]
     try:
         serve_rank(specs, report=report)
     finally:

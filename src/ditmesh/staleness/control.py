@@ -209,6 +209,8 @@ class WarmupControl:
             verdict = getattr(self.policy, "verdict", None)
             if verdict is not None:
                 of.log.verdict = verdict(of.outlook, self._past())
+            # No sample of it is held any more.
+            self.monitor.reset()
 
     def synchronous(self, known: bool) -> bool:
         """Whether a call of this step is synchronous, given whether there are keys of the step before.
