@@ -159,12 +159,12 @@ def test_a_server_pauses_cancels_and_loses_one_request_alone(ranks):
     urgent = steps.index(("2", 1))
     assert steps[urgent : urgent + 5] == [("2", n + 1) for n in range(5)]
     (failed,) = of(said, TaskFailed)
-    assert failed.code == "out_of_memory"
+    assert (failed.id in ("0", "1", "4"), failed.code) == (True, "out_of_memory")
     for id, again in alone:
         if failed.id != id:
             assert (picture(said, id) == picture(said, again)).all()
     assert max(one.batch for one in of(said, TaskStepped)) == 2
-    assert picture(said, "1").shape != picture(said, "0").shape
+    assert picture(said, "1 alone").shape != picture(said, "0 alone").shape
     assert abs(picture(said, "0 alone") - picture(said, "2 alone")).max() > 1
 
 
