@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class KeptState:
-    """All that is kept of one request. Whoever lets go of it frees it.
+    """All that is kept of one request. The last reference to it keeps its tensors alive.
 
     Attributes:
         begun: whether a request has begun with it.
