@@ -122,7 +122,7 @@ def with_text(path: Path, text: str, compressed: bool = False) -> Path:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"place": 7}, "place 7 is none of 1 pictures"),
+        ({"place": 7}, "place 7 is none of 1 images"),
         ({"together": 10**6}, "together"),
         ({"together": 1000, "width": 1024, "height": 1024}, "too much for one call"),
         ({"steps": 10**9}, "steps"),

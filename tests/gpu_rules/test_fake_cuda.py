@@ -38,6 +38,10 @@ CASES = [
     *(("sd3", mode, False) for mode in ("one rank", "ulysses", "cfg", "data", "displaced", "pipe")),
 ]
 TOLERANCE = 1e-5
+# Looks of the host after the last step, once a request: whether all ranks have the same latents; with stages, which
+# patches the result consists of, and when the model is restored, which stage has each parameter.
+AFTER = {"strategies/same_latents.py": 1}
+AFTER_STAGES = {"parts/lazy.py": 1, "strategies/pipefusion/stages.py": 2}
 
 
 @pytest.mark.parametrize(
@@ -54,9 +58,12 @@ def test_a_request(ranks, family, mode):
     for one in found:
         assert one.error <= TOLERANCE
         assert {place for place in one.steady if place.startswith("ditmesh ")} == set()
-        # Once a request, whether all ranks have the same latents.
-        assert {place.partition(":")[0] for place in one.after} <= {"ditmesh strategies/same_latents.py"}
-        assert sum(one.after.values()) <= 1
+        after: dict[str, int] = {}
+        for place, count in one.after.items():
+            file = place.partition(":")[0].removeprefix("ditmesh ")
+            after[file] = after.get(file, 0) + count
+        most = AFTER | (AFTER_STAGES if mode == "pipe" else {})
+        assert all(count <= most.get(file, 0) for file, count in after.items()), after
 
 
 @pytest.mark.parametrize(

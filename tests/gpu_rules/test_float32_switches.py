@@ -12,7 +12,7 @@ from ditmesh.comm import Link, Traffic
 
 SCRIPT = """
 import sys, torch
-from ditmesh.strategies.determinism import deterministic, settings
+from ditmesh.strategies.determinism import deterministic
 
 B = torch.backends
 
@@ -32,10 +32,8 @@ def state():
 
 exec(sys.argv[1])
 before = state()
-settings()
 with deterministic("cpu"):
     inside = state()
-    assert not settings()["tf32"], inside
     assert not {"tf32", "bf16"} & set(inside[0]), inside
     assert True not in inside[1], inside
     with deterministic("cpu"):
