@@ -4,7 +4,7 @@
     python benchmarks/figures.py --only warmup
 
 What it reads is written by `quality.py`, `distribution.py`, `load.py` and `sameness.py` (``--json``). Every figure says
-its model, pictures and seeds; bars are standard errors of the mean over pictures. Needs matplotlib.
+its model, images and seeds; bars are standard errors of the mean over images. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ class Tables:
 
     @staticmethod
     def said(table: dict[str, Any]) -> str:
-        """Model, pictures and seeds."""
+        """Model, images and seeds."""
         of, seeds = table["table"], table["seeds"]
         return (
-            f"{of['model']}, {of['sampler']}, {of['steps']} steps; {table['pictures']} pictures, seeds {seeds[0]} to "
+            f"{of['model']}, {of['sampler']}, {of['steps']} steps; {table['pictures']} images, seeds {seeds[0]} to "
             f"{seeds[-1]}"
         )
 
@@ -178,7 +178,7 @@ def draw_tokens(tables: Tables) -> Path | None:
     axis.legend(fontsize=8, loc="upper right")
     names = ", ".join(table["table"]["model"] for _, table in known)
     counts = sorted({one["pictures"] for _, one in known})
-    seeds = f"{' or '.join(map(str, counts))} pictures each, seeds from 0"
+    seeds = f"{' or '.join(map(str, counts))} images each, seeds from 0"
     said = f"{names}; DDIM, 50 steps, one synchronous\n{seeds}; bars: standard error"
     return save(figure, "tokens", said)
 
@@ -229,7 +229,7 @@ def draw_objectives(tables: Tables) -> Path | None:
     axes[0].set_xlabel("synchronous steps at the beginning, of 50; and placed; N = 4")
     axes[0].set_ylabel("PSNR, dB")
     axes[0].legend(fontsize=7.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=1 + both)
-    said = "; ".join(f"{table['table']['model']}: {table['pictures']} pictures" for _, table in known)
+    said = "; ".join(f"{table['table']['model']}: {table['pictures']} images" for _, table in known)
     return save(figure, "objectives", f"50 steps (DDIM; flow: Euler), seeds from 0; bars: standard error\n{said}")
 
 
@@ -361,7 +361,7 @@ def draw_places(tables: Tables) -> Path | None:
     return save(
         figure,
         "places",
-        "N = 4, one synchronous step of 50, 4 pictures, seeds 0 to 3\n"
+        "N = 4, one synchronous step of 50, 4 images, seeds 0 to 3\n"
         "relative error of the prediction; dashes: ranks' borders",
     )
 
@@ -384,7 +384,7 @@ def draw_bytes(tables: Tables) -> Path | None:
                 f"{row['devices']}", (x, row["psnr"]["value"]), xytext=(5, 3), textcoords="offset points", fontsize=7.5
             )
     axis.set_xscale("log")
-    axis.set_xlabel("sent by all ranks in a request of 8 pictures, MB (numbers: N)")
+    axis.set_xlabel("sent by all ranks in a request of 8 images, MB (numbers: N)")
     axis.set_ylabel("PSNR, dB")
     axis.legend(fontsize=7.5)
     return save(figure, "bytes", f"{tables.said(table)}; one synchronous step; bars: standard error")
@@ -403,7 +403,7 @@ def steps_and_pictures(some: Sequence[dict[str, Any]]) -> str:
     """Of several tables."""
     steps = ", ".join(f"{one['table']['model']} {one['table']['sampler']} {one['table']['steps']}" for one in some)
     counts = sorted({one["pictures"] for one in some})
-    return f"N = 4; steps: {steps}\n{' or '.join(map(str, counts))} pictures each, seeds from 0"
+    return f"N = 4; steps: {steps}\n{' or '.join(map(str, counts))} images each, seeds from 0"
 
 
 def bits_of(row: dict[str, Any], whole: dict[str, Any]) -> float:
@@ -451,7 +451,7 @@ def predicted_of(verdict: str) -> float | None:
 
 
 def draw_budgets(tables: Tables) -> Path | None:
-    """PSNR of every picture over what `adaptive` predicted for them, and its budgets."""
+    """PSNR of every image over what `adaptive` predicted for them, and its budgets."""
     some = of_three(tables, "budgets")
     if not some:
         return None
@@ -462,7 +462,7 @@ def draw_budgets(tables: Tables) -> Path | None:
         for place, (least, row) in enumerate(zip(wanted, asked, strict=True)):
             each = row["each"]
             style = {"color": COLOURS[0], "marker": "o", "linestyle": "none", "markersize": 3.5}
-            axis.plot([least] * len(each), each, label="measured, every picture" if place == 0 else None, **style)
+            axis.plot([least] * len(each), each, label="measured, every image" if place == 0 else None, **style)
             predicted = predicted_of(row["verdict"])
             if predicted is not None:
                 style = {"color": COLOURS[1], "marker": "_", "linestyle": "none", "markersize": 11}
@@ -507,7 +507,7 @@ def draw_distribution(_: Tables) -> Path | None:
     axes[2].set_xlabel("sharpness over synchronous")
     count = data["rows"][names[0]]["pictures"]
     said = (
-        f"fashion-dit, DDIM, {data['setup']['steps']} steps; {count} pictures a row, seeds 0 to {count - 1} "
+        f"fashion-dit, DDIM, {data['setup']['steps']} steps; {count} images a row, seeds 0 to {count - 1} "
         "(other seeds: from 1,000,000); bars: standard error"
     )
     return save(figure, "distribution", said)
@@ -557,7 +557,7 @@ def draw_load(_: Tables) -> Path | None:
     return save(
         figure,
         "load",
-        "emoji-dit-s, DDIM, 16 steps, 4 pictures in one request, real ranks of one thread\n"
+        "emoji-dit-s, DDIM, 16 steps, 4 images in one request, real ranks of one thread\n"
         "processor time (map), clock (lines)",
     )
 
@@ -641,12 +641,12 @@ def draw_sameness(_: Tables) -> Path | None:
 
 
 def draw_pictures(store: Path) -> Path | None:
-    """A picture of the first prompt and the farthest one, as every strategy draws it, and how each differs.
+    """An image of the first prompt and the farthest one, as every strategy draws it, and how each differs.
 
     Differences of a row have one scale, whose bright end is their 99th percentile; lines are the ranks' borders.
 
     Args:
-        store: of `quality.py` (``--out``), with the pictures of the parts ``experiment`` and ``strategies``.
+        store: of `quality.py` (``--out``), with the images of the parts ``experiment`` and ``strategies``.
     """
     from PIL import Image
 
@@ -712,7 +712,7 @@ def main() -> None:
     """Draw."""
     parser = command_line(__doc__, figures=False)
     parser.add_argument("--only", action="append", choices=FIGURES, help="default: all")
-    parser.add_argument("--store", type=Path, help="quality.py's --out: also the row of pictures")
+    parser.add_argument("--store", type=Path, help="quality.py's --out: also the row of images")
     options = parser.parse_args()
     tables = Tables()
     if options.store is not None:
