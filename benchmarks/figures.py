@@ -399,7 +399,7 @@ def of_three(tables: Tables, part: str) -> list[dict[str, Any]]:
     return [table for model in THREE if (table := tables.find(part, model)) is not None]
 
 
-def steps_and_pictures(some: Sequence[dict[str, Any]]) -> str:
+def steps_and_images(some: Sequence[dict[str, Any]]) -> str:
     """Of several tables."""
     steps = ", ".join(f"{one['table']['model']} {one['table']['sampler']} {one['table']['steps']}" for one in some)
     counts = sorted({one["pictures"] for one in some})
@@ -441,7 +441,7 @@ def draw_codecs(tables: Tables) -> Path | None:
         axis.axhline(0, color="#999999", linewidth=0.8)
     axes[0][0].set_ylabel("less uncompressed, dB")
     axes[0][0].legend(fontsize=6.5, loc="lower right")
-    return save(figure, "codecs", f"{steps_and_pictures(some)}, one synchronous step; bars: standard error")
+    return save(figure, "codecs", f"{steps_and_images(some)}, one synchronous step; bars: standard error")
 
 
 def predicted_of(verdict: str) -> float | None:
@@ -477,7 +477,7 @@ def draw_budgets(tables: Tables) -> Path | None:
     axes[0][0].set_ylabel("PSNR, dB")
     axes[0][0].set_ylim(0, 108)
     axes[0][-1].legend(fontsize=7, loc="upper left")
-    return save(figure, "budgets", f"{steps_and_pictures(some)}; numbers: synchronous steps; line: the budget itself")
+    return save(figure, "budgets", f"{steps_and_images(some)}; numbers: synchronous steps; line: the budget itself")
 
 
 def draw_distribution(_: Tables) -> Path | None:

@@ -19,8 +19,8 @@ with their gradients and AdamW's two moments. And the bound: 0.35 of the bfloat1
 activations, gradients and messages. The largest relative difference of a loss from one rank's on the same base must be
 1e-5 at most. Memory needs no quiet machine.
 
-With --speed: samples a second of two ranks over those of one, by the fastest step after the first, in turns. Memory is
-not looked at then, because for it the C library is told to return freed memory at once, after which every temporary
+With --speed: samples a second of two ranks over those of one, which runs first, by the fastest step after the first.
+Memory is not looked at then, because for it the C library is told to return freed memory at once, after which every temporary
 of a layer, dequantised rows first of all, costs page faults: up to 9 times the time of dequantisation.
 """
 

@@ -29,36 +29,14 @@ import torch.distributed as dist
 
 from harness import command_line, show_table, write_figures
 from machine import describe_machine
-from memory_model import AUTOENCODER, absent
+from memory_model import absent, sd3_pipeline
 
 FORMS = {"float32": "mapped files", "bfloat16": "converted"}
 
 
 def saved(folder: str, blocks: int) -> None:
     """The pipeline in float32 and in bfloat16, below ``folder``."""
-    import diffusers
-    import transformers
-
-    clip = transformers.CLIPTextConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, projection_dim=256)
-    none = dict.fromkeys(("text_encoder_2", "tokenizer", "tokenizer_2", "tokenizer_3", "text_encoder_3"))
-    pipe: Any = diffusers.StableDiffusion3Pipeline(
-        transformer=diffusers.SD3Transformer2DModel(
-            sample_size=96,
-            num_layers=blocks,
-            attention_head_dim=64,
-            num_attention_heads=24,
-            joint_attention_dim=512,
-            caption_projection_dim=1536,
-            pooled_projection_dim=256,
-            in_channels=4,
-            out_channels=4,
-            pos_embed_max_size=96,
-        ),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=diffusers.AutoencoderKL(**AUTOENCODER),
-        text_encoder=transformers.CLIPTextModelWithProjection(clip),
-        **none,
-    )
+    pipe = sd3_pipeline(blocks, 24)
     for form in FORMS:
         pipe.to(getattr(torch, form)).save_pretrained(f"{folder}/{form}")
 
@@ -73,6 +51,12 @@ def rollup() -> dict[str, int]:
     return found
 
 
+def meet() -> None:
+    """Wait for all ranks; one alone has no group."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def loaded(folder: str, ranks: int) -> dict[str, Any]:
     """On a rank: seconds of loading, of reading every weight, and the memory that came."""
     import diffusers  # noqa: F401
@@ -81,8 +65,7 @@ def loaded(folder: str, ranks: int) -> dict[str, Any]:
 
     gc.collect()
     before = rollup()
-    if dist.is_initialized():
-        dist.barrier()
+    meet()
     began = time.perf_counter()
     pipe = ditmesh.load(folder, {"ulysses": ranks}, dtype=torch.float32, **absent(folder))
     ready = time.perf_counter() - began
@@ -91,13 +74,11 @@ def loaded(folder: str, ranks: int) -> dict[str, Any]:
         # One number of every page.
         total = sum(float(value.flatten()[::1024].sum()) for value in weights)
     seconds = time.perf_counter() - began
-    if dist.is_initialized():
-        # Before another rank frees pages.
-        dist.barrier()
+    # Before another rank frees pages.
+    meet()
     gc.collect()
     after = rollup()
-    if dist.is_initialized():
-        dist.barrier()
+    meet()
     found = {
         "seconds": seconds,
         "load": ready,

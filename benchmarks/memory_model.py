@@ -52,20 +52,27 @@ AUTOENCODER: dict[str, Any] = {
 
 def sd3(folder: str) -> None:
     """Stable Diffusion 3's classes, with two text encoders."""
-    import diffusers
     import transformers
 
     t5 = transformers.T5Config(d_model=512, d_ff=1024, num_layers=8, num_heads=8, d_kv=64, vocab_size=32128)
+    sd3_pipeline(8, 12, transformers.T5EncoderModel(t5)).save_pretrained(folder)
+
+
+def sd3_pipeline(blocks: int, heads: int, text_encoder_3: Any = None) -> Any:
+    """Stable Diffusion 3's classes with random weights: a transformer of so many blocks and heads."""
+    import diffusers
+    import transformers
+
     clip = transformers.CLIPTextConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, projection_dim=256)
     none = dict.fromkeys(("text_encoder_2", "tokenizer", "tokenizer_2", "tokenizer_3"))
-    diffusers.StableDiffusion3Pipeline(
+    return diffusers.StableDiffusion3Pipeline(
         transformer=diffusers.SD3Transformer2DModel(
             sample_size=96,
-            num_layers=8,
+            num_layers=blocks,
             attention_head_dim=64,
-            num_attention_heads=12,
+            num_attention_heads=heads,
             joint_attention_dim=512,
-            caption_projection_dim=768,
+            caption_projection_dim=64 * heads,
             pooled_projection_dim=256,
             in_channels=4,
             out_channels=4,
@@ -74,9 +81,9 @@ def sd3(folder: str) -> None:
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=diffusers.AutoencoderKL(**AUTOENCODER),
         text_encoder=transformers.CLIPTextModelWithProjection(clip),
-        text_encoder_3=transformers.T5EncoderModel(t5),
+        text_encoder_3=text_encoder_3,
         **none,
-    ).save_pretrained(folder)
+    )
 
 
 def flux(folder: str) -> None:

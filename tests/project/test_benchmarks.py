@@ -547,6 +547,21 @@ def test_predictions_of_recorded_steps() -> None:
 
 
 @pytest.mark.matrix
+def test_loading_on_two_ranks(tmp_path: Path) -> None:
+    """Ranks have the weights together: files as they are, and what the first rank has converted."""
+    figures = tmp_path / "figures.json"
+    ended = script("loading.py", "--ranks", 2, "--blocks", 1, "--repeats", 1, "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    cases = json.loads(figures.read_text())["cases"]
+    assert set(cases) == {"float32", "bfloat16"}
+    for case in cases.values():
+        assert case["seconds of the ranks"] > 0
+        # A copy for each rank would be 2.
+        assert case["pss"] < 1.5
+        assert case["private"] < 0.75
+
+
+@pytest.mark.matrix
 def test_memory_above_a_frozen_base(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     figures = tmp_path / "figures.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -110,7 +111,7 @@ def serve_broken(specs: Any, *, report: Any, call: int) -> None:
         served.append(True)
         whole_round(self)
 
-    forward.__signature__ = __import__("inspect").signature(whole)
+    forward.__signature__ = inspect.signature(whole)
     SD3Transformer2DModel.forward, TaskScheduler.round = forward, one_round  # type: ignore[method-assign]
     try:
         serve_rank(specs, report=report)

@@ -99,7 +99,7 @@ class CallClock:
         scheduler: returns the pipeline's scheduler, if there is one.
 
     Attributes:
-        kept: what is kept of the requests whose calls it counts, of which one is in hand.
+        kept: the states of the requests that make these calls; one of the states is in hand.
     """
 
     def __init__(self, scheduler: Callable[[], Any] = lambda: None) -> None:

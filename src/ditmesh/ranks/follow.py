@@ -90,7 +90,7 @@ class Followers:
         self.timeout = timeout
         # Models go when the program drops them; their copies then go before the next call.
         self.models: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        # Keys of copies whose owners are gone, each with a function to call here when the other ranks drop the copy.
+        # Keys of copies without a model in this process, each with a function to call when the others drop the copy.
         self.dropped: list[tuple[str, Callable[[], None]]] = []
         # For the program that has these ranks.
         self.wanted: Any = None
@@ -309,7 +309,7 @@ class FollowedModule(ABC):
 
 
 class FollowedModel(FollowedModule):
-    """A model of this process whose calls run on all ranks.
+    """A model of this process; all ranks take part in its calls.
 
     Attributes:
         model: it.

@@ -82,7 +82,7 @@ class _Steps:
         outlook: what the policy is told; None before the first step.
         coming, unread: sums of the latest steps, in their order: on their way; and those that are not read before the
             end.
-        sent, taken: steps whose sums were sent, and taken in.
+        sent, taken: the number of steps with sums that were sent, and with sums that were taken in.
         reads, times: whether the policy reads drift, and seconds.
         began: when the step in progress began; aside: when the request was put aside, if it is.
     """

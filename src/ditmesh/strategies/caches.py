@@ -45,7 +45,7 @@ def kept_by(model: nn.Module) -> str:
     name, hook = type(model).__name__, next(stateful_hooks(model), None)
     if getattr(model, "is_cache_enabled", False):
         named = "" if hook is None else f" ({type(hook).__name__})"
-        return f"{name} has a cache{named}, which remembers one request's step before and not whose it was"
+        return f"{name} has a cache{named}, which remembers the step before, but not the request of that step"
     return "" if hook is None else f"{name} has a hook that remembers calls ({type(hook).__name__})"
 
 

@@ -57,7 +57,7 @@ def train(
         ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's), each a list of
         sentences, ``overflowed`` (the steps of this run that changed no weight: gradients overflowed in float16),
         ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
-        validation: the share of images whose nearest training image is their caption's own; None without one),
+        validation: the share of images with the training image of their own caption as the nearest; None without one),
         ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None), ``sent``
         (bytes that the first rank has sent to other islands; None without islands).
 

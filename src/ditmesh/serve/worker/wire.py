@@ -8,23 +8,19 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...comm.mesh import ENDLESS
 from ...engine.sent import as_bytes
 from ..schedule.core import Run
 from ..schedule.costs import Kind, Mode
 from ..types import RankState
 from .protocol import PictureTask
 from .rendezvous import FailureReason
-
-# Messages are waited for as long as a server lives.
-ENDLESS = timedelta(days=10_000)
-
 
 # --- values with tensors
 
@@ -217,6 +213,7 @@ class Channel:
     def __init__(self, rank: int, size: int, inbox: Callable[[Any], None]) -> None:
         self.rank, self.size, self._inbox = rank, size, inbox
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Messages are waited for as long as a server lives.
         self._down: Any = dist.new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
         self._up: Any = dist.new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
         self._threads: list[threading.Thread] = []
