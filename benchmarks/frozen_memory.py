@@ -20,8 +20,8 @@ activations, gradients and messages. The largest relative difference of a loss f
 1e-5 at most. Memory needs no quiet machine.
 
 With --speed: samples a second of two ranks over those of one, which runs first, by the fastest step after the first.
-Memory is not looked at then, because for it the C library is told to return freed memory at once, after which every temporary
-of a layer, dequantised rows first of all, costs page faults: up to 9 times the time of dequantisation.
+Memory is not looked at then, because for it the C library is told to return freed memory at once, after which every
+temporary of a layer, dequantised rows first of all, costs page faults: up to 9 times the time of dequantisation.
 """
 
 from __future__ import annotations
