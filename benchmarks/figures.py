@@ -575,17 +575,15 @@ def draw_moving(_: Tables) -> Path | None:
         "displaced, speeds=auto": (COLOURS[0], ":"),
     }
     names = {
-        "stopped": "stopped every 10 ms (without other work)",
-        "busy": "a loop on its core (clock)",
-        "nice": "a loop, lower priority (clock)",
+        "stopped": "stopped every 10 ms",
+        "busy": "a loop on its core",
+        "nice": "a loop, lower priority",
     }
     figure, axes = plt().subplots(1, len(data["ways"]), figsize=(3.9 * len(data["ways"]), 3.4), squeeze=False)
     for axis, (way, found) in zip(axes[0], data["ways"].items(), strict=True):
-        # What other work on the machine took is left out, unless it is what makes the rank slow.
-        what = 0 if way in ("busy", "nice") else 4
         for name, (colour, line) in styles.items():
             if name in found:
-                took = [max(step) for step in zip(*([one[what] for one in rank] for rank in found[name]), strict=True)]
+                took = [max(step) for step in zip(*([one[0] for one in rank] for rank in found[name]), strict=True)]
                 axis.plot(range(len(took)), took, color=colour, linestyle=line, linewidth=1.1, label=name)
                 moves = [step for step, one in enumerate(found[name][0]) if one[3]]
                 axis.plot(moves, [took[step] for step in moves], "o", color=colour, markersize=4)
