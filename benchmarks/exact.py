@@ -2,6 +2,7 @@
 
     python benchmarks/exact.py                              # a table; wants a quiet machine
     python benchmarks/exact.py --repeats 9 --json out.json  # and every figure
+    python benchmarks/exact.py --against ../old/src         # with another version: seconds of this over its, in turns
 
 Worker processes stay up for the whole run and take turns: in every repeat each contender draws breath once
 and is then timed, so that a ratio compares neighbours in time. The median of the ratios is what counts:
@@ -25,7 +26,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from harness import command_line, paired_ratios, ratio_cells, show_table, write_figures
+from harness import (
+    Version,
+    against_option,
+    command_line,
+    in_turns,
+    paired_ratios,
+    ratio_cells,
+    serve,
+    show_table,
+    versions,
+    write_figures,
+)
 from machine import describe_machine
 
 MODEL = {
@@ -90,10 +102,18 @@ def benchmark_model() -> torch.nn.Module:
 
 @cache
 def benchmark_inputs(batch: int = 1, side: int = SIDE) -> dict[str, Any]:
-    """Arguments of its forward, for side x side image tokens."""
-    from ditmesh.layout.conventions import CallVariant, Conventions, Size
-
-    return Conventions(benchmark_model(), CallVariant("bsc")).inputs(Size(side, side, TEXT, batch=batch))
+    """Arguments of its forward, for side x side image tokens, made without ditmesh: versions get the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    return {
+        "hidden_states": torch.randn(batch, side * side, MODEL["in_channels"], generator=generator),
+        "encoder_hidden_states": torch.randn(batch, TEXT, MODEL["joint_attention_dim"], generator=generator),
+        "pooled_projections": torch.randn(batch, MODEL["pooled_projection_dim"], generator=generator),
+        "timestep": torch.full((batch,), 500.0),
+        "img_ids": torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(-1, 3).float(),
+        "txt_ids": torch.zeros(TEXT, 3),
+        "return_dict": False,
+    }
 
 
 def timed_forward(runs: int) -> float:
@@ -162,14 +182,60 @@ def compare(
     write_figures(result, options.json)
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """What `compare` is told on the command line."""
+def compare_versions(contenders: Sequence[Contender], script: str, options: argparse.Namespace) -> None:
+    """Let two versions take turns contender by contender, and print the ratios of their seconds, this over that.
+
+    Args:
+        contenders: which.
+        script: the benchmark, which serves `seconds`.
+        options: of `arguments`, with ``against``; every figure is written to ``options.json`` if it is given.
+    """
+    contenders = [one for one in contenders if not options.only or one.name in options.only]
+    times: dict[str, dict[str, list[float]]] = {}
+    with versions(script, options.against) as processes:
+        for turn in range(options.repeats):
+            for one in contenders:
+                for name in in_turns([*processes], turn):
+                    entry = times.setdefault(one.name, {}).setdefault(name, [])
+                    entry.append(_slowest(processes[name], one, options.runs))
+    machine = describe_machine()
+    ratios = {name: paired_ratios(entry["this"], entry["that"]) for name, entry in times.items()}
+    medians = {name: [statistics.median(entry[which]) for which in ("that", "this")] for name, entry in times.items()}
+    show_table(
+        f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, float32: this version over that one",
+        ["", "that, median s", "this, median s", "this / that, median", "min", "max"],
+        [[name, *(f"{each:.3f}" for each in medians[name]), *ratio_cells(ratios[name])] for name in times],
+        machine,
+    )
+    ratio = {name: statistics.median(r) for name, r in ratios.items()}
+    write_figures({"machine": machine, "model": MODEL, "seconds": times, "ratio": ratio}, options.json)
+
+
+def _slowest(version: Version, one: Contender, runs: int) -> float:
+    return max(version.ask("seconds", one.ranks, one.threads, one.config, runs)) / one.pictures
+
+
+def arguments(description: str | None, other: bool = False) -> argparse.Namespace:
+    """What `compare` is told on the command line, or with ``other`` `compare_versions`."""
     parser = command_line(description)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--runs", type=int, default=2, help="forwards per repeat; the best counts")
     parser.add_argument("--only", nargs="*", help="contenders to run besides the baseline")
+    if other:
+        against_option(parser)
     return parser.parse_args()
 
 
+def main() -> None:
+    """Measure, print a table, write the figures."""
+    options = arguments(__doc__, other=True)
+    if options.serve:
+        serve({"seconds": seconds})
+    elif options.against:
+        compare_versions(CONTENDERS, __file__, options)
+    else:
+        compare(CONTENDERS, seconds, "float32", options)
+
+
 if __name__ == "__main__":
-    compare(CONTENDERS, seconds, "float32", arguments(__doc__))
+    main()

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+# Begins the line of an answer.
+ANSWER = "= "
 
 
 def command_line(description: str | None, figures: bool = True) -> argparse.ArgumentParser:
@@ -66,3 +74,90 @@ def show_table(
         table.add_row(*row)
     console.print(table)
     console.print(machine["text"])
+
+
+# --- one process for each version ----------------------------------------------------------------------------------
+
+
+def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Answer requests of a `Version`: a JSON list on each line, ``[function, ranks, threads, arguments…]``.
+
+    Args:
+        functions: run on every rank, by name; they take the arguments and return what JSON can hold.
+    """
+    from ditmesh.launch import RankPool
+
+    pools: dict[tuple[int, int], RankPool] = {}
+    for line in sys.stdin:
+        function, ranks, threads, *arguments = json.loads(line)
+        try:
+            if (ranks, threads) not in pools:
+                pools[ranks, threads] = RankPool(ranks, threads=threads)
+            answer: Any = {"results": pools[ranks, threads].run(functions[function], *arguments)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
+        print(ANSWER + json.dumps(answer), flush=True)
+    for pool in pools.values():
+        pool.close()
+
+
+class Version:
+    """A process that runs contenders with one version of ditmesh.
+
+    Args:
+        script: the benchmark; with ``--serve`` it calls `serve`.
+        src: folder that holds the package.
+    """
+
+    def __init__(self, script: str, src: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(src), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, str(Path(script).resolve()), "--serve"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+    def ask(self, function: str, ranks: int, threads: int, *arguments: Any) -> list[Any]:
+        """What every rank answers.
+
+        Raises:
+            RuntimeError: the function cannot run; says why.
+        """
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps([function, ranks, threads, *arguments]) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                answer = json.loads(line.removeprefix(ANSWER))
+                if "error" in answer:
+                    raise RuntimeError(answer["error"])
+                return answer["results"]
+        raise RuntimeError(f"the process that measures {function} of {arguments[0]} has ended")
+
+    def close(self) -> None:
+        """End the process and its ranks."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def against_option(parser: argparse.ArgumentParser) -> None:
+    """Let a command line name another version; such a benchmark also understands ``--serve``."""
+    parser.add_argument("--against", type=Path, help="src/ of another version, to be measured in turns with this one")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+
+
+@contextmanager
+def versions(script: str, against: Path | None) -> Iterator[dict[str, Version]]:
+    """Processes of the versions that take turns: ``"that"``, if another one is named, and ``"this"``."""
+    folders = {"this": SRC} if against is None else {"that": against.resolve(), "this": SRC}
+    with ExitStack() as stack:
+        found = {}
+        for name, folder in folders.items():
+            found[name] = Version(script, folder)
+            stack.callback(found[name].close)
+        yield found
+
+
+def in_turns(names: Sequence[str], turn: int) -> list[str]:
+    """Versions in the order of a turn: the one that is first in one turn is last in the next."""
+    return list(names)[:: 1 if turn % 2 == 0 else -1]

@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
-import os
 import pstats
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -36,14 +33,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import command_line, write_figures
+from harness import Version, against_option, command_line, in_turns, serve, versions, write_figures
 from machine import describe_machine
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-HERE = Path(__file__).resolve().parent
 BLOCKS = (19, 38)
 MODEL = {
     "patch_size": 1,
@@ -71,7 +67,6 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any] | None]] = {
 }
 # Metadata only: no kernel is launched.
 FREE = ("empty", "new_empty", "detach", "lift_fresh", "_reshape_alias", "alias")
-ANSWER = "= "
 # What is measured in every turn, in microseconds a block.
 KINDS = ("microseconds", "processor", "plain", "plain processor")
 
@@ -234,70 +229,10 @@ def profile(name: str, runs: int) -> list[tuple[str, float, float, float]]:
     return sorted(rows, key=lambda row: -row[2])
 
 
-# --- one process for each version ----------------------------------------------------------------------------------
-
-
-def serve() -> None:
-    """Answer requests, a JSON list on each line: ``[function, contender, arguments…]``."""
-    from ditmesh.launch import RankPool
-
-    pools: dict[int, RankPool] = {}
-    for line in sys.stdin:
-        function, name, *arguments = json.loads(line)
-        ranks = CONTENDERS[name][0]
-        try:
-            if ranks not in pools:
-                pools[ranks] = RankPool(ranks, threads=1)
-            answer: Any = {"results": pools[ranks].run(globals()[function], name, *arguments)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
-        print(ANSWER + json.dumps(answer), flush=True)
-    for pool in pools.values():
-        pool.close()
-
-
-class Version:
-    """A process that runs contenders with one version of ditmesh.
-
-    Args:
-        src: folder that holds the package.
-    """
-
-    def __init__(self, src: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(src), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
-
-    def ask(self, *request: Any) -> list[Any]:
-        """What every rank answers.
-
-        Raises:
-            RuntimeError: the contender cannot run; says why.
-        """
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(ANSWER):
-                answer = json.loads(line.removeprefix(ANSWER))
-                if "error" in answer:
-                    raise RuntimeError(answer["error"])
-                return answer["results"]
-        raise RuntimeError(f"the process that measures {request[1]} has ended")
-
-    def close(self) -> None:
-        """End the process and its ranks."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait(60)
-
-
 # --- what comes of it ----------------------------------------------------------------------------------------------
 
 
-def measure(versions: dict[str, Version], names: list[str], options: argparse.Namespace) -> dict[str, Any]:
+def measure(found_in: dict[str, Version], names: list[str], options: argparse.Namespace) -> dict[str, Any]:
     """Let versions and contenders take turns.
 
     Returns:
@@ -305,22 +240,21 @@ def measure(versions: dict[str, Version], names: list[str], options: argparse.Na
         (those of host synchronisations: a forward); ``failed``.
     """
     blocks = sum(BLOCKS)
-    found: dict[str, Any] = {name: {version: {kind: [] for kind in KINDS} for version in versions} for name in names}
+    found: dict[str, Any] = {name: {version: {kind: [] for kind in KINDS} for version in found_in} for name in names}
     for turn in range(options.repeats):
         for name in names:
-            # Who is first in one turn is last in the next.
-            for version in list(versions)[:: 1 if turn % 2 == 0 else -1]:
+            for version in in_turns([*found_in], turn):
                 entry = found[name][version]
                 if "failed" in entry:
                     continue
                 try:
-                    per_rank = versions[version].ask("forwards", name, options.runs)
+                    per_rank = found_in[version].ask("forwards", CONTENDERS[name][0], 1, name, options.runs)
                     slowest = [max(times) for times in zip(*(one["seconds"] for one in per_rank), strict=True)]
                     entry["microseconds"].append(min(slowest) / blocks * 1e6)
                     for kind in ("processor", "plain", "plain processor"):
                         entry[kind].append(min(per_rank[0][kind], default=0.0) / blocks * 1e6)
                     if not turn:
-                        (first, *_) = versions[version].ask("counts", name)
+                        (first, *_) = found_in[version].ask("counts", CONTENDERS[name][0], 1, name)
                         syncs = {key: first.pop(key) for key in list(first) if key == "host synchronisations"}
                         entry["counts"] = {**{key: value / blocks for key, value in first.items()}, **syncs}
                 except RuntimeError as error:
@@ -328,11 +262,11 @@ def measure(versions: dict[str, Version], names: list[str], options: argparse.Na
     return found
 
 
-def summary(found: dict[str, Any], versions: list[str]) -> list[dict[str, Any]]:
+def summary(found: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
     """A row for every contender and version; ``over`` is the median of the differences to plain diffusers."""
     rows = []
     for name, entries in found.items():
-        for version in versions:
+        for version in names:
             entry = entries[version]
             row: dict[str, Any] = {"contender": name, "version": version, **entry.get("counts", {})}
             if "failed" in entry:
@@ -347,8 +281,8 @@ def summary(found: dict[str, Any], versions: list[str]) -> list[dict[str, Any]]:
             row["processor"] = statistics.median(entry["processor"])
             row["processor over"] = statistics.median(a - b for a, b in zip(entry["processor"], used, strict=True))
             row["over"] = statistics.median(a - b for a, b in zip(times, plain, strict=True))
-            if version != versions[0] and "failed" not in entries[versions[0]]:
-                first = entries[versions[0]]["microseconds"]
+            if version != names[0] and "failed" not in entries[names[0]]:
+                first = entries[names[0]]["microseconds"]
                 row["ratio"] = statistics.median(a / b for a, b in zip(times, first, strict=True))
             rows.append(row)
     return rows
@@ -390,7 +324,7 @@ def show_profile(version: Version, name: str, options: argparse.Namespace, conso
     """Print where a contender's time goes on rank 0."""
     from rich.table import Table
 
-    rows = version.ask("profile", name, options.runs)[0]
+    rows = version.ask("profile", CONTENDERS[name][0], 1, name, options.runs)[0]
     table = Table(title=f"{name}: processor microseconds a block, under cProfile (which makes calls dearer)")
     for column in ("function", "calls", "own", "with callees"):
         table.add_column(column, justify="left" if column == "function" else "right")
@@ -404,7 +338,7 @@ def main() -> None:
     from rich.console import Console
 
     parser = command_line(__doc__)
-    parser.add_argument("--against", type=Path, help="src/ of another version, to be measured in turns with this one")
+    against_option(parser)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument(
         "--runs", type=int, default=5, help="forwards in a round, four rounds in a turn; the best counts"
@@ -412,27 +346,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), help="contenders beside plain diffusers")
     parser.add_argument("--profile", choices=list(CONTENDERS), help="profile this contender instead")
     parser.add_argument("--top", type=int, default=40, help="functions of a profile")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve()
+        serve({"forwards": forwards, "counts": counts, "profile": profile})
         return
-    folders = {"this": HERE.parent / "src"}
-    if options.against:
-        folders = {"that": options.against.resolve(), **folders}
-    versions = {name: Version(folder) for name, folder in folders.items()}
     console = Console(width=170)
-    try:
+    with versions(__file__, options.against) as processes:
         if options.profile:
-            for version in versions.values():
+            for version in processes.values():
                 show_profile(version, options.profile, options, console)
             return
         names = [name for name in CONTENDERS if name == PLAIN or not options.only or name in options.only]
-        found = measure(versions, names, options)
-    finally:
-        for version in versions.values():
-            version.close()
-    rows = summary(found, list(versions))
+        found = measure(processes, names, options)
+    rows = summary(found, list(processes))
     machine = describe_machine()
     console.print(as_table(rows))
     console.print(machine["text"])

@@ -234,9 +234,9 @@ class Mixer:
             places = keys.places(rank)
             return torch.cat([mask.narrow(3, *places[block]) for block in blocks], dim=3)
 
-        return ring_attention(
-            ring, q, k, v, lengths, resident, mask_of if mask is not None else None, scale, self.kernel.with_lse
-        )
+        given = mask_of if mask is not None else None
+        parts = self.kernel.unrounded(q)
+        return ring_attention(ring, q, k, v, lengths, resident, given, scale, self.kernel.with_lse, parts)
 
 
 def gather_keys(ring: Link, tensors: Sequence[Tensor], keys: Partition) -> list[Tensor]:

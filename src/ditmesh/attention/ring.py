@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..comm import Link, Transfer
 from ..core.values import tracked
-from .kernels import attend_backward, attend_with_lse, merge_, merge_out_
+from .kernels import attend_backward, attend_with_lse, merge_, merge_out_, unrounded
 
 
 class _Ring(NamedTuple):
@@ -27,6 +27,7 @@ class _Ring(NamedTuple):
     mask_of: Callable[[int], Tensor | None] | None
     scale: float | None
     attend: Callable[..., tuple[Tensor, Tensor]]
+    parts: torch.dtype
 
     def arriving(self, tensors: Sequence[Tensor], block: int) -> Transfer:
         """Send tensors of rank ``block``'s keys to the next rank, and receive those of the previous block."""
@@ -49,6 +50,7 @@ def ring_attention(
     mask_of: Callable[[int], Tensor | None] | None = None,
     scale: float | None = None,
     attend: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    parts: torch.dtype | None = None,
 ) -> Tensor:
     """Softmax attention of this rank's queries over all ranks' keys.
 
@@ -63,12 +65,16 @@ def ring_attention(
             rank's own block the resident keys come first. None: no mask.
         scale: factor of the scores.
         attend: `attend_with_lse` of a kernel; default: torch's.
+        parts: dtype of the copies that it gets, see `kernels.KernelOfParts`; default: that of torch's kernel, or with
+            ``attend`` the tensors' own. Keys and values travel in theirs.
 
     Returns:
         (B, H, Sq, D). The own block is computed first, then those of ranks - 1, - 2 …: the merge order is
         that of the ring and differs by rank.
     """
-    ring = _Ring(link, lengths, mask_of, scale, attend or attend_with_lse)
+    if parts is None:
+        parts = q_bhsd.dtype if attend else unrounded(q_bhsd)
+    ring = _Ring(link, lengths, mask_of, scale, attend or attend_with_lse, parts)
     if tracked(q_bhsd, k_bhsd, v_bhsd, *(resident or ())):
         return cast(Tensor, _RingAttention.apply(ring, q_bhsd, k_bhsd, v_bhsd, *(resident or ())))
     return _forward(ring, q_bhsd, k_bhsd, v_bhsd, resident, for_backward=False)[0]
@@ -88,7 +94,9 @@ def _forward(
     lse: Tensor | None = None
     wide = torch.float32 if link.size > 1 and q_bhsd.dtype.itemsize < 4 else q_bhsd.dtype
     blind = ring.mask_of is not None or 0 in ring.lengths
-    k, v = k_bhsd, v_bhsd
+    # A part that its kernel has rounded adds a rounding to the sum's own, whatever merges it.
+    parts = ring.parts if link.size > 1 else q_bhsd.dtype
+    q, k, v = q_bhsd.to(parts), k_bhsd, v_bhsd
     for step in range(link.size):
         block = (link.rank - step) % link.size
         # Posted before the computation below, waited for after it: the transfer hides behind attention.
@@ -96,7 +104,7 @@ def _forward(
         keys, values = k, v
         if step == 0 and resident:
             keys, values = _joined(resident[0], k), _joined(resident[1], v)
-        part, part_lse = ring.attend(q_bhsd, keys, values, ring.mask(block), ring.scale)
+        part, part_lse = ring.attend(q, keys.to(parts), values.to(parts), ring.mask(block), ring.scale)
         if out is None or lse is None:
             # Parts are merged in float32 and rounded once: in half precision every merge would add an error.
             out, lse = part.to(wide), part_lse

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from ...core.values import tracked
@@ -19,7 +20,7 @@ from ...errors import ConfigError, LayoutError, did_you_mean
 from .backends import DiffusersKernel, backend_kernel, backends_of, known
 from .builtin import Math, Native
 from .functions import FunctionKernel, FunctionWithLse, function_kernel
-from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_, merge_out_
+from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_, merge_out_, unrounded
 
 __all__ = [
     "FunctionKernel",
@@ -37,6 +38,7 @@ __all__ = [
     "merge_out_",
     "register",
     "unregister",
+    "unrounded",
 ]
 
 
@@ -81,6 +83,14 @@ class KernelWithLse(Kernel, Protocol):
 
         There may be no keys (Sk = 0). A query that may attend to nothing has output 0 and LSE -inf.
         """
+        ...
+
+
+class KernelOfParts(KernelWithLse, Protocol):
+    """A kernel that says from which copies its parts come without rounding; others get the tensors as they are."""
+
+    def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
+        """The dtype of the copies of queries, keys and values; see `lse.unrounded`."""
         ...
 
 
@@ -187,6 +197,11 @@ class LocalAttention:
         self._check(q_bhsd, mask)
         assert isinstance(self.kernel, KernelWithLse)
         return self.kernel.attend_with_lse(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+
+    def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
+        """See `KernelOfParts.unrounded`."""
+        told: Callable[[Tensor], torch.dtype] | None = getattr(self.kernel, "unrounded", None)
+        return q_bhsd.dtype if told is None else told(q_bhsd)
 
     def _check(self, q_bhsd: Tensor, mask: Tensor | None) -> None:
         if not self.kernel.supports(q_bhsd, mask):

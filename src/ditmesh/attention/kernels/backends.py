@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...core import intercept
 from ...errors import ConfigError, LayoutError
-from .lse import NEG_INF, additive, attend_with_lse, attend_with_lse_reference, cudnn, without_blind
+from .lse import NEG_INF, additive, attend_with_lse, attend_with_lse_reference, cudnn, unrounded, without_blind
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "float | None"], tuple[Tensor, Tensor]]
 
@@ -180,6 +180,12 @@ class BackendWithLse(DiffusersKernel):
         # The merge writes into what it is given.
         out = out.clone() if out.data_ptr() in (q_bhsd.data_ptr(), v_bhsd.data_ptr()) else out
         return (out, lse.float()) if mask is None else without_blind(out, lse, mask)
+
+    def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
+        """See `KernelOfParts.unrounded`."""
+        if self.traits.lse is attend_with_lse_reference:
+            return torch.promote_types(q_bhsd.dtype, torch.float32)
+        return unrounded(q_bhsd) if self.traits.lse is attend_with_lse else q_bhsd.dtype
 
     def _in_order(self, lse: Tensor, q_bhsd: Tensor) -> Tensor:
         """The LSE as (B, H, Sq)."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core import intercept
-from .lse import additive, attend_with_lse, attend_with_lse_reference
+from .lse import additive, attend_with_lse, attend_with_lse_reference, unrounded
 
 
 class Native:
@@ -39,6 +39,10 @@ class Native:
         """See `KernelWithLse.attend_with_lse`."""
         return attend_with_lse(q_bhsd, k_bhsd, v_bhsd, mask, scale)
 
+    def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
+        """See `KernelOfParts.unrounded`."""
+        return unrounded(q_bhsd)
+
 
 class Math:
     """An explicit implementation in float32, on any device; scores take memory B·H·Sq·Sk."""
@@ -62,3 +66,7 @@ class Math:
         """See `KernelWithLse.attend_with_lse`."""
         bias = None if mask is None else additive(mask, torch.float32)
         return attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
+
+    def unrounded(self, q_bhsd: Tensor) -> torch.dtype:
+        """See `KernelOfParts.unrounded`: it computes in float32 wherever it is."""
+        return torch.promote_types(q_bhsd.dtype, torch.float32)

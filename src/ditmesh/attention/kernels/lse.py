@@ -27,7 +27,7 @@ def attend_with_lse(
     """Softmax attention and the log-sum-exp of its scores.
 
     Args:
-        q_bhsd, k_bhsd, v_bhsd: (B, H, Sq, D), (B, H, Sk, D), (B, H, Sk, D). Sk may be 0.
+        q_bhsd, k_bhsd, v_bhsd: (B, H, Sq, D), (B, H, Sk, D), (B, H, Sk, D). Sq and Sk may be 0.
         mask: None, boolean (True = attend) or additive; broadcastable to (B, H, Sq, Sk). 4-D.
         scale: factor of the scores; default 1/sqrt(D).
 
@@ -36,7 +36,8 @@ def attend_with_lse(
         attend to nothing has output 0 and LSE -inf.
     """
     wide = torch.promote_types(q_bhsd.dtype, torch.float32)
-    if k_bhsd.shape[2] == 0:
+    if 0 in (q_bhsd.shape[2], k_bhsd.shape[2]):
+        # torch's kernel for CPUs divides by the number of queries.
         return torch.zeros_like(q_bhsd), q_bhsd.new_full(q_bhsd.shape[:3], NEG_INF, dtype=wide)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q_bhsd.dtype)
@@ -53,6 +54,16 @@ def attend_with_lse(
     out, lse = found
     lse = lse[..., : q_bhsd.shape[2]].to(wide)
     return (out, lse) if mask is None else without_blind(out, lse, mask)
+
+
+def unrounded(q_bhsd: Tensor) -> torch.dtype:
+    """The dtype of copies from which `attend_with_lse` computes parts that are merged, so that none comes rounded.
+
+    Kernels return a part in the dtype of its queries. A CPU computes as fast from float32 copies, nearly, and where
+    there is no fused kernel scores are float32 anyway; a GPU has no fast units for float32.
+    """
+    wide = torch.promote_types(q_bhsd.dtype, torch.float32)
+    return q_bhsd.dtype if q_bhsd.device.type == "cuda" else wide
 
 
 def without_blind(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +121,7 @@ def attend_backward(
     Returns:
         Gradients of q, k and v, in q's dtype or a wider one.
     """
-    if k_bhsd.shape[2] == 0:
+    if 0 in (q_bhsd.shape[2], k_bhsd.shape[2]):
         return torch.zeros_like(q_bhsd), torch.zeros_like(k_bhsd), torch.zeros_like(v_bhsd)
     # A query that sees nothing: exp(S - inf) = 0.
     lse = lse.masked_fill(lse == NEG_INF, math.inf)
