@@ -50,10 +50,10 @@ format: $(BIN)/ditmesh
 	$(BIN)/ruff format src tests benchmarks training examples
 	$(BIN)/ruff check --fix src tests benchmarks training examples
 
+# AGAINST=../old/src measures another version in turns with this one, here and below.
 bench: $(BIN)/ditmesh  ## paired measurements on this machine; wants it quiet
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact.py $(if $(AGAINST),--against $(AGAINST))
 
-# AGAINST=../old/src measures another version in turns with this one.
 bench-overhead: $(BIN)/ditmesh  ## what the engine costs the host
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py $(if $(AGAINST),--against $(AGAINST))
 

@@ -160,4 +160,4 @@ def ring_error(ranks: int) -> tuple[float, float]:
 
 def test_ring_attention_rounds_once(ranks):
     for error, alone in ranks(4).run(ring_error, 4):
-        assert error <= 1.35 * alone
+        assert error <= (1.35 if lse._amx() else 1.2) * alone

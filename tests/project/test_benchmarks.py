@@ -236,6 +236,25 @@ def test_gpu_check_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
+def test_two_versions_take_turns(tmp_path: Path) -> None:
+    figures, only = tmp_path / "out.json", ["--only", "ditmesh, 1 rank", "ring=2"]
+    other = ["--against", BENCHMARKS.parent / "src"]
+    ended = script("exact.py", "--repeats", 2, "--runs", 1, *only, *other, "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(figures.read_text())
+    assert list(found["seconds"]) == only[1:]
+    for name, times in found["seconds"].items():
+        first, second = (a / b for a, b in zip(times["this"], times["that"], strict=True))
+        assert found["ratio"][name] == pytest.approx((first + second) / 2)
+    # Each is imported from its folder.
+    (tmp_path / "ditmesh").mkdir()
+    (tmp_path / "ditmesh" / "__init__.py").write_text("")
+    ended = script("exact.py", "--repeats", 1, "--runs", 1, "--only", "ring=2", "--against", tmp_path)
+    assert ended.returncode == 1
+    assert "No module named 'ditmesh.launch'" in ended.stderr
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("against", [False, True])
 def test_overhead(tmp_path: Path, against: bool) -> None:
     figures = tmp_path / "out.json"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,11 +60,21 @@ def attend_with_lse(
 def unrounded(q_bhsd: Tensor) -> torch.dtype:
     """The dtype of copies from which `attend_with_lse` computes parts that are merged, so that none comes rounded.
 
-    Kernels return a part in the dtype of its queries. A CPU computes as fast from float32 copies, nearly, and where
-    there is no fused kernel scores are float32 anyway; a GPU has no fast units for float32.
+    Kernels return a part in the dtype of its queries. A CPU without AMX computes as fast from float32 copies (with
+    AVX512-BF16, too: docs/gpus.md), and where there is no fused kernel scores are float32 anyway. GPUs and AMX multiply
+    half precision several times as fast as float32: there parts are computed from the tensors themselves.
     """
-    wide = torch.promote_types(q_bhsd.dtype, torch.float32)
-    return q_bhsd.dtype if q_bhsd.device.type == "cuda" else wide
+    kind, dtype = q_bhsd.device.type, q_bhsd.dtype
+    if kind == "cuda" or (kind == "cpu" and dtype == torch.bfloat16 and _amx()):
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
+
+
+@cache
+def _amx() -> bool:
+    """Whether this processor has units for products of tiles of bfloat16; torch's name for the question is private."""
+    ask: Callable[[], bool] | None = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return ask is not None and ask()
 
 
 def without_blind(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
