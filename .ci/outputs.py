@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ("--size", "64x64", "--steps", "3", "--threads", "1")
+SMALL = ("--size", "64x64", "--steps", "3", "--seed", "0", "--threads", "1")
 TWO = ("--devices", "2")
-# Name of a case: the command line. {out} is a folder of the case, {made} that of the case "generate".
+STUDY = ("study", "fox", "--model", "emoji-dit-s", "--devices", "2", "--steps", "3", "--sampler", "ddim", "--json")
+# Name of a case: the command line. {out} is a folder of the case, {made} that of the case "generate", {run} settings of
+# a training run on what that has made.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": ("generate", "a red fox", *SMALL, "--out", "{out}", "--json=full"),
     "generate short": ("generate", "a red fox", "a cactus", *SMALL, "--out", "{out}", "--json"),
@@ -37,47 +39,110 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("--out", "{out}", "--json=full"),
     ),
     "generate img2img": (
-        *("generate", "a red fox", *SMALL, "--image", "{made}/a-red-fox-0.png", "--strength", "0.7"),
+        *("generate", "a red fox", *SMALL, "--image", "{made}/0000-a-red-fox-seed0.png", "--strength", "0.7"),
         *("--out", "{out}", "--json=full"),
     ),
     "generate no model": ("generate", "a", "--model", "emoji-sd4", "--json", "--out", "{out}"),
     "generate no steps": ("generate", "a", "--steps", "0", "--json", "--out", "{out}"),
     "generate no head": ("generate", "a", "--devices", "4", "--ulysses", "4", "--json", "--out", "{out}"),
     "generate no prompt": ("generate", "--json", "--out", "{out}"),
-    "replay": ("replay", "{made}/a-red-fox-0.png", "--json"),
+    "replay": ("replay", "{made}/0000-a-red-fox-seed0.png", "--json"),
     "verify": ("verify", "cfg=2", *SMALL, "--json"),
     "plan": ("plan", "emoji-sd3", *TWO, "--json"),
     "plan flux": ("plan", "flux.1-dev", "--devices", "4", "--hardware", "h100", "--json"),
     "plan video": ("plan", "wan-14b", "--devices", "8", "--hardware", "h100", "--frames", "49", "--stale", "--json"),
+    "plan what if": ("plan", "emoji-sd3", *TWO, "--what-if", "link=10GB/s", "--text-encoder", "sharded", "--json"),
+    "plan deadline": ("plan", "flux.1-dev", "--devices", "4", "--hardware", "l40s", "--deadline", "5", "--json"),
+    "plan no model": ("plan", "emoji-sd4", *TWO, "--json"),
     "plan no part": ("plan", "flux.1-dev", "--devices", "4", "--hardware", "h1000", "--json"),
     "inspect": ("inspect", "emoji-sd3", "--json"),
     "inspect check": ("inspect", "emoji-sd3", "--check", "--json"),
+    "inspect no model": ("inspect", "emoji-sd4", "--json"),
+    "inspect no head": ("inspect", "emoji-sd3", "--config", "ulysses=5", "--memory", "--json"),
     "inspect memory": ("inspect", "emoji-sd3", "--config", "ulysses=2", "--memory", "--json"),
     "inspect explain": ("inspect", "emoji-sd3", "--config", "ring=2", "--explain", "--json"),
     "doctor": ("doctor", "--json"),
+    "doctor ranks": ("doctor", *TWO, "--json"),
+    "verify no config": ("verify", "--json"),
+    "verify itself": ("verify", "data=2", *SMALL, "--json"),
+    "study": (*STUDY, "--warmup", "1,3", "--strategy", "displaced,naive", "--out", "{out}"),
+    "study no strategy": (*STUDY, "--strategy", "magic", "--out", "{out}"),
+    "replay no receipt": ("replay", "{run}", "--json"),
+    "train": ("train", "{run}", "--set", "output_dir={out}", "--threads", "1", "--json"),
+    "train ranks": ("train", "{run}", *TWO, "--set", "output_dir={out}", "--threads", "1", "--json"),
+    "train no setting": ("train", "{run}", "--set", "resolutoin=32", "--json"),
+    "train no file": ("train", "{out}/none.yaml", "--json"),
+    "serve no model": ("serve", "emoji-sd4", "--port", "0", "--folder", "{out}"),
 }
+RUN = """\
+pretrained_model_name_or_path: emoji-sd3
+train_data_dir: {made}
+output_dir: out
+resolution: 64
+max_sequence_length: 16
+max_train_steps: 2
+train_batch_size: 1
+learning_rate: 1.0e-4
+seed: 1
+"""
 JOB = {"prompt": "a red fox", "steps": 2, "seed": 1}
-# Name of a case: method, path, body. {job} is the id of the job that "post job" has made.
+OPENAI = "/v1/images/generations"
+# Name of a case: method, path, body; a tuple is the fields and the files of a form. {job} is the id of the job that
+# "post job" has made.
 REQUESTS: dict[str, tuple[str, str, Any]] = {
     "healthz": ("GET", "/healthz", None),
+    "readyz": ("GET", "/readyz", None),
+    "page": ("GET", "/", None),
+    "docs": ("GET", "/docs", None),
     "openapi": ("GET", "/openapi.json", None),
     "models": ("GET", "/v1/models", None),
-    "state": ("GET", "/v1/state", None),
+    "model": ("GET", "/v1/models/emoji-sd3", None),
+    "server": ("GET", "/v1/server", None),
+    "server events": ("GET", "/v1/server/events", None),
     "post job": ("POST", "/v1/jobs", JOB),
     "job": ("GET", "/v1/jobs/{job}", None),
     "jobs": ("GET", "/v1/jobs", None),
-    "openai": ("POST", "/v1/images/generations", {"prompt": "a cactus", "n": 1, "response_format": "b64_json"}),
+    "job events": ("GET", "/v1/jobs/{job}/events", None),
+    "job image": ("GET", "/v1/jobs/{job}/images/0", None),
+    "job delete": ("DELETE", "/v1/jobs/{job}", None),
+    "openai": ("POST", OPENAI, {**JOB, "prompt": "a cactus", "n": 1, "response_format": "b64_json"}),
+    "openai url": ("POST", OPENAI, {**JOB, "n": 2, "response_format": "url", "output_format": "webp"}),
+    "openai stream": ("POST", OPENAI, {**JOB, "stream": True, "partial_images": 1}),
+    "edit": ("POST", "/v1/images/edits", ({**JOB, "strength": 0.9}, {"image": "0000-a-red-fox-seed0.png"})),
+    "edit no image": ("POST", "/v1/images/edits", (JOB, {})),
+    "edit no file": ("POST", "/v1/images/edits", (JOB, {"picture": "0000-a-red-fox-seed0.png"})),
+    "edit no form": ("POST", "/v1/images/edits", JOB),
+    "video": ("POST", "/v1/videos", JOB),
+    "videos": ("GET", "/v1/videos", None),
+    "no video": ("GET", "/v1/videos/job_0123", None),
+    "no video to delete": ("DELETE", "/v1/videos/job_0123", None),
+    "no video's file": ("GET", "/v1/videos/job_0123/content", None),
     "no model": ("POST", "/v1/jobs", {**JOB, "model": "emoji-sd4"}),
+    "no such model": ("GET", "/v1/models/emoji-sd4", None),
     "no field": ("POST", "/v1/jobs", {**JOB, "stepz": 4}),
     "no steps": ("POST", "/v1/jobs", {**JOB, "steps": 0}),
+    "no size": ("POST", "/v1/jobs", {**JOB, "size": "33x64"}),
+    "no LoRA": ("POST", "/v1/jobs", {**JOB, "loras": [{"name": "oil"}]}),
+    "no input": ("POST", "/v1/jobs", {**JOB, "inputs": [{"role": "image", "digest": "0" * 64}]}),
+    "no data": ("POST", "/v1/jobs", {**JOB, "inputs": [{"role": "image", "data": "a.png"}]}),
+    "no prompt": ("POST", OPENAI, {"n": 1}),
+    "no style": ("POST", OPENAI, {**JOB, "style": "vivid"}),
+    "too many": ("POST", OPENAI, {**JOB, "n": 1000}),
     "no job": ("GET", "/v1/jobs/0123", None),
+    "no job to delete": ("DELETE", "/v1/jobs/0123", None),
+    "no job's events": ("GET", "/v1/jobs/0123/events", None),
+    "no image": ("GET", "/v1/jobs/{job}/images/7", None),
+    "no limit": ("GET", "/v1/jobs?limit=many", None),
+    "no status": ("GET", "/v1/jobs?status=done", None),
+    "no method": ("PUT", "/v1/jobs", JOB),
     "no route": ("GET", "/v2/jobs", None),
     "metrics": ("GET", "/metrics", None),
 }
 # Keys of values that differ from run to run, or say which version ran.
 VARIES = re.compile(
     r"second|_ms$|time|elapsed|speed|version|path|file|folder|python|platform|host|pid|port|memory|bytes|_at$|created|"
-    r"^id$|^out$|environment|expires|rate|load|cpu|threads|latency|bandwidth|progress|waiting|uptime|commit|package|peak|free|url|drift|eta"
+    r"^id$|^out$|environment|expires|rate|load|cpu|threads|latency|bandwidth|progress|waiting|uptime|commit|package|peak|free|url|drift|eta|"
+    r"^b64_json$|revised|request_id|digest|seed$"
 )
 CLOSE = 1e-4
 
@@ -109,11 +174,16 @@ def environment(source: Path) -> dict[str, str]:
 
 def command(source: Path, words: tuple[str, ...], out: Path, made: Path) -> dict[str, Any]:
     """Exit code and JSON of a command line; the last line of what it has said where it fails."""
-    line = [word.format(out=out, made=made) for word in words]
+    run = out.with_suffix(".yaml")
+    if "{run}" in words:
+        run.write_text(RUN.format(made=made), encoding="utf-8")
+        described = {"file_name": "0000-a-red-fox-seed0.png", "text": "a red fox"}
+        (made / "metadata.jsonl").write_text(json.dumps(described), encoding="utf-8")
+    line = [word.format(out=out, made=made, run=run) for word in words]
     ran = subprocess.run(
         [sys.executable, "-m", "ditmesh", *line], env=environment(source), capture_output=True, text=True, timeout=600
     )
-    said = ran.stderr.replace(str(out), "OUT").replace(str(made), "MADE")
+    said = ran.stderr.replace(str(out), "OUT").replace(str(made), "MADE").replace(str(out.parent), "FOLDER")
     return {"exit": ran.returncode, "json": parsed(ran.stdout), "error": said.strip() if ran.returncode else ""}
 
 
@@ -121,12 +191,20 @@ def parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
+        if text.startswith(("id: ", "event: ", ": ")):
+            # A stream: the last event of each name; how many come, and when, is the clock's.
+            events: dict[str, Any] = {}
+            for event in text.split("\n\n"):
+                fields = dict(line.partition(": ")[::2] for line in event.splitlines() if not line.startswith(":"))
+                if "data" in fields:
+                    events[fields.get("event", "")] = parsed(fields["data"])
+            return events
         # Metrics: the names and labels; other text without its numbers.
         return sorted({re.sub(r"[\d.e+-]+$", "", line).strip() for line in text.splitlines()})
 
 
-def responses(source: Path, folder: Path, wanted: str) -> dict[str, dict[str, Any]]:
-    """Status and body of every request to a server that has loaded its model."""
+def responses(source: Path, folder: Path, made: Path, wanted: str) -> dict[str, dict[str, Any]]:
+    """Status, names of the headers and body of every request to a server that has loaded its model."""
     started = subprocess.Popen(
         [sys.executable, "-m", "ditmesh", "serve", "--port", "0", "--folder", str(folder), "--threads", "1"],
         env=environment(source),
@@ -143,33 +221,67 @@ def responses(source: Path, folder: Path, wanted: str) -> dict[str, dict[str, An
                 raise SystemExit(f"the server of {source} has not started:\n{said}")
             said += line
         url, answers, job = found.group(), {}, ""
-        while asked(url, "GET", "/readyz", None)[0] != 200:
+        while asked(url, "GET", "/readyz", None, made)["status"] != 200:
             time.sleep(0.5)
         for name, (method, path, body) in REQUESTS.items():
             if wanted in f"http {name}" or name == "post job":
-                status, text = asked(url, method, path.format(job=job), body)
-                answers[f"http {name}"] = {"status": status, "json": parsed(text)}
+                answers[f"http {name}"] = asked(url, method, path.format(job=job), body, made)
                 if name == "post job":
-                    job = json.loads(text)["id"]
-                    while json.loads(asked(url, "GET", f"/v1/jobs/{job}", None)[1])["status"] in ("queued", "running"):
+                    job = answers[f"http {name}"]["json"]["id"]
+                    while asked(url, "GET", f"/v1/jobs/{job}", None, made)["json"]["status"] in ("queued", "running"):
                         time.sleep(0.2)
+        if wanted in "http generate":
+            words = (
+                "generate",
+                "a red fox",
+                "--server",
+                url,
+                "--steps",
+                "2",
+                "--seed",
+                "1",
+                "--out",
+                "{out}",
+                "--json",
+            )
+            answers["http generate"] = command(source, words, folder / "sent", made)
         return answers
     finally:
         started.terminate()
         started.wait(60)
 
 
-def asked(url: str, method: str, path: str, body: Any) -> tuple[int, str]:
-    """Status and text of a response."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"}, method=method)
+def asked(url: str, method: str, path: str, body: Any, made: Path) -> dict[str, Any]:
+    """Status, names of the headers and content of a response; of an endless stream, its first event."""
+    data, kind = None if body is None else json.dumps(body).encode(), "application/json"
+    if isinstance(body, tuple):
+        data, kind = form(*body, made)
+    request = urllib.request.Request(url + path, data, {"Content-Type": kind} if data else {}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=300) as answer:
-            return answer.status, answer.read().decode()
+            return answered(answer, first=path.endswith("/server/events"))
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+        return answered(error)
     except urllib.error.URLError:
-        return 0, ""
+        return {"status": 0}
+
+
+def answered(answer: Any, first: bool = False) -> dict[str, Any]:
+    """A response as data; images and pages are not read."""
+    kind = answer.headers.get("Content-Type", "")
+    data = b"".join(iter(answer.readline, b"\n")) if first else answer.read()
+    said = None if kind.startswith(("image/", "text/html")) else parsed(data.decode())
+    return {"status": answer.status, "type": kind, "headers": sorted(map(str.lower, answer.headers)), "json": said}
+
+
+def form(fields: dict[str, Any], files: dict[str, str], made: Path) -> tuple[bytes, str]:
+    """A form's body, and its type; files are names in ``made``."""
+    parts = [f'name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]
+    for name, file in files.items():
+        head = f'name="{name}"; filename="{file}"\r\nContent-Type: image/png\r\n\r\n'
+        parts.append(head.encode() + (made / file).read_bytes())
+    whole = b"".join(b"--LIMIT\r\nContent-Disposition: form-data; " + part + b"\r\n" for part in parts)
+    return whole + b"--LIMIT--\r\n", "multipart/form-data; boundary=LIMIT"
 
 
 def main() -> int:
@@ -196,8 +308,10 @@ def main() -> int:
                     answers.append(command(source, words, out, Path(folder, str(number), "generate")))
                 compare(name, *answers)
         if not wanted or wanted.startswith("http"):
+            places = [Path(folder, str(number)) for number in range(2)]
             old, new = (
-                responses(source, Path(folder, str(number), "served"), wanted) for number, source in enumerate(sources)
+                responses(source, place / "served", place / "generate", wanted)
+                for source, place in zip(sources, places, strict=True)
             )
             for name in old:
                 compare(name, old[name], new[name])
