@@ -48,7 +48,7 @@ REASONS: dict[type[Strategy], str] = {
     Displaced: "in the place of ExactSequence",
     Naive: "in the place of ExactSequence",
     PatchTokens: "in the place of ExactSequence",
-    Caches: "inside the patches and rows of a call: they skip blocks, whose tokens are cut by then",
+    Caches: "inside the patches and rows of a call: they skip blocks, and tokens are cut by then",
     PipeFusionCalls: "one call becomes a call for every patch: inside the rows, around the blocks",
     BatchRows: "rows and branches of guidance: around everything that is to see one branch",
     KnownForms: "outside the rows: a call of a new form is looked at whole",

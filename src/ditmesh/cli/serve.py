@@ -468,7 +468,7 @@ def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, gra
 
     if settings.keys is None and listening.getsockname()[0] not in LOOPBACK:
         print(
-            "ditmesh: everybody who reaches this machine may use the server; let keys decide with --keys FILE",
+            "ditmesh: all who reach this machine may use the server; let keys decide with --keys FILE",
             file=sys.stderr,
         )
     form: Any = logs.log_format

@@ -30,7 +30,7 @@ class Hosts:
     """The hosts of a job's ranks.
 
     Attributes:
-        near: for every rank those whose memory it reaches and that reach its own, itself included.
+        near: for every rank the ranks that share memory with it both ways, itself included.
         shares: whether tensors may travel through memory: every rank can do its part in that.
     """
 

@@ -413,7 +413,7 @@ class Link:
         return [part if peer == self.rank else [tensor.clone() for tensor in part] for peer, part in enumerate(parts)]
 
     def _gather(self, tensors: Sequence[Tensor], shapes: ShapesByRank) -> list[list[Tensor]]:
-        """`all_gather_list` whose tensors are only to be read."""
+        """`all_gather_list` of tensors that are only to be read."""
         sizes = [sum(map(prod, of)) for of in shapes] if self.packs else []
         if any(sizes) and self.size * max(sizes) <= _FILLED * sum(sizes):
             parts = self._gather_packed(tensors, sizes).view(self.size, -1)
@@ -618,7 +618,7 @@ class Link:
     ) -> Transfer:
         """Start an all-gather that sends tensors to one rank of every other host, which passes them on inside of it."""
         me, near, shared = self.rank, relay.near, self._channel
-        # For every rank of this host those on others whose tensors it takes, and the tensors.
+        # For every rank of this host the ranks on others that send it tensors, and the tensors.
         taken = {peer: [far for far, taker in relay.takers.items() if taker == peer] for peer in (me, *near)}
         passed = {peer: [tensor for far in of for tensor in incoming[far]] for peer, of in taken.items()}
         own, relayed = sum(t.nbytes for t in outgoing), sum(t.nbytes for t in passed[me])

@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
             finalize(storage, self._held.discard, key).atexit = False
 
     def ignore(self, tensor: Tensor) -> None:
-        """Count a tensor's memory no more."""
+        """Stop counting a tensor's memory."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._counted:
             self._gone(storage._cdata, self.size_of(tensor))

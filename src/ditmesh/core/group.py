@@ -27,7 +27,7 @@ class Group(Protocol):
 
 
 class ExchangeGroup(Group, Protocol):
-    """A group whose ranks also send one another tensors of their own."""
+    """A group of ranks that also send one another tensors of their own."""
 
     def all_to_all(
         self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]

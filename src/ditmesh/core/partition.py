@@ -203,7 +203,7 @@ class Partition:
 
 
 def even_cut(length: int, parts: int) -> tuple[int, ...]:
-    """Cut ``length`` tokens into ``parts`` runs whose lengths differ by at most one, longer runs first.
+    """Cut ``length`` tokens into ``parts`` runs with lengths that differ by at most one, longer runs first.
 
     >>> even_cut(11, 3)
     (4, 4, 3)

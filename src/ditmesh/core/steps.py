@@ -90,7 +90,7 @@ class StepEvents:
         patch = self._patch = Patch(scheduler, "step", step)
 
     def undo(self) -> None:
-        """Tell no more. Harmless twice."""
+        """Stop telling. Harmless twice."""
         self._patch.undo()
 
 

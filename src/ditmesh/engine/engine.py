@@ -233,8 +233,8 @@ class Engine:
             purpose: what the ranks meet for; the same on every rank.
 
         Yields:
-            A function that says whose calls come next, before the first of them and whenever that changes. It takes a
-            pipeline, by whose scheduler steps are told apart. `CallClock.advance` makes the next call a step of its
+            A function that sets the request of the next calls, before the first of them and whenever it changes. It
+            takes a pipeline, and the pipeline's scheduler tells steps apart. `CallClock.advance` makes the next call a step of its
             own. With the state of a request (`KeptStates.new`) as well it goes on with this request, and puts the
             one before aside: any number of requests can be open, each with its own state, until `end_kept`.
         """

@@ -50,7 +50,7 @@ class FirstCall:
 
     Args:
         models: the transformers.
-        layouts: of those whose layout is known, and is to be compared with one device before weights are cut.
+        layouts: of the models with a known layout, to be compared with one device before weights are cut.
         config, mesh, owns_mesh, recipe: as for the engine.
     """
 

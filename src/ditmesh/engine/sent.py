@@ -230,7 +230,7 @@ class CallReceiver:
         self._kept: list[Tensor] = []
 
     def take(self, packed: bytes) -> Any:
-        """The call, whose tensors may be written to. Collective."""
+        """The call; its tensors may be written to. Collective."""
         data, facts = pickle.loads(packed)
         places, size = _places(facts)
         device = self._mesh.device

@@ -26,7 +26,7 @@ ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
 
 # The attribute that holds a parallelised object's engine.
 ENGINE = "_ditmesh_engine"
-# The attribute of one whose calls are made on all ranks (`follow.Following`).
+# The attribute of a model with calls that are made on all ranks (`follow.Following`).
 FOLLOWED = "_ditmesh_followed"
 
 # Components of diffusers' pipelines that hold the denoising transformer. Wan has two, for early and for late steps;

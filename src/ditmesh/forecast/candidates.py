@@ -80,7 +80,7 @@ def resized(
         # Other stages: how their blocks are cut is decided again.
         changed["stages"] = "estimated"
     if lost is None or (config.pipe > 1 and (degrees["pipe"] == 1 or isinstance(config.speeds, tuple))):
-        # Those of stages, or of ranks, that are no more.
+        # Settings of stages, or of ranks, that the smaller configuration lacks.
         changed["speeds"] = None
     elif isinstance(config.speeds, tuple):
         survivors = [rank for rank in range(config.world_size) if rank not in lost]

@@ -27,7 +27,7 @@ def workload_of(
     """The request for a model; None: the default.
 
     Args:
-        model: the pipeline in a folder, or one whose sizes ship.
+        model: the pipeline in a folder, or one with sizes that ship.
         size: width and height in pixels.
         text: text tokens.
         pictures: of one call.

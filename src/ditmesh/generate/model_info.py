@@ -320,7 +320,7 @@ def cached(name: str) -> Path | None:
 
 
 def _check_counts(info: ModelInfo) -> None:
-    """Refuse configurations whose numbers cannot be sizes."""
+    """Refuse configurations with numbers that cannot be sizes."""
     for part, config in (("transformer", info.transformer), ("vae", info.vae)):
         for key in COUNTS:
             value = config.get(key)

@@ -1,7 +1,7 @@
 """Heartbeats of ranks on other hosts, one a second, through the rendezvous store.
 
-A rank that waits for another one says so as well: its thread has nothing else to do. One that is stopped, or whose host
-or network is gone, does not. So after a deadline the one that everybody waited for is named, and not the one that this
+A rank that waits for another one says so as well: its thread has nothing else to do. A stopped rank does not, nor one
+that has lost its host or network. So after a deadline the one that all waited for is named, and not the one that this
 rank happened to wait for.
 """
 

@@ -241,7 +241,7 @@ class HostedRanks(RankPool):
 
 
 def _join_group(settings: rank_.RankSettings, meeting: str) -> None:
-    """As `rank.join_group`, for a process whose threads stay where they are."""
+    """As `rank.join_group`, for a process with threads that stay where they are."""
     import torch.distributed as dist
 
     if dist.is_initialized():

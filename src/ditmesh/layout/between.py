@@ -54,7 +54,7 @@ class Ran:
 
 
 class IdentityBlocks:
-    """A model whose blocks of some regions return what they are given.
+    """A model with blocks that, in some regions, return what they are given.
 
     Args:
         model: the transformer.

@@ -355,7 +355,7 @@ def derive_anew(model: nn.Module, lists: Sequence[str], call: Mapping[str, Any])
 def derive_rows(
     model: nn.Module, base: TokenLayout | None, call: Mapping[str, Any], run: Callable[..., Any] | None = None
 ) -> TokenLayout:
-    """The layout of a call whose tokens stay whole on every rank: which of its arguments have rows.
+    """The layout of a call with tokens that stay whole on every rank: which of its arguments have rows.
 
     Args:
         model: the transformer.
@@ -600,7 +600,7 @@ def _batch(
     guesses = list(dict.fromkeys(_guesses(call, parameters, tensors, samples)))
     found = next(filter(holds, guesses), None)
     if found is None:
-        # Tensors with as many entries as there are samples, whose entries are none: tokens, layers.
+        # Tensors with as many entries as there are samples, which are no samples: tokens, layers.
         dims = _without_rows(call, {p: v for p, v in tensors.items() if len(v) == samples}, samples, run, output)
         more = [
             replace(

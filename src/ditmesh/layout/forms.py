@@ -288,7 +288,7 @@ class Forms:
         return frozenset(item for item in form if item[0] != _SAMPLES) if self._fixed else form
 
     def _gathered(self, path: str) -> TokenLayout:
-        """The layout of a call whose tokens are gathered behind every block."""
+        """The layout of a call with tokens that are gathered behind every block."""
         if self._fixed:
             raise LayoutError(
                 f"{self._layout.model} uses {path!r} between its blocks on all tokens, which {self._fixed} cannot give "

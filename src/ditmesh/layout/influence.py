@@ -760,7 +760,7 @@ def _orders(block: RecordedBlock, facts: Facts) -> Iterable[tuple[tuple[str, int
 
 
 def _tokens(block: RecordedBlock, facts: Facts, touched: _Touched, without: Collection[int] = ()) -> dict[str, Tensor]:
-    """Tokens by stream whose result, queries, keys or mask have changed; those of none are not there."""
+    """Tokens, by stream, with another result, queries, keys or mask than before; streams without any are left out."""
     hits = {stream.name: torch.zeros(length_of(block, stream), dtype=torch.bool) for stream in facts.streams}
     for stream in facts.streams:
         if stream.returned:

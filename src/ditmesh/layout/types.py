@@ -181,8 +181,8 @@ class Attention:
     """One attention call of a block that mixes tokens across ranks.
 
     Attributes:
-        queries: streams whose tokens ask, in the order they stand along the sequence.
-        keys: streams whose tokens answer, in the order one device has them.
+        queries: streams of the tokens that ask, in the order they stand along the sequence.
+        keys: streams of the tokens that answer, in the order one device has them.
         ragged: a replicated stream of which only some tokens take part, their number known from the call
             itself: ``"text"`` when the block leaves padding out.
         per_sample: the block makes this call once for every sample of the batch. Only for its last entry.
@@ -256,7 +256,7 @@ class Region:
 
     @property
     def main(self) -> Stream:
-        """The first stream: the image, whose tokens decide how many ranks can share the work."""
+        """The first stream: the image; its tokens decide how many ranks can share the work."""
         return self.streams[0]
 
 
@@ -299,7 +299,7 @@ class TokenLayout:
         tables: positional tables that tensor parallelism cuts with the heads.
         residuals: arguments of the transformer's forward that it adds to a region's tokens between blocks, a tensor
             or a list of them, with one entry per token along ``dim``: a ControlNet's. Each with the path of the
-            (first) block list whose tokens it is added to.
+            (first) block list with the tokens that it is added to.
         between: arguments that the model uses between blocks on all tokens, and that cannot be cut with them: in a call
             that sets one the tokens are gathered behind every block (`Region.alone`).
         rows: whether the samples of a call can be run apart; else `data` and `cfg` refuse it.

@@ -1,4 +1,4 @@
-"""Deferred tensors: tensors whose patches are not all here yet.
+"""Deferred tensors: tensors of patches that are not all here yet.
 
 PipeFusion lets the first patch of an image start the next denoising step while the last one is still in this step.
 The pipeline and its scheduler know nothing of patches: between two calls of the transformer they compute with whole
@@ -379,7 +379,7 @@ class _Operation(PartOperation[LazyPatches]):
     # --- owners of the results: one map for each of ``likes``, or None if versions do not suffice ------------
 
     def elementwise(self, likes: list[Tensor]) -> list[Owners] | None:
-        """Of an operation whose results have their operands' elements, broadcast."""
+        """Rule of an operation with results of its operands' elements, broadcast."""
         result: list[Owners] = []
         for like in likes:
             joined: Owners | None = self.parts[0].owners.expanded(like.shape)

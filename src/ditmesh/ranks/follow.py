@@ -147,7 +147,7 @@ class Followers:
             options: further ones of `ditmesh.parallelize`.
 
         Returns:
-            A handle, whose `FollowedModel.close` undoes this.
+            A handle; its `FollowedModel.close` undoes this.
 
         Raises:
             ConfigError, InputError, LayoutError: as `ditmesh.parallelize`; or the model cannot be copied.

@@ -136,13 +136,13 @@ class RemotePipeline:
         if name in METHODS:
             return lambda *args, **kwargs: self._run(call_method, METHODS[name], SentArguments((args, kwargs)))
         raise AttributeError(
-            f"{name!r} of this {self._name} is on its ranks; use ranks.run(fn, pipe), whose fn gets the pipeline there"
+            f"{name!r} of this {self._name} is on its ranks; use ranks.run(fn, pipe): fn gets the pipeline there"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "scheduler":
             raise AttributeError(
-                f"{name!r} of this {self._name} cannot be assigned from here; use ranks.run(fn, pipe), whose fn gets "
+                f"{name!r} of this {self._name} cannot be assigned from here; use ranks.run(fn, pipe): fn gets "
                 "the pipeline on every rank"
             )
         if not hasattr(value, "set_timesteps"):

@@ -55,7 +55,7 @@ def _markup(cell: Styled) -> str:
 def print_table(
     console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], keys: int = 1, title: str | None = None
 ) -> None:
-    """Print a table whose words are whole, however narrow the terminal is.
+    """Print a table with whole words, however narrow the terminal is.
 
     The first ``keys`` columns say what a row is: text on the left, which wraps between words. The others are numbers
     and words on the right, one line each. Columns that have no room come in another table below it, with the first

@@ -34,7 +34,7 @@ class ApiSettings(BaseModel):
     Attributes:
         keys: file of hashed keys (`keys.Keys`); None: any client may ask.
         hosts: names under which the server answers (the ``Host`` header, without the port); empty: any.
-        cors: origins of other sites whose pages may call the API.
+        cors: origins of other sites with pages that may call the API.
         max_pixels: of a result, width times height; of videos that of one frame.
         max_steps, max_images, max_prompt: of a request; the last in characters, also of the negative prompt.
         max_body: bytes of a request's body.

@@ -42,7 +42,7 @@ def policy(name: str, *examples: str) -> Callable[[P], P]:
     return register
 
 
-# Policies of the name ``adaptive`` whose first number has a unit.
+# Policies of the name ``adaptive`` by the unit of their first number.
 _UNITS: dict[str, type] = {}
 
 

@@ -365,7 +365,7 @@ class TiledSequence(SequenceParallel):
         """
         first, weights = asked[0], self._tiles.weights
         if weights is not None:
-            # Each with weights whose gradients are its own.
+            # Each with weights that have gradients of their own.
             return [(weights.use(place), one.forward(one.x))[1] for place, one in enumerate(asked)]
         if all(one.x is first.x for one in asked):
             return [first.forward(first.x)] * len(asked)

@@ -417,7 +417,7 @@ def _gathered(rows: Any, shares: Partition, link: Link) -> Any:
         return all_gather(link, rows[: counts[link.rank]].contiguous(), counts, dim=0)
 
     if isinstance(rows, LazyPatches) and rows.settled is None:
-        # Each patch is gathered when it is wanted, in the same order on all ranks; whose it is, now.
+        # Each patch is gathered when it is wanted, in the same order on all ranks; its owner is known now.
         owners, like = rows.owners, torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device="meta")
         everybody = owners.made(
             ("gather", link.name, counts), lambda: Owners(gather(owners.of.int()).short(), owners.patches)
@@ -519,7 +519,7 @@ class DecodedRows(Strategy):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        # The pipeline whose request is open.
+        # The pipeline of the open request.
         self._open: Any = None
 
     @classmethod

@@ -84,7 +84,7 @@ class VirtualLink(Link):
 
 
 def virtual_mesh(config: ParallelConfig, device: torch.device | str = "cpu") -> Mesh:
-    """A mesh whose sequence ranks are virtual. Whatever else there is, is this process alone.
+    """A mesh with virtual sequence ranks; all its other axes have this process alone.
 
     Raises:
         ConfigError: another axis than ring has a degree.

@@ -52,7 +52,7 @@ class WeightGradients:
         sums.setdefault(parameter, OrderedSum(runs[-1].stop)).add((tile, tile + 1), gradient)
 
     def take(self) -> list[tuple[tuple[range, ...], dict[nn.Parameter, OrderedSum]]]:
-        """For every call whose backward pass has run, in order: the ranks' tiles, and this rank's sums by weight."""
+        """For every call that has run backward, in order: the ranks' tiles, and this rank's sums by weight."""
         calls, self._calls = self._calls, {}
         return [calls[number] for number in sorted(calls)]
 

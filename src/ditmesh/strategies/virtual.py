@@ -52,7 +52,7 @@ def run_together(
     """
     lets = [greenlet(run) for run in runs]
     for let in lets:
-        # A coroutine starts with an empty context; attention's handler and everybody else's variables belong to it.
+        # A coroutine starts with an empty context; attention's handler and all other variables belong to it.
         let.gr_context = contextvars.copy_context()
     try:
         states = [(enter(place), let.switch())[1] for place, let in enumerate(lets)]

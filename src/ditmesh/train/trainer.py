@@ -639,7 +639,7 @@ class Trainer:
         try:
             restore(self.model) if close is None else close()
         except PeerError:
-            # Slices of weights cannot be put together: of a job that has failed, whose error is to be told, or in
+            # Slices of weights cannot be put together: of a job that has failed, with an error to be told, or in
             # FSDP2's shards, in which the weights stay.
             if not self._failed and self.config.sharding != "fsdp":
                 raise

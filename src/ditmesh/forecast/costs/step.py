@@ -106,7 +106,7 @@ class Share:
 
 
 def launched_ahead(terms: Iterable[Term]) -> list[Term]:
-    """The terms of a step on a device whose kernels wait in a queue: launching takes time where the queue runs empty.
+    """The terms of a step on a device with a queue of kernels: launching takes time where the queue runs empty.
 
     A host is as fast as its launches and a device as all else; the slower one says how long a step takes.
     """

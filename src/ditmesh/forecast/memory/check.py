@@ -91,7 +91,7 @@ def check_memory(
     What cannot be predicted is not refused.
 
     Args:
-        info: the model, whose files are here.
+        info: the model; its files are here.
         config: of the ranks; or what says it, if it has to be known.
         dtype: of the weights.
         device: where this rank computes.

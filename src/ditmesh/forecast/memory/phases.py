@@ -97,7 +97,7 @@ class RankNeeds(Generic[AnyPhase]):
     """The memory of each of several equal ranks.
 
     Attributes:
-        stage: of the pipe axis, all of whose ranks need the same.
+        stage: of the pipe axis; all its ranks need the same.
         ranks: how many they are.
         phases: in their order.
     """

@@ -249,5 +249,5 @@ def _link(mesh: Mesh) -> dict[str, Any]:
 
 
 def _slowest(links: Sequence[dict[str, Any]]) -> LinkSpeed:
-    """The rank whose transfers take longest."""
+    """The rank with the longest transfers."""
     return LinkSpeed(**max(links, key=lambda one: one["latency"] + 1e6 / one["bandwidth"]))

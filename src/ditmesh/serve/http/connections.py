@@ -382,7 +382,7 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listening.fileno())

@@ -295,7 +295,7 @@ def _parts(form: FormData) -> tuple[EditRequest, dict[EditFile, UploadFile]]:
 async def _answered(
     server: Server, request: Request, body: ImageRequest, job: Job, kind: str, key: str | None
 ) -> Response:
-    """The answer to a request whose job was accepted; ``kind`` is what names of its events begin with."""
+    """The answer to a request with an accepted job; names of its events begin with ``kind``."""
     owner: str = request.state.owner
     if body.stream:
         source = _events(server, job, owner, kind, body.partial_images or 0, key)

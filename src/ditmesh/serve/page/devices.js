@@ -35,7 +35,7 @@ function mesh(degrees, ranks) {
   return level(0, 0, product);
 }
 
-/** Pictures whose tiles belong to ranks: those that hold the same tiles are on pictures of their own. */
+/** Pictures with a tile for each rank; ranks that hold the same tiles have pictures of their own. */
 function tilings(ranks) {
   const all = Math.max(1, ...ranks.map(({ tiles }) => tiles?.[1] ?? 0));
   const pictures = [];

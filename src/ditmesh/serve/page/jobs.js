@@ -184,7 +184,7 @@ function attend() {
 const rank = ({ job }) => (job.status === "running" ? -1 : (job.position ?? 0));
 const first = (one, other) => rank(one) - rank(other) || one.job.created - other.job.created;
 
-// Jobs without a stream, and those whose stream says nothing: another client may have paused or cancelled them.
+// Jobs without a stream, or with a silent one: another client may have paused or cancelled them.
 async function poll() {
   if (document.hidden) return;
   const active = [...entries.values()].filter((entry) => !ended(entry));

@@ -207,7 +207,7 @@ class JobStore:
     async def on_disk(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function in the thread that reads and writes the folder. Raises `Stopping`: it is closed."""
         if self._closed:
-            # Clients whose connections are still open ask on.
+            # Clients with open connections ask on.
             raise Stopping("the server is stopping; ask again in a moment", AWAY)
         return await asyncio.get_running_loop().run_in_executor(self._disk, partial(function, *args))
 

@@ -78,7 +78,7 @@ class PoolBatcher(Batcher):
             seen: is told of every call: its tasks and its seconds.
 
         Returns:
-            Tasks whose call has failed, and was tried alone. They have not gone on.
+            Tasks with a call that has failed, also when it was tried alone. They have not gone on.
         """
         failed: dict[PipelineTask, FailureReason] = {}
         left = list(runs)

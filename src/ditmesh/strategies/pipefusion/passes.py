@@ -44,7 +44,7 @@ class PatchPlan:
         outputs: shape and dtype of every tensor the model returns, on the meta device.
         owners: which patch owns which element of it.
         leaves, spec: what the model returns, taken apart; an empty tensor stands for every tensor.
-        skips: block -> the earlier block whose image tokens it is passed besides the streams, by number.
+        skips: block -> the earlier block that passes it image tokens besides the streams, by number.
         text_along: block lists through which text must go with every patch.
         takes: whether inputs with these owners can be used patch by patch, by the owners' ids.
     """
@@ -117,7 +117,7 @@ class TextlessRun(ForwardRun):
     """A dry run that tries this stage's first block of every list on the second patch without text.
 
     Attributes:
-        failed: block lists whose block raised, or returned another number of tokens.
+        failed: block lists with a block that raised, or returned another number of tokens.
     """
 
     patch = 1

@@ -425,7 +425,7 @@ def _adapter_parameters(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Param
 
 
 def _adapter_gradients(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """Parameters of a layer's adapters of whose gradient every rank has a part, or (True) only the first one any."""
+    """Adapters' parameters of a layer: every rank has a part of their gradient, or (True) only the first rank has it."""
     cut = {id(parameter): dim for parameter, dim in _adapter_parameters(site, outer)}
     if outer is base_of(outer):
         return

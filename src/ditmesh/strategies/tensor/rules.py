@@ -24,7 +24,7 @@ class Rule:
         row: path of a linear -> widths of its input features.
         gathered: paths of linears that are cut by output features and put together again behind; those that
             narrow their input (a model's last projection) stay whole.
-        attention: path of the attention whose heads are meant (``""``: the module itself).
+        attention: path of the attention that has the heads (``""``: the module itself).
         gated: a column linear may hold its widths twice, for a value and its gate.
     """
 

@@ -1,4 +1,4 @@
-"""Autoencoders whose decoding and encoding in bands tests have run against the whole, on 2, 3 and 4 ranks."""
+"""Autoencoders that tests have decoded and encoded in bands, against the whole, on 2, 3 and 4 ranks."""
 
 TESTED = frozenset(
     {

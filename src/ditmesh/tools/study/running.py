@@ -364,7 +364,7 @@ def _first(output: Any) -> Tensor:
 def nearest_is_right(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool] | None:
     """For every image, whether the nearest training image is that of its prompt; None: unknown.
 
-    Known of the embedded models whose folders hold their training pictures, for prompts that are captions.
+    Known of the embedded models with training pictures in their folders, for prompts that are captions.
     """
     if pictures.ndim != 4 or zoo.embedded(model) is None or not (model / "thumbnails.png").exists():
         return None

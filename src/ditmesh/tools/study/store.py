@@ -53,7 +53,7 @@ class Store:
                 self._file.write_bytes(b"".join(line + b"\n" for line in lines[:-1]))
 
     def get(self, cell: Cell, setup: Setup) -> dict[str, Any] | None:
-        """A finished cell, whose files are there too; else None."""
+        """A finished cell with all its files; else None."""
         key = cell.key(setup)
         result = self._cells.get(key)
         if result is None:

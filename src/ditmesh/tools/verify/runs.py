@@ -309,9 +309,9 @@ def _timed(
 
 @contextmanager
 def channels_first(pipe: Any) -> Iterator[None]:
-    """Encode images whose channels come first in memory, on one device and on ranks alike.
+    """Encode images with channels first in memory, on one device and on ranks alike.
 
-    Of images whose channels come last, as diffusers' processors make them, torch's group norm on a CPU sums squares in
+    Of images with channels last, as diffusers' processors make them, torch's group norm on a CPU sums squares in
     float32 over all pixels, which is far off where they are nearly of one colour.
     """
     vae = getattr(pipe, "vae", None)

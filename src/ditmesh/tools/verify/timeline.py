@@ -97,7 +97,7 @@ class TimelineRecorder:
     Args:
         pipe: the pipeline.
         models: its transformers, and the paths of their lists of blocks.
-        traffic: of the mesh, whose messages are shown; None: there is none.
+        traffic: of the mesh; its messages are shown; None: there is none.
         alone: no other rank of the job records.
     """
 

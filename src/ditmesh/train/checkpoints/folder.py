@@ -113,7 +113,7 @@ class RunFolder:
         config: the run.
 
     Attributes:
-        runs: whose checkpoints are this run's, oldest first: an identity (None: of a version that had none) and the
+        runs: that have written this run's checkpoints, oldest first: an identity (None: of a version that had none) and the
             last step that counts, None for all.
 
     Raises:

@@ -22,7 +22,7 @@ from ..config import TrainConfig
 
 
 def buckets_of(sizes: Sequence[tuple[int, int]], config: TrainConfig) -> list[tuple[int, int]]:
-    """The bucket of every sample: the one whose shape is nearest to its own.
+    """The bucket of every sample: the one of the nearest shape.
 
     Args:
         sizes: (height, width) of the samples' files, in pixels.

@@ -26,7 +26,7 @@ def reduce_gradients(model: nn.Module, mesh: Mesh, inputs: Iterable[Tensor] = ()
     Args:
         model: with plain gradients. Ranks of the group must have gradients of the same parameters.
         mesh: as of ``ditmesh.engine_of(model).mesh``.
-        inputs: other leaves whose gradients are meant: embeddings that the ranks of a data rank have in common.
+        inputs: other leaves with gradients to reduce: embeddings that the ranks of a data rank have in common.
     """
     if mesh.config.reproducible:
         _reduce_in_order(model, mesh)

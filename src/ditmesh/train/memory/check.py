@@ -103,7 +103,7 @@ def check_training_memory(
 
     Args:
         config: the run.
-        info: the model, whose files are here.
+        info: the model; its files are here.
         device: where this rank computes.
         limit: bytes that a rank may take; None: what the device has left (on a CPU the host, in equal parts).
 
