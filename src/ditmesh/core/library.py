@@ -21,7 +21,7 @@ _LAYERS = frozenset(
 
 @cache
 def library_class(kind: type, library: str = "diffusers") -> type | None:
-    """The class of a library that ``kind`` is: itself, or one with methods that it inherits unchanged; None: another one.
+    """The class of a library that ``kind`` is: itself, or one that it inherits all methods of; None: another.
 
     A fork of the same name, a module that a model's repository brings along (``diffusers_modules``) and a subclass
     that replaces a method are others.

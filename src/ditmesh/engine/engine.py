@@ -234,9 +234,9 @@ class Engine:
 
         Yields:
             A function that sets the request of the next calls, before the first of them and whenever it changes. It
-            takes a pipeline, and the pipeline's scheduler tells steps apart. `CallClock.advance` makes the next call a step of its
-            own. With the state of a request (`KeptStates.new`) as well it goes on with this request, and puts the
-            one before aside: any number of requests can be open, each with its own state, until `end_kept`.
+            takes a pipeline, and the pipeline's scheduler tells steps apart. `CallClock.advance` makes the next call
+            a step of its own. With the state of a request (`KeptStates.new`) as well it goes on with this request, and
+            puts the one before aside: any number of requests can be open, each with its own state, until `end_kept`.
         """
         with self._alone(), self._shared.request(purpose):
             try:

@@ -259,10 +259,8 @@ class LoadedModel:
 
     def _pixels(self, trial: Prepared) -> float:
         """Pixels of a request of the default size, in those of a trial."""
-        usual, tried = self.info.default_size, trial.job.size
-        pixels = prod(usual) / prod(tried) if usual and tried else 1.0
-        frames = self.info.default_frames
-        return pixels * (frames / TRIED_FRAMES if frames and "num_frames" in trial.arguments else 1.0)
+        frames = self.info.default_frames if "num_frames" in trial.arguments else None
+        return _ratio(self.info.default_size, trial.job.size) * _ratio((frames,), (TRIED_FRAMES,))
 
     def _room(self) -> int:
         """Requests of the default size that may be open. Collective.
@@ -277,20 +275,14 @@ class LoadedModel:
 
     def size_of(self, task: PictureTask) -> float:
         """What is kept of a task from step to step, in requests of the default size: as many as it has pixels."""
-        request, usual = task.request, self.info.default_size
-        files = [
-            InputFile(one.role, task.files[one.digest], one.digest)
-            for one in request.inputs
-            if one.digest in task.files
-        ]
+        request, there = task.request, [one for one in task.request.inputs if one.digest in task.files]
+        files = [InputFile(one.role, task.files[one.digest], one.digest) for one in there]
         try:
             asked = self._asked_size(task, files)
         except InputError:
             # It will be refused.
             return 1.0
-        pixels = prod(asked) / prod(usual) if asked and usual else 1.0
-        frames = self.card["frames"]
-        return pixels * (request.frames / frames if request.frames and frames else 1.0)
+        return _ratio(asked, self.info.default_size) * _ratio((request.frames,), (self.card["frames"],))
 
     def _agree(self, failed: Exception | None) -> None:
         """Whether the test image works on all ranks; otherwise requests run one after the other."""
@@ -440,6 +432,11 @@ class LoadedModel:
             numbers = [int(name.removeprefix("lora")) for name, _ in prepared.adapters]
             facts["weights_digest"] = adapted_digest(self._weights, numbers)
         return self._runners[self.kind][0].receipt(prepared, 0, made, **facts)
+
+
+def _ratio(sides: Sequence[Any] | None, others: Sequence[Any] | None) -> float:
+    """The product of some sides in that of others; 1 where one is not known."""
+    return prod(sides) / prod(others) if sides and others and all((*sides, *others)) else 1.0
 
 
 def _itself(value: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import queue
 import threading
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm.mesh import ENDLESS
-from ...engine.sent import as_bytes
+from ...engine.sent import NumberedTensors, as_bytes, dumped, loaded
 from ..schedule.core import Run
 from ..schedule.costs import Kind, Mode
 from ..types import RankState
@@ -25,37 +24,14 @@ from .rendezvous import FailureReason
 # --- values with tensors
 
 
-class _Packer(pickle.Pickler):
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, Tensor):
-            self.tensors.append(obj)
-            return len(self.tensors) - 1
-        return None
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: Any, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._tensors[pid]
-
-
 def packed(value: Any) -> bytes:
     """A value with tensors as bytes; tensors of any device."""
-    file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(value)
-    tensors = []
-    for tensor in packer.tensors:
+    numbered, tensors = NumberedTensors(), []
+    body = dumped(value, lambda obj: numbered.number(obj) if isinstance(obj, Tensor) else None)
+    for tensor in numbered.found:
         data = as_bytes(tensor).cpu().numpy().tobytes() if tensor.numel() else b""
         tensors.append((tensor.dtype, tuple(tensor.shape), tensor.device.type != "cpu", data))
-    return pickle.dumps((file.getvalue(), tensors))
+    return pickle.dumps((body, tensors))
 
 
 def unpacked(data: bytes, device: torch.device) -> Any:
@@ -68,7 +44,7 @@ def unpacked(data: bytes, device: torch.device) -> Any:
         if raw:
             tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
         tensors.append(tensor.to(device) if moved else tensor)
-    return _Unpacker(io.BytesIO(body), tensors).load()
+    return loaded(body, tensors.__getitem__)
 
 
 # --- events: the same for all ranks, in one order

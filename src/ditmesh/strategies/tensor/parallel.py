@@ -425,7 +425,7 @@ def _adapter_parameters(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Param
 
 
 def _adapter_gradients(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """Adapters' parameters of a layer: every rank has a part of their gradient, or (True) only the first rank has it."""
+    """Adapters' parameters of a layer, and whether only the first rank has their gradient; else each has a part."""
     cut = {id(parameter): dim for parameter, dim in _adapter_parameters(site, outer)}
     if outer is base_of(outer):
         return

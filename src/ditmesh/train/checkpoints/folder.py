@@ -113,8 +113,8 @@ class RunFolder:
         config: the run.
 
     Attributes:
-        runs: that have written this run's checkpoints, oldest first: an identity (None: of a version that had none) and the
-            last step that counts, None for all.
+        runs: that have written this run's checkpoints, oldest first: an identity (None: of a version that had none) and
+            the last step that counts, None for all.
 
     Raises:
         InputError: it is another run's.

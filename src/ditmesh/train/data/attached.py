@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from PIL import Image
 
@@ -19,6 +20,8 @@ from ...errors import InputError
 from ...media.files import open_part
 from ...media.images import SUFFIXES, image_size, read_image, read_mask
 from ..config import TrainConfig
+
+Read = TypeVar("Read")
 
 # How far the shape of a mask may be from its image's: a pixel of a small image.
 MOST_ASKEW = 0.02
@@ -53,18 +56,26 @@ class Part:
 
     def picture(self) -> Image.Image:
         """The image, upright sRGB. Raises `OSError` if it is corrupt."""
-        return self._read(read_image)
+        return self.read(read_image)
 
     def mask(self) -> Image.Image:
         """The image as levels of grey, upright: white is what counts. Raises `OSError` if it is corrupt."""
-        return self._read(read_mask)
+        return self.read(read_mask)
 
-    def _read(self, read: Callable[[BinaryIO, str], Image.Image]) -> Image.Image:
+    def read(self, read: Callable[[BinaryIO, str], Read]) -> Read:
+        """The result of ``read(file, name)``. Raises `OSError` in the place of `InputError`."""
         try:
             with self.open() as file:
                 return read(file, self.name)
         except InputError as error:
             raise OSError(str(error)) from None
+
+    def stamp(self) -> tuple[int, int] | None:
+        """Time of change (ns) and size (bytes) of its file; None: it is missing, which reading it reports."""
+        with suppress(OSError):
+            about = self.file.stat()
+            return about.st_mtime_ns, about.st_size
+        return None
 
     def size(self) -> tuple[int, int]:
         """(height, width) as it is seen. Raises `InputError` if it is no image."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,20 +120,24 @@ def _buckets(sources: Sources) -> list[dict[str, Any]]:
     """For every bucket its samples, how many of them are enlarged, and how much of them is cut away."""
     found = []
     pairs = list(zip(sources.samples.good, sources.sizes, strict=True))
-    for size, count in sorted(Counter(sources.sizes).items()):
-        sizes = [sample.size for sample, own in pairs if own == size]
-        factors = [max(size[0] / height, size[1] / width) for height, width in sizes]
-        cut = [1 - size[0] * size[1] / (h * w * f * f) for (h, w), f in zip(sizes, factors, strict=True)]
+    for size in sorted(set(sources.sizes)):
+        factors, cut = zip(*(_scaled(sample, size) for sample, own in pairs if own == size), strict=True)
         found.append(
             {
                 "size": list(size),
-                "samples": count,
+                "samples": len(cut),
                 "enlarged": sum(factor > 1 for factor in factors),
                 "largest_factor": max(factors),
-                "cut_away": sum(cut) / count,
+                "cut_away": sum(cut) / len(cut),
             }
         )
     return found
+
+
+def _scaled(sample: Sample, size: tuple[int, int]) -> tuple[float, float]:
+    """The factor by which a sample is enlarged for a bucket, and the share of it that is cut away."""
+    factor = max(size[0] / sample.size[0], size[1] / sample.size[1])
+    return factor, 1 - size[0] * size[1] / (sample.size[0] * sample.size[1] * factor * factor)
 
 
 def _captions(found: Samples, encoded: EncodedSamples) -> dict[str, Any]:
@@ -155,9 +158,8 @@ def _captions(found: Samples, encoded: EncodedSamples) -> dict[str, Any]:
 def _much_cut(sources: Sources) -> list[str]:
     """Sentences about samples of which more than half is cut away."""
     found = []
-    for sample, (height, width) in zip(sources.samples.good, sources.sizes, strict=True):
-        factor = max(height / sample.size[0], width / sample.size[1])
-        cut = 1 - height * width / (sample.size[0] * sample.size[1] * factor * factor)
+    for sample, size in zip(sources.samples.good, sources.sizes, strict=True):
+        _, cut = _scaled(sample, size)
         if cut > 0.5:
             found.append(
                 f"{sample.name} has {sample.size[1]} x {sample.size[0]} pixels, of which {cut:.0%} are cut away; add a "

@@ -10,7 +10,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -222,11 +221,7 @@ class EncodedSamples:
         found = []
         for index, sample in enumerate(self._samples):
             advance(index, len(self._samples))
-            when = None
-            # A missing file is reported when it is encoded.
-            with suppress(OSError):
-                about = sample.file.stat()
-                when = about.st_mtime_ns, about.st_size
+            when = sample.part.stamp()
             said, variants = sample.said, self._wording[sample.source].variants(sample.said)
             said = said if variants == (said,) or not self._keeps_text else variants
             identity = (sample.name, sample.offset, sample.length, when, said, self._sizes[index])
@@ -238,11 +233,7 @@ class EncodedSamples:
         found: list[Any] = []
         for kind, one in (("mask", sample.attached.mask), *(("reference", one) for one in sample.attached.references)):
             if one is not None:
-                when = None
-                with suppress(OSError):
-                    about = one.file.stat()
-                    when = about.st_mtime_ns, about.st_size
-                found.append((kind, one.name, one.offset, one.length, when))
+                found.append((kind, one.name, one.offset, one.length, one.stamp()))
         if sample.attached.mask is not None:
             found.append(self._config.unmasked_weight)
         if self._own_picture is not None:

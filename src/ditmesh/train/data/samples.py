@@ -26,7 +26,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...media.files import open_part, read_whole
 from ...media.images import SUFFIXES as IMAGES
-from ...media.images import image_size, read_image
+from ...media.images import image_size
 from ...media.videos import SUFFIXES as VIDEOS
 from ...media.videos import frame_size, read_frames
 from ..config import TrainConfig
@@ -80,11 +80,7 @@ class Sample:
         Raises:
             OSError: it is corrupt; names it.
         """
-        try:
-            with self.part.open() as file:
-                seen = read_image(file, self.name)
-        except InputError as error:
-            raise OSError(str(error)) from None
+        seen = self.part.picture()
         if (seen.height, seen.width) != self.size:
             # A PNG with EXIF behind its pixels; or the file is another one by now.
             raise OSError(
@@ -99,11 +95,7 @@ class Sample:
         Raises:
             OSError: it is corrupt, or has fewer; names it.
         """
-        try:
-            with self.part.open() as file:
-                found = read_frames(file, self.name, count)
-        except InputError as error:
-            raise OSError(str(error)) from None
+        found = self.part.read(lambda file, name: read_frames(file, name, count))
         if len(found) < count:
             raise OSError(f"{self.name} has {len(found)} frames, and num_frames={count}")
         return found

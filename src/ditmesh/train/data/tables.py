@@ -29,7 +29,7 @@ _TABLES = (".parquet", ".arrow")
 
 def holds_tables(folder: Path) -> bool:
     """Whether a folder is a data set of the ``datasets`` package: saved by it, or tables and no image files."""
-    if (folder / _SEVERAL).is_file() or all((folder / name).is_file() for name in _ONE):
+    if _is_saved(folder):
         return True
     there = False
     for _, folders, files in os.walk(folder):
@@ -39,6 +39,10 @@ def holds_tables(folder: Path) -> bool:
             return False
         there = there or any(one.endswith(_TABLES) and not is_listing(one) for one in shown)
     return there
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / _SEVERAL).is_file() or all((folder / name).is_file() for name in _ONE)
 
 
 def _holds_bytes(kind: Any) -> bool:
@@ -80,7 +84,7 @@ class TableRows:
         import datasets  # pyright: ignore[reportMissingImports]
 
         try:
-            self.data = self._saved(datasets) if self._is_saved() else self._files(datasets)
+            self.data = self._saved(datasets) if _is_saved(self.folder) else self._files(datasets)
             features = self.data.features.items()
             # Files that other programs wrote do not say that bytes are images.
             self.images = [name for name, kind in features if isinstance(kind, datasets.Image) or _holds_bytes(kind)]
@@ -97,9 +101,6 @@ class TableRows:
             raise InputError(
                 f"{str(self.folder)!r} cannot be read by the package datasets ({first_line(error)[:200]})"
             ) from None
-
-    def _is_saved(self) -> bool:
-        return (self.folder / _SEVERAL).is_file() or all((self.folder / name).is_file() for name in _ONE)
 
     def _saved(self, datasets: Any) -> Any:
         found = datasets.load_from_disk(str(self.folder))
