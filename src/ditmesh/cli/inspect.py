@@ -13,7 +13,6 @@ from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..report.report import Report, Styled
 from .options import (
-    JOB,
     AsJson,
     AtOnce,
     Branches,
@@ -23,6 +22,7 @@ from .options import (
     WeightsDType,
     at_least,
     common_option,
+    job_option,
     with_groups,
 )
 from .show import emit
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 layout_option = functools.partial(typer.Option, rich_help_panel="Layout")
-job_option = functools.partial(typer.Option, rich_help_panel=JOB)
 
 
 @with_groups

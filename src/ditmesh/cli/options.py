@@ -31,6 +31,8 @@ rank_option = functools.partial(typer.Option, rich_help_panel="Ranks")
 input_option = functools.partial(typer.Option, rich_help_panel="Inputs and loading")
 output_option = functools.partial(typer.Option, rich_help_panel="Output")
 config_option = functools.partial(typer.Option, rich_help_panel="Parallel configuration")
+# Options of the request in `plan` and `inspect --memory`.
+job_option = functools.partial(typer.Option, rich_help_panel="What is generated")
 
 
 def at_least(least: float, but: float | None = None) -> Callable[[typer.CallbackParam, Any], Any]:
@@ -57,6 +59,13 @@ def one_of(words: tuple[str, ...], short: dict[str, str]) -> Callable[[typer.Cal
         raise InputError(f"{param.opts[0]} {value!r} is none of {', '.join(words)}{hint}")
 
     return check
+
+
+def choice(
+    option: Callable[..., Any], words: tuple[str, ...], help: str, short: dict[str, str] | None = None, **more: Any
+) -> Any:
+    """An option that takes one of some words (see `one_of`); ``option`` sets its panel."""
+    return option(metavar="|".join(words), help=help, callback=one_of(words, short or {}), **more)
 
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -101,20 +110,16 @@ else:
     # Plain text, so that the error message is ditmesh's.
     DType = Annotated[
         str | None,
-        rank_option(
-            metavar="|".join(DTYPES),
-            help="Load the weights in this type; fp32, bf16 and fp16 are short for them.",
+        choice(
+            rank_option,
+            DTYPES,
+            "Load the weights in this type; fp32, bf16 and fp16 are short for them.",
+            SHORT,
             show_default="float32 on the CPU, bfloat16 on CUDA",
-            callback=one_of(DTYPES, SHORT),
         ),
     ]
     Device = Annotated[
-        str,
-        rank_option(
-            metavar="|".join(DEVICES),
-            help="Choose the device of the ranks; auto uses GPUs if there are any.",
-            callback=one_of(DEVICES, {}),
-        ),
+        str, choice(rank_option, DEVICES, "Choose the device of the ranks; auto uses GPUs if there are any.")
     ]
 Devices = Annotated[
     int | None,
@@ -165,24 +170,16 @@ Overwrite = Annotated[
         "--overwrite", help="Replace files with the same names that ditmesh wrote; by default they are kept."
     ),
 ]
-# Options of the request in `plan` and `inspect --memory`.
-JOB = "What is generated"
-Frames = Annotated[
-    int | None, typer.Option(help="Set the number of frames of a video.", callback=at_least(1), rich_help_panel=JOB)
-]
-AtOnce = Annotated[
-    int, typer.Option(help="Set how many images are generated at once.", callback=at_least(1), rich_help_panel=JOB)
-]
+Frames = Annotated[int | None, job_option(help="Set the number of frames of a video.", callback=at_least(1))]
+AtOnce = Annotated[int, job_option(help="Set how many images are generated at once.", callback=at_least(1))]
 Branches = Annotated[
-    bool | None,
-    typer.Option("--guidance/--no-guidance", help="Set whether guidance runs two branches.", rich_help_panel=JOB),
+    bool | None, job_option("--guidance/--no-guidance", help="Set whether guidance runs two branches.")
 ]
 WeightsDType = Annotated[
     str,
-    typer.Option(
+    job_option(
         help="Set the type of the weights.",
         callback=one_of(("float32", "bfloat16", "float16"), {"bf16": "bfloat16", "fp32": "float32"}),
-        rich_help_panel=JOB,
     ),
 ]
 JsonFull = Annotated[
@@ -268,11 +265,11 @@ class InputOptions:
     variant: Annotated[str | None, input_option(help="Read this variant of the weight files, such as fp16.")] = None
     offload: Annotated[
         str,
-        input_option(
-            metavar="|".join(OFFLOADS),
-            help="Keep text encoders and VAE in the host's memory while they do not run (GPUs only): each as a whole, "
+        choice(
+            input_option,
+            OFFLOADS,
+            "Keep text encoders and VAE in the host's memory while they do not run (GPUs only): each as a whole, "
             "layer by layer, or layer by layer with one copy.",
-            callback=one_of(OFFLOADS, {}),
         ),
     ] = "none"
 

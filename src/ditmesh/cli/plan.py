@@ -14,7 +14,6 @@ from ..errors import ConfigError, InputError, did_you_mean
 from ..launch import launcher
 from ..report.report import Report, Styled
 from .options import (
-    JOB,
     OFFLOADS,
     AsJson,
     AtOnce,
@@ -24,8 +23,9 @@ from .options import (
     Size,
     WeightsDType,
     at_least,
+    choice,
     common_option,
-    one_of,
+    job_option,
     output_option,
 )
 from .show import emit
@@ -39,11 +39,10 @@ if TYPE_CHECKING:
 
 ENCODERS = ("whole", "sharded", "rank0", "freed", "before")
 OBJECTIVES = ("latency", "throughput", "cost")
-HARDWARE = "Hardware"
-GOAL = "Goal"
 
-
-cache_option = functools.partial(typer.Option, rich_help_panel="Measurements")
+hardware_option, goal_option, cache_option = (
+    functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Hardware", "Goal", "Measurements")
+)
 
 
 def plan(
@@ -83,84 +82,58 @@ def plan(
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option(
+        hardware_option(
             metavar="LINK",
             help="Set the link between devices of a host: nvlink4, pcie4 …, or 10GB/s.",
             show_default="the device's usual one",
-            rich_help_panel=HARDWARE,
         ),
     ] = None,
     hosts: Annotated[
-        int,
-        typer.Option(
-            help="Share the devices evenly over this many hosts.", callback=at_least(1), rich_help_panel=HARDWARE
-        ),
+        int, hardware_option(help="Share the devices evenly over this many hosts.", callback=at_least(1))
     ] = 1,
     between: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LINK", help="Set the link between hosts: infiniband-ndr, 25Gb/s …", rich_help_panel=HARDWARE
-        ),
+        str | None, hardware_option(metavar="LINK", help="Set the link between hosts: infiniband-ndr, 25Gb/s …")
     ] = None,
     memory: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB", help="Set the memory of a device.", callback=at_least(0.001), rich_help_panel=HARDWARE
-        ),
+        float | None, hardware_option(metavar="GB", help="Set the memory of a device.", callback=at_least(0.001))
     ] = None,
     frames: Frames = None,
-    text: Annotated[
-        int | None, typer.Option(help="Set the number of text tokens.", callback=at_least(0), rich_help_panel=JOB)
-    ] = None,
+    text: Annotated[int | None, job_option(help="Set the number of text tokens.", callback=at_least(0))] = None,
     pictures: AtOnce = 1,
     guidance: Branches = None,
     dtype: WeightsDType = "bfloat16",
     text_encoder: Annotated[
         str,
-        typer.Option(
-            metavar="|".join(ENCODERS),
-            help="Place text encoders as generate does; before: a separate program encodes the prompt.",
-            callback=one_of(ENCODERS, {}),
-            rich_help_panel=JOB,
+        choice(
+            job_option, ENCODERS, "Place text encoders as generate does; before: a separate program encodes the prompt."
         ),
     ] = "whole",
     offload: Annotated[
         str,
-        typer.Option(
-            metavar="|".join(OFFLOADS),
-            help="Keep text encoders and VAE in the host's memory while they are not in use, as generate does.",
-            callback=one_of(OFFLOADS, {}),
-            rich_help_panel=JOB,
+        choice(
+            job_option,
+            OFFLOADS,
+            "Keep text encoders and VAE in the host's memory while they are not in use, as generate does.",
         ),
     ] = "none",
     objective: Annotated[
         str,
-        typer.Option(
-            metavar="|".join(OBJECTIVES),
-            help="Optimise the seconds of a request, images per hour, or device-seconds per image.",
-            callback=one_of(OBJECTIVES, {}),
-            rich_help_panel=GOAL,
+        choice(
+            goal_option,
+            OBJECTIVES,
+            "Optimise the seconds of a request, images per hour, or device-seconds per image.",
         ),
     ] = "latency",
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Plan for the same image as one device (the default).", rich_help_panel=GOAL)
-    ] = False,
+    exact: Annotated[bool, goal_option("--exact", help="Plan for the same image as one device (the default).")] = False,
     reproducible: Annotated[
-        bool,
-        typer.Option("--reproducible", help="Plan for the same bits on any number of devices.", rich_help_panel=GOAL),
+        bool, goal_option("--reproducible", help="Plan for the same bits on any number of devices.")
     ] = False,
     stale: Annotated[
-        bool,
-        typer.Option("--stale", help="Also use strategies that reuse keys of the previous step.", rich_help_panel=GOAL),
+        bool, goal_option("--stale", help="Also use strategies that reuse keys of the previous step.")
     ] = False,
     deadline: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Require that all steps finish in this time.",
-            callback=at_least(0),
-            rich_help_panel=GOAL,
-        ),
+        goal_option(metavar="SECONDS", help="Require that all steps finish in this time.", callback=at_least(0)),
     ] = None,
     measure: Annotated[
         bool, cache_option("--measure", help="Run the best configurations here for some steps, and store the fastest.")

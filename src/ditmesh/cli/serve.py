@@ -27,7 +27,7 @@ from .options import (
     RankOptions,
     at_least,
     check_offload,
-    one_of,
+    choice,
     with_groups,
 )
 from .values import download, embedded_or, parallel_config
@@ -119,22 +119,8 @@ else:
 class LogOptions:
     """Options of logs and traces."""
 
-    log_format: Annotated[
-        str,
-        log_option(
-            metavar="|".join(LOG_FORMATS),
-            help="Write log lines in this format.",
-            callback=one_of(LOG_FORMATS, {}),
-        ),
-    ] = "text"
-    log_level: Annotated[
-        str,
-        log_option(
-            metavar="|".join(LOG_LEVELS),
-            help="Log messages of this level and above.",
-            callback=one_of(LOG_LEVELS, {}),
-        ),
-    ] = "info"
+    log_format: Annotated[str, choice(log_option, LOG_FORMATS, "Write log lines in this format.")] = "text"
+    log_level: Annotated[str, choice(log_option, LOG_LEVELS, "Log messages of this level and above.")] = "info"
     log_prompts: Annotated[bool, log_option("--log-prompts", help="Log prompts.")] = False
     otel: Annotated[bool, log_option("--otel", help="Send traces to OTEL_EXPORTER_OTLP_ENDPOINT.")] = False
 
@@ -167,10 +153,10 @@ class ModelOptions:
     variant: Annotated[str | None, typer.Option(help="Read this variant of the weight files, such as fp16.")] = None
     offload: Annotated[
         str,
-        typer.Option(
-            metavar="|".join(OFFLOADS),
-            help="Keep text encoders and VAE in the host's memory while they are not in use (on GPUs).",
-            callback=one_of(OFFLOADS, {}),
+        choice(
+            typer.Option,
+            OFFLOADS,
+            "Keep text encoders and VAE in the host's memory while they are not in use (on GPUs).",
         ),
     ] = "none"
     memory_limit: MemoryLimit = None
@@ -181,10 +167,10 @@ class ModelOptions:
     ] = 1
     schedule: Annotated[
         str,
-        typer.Option(
-            metavar="|".join(SCHEDULES),
-            help="Share every call as the configuration says, or let ranks change between steps, with deadlines.",
-            callback=one_of(SCHEDULES, {}),
+        choice(
+            typer.Option,
+            SCHEDULES,
+            "Share every call as the configuration says, or let ranks change between steps, with deadlines.",
         ),
     ] = "fixed"
     config: Annotated[

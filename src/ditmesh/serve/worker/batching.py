@@ -113,6 +113,12 @@ class PipelineTask(greenlet):
         # Stored while other coroutines run.
         self.generators = OwnGenerators(seed, device)
 
+    @property
+    def waits_for(self) -> PendingCall:
+        """The pending call of a task that has one."""
+        assert self.pending is not None
+        return self.pending
+
     def _body(self) -> None:
         try:
             self.output = self.pipe(**self._arguments)
@@ -620,18 +626,21 @@ class Batcher:
 
     def _run_component(self, run: PipelineTask) -> None:
         """Run the pending call of a text encoder, a VAE or another component, on every rank."""
-        pending = run.pending
-        assert pending is not None
-        self.adapt(run.adapters)
         # Patches that have still to come: all ranks ask for them.
-        args, kwargs = whole_of((pending.args, pending.kwargs))
-        answer, error = None, None
+        args, kwargs = whole_of((run.waits_for.args, run.waits_for.kwargs))
+        run.resume(*self._component_answer(run, args, kwargs))
+
+    def _component_answer(
+        self, run: PipelineTask, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Exception | None]:
+        """The result of a task's pending call of a component, or its error."""
+        pending = run.waits_for
+        self.adapt(run.adapters)
         with self._clock.span(pending.name), run.generators.active():
             try:
-                answer = pending.call(*args, **kwargs)
-            except Exception as raised:
-                error = bare(raised)
-        run.resume(answer, error)
+                return pending.call(*args, **kwargs), None
+            except Exception as error:
+                return None, bare(error)
 
     def end_turns(self, run: PipelineTask) -> Exception | None:
         """End the request of a task that has ended well on all ranks: why its result is wrong, if it is.
@@ -668,8 +677,7 @@ class Batcher:
         chosen: list[PipelineTask] = []
         limit = seconds.get("", 0.0)
         for run in encoder_calls:
-            assert run.pending is not None
-            cost = seconds.get(run.pending.name, limit)
+            cost = seconds.get(run.waits_for.name, limit)
             if others and self._spent and self._spent + cost > limit:
                 break
             if chosen and not others and len(chosen) >= self._size:
@@ -686,15 +694,7 @@ class Batcher:
         for place, run in enumerate(runs):
             if shared and place % self._size != self._rank:
                 continue
-            pending = run.pending
-            assert pending is not None
-            answer, error = None, None
-            self.adapt(run.adapters)
-            with self._clock.span(pending.name), run.generators.active():
-                try:
-                    answer = pending.call(*pending.args, **pending.kwargs)
-                except Exception as raised:
-                    error = bare(raised)
+            answer, error = self._component_answer(run, run.waits_for.args, run.waits_for.kwargs)
             answers[place] = (answer, error, run.generators.states)
         if shared:
             for others in self._exchange(answers):
@@ -736,9 +736,7 @@ class Batcher:
         groups: list[list[tuple[PipelineTask, CallRows | None]]] = []
         places: dict[Hashable, list[int]] = {}
         for run in runs:
-            pending = run.pending
-            assert pending is not None
-            found = "" if pending.alone else self._rows(pending)
+            found = "" if run.waits_for.alone else self._rows(run.waits_for)
             rows = None if isinstance(found, str) else found
             known = places.setdefault((rows.key, run.adapters), []) if rows is not None else []
             for place in known:
@@ -772,8 +770,7 @@ class Batcher:
 
     def _call(self, calls: list[CallRows | None], run: PipelineTask, alone: bool) -> list[Any]:
         """The results of joined calls; the first is that of ``run``."""
-        pending = run.pending
-        assert pending is not None
+        pending = run.waits_for
         self.adapt(run.adapters)
         if not alone:
             self.engine.clock.advance()
@@ -816,15 +813,14 @@ class Batcher:
     # --- looking -----------------------------------------------------------------------------------------------
 
     def _why(self, run: PipelineTask, rows: CallRows) -> str:
-        form = id(run.pending.component) if run.pending is not None else 0, form_of(rows.arguments)
+        form = id(run.waits_for.component), form_of(rows.arguments)
         if form not in self._forms:
             self._forms[form] = self._compare_joined(run, rows)
         return self._forms[form]
 
     def check_joining(self, run: PipelineTask) -> None:
         """Test whether calls of this form can be joined, and set `why` if not. Collective."""
-        assert run.pending is not None
-        rows = self._rows(run.pending)
+        rows = self._rows(run.waits_for)
         if why := rows if isinstance(rows, str) else self._why(run, rows):
             self.run_alone(why)
 
@@ -833,8 +829,7 @@ class Batcher:
 
         The call runs alone, another one with other latents, embeddings and timestep runs alone, then both as one.
         """
-        pending = run.pending
-        assert pending is not None
+        pending = run.waits_for
         model = self._models[id(pending.component)]
         name = type(model.model).__name__
         other = _varied(rows, model.model, self._layout(model))

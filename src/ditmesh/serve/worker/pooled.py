@@ -55,8 +55,7 @@ class PoolBatcher(Batcher):
 
     def make_narrow_call(self, run: PipelineTask) -> float:
         """Make a call of a text encoder, an autoencoder or another component: its seconds. The task may fail."""
-        pending, began = run.pending, time.perf_counter()
-        assert pending is not None
+        pending, began = run.waits_for, time.perf_counter()
         self._switch_to(self._current_pipe or self._template)
         self.adapt(run.adapters)
         try:
@@ -117,8 +116,7 @@ class PoolBatcher(Batcher):
         Raises:
             Exception: it has failed; the group's links are to be made again.
         """
-        pending, began = run.pending, time.perf_counter()
-        assert pending is not None
+        pending, began = run.waits_for, time.perf_counter()
         self.adapt(run.adapters)
         way = self.placements.way(mode, run.adapters)
         try:
