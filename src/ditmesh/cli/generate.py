@@ -15,6 +15,7 @@ import typer
 from ..config import ParallelConfig
 from ..errors import InputError, RankFailed
 from ..launch import default_threads, guarded_folder, launcher, torchrun_rank
+from ..report.formatting import count
 from ..report.report import Report
 from .options import (
     AsJson,
@@ -37,7 +38,7 @@ from .options import (
     with_groups,
 )
 from .remote import check_options, generate_on
-from .show import bar, count, emit
+from .show import bar, emit
 from .values import fetched, parallel_config, picture_job, read_prompts, videos_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ import typer
 
 from ..errors import DitmeshError, InputError
 from ..generate.made import Picture
+from ..report.formatting import count
 from .options import InputOptions, PictureOptions
-from .show import bar, count
+from .show import bar
 from .values import read_prompts
 
 if TYPE_CHECKING:

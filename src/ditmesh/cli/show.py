@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .._version import source
 from ..core.files import without_folder
 from ..report import report
+from ..report.formatting import count
 from ..report.text import print_report
 
 if TYPE_CHECKING:
@@ -48,8 +49,3 @@ def provenance(arguments: Sequence[str]) -> dict[str, Any]:
         "platform": machine["platform"],
         "versions": machine["versions"],
     }
-
-
-def count(number: int, what: str) -> str:
-    """Such as ``1 rank``, ``2 ranks``."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -14,6 +14,7 @@ import yaml
 
 from ..config import AXES
 from ..errors import ConfigError, InputError, reason_of
+from ..report.formatting import count
 from ..report.report import Report
 from .options import (
     AsJson,
@@ -27,7 +28,7 @@ from .options import (
     common_option,
     with_groups,
 )
-from .show import bar, count, emit
+from .show import bar, emit
 
 if TYPE_CHECKING:
     from rich.console import Console

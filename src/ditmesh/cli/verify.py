@@ -17,11 +17,12 @@ from ..config import ParallelConfig
 from ..core.files import finite
 from ..errors import ConfigError, InputError
 from ..launch import TorchrunRanks, default_threads, guarded_folder, torchrun_rank
+from ..report.formatting import count
 from ..report.report import Report, Styled
 from ..request import MOST_TOGETHER
 from .generate import check_joined
 from .options import AsJson, RankOptions, SampleOptions, at_least, common_option, output_option, with_groups
-from .show import bar, count, emit, provenance
+from .show import bar, emit, provenance
 from .values import configs_of, fetched, picture_job, read_prompts
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""Numbers, sizes and settings for people, and rows as CSV."""
+"""Numbers, sizes, names and settings for people, and rows as CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import floor, isfinite, log10
 from typing import Any
 
@@ -34,6 +34,17 @@ def size_text(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.3g} {unit}"
         size /= 1000
     raise AssertionError
+
+
+def count(number: int, noun: str) -> str:
+    """Such as ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def enumerated(names: Iterable[str], most: int, rest: str = "others") -> str:
+    """The first names, and how many more there are: ``a, b and 4 others``."""
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} {rest}" if len(every) > most else "")
 
 
 def spelled_out(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

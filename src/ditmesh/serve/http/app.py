@@ -26,7 +26,7 @@ from . import openai, videos
 from .bodies import Bodies, JsonRoute
 from .errors import Refused, answer_to, described, wait_header
 from .guard import RequestGuard
-from .intake import IdempotencyHeader, JobBody, JobId, Server, known, result_file
+from .intake import IdempotencyHeader, JobBody, JobId, Server, file_response, known, result_file
 from .keys import Keys, Limiter
 from .logs import JobWatch
 from .metrics import Metrics
@@ -136,16 +136,7 @@ async def get_events(
 @jobs.get(
     "/jobs/{id}/images/{index}",
     response_class=Response,
-    responses={
-        **OF_JOBS,
-        200: {
-            "description": "The file.",
-            "content": {
-                f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in ("png", "jpeg", "webp")
-            }
-            | {"video/mp4": {"schema": {"type": "string", "format": "binary"}}},
-        },
-    },
+    responses={**OF_JOBS, **file_response("image/png", "image/jpeg", "image/webp", "video/mp4")},
     summary="A result",
 )
 async def get_image(

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from ...errors import did_you_mean
+from ...report.formatting import enumerated
 from ..settings import ApiSettings
 from .errors import Refused, wait_header
 
@@ -134,11 +135,10 @@ def check_limits(fields: Mapping[str, Any], settings: ApiSettings) -> None:
 
 def unknown_fields(unknown: Collection[str], known: Collection[str]) -> Refused:
     """The error message for fields that do not exist."""
-    names = [repr(name[:80]) for name in list(unknown)[:NAMED]]
-    more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
+    names = enumerated((repr(name[:80]) for name in unknown), NAMED, "more")
     first = next(iter(unknown))[:80]
     means = did_you_mean(first, known) if len(unknown) == 1 else ""
-    words = f"there is no field {', '.join(names)}{more}; leave {'it' if len(unknown) == 1 else 'them'} out{means}"
+    words = f"there is no field {names}; leave {'it' if len(unknown) == 1 else 'them'} out{means}"
     return Refused(400, f"{first}: {words}", param=first)
 
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound=BaseModel)
 
+# A file in OpenAPI.
+FILE = {"type": "string", "format": "binary"}
 JOB_ID = re.compile(r"job_[0-9a-f]{32}")
 JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
 # "auto": the size of the input image, else the pipeline's default.
@@ -324,6 +326,11 @@ def readable(path: os.PathLike[str]) -> os.stat_result:
     """
     with open(path, "rb") as file:
         return os.fstat(file.fileno())
+
+
+def file_response(*kinds: str) -> dict[int | str, dict[str, Any]]:
+    """How OpenAPI describes a file of one of these media types."""
+    return {200: {"description": "The file.", "content": {kind: {"schema": FILE} for kind in kinds}}}
 
 
 async def result_file(request: Request, id: str, index: int, download: bool = False) -> Response:

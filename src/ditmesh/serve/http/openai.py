@@ -20,7 +20,7 @@ from ...request import image_fields, request_fields
 from ..types import ENDED, MOST_DEADLINE, Adapter, Format, Input, Job, JobImage, JobRequest, ModelCard
 from .bodies import JsonRoute
 from .errors import ErrorDetail, Refused, described, wait_header
-from .intake import IdempotencyHeader, Server, Size, sized, validated
+from .intake import FILE, IdempotencyHeader, Server, Size, sized, validated
 from .streams import EventStream, closed_after, ended, event_schema, gone, sse
 
 router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
@@ -219,9 +219,8 @@ def _edit_form() -> dict[str, Any]:
     """The form of an edit as OpenAPI has it: the request's fields, and two files."""
     schema = EditRequest.model_json_schema()
     schema.pop("$defs", None)
-    file = {"type": "string", "format": "binary"}
     adapters = {"type": "string", "description": 'JSON: `[{"name": "oil", "scale": 0.8}]`'}
-    schema["properties"] |= {"image": file, "mask": file, "loras": adapters}
+    schema["properties"] |= {"image": FILE, "mask": FILE, "loras": adapters}
     schema["required"] = ["image", "prompt"]
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 

@@ -15,7 +15,18 @@ from ...generate.video import FPS
 from ..types import ENDED, Job, JobError, ModelCard
 from .bodies import read_json
 from .errors import Refused, described
-from .intake import IdempotencyHeader, InputData, JobBody, JobId, Server, known, result_file, validated
+from .intake import (
+    FILE,
+    IdempotencyHeader,
+    InputData,
+    JobBody,
+    JobId,
+    Server,
+    file_response,
+    known,
+    result_file,
+    validated,
+)
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
@@ -79,8 +90,7 @@ def _bodies() -> dict[str, Any]:
     schema = VideoBody.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
     fields = {name: one for name, one in schema["properties"].items() if name not in ("inputs", "loras")}
-    file = {"type": "string", "format": "binary"}
-    form = {**schema, "properties": fields | {"input_reference": file}}
+    form = {**schema, "properties": fields | {"input_reference": FILE}}
     content = {"application/json": {"schema": schema}, "multipart/form-data": {"schema": form}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -173,10 +183,7 @@ async def delete_video(request: Request, id: JobId) -> dict[str, Any]:
 @router.get(
     "/{id}/content",
     response_class=Response,
-    responses={
-        **described(401, 404),
-        200: {"description": "The file.", "content": {"video/mp4": {"schema": {"type": "string", "format": "binary"}}}},
-    },
+    responses={**described(401, 404), **file_response("video/mp4")},
     summary="A video's file",
 )
 async def get_content(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...report.formatting import count
 from .plan import SYNCHRONOUS, Pair, StudyPlan, has_given_steps, steps_text
 
 # A picture with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
@@ -503,7 +504,7 @@ def findings(results: StudyResults, rules: Mapping[Pair, Mapping[str, Any] | Non
     plan = results.plan
     pictures = max((row.pictures for row in results.rows()), default=0)
     over = (
-        f"over {_count(pictures)}; ± is the standard error of the mean"
+        f"over {count(pictures, 'picture')}; ± is the standard error of the mean"
         if pictures > 1
         else "of one picture, and has no standard error"
     )
@@ -576,10 +577,6 @@ def policy_findings(results: StudyResults) -> list[str]:
     return said
 
 
-def _count(pictures: int) -> str:
-    return f"{pictures} {'picture' if pictures == 1 else 'pictures'}"
-
-
 def _of_strategy(results: StudyResults, pair: Pair) -> list[str]:
     plan, said = results.plan, []
     for devices in plan.devices:
@@ -614,7 +611,8 @@ def _compared(
     apart = difference((results.psnr_of(at), results.psnr_of(other)) for at, other in pairs)
     if apart.value is None:
         return []
-    facts = {"difference": apart, "verdict": apart.verdict("closer", "farther off"), "count": _count(apart.count)}
+    facts = {"difference": apart, "verdict": apart.verdict("closer", "farther off")}
+    facts["count"] = count(apart.count, "picture")
     return [SENTENCES["compared"].format(what=what, **facts)]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...core.files import folder_written_whole, written_whole
 from ...errors import InputError
+from ...report.formatting import size_text
 from ..config import TrainConfig
 from ..model.adapters import save_adapters
 from ..optimizer.optimizers import state_per_weight
@@ -55,9 +56,9 @@ def check_room(config: TrainConfig, checkpoint: int, exported: int, step: int, s
         checkpoint = 0
     if checkpoint + exported > free:
         raise InputError(
-            f"output_dir={config.output_dir!r} has {_size(free)} left, and the end of the run needs "
-            f"{_size(checkpoint)} for a checkpoint and {_size(exported)} for what it exports; free some, or give an "
-            "output_dir on another disk"
+            f"output_dir={config.output_dir!r} has {size_text(free)} left, and the end of the run needs "
+            f"{size_text(checkpoint)} for a checkpoint and {size_text(exported)} for what it exports; free some, or "
+            "give an output_dir on another disk"
         )
     count = -(-steps // config.checkpointing_steps) - step // config.checkpointing_steps
     # An old checkpoint stays until the next one is complete.
@@ -67,19 +68,11 @@ def check_room(config: TrainConfig, checkpoint: int, exported: int, step: int, s
             "%d checkpoints of %s and the export of %s need more than the %s left in %s; set "
             "checkpoints_total_limit or a larger checkpointing_steps, or those that do not fit are left out",
             kept,
-            _size(checkpoint),
-            _size(exported),
-            _size(free),
+            size_text(checkpoint),
+            size_text(exported),
+            size_text(free),
             config.output_dir,
         )
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB" if count < 1000 else f"{count:.0f} GB"
 
 
 def export(

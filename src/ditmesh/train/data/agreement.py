@@ -14,6 +14,7 @@ from ...comm.mesh import Mesh
 from ...comm.uneven import Show, uneven_work
 from ...core.digests import digest
 from ...errors import InputError
+from ...report.formatting import enumerated
 from .samples import Sample, Samples
 
 # Samples of each kind of difference that are named.
@@ -93,19 +94,14 @@ def _differences(mesh: Mesh, samples: Sequence[Sample], identities: Sequence[str
     other = [name for name in mine if first.get(name, mine[name]) != mine[name]]
     parts = []
     if lacking:
-        parts.append(f"lacks {_some(lacking)}")
+        parts.append(f"lacks {enumerated(map(repr, lacking), NAMED, 'more')}")
     if besides:
-        parts.append(f"has {_some(besides)} besides")
+        parts.append(f"has {enumerated(map(repr, besides), NAMED, 'more')} besides")
     if other:
-        parts.append(f"has another size, caption or length in bytes of {_some(other)}")
+        parts.append(f"has another size, caption or length in bytes of {enumerated(map(repr, other), NAMED, 'more')}")
     if not parts and pairs != wanted:
         parts.append("has the samples in another order")
     return mesh.world.all_gather_object(f" {' and '.join(parts)}" if parts else None)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(map(repr, names[:NAMED])) + more
 
 
 def _refused(sentences: Sequence[str | None]) -> InputError:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...media.files import read_whole
+from ...report.formatting import enumerated
 
 # ``"text"`` (captions) or ``"label"`` (classes).
 By = str
@@ -213,7 +214,8 @@ def read_listing(path: Path, name: str) -> Listing:
             continue
         key = next((one for one in FILE_COLUMNS if one in row), None)
         if key is None:
-            found.problems.append(f"{where} names no file (it has {_names(row)}); file_name is looked for")
+            names = enumerated(map(str, row), 8) or "nothing"
+            found.problems.append(f"{where} names no file (it has {names}); file_name is looked for")
             continue
         file = row[key]
         if not isinstance(file, str) or not file.strip():
@@ -230,11 +232,6 @@ def read_listing(path: Path, name: str) -> Listing:
     if not found.lines:
         raise InputError(f"no line of {name} can be read: {(found.problems or ['it has none'])[0]}")
     return found
-
-
-def _names(row: Mapping[str, Any]) -> str:
-    names = [str(name) for name in row]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} others" if len(names) > 8 else "") if names else "nothing"
 
 
 # Results of a reader: the place, and the columns or an error.

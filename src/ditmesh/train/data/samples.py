@@ -29,6 +29,7 @@ from ...media.images import SUFFIXES as IMAGES
 from ...media.images import image_size
 from ...media.videos import SUFFIXES as VIDEOS
 from ...media.videos import frame_size, read_frames
+from ...report.formatting import count, enumerated
 from ..config import TrainConfig
 from .attached import Attached, AttachedImages, Part
 from .captions import BESIDE, MOST_BESIDE, By, Said, Wanted, Words, is_listing, read_beside, read_listing
@@ -149,10 +150,10 @@ class Samples:
         sources = ", ".join(f"{count} of {source}" for source, count in self.sources)
         missing = self.without
         lines = [
-            f"data: {_count(len(self.good), 'sample')}",
+            f"data: {count(len(self.good), 'sample')}",
             f"  with {word}: {len(self.good) - len(missing)}" + (f" ({sources})" if sources else ""),
-            f"  without {word}: {len(missing)}" + (f" ({_some(missing)})" if missing else ""),
-            *([] if held_out is None else [f"  held out to measure the loss on: {_count(held_out, 'sample')}"]),
+            f"  without {word}: {len(missing)}" + (f" ({enumerated(missing, SOME)})" if missing else ""),
+            *([] if held_out is None else [f"  held out to measure the loss on: {count(held_out, 'sample')}"]),
             f"  skipped: {len(self.corrupt)}",
             *(f"    {one}" for one in self.corrupt[:SOME]),
         ]
@@ -214,7 +215,7 @@ class Samples:
         word = "caption" if self.by == "text" else "label"
         there = f" (columns and keys that are there: {', '.join(self.columns)})" if self.columns else ""
         raise InputError(
-            f"none of {_count(len(self.good), 'sample')} in {config.train_data_dir!r} has a {word}{there}"
+            f"none of {count(len(self.good), 'sample')} in {config.train_data_dir!r} has a {word}{there}"
             + "".join(f"; {note}" for note in self.notes)
             + f"; name their column with {word}_column, write files {', '.join(BESIDE[self.by])} beside them, or set "
             "allow_missing_captions: true to train without"
@@ -288,14 +289,14 @@ class _Search:
                 f"{', '.join(self.columns)}; name one of them"
             )
         if self.attached.unmasked:
-            some = _some(self.attached.unmasked)
+            some = enumerated(self.attached.unmasked, SOME)
             self.notes.append(
-                f"without mask, and trained whole: {_count(len(self.attached.unmasked), 'sample')} ({some})"
+                f"without mask, and trained whole: {count(len(self.attached.unmasked), 'sample')} ({some})"
             )
         if self._disputed:
             self.notes.append(
-                f"{_count(len(self._disputed), 'sample')} of which files say different things: "
-                + _some([f"{name} ({what})" for name, what in self._disputed.items()])
+                f"{count(len(self._disputed), 'sample')} of which files say different things: "
+                + enumerated((f"{name} ({what})" for name, what in self._disputed.items()), SOME)
             )
         if self._unread:
             self.notes.append(_unread_words(self._unread))
@@ -352,7 +353,8 @@ class _Search:
             and any(not place or name.startswith(place + os.sep) for place in covered)
         ]
         if left:
-            self.notes.append(f"in no line of a listing, and left out: {_count(len(left), 'file')} ({_some(left)})")
+            names = enumerated(left, SOME)
+            self.notes.append(f"in no line of a listing, and left out: {count(len(left), 'file')} ({names})")
         inside = self._belong - set(listed) if covered else set[str]()
         texts = self._texts({*media, *listed} - set(left) - inside, files, listings)
         for name in sorted(texts):
@@ -444,7 +446,7 @@ class _Search:
         if twice:
             self.notes.append(
                 f"with more than one line in {name}, each of which is a sample: "
-                f"{_count(len(set(twice)), 'file')} ({_some(dict.fromkeys(twice))})"
+                f"{count(len(set(twice)), 'file')} ({enumerated(dict.fromkeys(twice), SOME)})"
             )
         return True
 
@@ -626,7 +628,7 @@ def _unread_words(names: Sequence[str]) -> str:
     kinds = Counter(_suffixes(name) for name in names)
     way = "; unpack archives, or write plain tars" if kinds.keys() & set(ARCHIVES) else ""
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(8))
-    return f"files that are not read: {found} ({_some(names)}){way}"
+    return f"files that are not read: {found} ({enumerated(names, SOME)}){way}"
 
 
 def _suffixes(name: str) -> str:
@@ -642,15 +644,6 @@ def _is_shown(name: str) -> bool:
 
 def _nothing(said: Any) -> bool:
     return said is None or (isinstance(said, str) and not said.strip())
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:SOME]) + (f" and {len(names) - SOME} others" if len(names) > SOME else "")
 
 
 def fitted(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
