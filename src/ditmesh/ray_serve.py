@@ -176,5 +176,5 @@ class RayServeReplica:
                 return
 
     async def __del__(self) -> None:
-        """Behind the end of the application, in which jobs under way end."""
+        """Close what the application has left, after its jobs have ended."""
         self.app.state.last.close()

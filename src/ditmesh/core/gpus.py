@@ -88,7 +88,7 @@ def stay_near(device: torch.device, folder: Path = Path("/sys/bus/pci/devices"))
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """Of a list as the kernel writes it, such as ``0-3,8``."""
+    """The numbers of a list as the kernel writes it, such as ``0-3,8``."""
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")

@@ -38,7 +38,7 @@ class Modes:
 
     @classmethod
     def here(cls, device: torch.device) -> Modes:
-        """Those of this thread."""
+        """The modes of this thread."""
         kind = device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast)

@@ -88,7 +88,7 @@ class Shape:
 
 @cache
 def shapes() -> dict[str, Shape]:
-    """Those that ship, by name."""
+    """The shapes that ship, by name."""
     found = {}
     for path in sorted(CONFIGS.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -105,7 +105,7 @@ class _Recorder(TorchDispatchMode):
         self._inside.append(module)
 
     def leave(self, *_: Any) -> None:
-        """It ends."""
+        """The module ends."""
         self._inside.pop()
 
     def attend(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def search(
 
 
 def _by_memory(predictions: list[Prediction], room: float) -> tuple[list[Prediction], list[Prediction]]:
-    """Those that fit and those that do not, both in the given order.
+    """The predictions that fit and those that do not, both in the given order.
 
     Hundreds of walks would take minutes. The first are made in order, until enough fit; of what is behind those only
     the weights have to. Where none of the first fits, the configurations with the smallest weights are looked at.

@@ -243,7 +243,7 @@ class _ListsInOne:
         return None
 
     def _dims(self, region: Region) -> dict[str, int]:
-        """By stream that can be cut the dimension of its tokens."""
+        """The dimension of the tokens of every stream that can be cut."""
         given = self.before[self.first]
         return {s.name: s.dim for s in region.streams if not s.replicate and given[s.name].shape[s.dim] >= _RANKS}
 

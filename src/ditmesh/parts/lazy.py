@@ -391,7 +391,7 @@ class _Operation(PartOperation[LazyPatches]):
         return result
 
     def moved(self, likes: list[Tensor]) -> list[Owners] | None:
-        """Of an operation that only moves elements: the map moves alike."""
+        """Rule of an operation that only moves elements: the map moves alike."""
         first = self.parts[0].owners
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         joins = family_of(self.func) is OpFamily.JOIN
@@ -431,7 +431,7 @@ class _Operation(PartOperation[LazyPatches]):
         return first.made(key, make, [lazy.owners for lazy in self.parts if lazy.owners is not first])
 
     def reduced(self, likes: list[Tensor]) -> list[Owners] | None:
-        """Of a reduction over some dimensions."""
+        """Rule of a reduction over some dimensions."""
         if self["dim"] in (None, []) or len(self.parts) > 1:
             return None
         lazy = self.parts[0]
@@ -439,7 +439,7 @@ class _Operation(PartOperation[LazyPatches]):
         return None if owners is None else [owners] * len(likes)
 
     def multiplied(self, likes: list[Tensor]) -> list[Owners] | None:
-        """Of a matrix product with one lazy factor."""
+        """Rule of a matrix product with one lazy factor."""
         if len(self.parts) > 1:
             return None
         # The dimension that is summed over: the last of the left factor, the last but one of the right.

@@ -74,7 +74,7 @@ class PartOperation(Generic[P]):
 
     @property
     def names(self) -> list[str]:
-        """Of the arguments in the operation's schema."""
+        """Names of the arguments in the operation's schema."""
         return [argument.name for argument in self.func._schema.arguments]
 
     def __getitem__(self, name: str) -> Any:

@@ -252,7 +252,7 @@ class FollowedModule(ABC):
         self.lead = CallLead(type(module).__name__, self.mesh, engine)
 
     def update(self, rewritten: Collection[str] = ()) -> None:
-        """Change the copies to what the module is now; see `FollowedModel.call`. Calls do this by themselves.
+        """Change the copies to what the module is now; see `call_on_all`. Calls do this by themselves.
 
         Raises:
             InputError: it has other modules than when it was copied.
@@ -268,7 +268,7 @@ class FollowedModule(ABC):
                 self.followers.both(_nothing, _change_model, self._key, parcel)
             copied.note()
 
-    def _call(
+    def call_on_all(
         self,
         proceed: Callable[..., Any],
         args: tuple[Any, ...],
@@ -276,7 +276,20 @@ class FollowedModule(ABC):
         for_others: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         rewritten: Collection[str] = (),
     ) -> Any:
-        """As `FollowedModel.call`, of a call that is not a part of another."""
+        """Make one call on all ranks; a part of a call that runs is made here alone.
+
+        Args:
+            proceed: the module's own call.
+            args, kwargs: of this process.
+            for_others: the arguments of the other ranks, where they differ.
+            rewritten: names of parameters with values that have changed where nothing shows it.
+
+        Raises:
+            Exception: whatever the call raises, here or on another rank.
+            RankFailed: a rank was lost; the ranks have ended.
+        """
+        if self.lead.inside:
+            return proceed(*args, **kwargs)
         self.update(rewritten)
         try:
             with _threads_of(self.followers):
@@ -340,29 +353,7 @@ class FollowedModel(FollowedModule):
         if self._class is None:
             self._class = PipelineCall(self.model, around)
 
-    def call(
-        self,
-        proceed: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        for_others: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
-        rewritten: Collection[str] = (),
-    ) -> Any:
-        """Make one call on all ranks.
-
-        Args:
-            proceed: the model's own call.
-            args, kwargs: of this process.
-            for_others: the arguments of the other ranks, where they differ.
-            rewritten: names of parameters whose values have changed where nothing shows it.
-
-        Raises:
-            Exception: whatever the call raises, here or on another rank.
-            RankFailed: a rank was lost; the ranks have ended.
-        """
-        if self.lead.inside:
-            return proceed(*args, **kwargs)
-        return self._call(proceed, args, kwargs, for_others, rewritten)
+    call = FollowedModule.call_on_all
 
     # --- the model for others, in this process ---------------------------------------------------------------
 
@@ -438,7 +429,7 @@ def _restored(model: nn.Module) -> None:
 
 @contextmanager
 def _threads_of(followers: Followers) -> Iterator[None]:
-    """On the CPU, as many threads as the other ranks have: they share its cores."""
+    """Compute with as many threads as the other ranks have on the CPU: all share its cores."""
     before = torch.get_num_threads()
     wanted = followers.threads or before
     if wanted != before:

@@ -69,7 +69,7 @@ class FollowedVae(FollowedModule):
         # In inference mode torch does not tell what has been written to.
         with torch.inference_mode(False), torch.no_grad():
             given = given.clone() if given.is_inference() else given
-            return self._call(call, (given, *args), kwargs, ((name, given, *args), kwargs))
+            return self.call_on_all(call, (given, *args), kwargs, ((name, given, *args), kwargs))
 
     def _end(self) -> None:
         with suppress(Exception):

@@ -92,7 +92,7 @@ class ReportBlock:
 
     @property
     def name(self) -> str:
-        """That of the class."""
+        """The name of the class."""
         return type(self).__name__
 
 

@@ -69,7 +69,7 @@ class Coverage:
 
 
 def _processors(site: BlockSite, block: nn.Module) -> list[tuple[Any, ...]]:
-    """Of every attention module of a block its processor, the backend, and the dispatcher that the processor calls.
+    """Every attention module's processor in a block, the backend, and the dispatcher that the processor calls.
 
     Last come torch's function, the backend that is active, and its function.
     """

@@ -90,7 +90,7 @@ class Packed:
 
     @cached_property
     def places(self) -> list[list[tuple[int, slice]]]:
-        """Of every tensor: the ranks that hold some of it, with which bytes of their parts."""
+        """The ranks that hold some of each tensor, with which bytes of their parts."""
         found = []
         for (shape, dtype), start in zip(self.specs, self.starts, strict=False):
             stop = start + prod(shape) * dtype.itemsize
@@ -194,7 +194,7 @@ def parameters_in_pieces(model: nn.Module, layout: TokenLayout) -> int:
 
 
 def groups_outside(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
-    """Those that are in no block."""
+    """The groups that are in no block."""
     blocks = tuple(f"{region.blocks}." for region in layout.regions)
     return [group for group in groups_of(model, layout) if not group.name.startswith(blocks)]
 

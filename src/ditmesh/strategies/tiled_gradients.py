@@ -43,7 +43,7 @@ class WeightGradients:
 
     @property
     def number(self) -> int:
-        """Of the call in progress."""
+        """Number of the call in progress."""
         return self._number
 
     def keep(self, call: int, runs: tuple[range, ...], tile: int, parameter: nn.Parameter, gradient: Tensor) -> None:

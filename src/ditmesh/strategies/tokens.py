@@ -93,7 +93,7 @@ class TokenStrategy(Strategy):
         return [handler.balance for handler in self.handlers()]
 
     def handlers(self) -> list[Any]:
-        """Of every transformer, once applied."""
+        """The handlers of every transformer, once applied."""
         return [model.get(ModelHooks).handler for model in self.context.models]
 
 

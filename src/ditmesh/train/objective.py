@@ -299,7 +299,7 @@ class NoiseTables:
         return noise if self._kind == "epsilon" else clean_share * noise - noise_share * clean
 
     def _shares(self, timestep: float) -> tuple[float, float]:
-        """Of clean latents and of noise in noisy latents."""
+        """The shares of clean latents and of noise in noisy latents."""
         if self._kind == "flow":
             times, levels = self._scheduler.timesteps.double(), self._scheduler.sigmas.double()
             order = times.argsort()

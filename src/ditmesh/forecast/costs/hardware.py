@@ -32,7 +32,7 @@ class _Profile(BaseModel):
 
 
 class TransferSpeed(_Profile):
-    """Of a transfer of n bytes: ``latency + n / bandwidth``.
+    """The speed of a transfer: n bytes take ``latency + n / bandwidth`` seconds.
 
     Attributes:
         latency: seconds of a call that moves nothing.

@@ -138,11 +138,11 @@ class Work:
 
     @property
     def parameters(self) -> int:
-        """Of the whole transformer."""
+        """Number of parameters of the whole transformer."""
         return self.rest.parameters + sum(block.parameters * block.count for block in self.blocks)
 
     def flops(self, image: float, text: float) -> float:
-        """Of one sample, as torch's counter counts them."""
+        """Floating-point operations of one sample, as torch's counter counts them."""
         return sum(
             block.count * sum(_flops(one, image, text) for one in block.operations)
             for block in (*self.blocks, self.rest)

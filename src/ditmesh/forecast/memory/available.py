@@ -40,7 +40,7 @@ def _left_by_limits(groups: Path) -> float:
 
 
 def _left(root: Path, path: str, limit: str, used: str, cache: str) -> float:
-    """Of a group and all around it."""
+    """Bytes left to a group, within all groups around it."""
     left, folder = float("inf"), root / path.lstrip("/")
     while True:
         with suppress(OSError, ValueError):

@@ -285,7 +285,7 @@ class Peaks:
         return patch.original(*args, **kwargs)
 
     def of_all(self) -> list[dict[str, int]]:
-        """Of every rank of the job, in rank order. Collective."""
+        """The peaks of every rank of the job, in rank order. Collective."""
         mine = {phase: most for phase, most in self.found.items() if phase != "idle"}
         if not (dist.is_available() and dist.is_initialized()):
             return [mine]

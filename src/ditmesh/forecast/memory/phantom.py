@@ -75,7 +75,7 @@ class SharedPools:
 
     @property
     def bytes(self) -> int:
-        """Of all messages, own and others'."""
+        """Bytes of all messages, own and others'."""
         return self.own.bytes + sum(pool.bytes for pool in self.others.values())
 
 

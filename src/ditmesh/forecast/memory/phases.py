@@ -228,7 +228,7 @@ def _phases(
 def _encoding(
     components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions, offloaded: bool = False
 ) -> _EncoderMemory:
-    """Of a rank that encodes."""
+    """The memory of a rank that encodes."""
     alone, parts = ParallelConfig(), components.encoders.values()
     whole = [encode(part.kind, part.settings, alone, workload.text, how) for part in parts]
     cut = config.text_encoder == "sharded" and config.world_size > 1

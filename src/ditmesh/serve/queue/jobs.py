@@ -62,7 +62,7 @@ class JobState:
 
     @property
     def id(self) -> str:
-        """Of the job."""
+        """Id of the job."""
         return self.job.id
 
     @property

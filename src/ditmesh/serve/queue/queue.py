@@ -595,7 +595,7 @@ class Queue:
             )
 
     def ids(self) -> set[str]:
-        """Of all jobs."""
+        """Ids of all jobs."""
         return {row[0] for row in self._rows("SELECT id FROM jobs")}
 
     def needs(self, digest: str) -> bool:

@@ -471,7 +471,7 @@ class PipeFusionCalls(PipeStrategy):
 
     @property
     def pipes(self) -> list[PipeFusion]:
-        """Of every transformer, once applied."""
+        """The pipes of every transformer, once applied."""
         return [model.get(PipeFusion) for model in self.context.models]
 
     def begin_request(self, request: Request) -> None:

@@ -107,7 +107,7 @@ class DisplacedParallel(StaleSequence):
 
     @property
     def buffers(self) -> _Buffers:
-        """Those of the request in hand, by branch, block and attention call."""
+        """The buffers of the request in hand, by branch, block and attention call."""
         return self._buffers.value
 
     @property

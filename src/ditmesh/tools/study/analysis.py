@@ -160,7 +160,7 @@ class StudyResults:
         return [at for at in self.by if not has_given_steps(at[3]) or at[3] in self.plan.warmups]
 
     def rows(self) -> list[Row]:
-        """Those of `asked`."""
+        """The rows of `asked`."""
         return [self.row(at) for at in self.asked()]
 
     def pictures(self, at: Combination) -> list[Mapping[str, Any]]:
@@ -205,7 +205,7 @@ class StudyResults:
         return dict(sorted((int(match[1]), at) for at, match in matches.items() if match))
 
     def stale_fixed(self, sampler: str, strategy: str, devices: int) -> dict[int, Combination]:
-        """Those of `fixed` with a stale step."""
+        """The combinations of `fixed` with a stale step."""
         fixed = self.fixed(sampler, strategy, devices)
         return {warmup: at for warmup, at in fixed.items() if warmup < self.row(at).evaluations}
 
@@ -563,7 +563,7 @@ def _range(values: Sequence[float], digits: int) -> str:
 
 
 def policy_findings(results: StudyResults) -> list[str]:
-    """Of `findings` those that compare policies with as many synchronous steps."""
+    """The `findings` that compare policies with as many synchronous steps."""
     said = []
     for policy in results.against_fixed():
         means = {name: Mean(**policy[name]) for name in ("psnr", "fixed_psnr", "difference")}

@@ -432,7 +432,7 @@ def _distribution(report: Report, results: StudyResults, pair: Pair) -> None:
 
 
 def _frames(report: Report, results: StudyResults, pair: Pair) -> None:
-    """Of videos: how far every frame is from the synchronous one, with every policy and N."""
+    """Charts of videos: how far every frame is from the synchronous one, with every policy and N."""
     values: dict[tuple[str, str], float] = {}
     count = 0
     for devices, warmup in product(results.plan.devices, results.plan.warmups):
@@ -503,7 +503,7 @@ def _loss_curves(report: Report, results: StudyResults, pair: Pair) -> None:
 
 
 def _heat_maps(report: Report, results: StudyResults, pair: Pair) -> None:
-    """Of the most devices with the shortest warm-up there is: there is most to see."""
+    """Maps of the most devices with the shortest warm-up there is, which show most."""
     some = [at for at in results.by if at[:2] == pair and at[3] in results.plan.warmups]
     some = [at for at in some if at[2] == max(at[2] for at in some)]
     if not some:
@@ -534,7 +534,7 @@ def _attention_charts(first: Mapping[str, Any], of: str) -> list[tuple[Chart, st
 
 
 def _places(report: Report, results: StudyResults, pair: Pair) -> None:
-    """Of the same combination as the maps by layer."""
+    """Maps by place, of the same combination as the maps by layer."""
     some = [at for at in results.by if at[:2] == pair and at[3] != "fixed(0)" and results.by[at][0].get("token_error")]
     if not some:
         report.text(

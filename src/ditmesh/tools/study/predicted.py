@@ -55,7 +55,7 @@ class CostModel:
     def cost(
         self, strategy: str, devices: int, warmup: str, synchronous: float | None, evaluations: int, side: int = 1
     ) -> PredictedCost | None:
-        """With a strategy, or on one device (``devices`` is 1), of a picture whose sides are so many times as long."""
+        """The cost with a strategy, or on one device (``devices`` is 1); sides are ``side`` times as long."""
         workload = self._subject.workload
         workload = replace(
             workload,

@@ -300,7 +300,7 @@ class Taps:
         self._undo.callback(handler.observers.remove, observe)
 
     def attention_errors(self) -> dict[str, dict[int, float]]:
-        """By block and stale step: relative L2 error of the attention's output, over all ranks, heads and branches."""
+        """Relative L2 error by block and stale step of the attention's output, over all ranks, heads and branches."""
         errors: dict[str, dict[int, float]] = {}
         for (block, step), sums in self._sums.items():
             errors.setdefault(block, {})[step] = _relative(sums)

@@ -100,7 +100,7 @@ class Comparison:
         ]
 
     def timelines(self) -> list[tuple[str, list[RankTimeline]]]:
-        """Those recorded, by name of the configuration."""
+        """The timelines recorded, by name of the configuration."""
         every = {name: [one] for name, one in self.alone.items()} | self._runs
         timelines = {name: [run.timeline for run in of_ranks if run.timeline] for name, of_ranks in every.items()}
         return [(name, found) for name, found in timelines.items() if found]

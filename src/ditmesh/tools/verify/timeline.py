@@ -201,7 +201,7 @@ class Overlap:
 
 
 def overlaps(ranks: Sequence[RankTimeline]) -> dict[str, Overlap]:
-    """By axis. Messages that no rank waited for are not counted."""
+    """Overlaps by axis. Messages that no rank waited for are not counted."""
     found: dict[str, list[Message]] = {}
     for rank in ranks:
         for message in rank.messages:

@@ -474,7 +474,7 @@ class EncodedSamples:
         return length[self.seed_of(micro.samples[0], "length") % len(length)]
 
     def seed_of(self, drawn: Drawn, *about: str) -> int:
-        """Of all that is random about a sample, or about one thing: another one for any two of a run, and of runs."""
+        """The seed of all that is random about a sample, or of one thing; samples of a run, and runs, have others."""
         return int(digest((self._config.seed, *about, drawn.number)), 16) % 2**63
 
     def _sample(self, index: int, flip: bool, empty: bool, words: int) -> _Encoded:

@@ -39,7 +39,7 @@ class Sources:
 
     @property
     def digest(self) -> str:
-        """Of names, sizes and captions, and of what decides how often and with what they are trained."""
+        """Digest of names, sizes and captions, and of what decides how often and with what they are trained."""
         good = self.samples.good
         plain = [(sample.name, sample.size, sample.said) for sample in good]
         beside = [

@@ -256,7 +256,7 @@ class TrainedStages:
                 gradient.copy_(whole)
 
     def parted(self, parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Those of this stage's blocks, and those that all stages have."""
+        """The parameters of this stage's blocks, and those that all stages have."""
         shared = {id(p) for p in self._shared}
         return [p for p in parameters if id(p) not in shared], [p for p in parameters if id(p) in shared]
 
@@ -271,7 +271,7 @@ class TrainedStages:
         return {**facts, **named}
 
     def gathered(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On the first stage the tensors of all stages, by name; on others nothing. Collective.
+        """The tensors of all stages, by name, on the first stage; nothing on others. Collective.
 
         Args:
             own: this stage's, on the CPU, those that all stages have among them.

@@ -207,7 +207,7 @@ class TensorSlicesOf:
         self._ids = {id(parameter) for name, parameter in named if name in self._cuts}
 
     def parted(self, parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Those of which a rank has its own part, and those that all hold."""
+        """The parameters of which a rank has its own part, and those that all hold."""
         own = [p for p in parameters if id(p) in self._ids]
         return own, [p for p in parameters if id(p) not in self._ids]
 

@@ -108,7 +108,7 @@ def lines_chart(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path) 
 
 
 def _limit(axes: Any, values: Sequence[float]) -> None:
-    """From zero to the 99th percentile: one outlier does not flatten the rest."""
+    """Set the axis from zero to the 99th percentile: one outlier does not flatten the rest."""
     finite = sorted(value for value in values if math.isfinite(value))
     if finite:
         most = finite[min(len(finite) - 1, int(0.99 * len(finite)))]

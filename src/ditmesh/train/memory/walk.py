@@ -260,7 +260,7 @@ class _Gradients:
 
     @property
     def bytes(self) -> float:
-        """Of those that are there."""
+        """Bytes of the gradients that are there."""
         return sum(float(p.grad.nbytes) for p in self._trained if p.grad is not None)
 
     def _done(self, parameter: Tensor) -> None:

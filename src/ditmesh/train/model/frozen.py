@@ -299,7 +299,7 @@ def freeze(model: nn.Module, precision: str | None, share: float = 0.0) -> None:
 
 
 def encoders_to_freeze(names: Iterable[str], config: TrainConfig) -> list[str]:
-    """Of a pipeline's components, the text encoders that ``encoder_precision`` is for."""
+    """The text encoders among a pipeline's components that ``encoder_precision`` is for."""
     asked = config.encoder_precision is not None
     return [one for one in names if asked and one.startswith("text_encoder") and one not in config.train_modules]
 

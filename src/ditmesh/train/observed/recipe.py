@@ -75,7 +75,7 @@ class TimeArgument:
         return float(np.interp(moment, values[order], times[order]))
 
     def describe(self) -> str:
-        """It in words, such as ``timestep = t / 1000``."""
+        """The argument in words, such as ``timestep = t / 1000``."""
         moves = self.scale != 0
         scale, shift = float(self.scale[moves][0]), float(self.shift[moves][0])
         if self.table is not None:
@@ -133,7 +133,7 @@ class Recipe:
         )
 
     def describe(self) -> dict[str, str]:
-        """It in words, by what each is about."""
+        """The recipe in words, by what each is about."""
         return {
             "time": ", ".join(time.describe() for time in self.times),
             "input": ", ".join(f"{path}: {into.describe()}" for path, into in self.inputs),
@@ -273,7 +273,7 @@ def _checked(seen: Watched, watcher: PipelineWatcher) -> tuple[tuple[int, ...], 
 def _prediction(
     watcher: PipelineWatcher, request: Mapping[str, Any], fills: Fills, shape: tuple[int, ...]
 ) -> NumberMap:
-    """From the transformer's result to what the scheduler is given; 0 where it is something else."""
+    """The map from the transformer's result to the scheduler's input; 0 where that is something else."""
     answers = []
     for fill in fills.values:
         # A sample of zeros: some schedulers are given a part of it.
