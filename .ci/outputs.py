@@ -10,6 +10,7 @@ is for the reader, and for the change log.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -23,6 +24,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("--size", "64x64", "--steps", "3", "--seed", "0", "--threads", "1")
@@ -87,8 +90,8 @@ seed: 1
 """
 JOB = {"prompt": "a red fox", "steps": 2, "seed": 1}
 OPENAI = "/v1/images/generations"
-# Name of a case: method, path, body; a tuple is the fields and the files of a form. {job} is the id of the job that
-# "post job" has made.
+# Name of a case: method, path, body; a tuple is the fields of a form and the name of a file in it. {job} is the id of
+# the job that "post job" has made.
 REQUESTS: dict[str, tuple[str, str, Any]] = {
     "healthz": ("GET", "/healthz", None),
     "readyz": ("GET", "/readyz", None),
@@ -108,9 +111,9 @@ REQUESTS: dict[str, tuple[str, str, Any]] = {
     "openai": ("POST", OPENAI, {**JOB, "prompt": "a cactus", "n": 1, "response_format": "b64_json"}),
     "openai url": ("POST", OPENAI, {**JOB, "n": 2, "response_format": "url", "output_format": "webp"}),
     "openai stream": ("POST", OPENAI, {**JOB, "stream": True, "partial_images": 1}),
-    "edit": ("POST", "/v1/images/edits", ({**JOB, "strength": 0.9}, {"image": "0000-a-red-fox-seed0.png"})),
-    "edit no image": ("POST", "/v1/images/edits", (JOB, {})),
-    "edit no file": ("POST", "/v1/images/edits", (JOB, {"picture": "0000-a-red-fox-seed0.png"})),
+    "edit": ("POST", "/v1/images/edits", ({**JOB, "strength": 0.9}, "image")),
+    "edit no image": ("POST", "/v1/images/edits", (JOB, None)),
+    "edit no file": ("POST", "/v1/images/edits", (JOB, "picture")),
     "edit no form": ("POST", "/v1/images/edits", JOB),
     "video": ("POST", "/v1/videos", JOB),
     "videos": ("GET", "/v1/videos", None),
@@ -203,7 +206,7 @@ def parsed(text: str) -> Any:
         return sorted({re.sub(r"[\d.e+-]+$", "", line).strip() for line in text.splitlines()})
 
 
-def responses(source: Path, folder: Path, made: Path, wanted: str) -> dict[str, dict[str, Any]]:
+def responses(source: Path, folder: Path, wanted: str) -> dict[str, dict[str, Any]]:
     """Status, names of the headers and body of every request to a server that has loaded its model."""
     started = subprocess.Popen(
         [sys.executable, "-m", "ditmesh", "serve", "--port", "0", "--folder", str(folder), "--threads", "1"],
@@ -221,14 +224,14 @@ def responses(source: Path, folder: Path, made: Path, wanted: str) -> dict[str, 
                 raise SystemExit(f"the server of {source} has not started:\n{said}")
             said += line
         url, answers, job = found.group(), {}, ""
-        while asked(url, "GET", "/readyz", None, made)["status"] != 200:
+        while asked(url, "GET", "/readyz", None)["status"] != 200:
             time.sleep(0.5)
         for name, (method, path, body) in REQUESTS.items():
             if wanted in f"http {name}" or name == "post job":
-                answers[f"http {name}"] = asked(url, method, path.format(job=job), body, made)
+                answers[f"http {name}"] = asked(url, method, path.format(job=job), body)
                 if name == "post job":
                     job = answers[f"http {name}"]["json"]["id"]
-                    while asked(url, "GET", f"/v1/jobs/{job}", None, made)["json"]["status"] in ("queued", "running"):
+                    while asked(url, "GET", f"/v1/jobs/{job}", None)["json"]["status"] in ("queued", "running"):
                         time.sleep(0.2)
         if wanted in "http generate":
             words = (
@@ -244,18 +247,18 @@ def responses(source: Path, folder: Path, made: Path, wanted: str) -> dict[str, 
                 "{out}",
                 "--json",
             )
-            answers["http generate"] = command(source, words, folder / "sent", made)
+            answers["http generate"] = command(source, words, folder / "sent", folder)
         return answers
     finally:
         started.terminate()
         started.wait(60)
 
 
-def asked(url: str, method: str, path: str, body: Any, made: Path) -> dict[str, Any]:
+def asked(url: str, method: str, path: str, body: Any) -> dict[str, Any]:
     """Status, names of the headers and content of a response; of an endless stream, its first event."""
     data, kind = None if body is None else json.dumps(body).encode(), "application/json"
     if isinstance(body, tuple):
-        data, kind = form(*body, made)
+        data, kind = form(*body)
     request = urllib.request.Request(url + path, data, {"Content-Type": kind} if data else {}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=300) as answer:
@@ -274,12 +277,14 @@ def answered(answer: Any, first: bool = False) -> dict[str, Any]:
     return {"status": answer.status, "type": kind, "headers": sorted(map(str.lower, answer.headers)), "json": said}
 
 
-def form(fields: dict[str, Any], files: dict[str, str], made: Path) -> tuple[bytes, str]:
-    """A form's body, and its type; files are names in ``made``."""
+def form(fields: dict[str, Any], file: str | None) -> tuple[bytes, str]:
+    """A form's body, with a picture under the name ``file``, and its type."""
     parts = [f'name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]
-    for name, file in files.items():
-        head = f'name="{name}"; filename="{file}"\r\nContent-Type: image/png\r\n\r\n'
-        parts.append(head.encode() + (made / file).read_bytes())
+    if file is not None:
+        picture = io.BytesIO()
+        Image.new("RGB", (64, 64), "orange").save(picture, "PNG")
+        head = f'name="{file}"; filename="a.png"\r\nContent-Type: image/png\r\n\r\n'
+        parts.append(head.encode() + picture.getvalue())
     whole = b"".join(b"--LIMIT\r\nContent-Disposition: form-data; " + part + b"\r\n" for part in parts)
     return whole + b"--LIMIT--\r\n", "multipart/form-data; boundary=LIMIT"
 
@@ -300,18 +305,19 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         sources = (older, ROOT / "src")
-        for name, words in COMMANDS.items():
-            if wanted in name or name == "generate":
-                answers = []
-                for number, source in enumerate(sources):
-                    out = Path(folder, str(number), name.replace(" ", "-"))
-                    answers.append(command(source, words, out, Path(folder, str(number), "generate")))
-                compare(name, *answers)
-        if not wanted or wanted.startswith("http"):
+        chosen = {name: words for name, words in COMMANDS.items() if wanted in name}
+        if any("{made}" in word or "{run}" in word for words in chosen.values() for word in words):
+            chosen = {"generate": COMMANDS["generate"]} | chosen
+        for name, words in chosen.items():
             places = [Path(folder, str(number)) for number in range(2)]
-            old, new = (
-                responses(source, place / "served", place / "generate", wanted)
+            answers = [
+                command(source, words, place / name.replace(" ", "-"), place / "generate")
                 for source, place in zip(sources, places, strict=True)
+            ]
+            compare(name, *answers)
+        if not wanted or wanted.startswith("http"):
+            old, new = (
+                responses(source, Path(folder, str(number), "served"), wanted) for number, source in enumerate(sources)
             )
             for name in old:
                 compare(name, old[name], new[name])
