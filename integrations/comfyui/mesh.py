@@ -291,7 +291,7 @@ _pipelines: weakref.WeakSet[MeshPipeline] = weakref.WeakSet()
 
 
 def make_room(newcomer: MeshPipeline) -> None:
-    """End the ranks whose node is gone before ``newcomer`` starts its own."""
+    """End the ranks of a node that is gone before ``newcomer`` starts its own."""
     for pipeline in list(_pipelines):
         if pipeline is not newcomer and pipeline.opened and pipeline.owner() is None:
             pipeline.close()

@@ -27,7 +27,7 @@ TextEncoderPolicy = Literal["whole", "sharded", "rank0", "freed"]
 # because those axes exchange most often and profit most from the nearest links.
 AXES = ("data", "cfg", "pipe", "ring", "ulysses", "tensor")
 
-# Axes whose ranks hold equal weights.
+# Axes of ranks that hold equal weights.
 REPLICAS = ("data", "cfg", "ring", "ulysses")
 
 # Maximum of ranks of an axis, patches or tiles, so that an untrusted number cannot exhaust memory.

@@ -167,7 +167,7 @@ def test_range_that_cannot_be_known_is_refused():
     for values, words in (
         (np.full((8, 8), 100000, np.int32), "from 100000 to 100000"),
         (np.full((8, 8), -5, np.int32), "from -5 to -5"),
-        (np.full((8, 8), 200, np.int32), "whose range cannot be known"),
+        (np.full((8, 8), 200, np.int32), "of a range that cannot be known"),
         (np.full((8, 8), 3.5, np.float32), "from 3.5 to 3.5"),
         (np.full((8, 8), np.nan, np.float32), "float samples"),
     ):

@@ -300,7 +300,7 @@ def _say(result: dict[str, Any]) -> Report:
     right = [row["right_synchronous"] for row in result["table"] if row["right_synchronous"]["value"] is not None]
     if right:
         report.text(
-            f"nearest: share of pictures whose nearest training picture is the one asked for; of the synchronous ones "
+            f"nearest: share of pictures that are nearest to the training picture asked for; of the synchronous ones "
             f"{number(right[0], 2)}"
         )
     report.points([*result["findings"], result["report"]])

@@ -74,7 +74,7 @@ class Relay:
 
 
 def relay_of(hosts: Sequence[int], rank: int) -> Relay | None:
-    """For one rank of a link whose ranks are on hosts of these numbers.
+    """For one rank of a link over ranks on hosts of these numbers.
 
     None: they are all on one host, or each on its own, and nothing crosses more than once anyway.
     """

@@ -539,7 +539,7 @@ class Link:
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """One rank's tensor on every rank of the group. Counted on the ranks that send it, once per receiver.
 
-        Over gloo it goes to every other host once, whose other ranks have it from the one there; NCCL does as it likes,
+        Over gloo it goes to one rank of every other host, which hands it to the others there; NCCL does as it likes,
         and is counted on the rank that has the tensor, as if it did the same.
 
         Args:

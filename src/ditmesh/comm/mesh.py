@@ -62,7 +62,7 @@ LINKS: dict[str, tuple[str, ...]] = {
     "alone": (),
 }
 
-# Axes whose ranks hold the same weights, each with a part of their gradient.
+# Axes of ranks that hold the same weights, each with a part of their gradient.
 AVERAGED = ("data", "ring", "ulysses")
 
 # The remedy in an error about an unusable mesh.

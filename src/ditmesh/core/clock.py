@@ -198,7 +198,7 @@ class CallClock:
         return of.call
 
     def advance(self) -> None:
-        """Let the next call begin a new step, whatever its arguments: for loops whose timestep stands still."""
+        """Let the next call begin a new step, whatever its arguments: for loops with a timestep that stands still."""
         self._of.value.forced = True
 
     @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 
 # What a subclass may have of its own without changing what the methods of its base compute.
 _OWN = frozenset(("__init__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__"))
-# Packages whose layers compute what the layer they replace computes: adapters, quantised weights.
+# Packages of layers that compute what the layer they replace computes: adapters, quantised weights.
 _LAYERS = frozenset(
     ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "optimum", "ditmesh")
 )

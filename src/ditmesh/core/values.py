@@ -72,7 +72,7 @@ class Values:
         self._now, self._before = {}, self._now
 
     def found(self, key: Any, find: Callable[[], Any], of: tuple[Tensor, ...]) -> Any:
-        """What ``find`` returns, found out once; ``of``: the tensors whose keys are in ``key``, held meanwhile."""
+        """What ``find`` returns, found out once; ``of``: the tensors with keys in ``key``, held meanwhile."""
         if any(tensor.is_inference() for tensor in of):
             # Whether they have been written to since is unknown.
             return find()

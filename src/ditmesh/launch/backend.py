@@ -75,7 +75,8 @@ class Launcher(Protocol):
         Raises:
             RankFailed: a rank failed. ``lost`` names the ranks that are gone through no error of the job (killed,
                 ended, fallen silent, without their machine or device): it may be started again on the others. A rank
-                whose function raised would raise again. ``pool_open``: whether the ranks can run something else.
+                that had raised in its function would raise again. ``pool_open``: whether the ranks can run something
+                else.
         """
         ...
 

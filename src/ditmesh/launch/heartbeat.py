@@ -24,7 +24,7 @@ class Heartbeat:
     """A thread that increments this rank's counter in a store, and reads those of the other ranks.
 
     Args:
-        store: a connection of its own, whose answers take `ANSWER` seconds at most.
+        store: a connection of its own, with answers within `ANSWER` seconds.
         rank: which rank this is.
         hosts: names of the hosts of all ranks.
     """

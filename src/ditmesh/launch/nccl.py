@@ -19,7 +19,7 @@ def nccl_settings(timeout: float) -> dict[str, str]:
     return {
         # A collective that fails or is late ends the process: NCCL cannot go on, and its launcher names the rank.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
-        # A thread ends the process whose watchdog has said nothing for this long: it hangs itself.
+        # A thread ends the process when its watchdog has said nothing for this long: it hangs itself.
         "TORCH_NCCL_ENABLE_MONITORING": "1",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(60, min(HEARTBEAT, round(timeout)))),
         # The last collectives of every rank are written to a file when one is late; see docs/hosts.md.

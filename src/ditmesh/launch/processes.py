@@ -78,7 +78,7 @@ def _importing(frame: Any) -> bool:
 
 
 def interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The interrupt that an exception is, or in whose handling it was raised: libraries wrap what imports raise."""
+    """The interrupt that an exception is, or that was handled when it was raised: libraries wrap errors of imports."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error

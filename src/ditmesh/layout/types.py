@@ -280,10 +280,10 @@ class TokenLayout:
         regions: its block lists, in the order they run.
         refused: arguments of the transformer's forward that this layout does not cover: a call that sets one
             is refused by name. Argument -> why.
-        unbatched: tensor arguments of the transformer's forward whose first dimension is not the batch, as
+        unbatched: tensor arguments of the transformer's forward with another first dimension than the batch, as
             paths: ``("img_ids", "txt_ids")``, ``("image_rotary_emb.0", "image_rotary_emb.1")``. Every other
             tensor argument (of at least one dimension) has one entry per sample in its first dimension.
-        batched: tensor arguments of the transformer's forward whose samples lie along another dimension than the first,
+        batched: tensor arguments of the transformer's forward with samples along another dimension than the first,
             as (path, dimension): ``(("encoder_hidden_states_llama3", 1),)`` for embeddings with a row per layer.
         grouped: tensor arguments of the forward that may have several entries per sample, one sample's behind the
             other's: the embeddings of a film's first and last frame.

@@ -216,7 +216,7 @@ def _eight_bits(image: Image, name: str) -> Image:
 
     key = image.info.get("transparency")
     if image.mode == "RGB" and isinstance(key, tuple) and max(key) > 255:
-        # The key of a PNG of 16 bits, whose samples Pillow has cut to their upper 8.
+        # The key of a PNG of 16 bits; Pillow has cut its samples to their upper 8.
         image = image.copy()
         image.info["transparency"] = tuple(value >> 8 for value in key)
     if not (image.mode.startswith("I") or image.mode == "F"):
@@ -235,7 +235,7 @@ def _eight_bits(image: Image, name: str) -> Image:
         stated = image.mode != "I" or image.format in ("PNG", "PPM", "JPEG2000")
         if least < 0 or most > 65535 or (not stated and 0 < most <= 255):
             raise InputError(
-                f"{name} has integer samples of 32 bits from {least} to {most}, whose range cannot be known (0 to "
+                f"{name} has integer samples of 32 bits from {least} to {most} of a range that cannot be known (0 to "
                 "65535 is read); save the image with 8 or 16 bits"
             )
         tags: Any = getattr(image, "tag_v2", {})

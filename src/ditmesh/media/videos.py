@@ -147,7 +147,7 @@ def _decoded(file: BinaryIO, name: str) -> Iterator[Image]:
                     raise InputError(f"{name} is corrupt in frame {number}; save the video again")
                 if getattr(frame, "color_trc", 0) in _HDR:
                     curve = _HDR[frame.color_trc]
-                    raise InputError(f"{name} is HDR ({curve}), whose colours need tone mapping; save the video as SDR")
+                    raise InputError(f"{name} is HDR ({curve}), which needs tone mapping; save the video as SDR")
                 yield _as_shown(frame, stream, name)
         except InputError:
             raise

@@ -2,7 +2,7 @@
 
 An image's rows are cut into *bands*, runs of neighbouring rows, one for each rank. What a layer does to the shape of a
 tensor it does to the cut: a band of 5 rows has 10 behind an upsampling by 2, and 5 x 16 elements where rows of 16 are
-flattened. A cut whose bands would have to be broken up has no counterpart, and None says so.
+flattened. A cut that would break up bands has no counterpart, and None says so.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 - *along*: the operation works along some dimensions, which it names in an argument; local if rows are not among them;
 - *moves*: rows stay rows, and the cut moves with them (views, joins, shuffles of pixels);
 - *windows*: rows are needed from above and below (convolution, pooling); neighbours send them;
-- *global statistics*: group norm, whose sums are added up over all ranks in float64;
-- *products*: matrices that are multiplied row by row, or over rows, whose sums are added up;
+- *global statistics*: group norm: its sums are added up over all ranks in float64;
+- *products*: matrices that are multiplied row by row, or over rows, and then their sums are added up;
 - *attention*: a rank has its rows' queries and asks all keys.
 """
 
@@ -218,7 +218,7 @@ def enlarged(op: Operation) -> Outcome:
 
 
 def padded(name: str) -> Rule:
-    """Rule of a padding, whose sizes are in an argument: rows are put before the first and behind the last.
+    """Rule of a padding with sizes in an argument: rows are put before the first and behind the last.
 
     Those that are copies of rows ("reflect") have to be on one rank with these.
     """

@@ -47,7 +47,7 @@ _UNITS: dict[str, type] = {}
 
 
 def in_unit(unit: str) -> Callable[[P], P]:
-    """Register a dataclass as the policy ``adaptive(…)`` whose first number has this unit."""
+    """Register a dataclass as the policy ``adaptive(…)`` with a first number of this unit."""
 
     def register(cls: P) -> P:
         _UNITS[unit] = cls
@@ -228,7 +228,7 @@ class Adaptive:
     The drift of a step is not known before it runs, but how much the latents have changed is: drift is taken to be in
     proportion to the share of the signal-to-noise ratio ((1 - σ) / σ)² that is new since the step before, and the
     factor is that of the latest two steps. Before each step the policy looks ahead: of this and all coming steps
-    those stay stale whose errors, smallest first, fit in the budget together with the errors already made. Where more
+    those stay stale that fit in the budget, smallest error first, together with the errors already made. Where more
     than the budget is spent already, steps that add next to nothing stay stale. The first step is always synchronous.
 
     Attributes:

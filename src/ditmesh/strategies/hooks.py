@@ -41,7 +41,7 @@ class BlockSite:
         region: the block list it belongs to.
         index: position in the list.
         span: name of the run of blocks through which the tokens stay cut: the list, or all lists of a layout
-            whose lists alternate; is_first, is_last: whether the block begins or ends it.
+            with alternating lists; is_first, is_last: whether the block begins or ends it.
         fed_by_previous, feeds_next: its region is chained to the one before, or the one after to it.
     """
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from ..core.clock import TransformerCall
 from ..core.thread_clock import CoreShare, ThreadClock, ThreadTime
 
-# A rank whose step takes less than this share longer than the mean is not slow: see `Watch`.
+# A rank with steps less than this share longer than the mean is not slow: see `Watch`.
 DEAD_BAND = 0.08
 # Of how much longer it takes in one step no more counts, and from this sum on tokens move.
 MOST, LIMIT = 0.3, 1.0
-# And at once where a rank takes this share longer than the mean in so many steps in a row, whose median is its speed.
+# And at once where a rank takes this share longer than the mean in so many steps in a row; their median is its speed.
 FAR, RECENT = 0.25, 3
 # Where steps differ by chance, the band is as wide as they are, sums are to reach so many times that, and a rank is far
 # off from so many times on. The chance is that of so many steps.

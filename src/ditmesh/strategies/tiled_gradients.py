@@ -1,7 +1,7 @@
 """The backward pass of blocks that run tile by tile: the same gradients, to the bit, on any number of ranks.
 
 Inside of a tile the backward pass is torch's own: its shapes are those of the tile, wherever it is computed. What
-tiles have in common is given to each of them by a function of its own, whose backward pass adds the tiles' gradients
+tiles have in common is given to each of them by a function of its own; its backward pass adds the tiles' gradients
 up along the tree of `ditmesh.core.ordered`: weights, arguments without tokens, and keys and values. All ranks of a
 sequence compute the same loss; gradients of what lies before and behind the blocks are therefore whole, and the same,
 on each of them.

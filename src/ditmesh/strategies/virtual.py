@@ -59,8 +59,8 @@ def run_together(
         while any(isinstance(state, _Question) for state in states):
             if not all(isinstance(state, _Question) for state in states):
                 raise LayoutError(
-                    "some tiles of a block asked for attention and others did not; a block whose calls depend on its "
-                    "tokens cannot be run tile by tile"
+                    "some tiles of a block asked for attention and others did not; a block with calls that depend on "
+                    "its tokens cannot be run tile by tile"
                 )
             answers = meet([state.question for state in states])
             states = [

@@ -66,7 +66,7 @@ def anatomy(
 
     Returns:
         The layers, and rank 0's exchanges in order. None in their place: the model does not run without values, or
-        the configuration has stages or patches, whose messages depend on the blocks that a stage has.
+        the configuration has stages or patches: their messages depend on the blocks that a stage has.
 
     Raises:
         ConfigError: the transformer cannot run with the configuration.

@@ -5,7 +5,7 @@ from ..types import LOCAL, Cut, Region, TokenLayout, joint
 BLOCKS = Region(
     "transformer_blocks",
     attention=(joint("image"), LOCAL),
-    # The processor pads a mask whose length is not that of its own tokens: it must be cut with them.
+    # The processor pads a mask of another length than its own tokens: it must be cut with them.
     cuts=(Cut("attention_mask", 2),),
     whole=("timestep", "encoder_hidden_states", "encoder_attention_mask"),
 )

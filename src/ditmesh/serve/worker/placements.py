@@ -1,8 +1,8 @@
 """Ways in which some of the ranks share a call of a model's transformers, beside the rank that makes it alone.
 
 Every way (`schedule.costs.Mode`) has an engine of its own on copies of the transformers that share their weights, and
-a mesh whose groups are made once: `N / k` groups of k neighbouring ranks, each with requests of its own. A rank goes
-from one to another by calling another copy; nothing is installed, sent or waited for in between.
+a mesh with groups that are made once: `N / k` groups of k neighbouring ranks, each with requests of its own. A rank
+goes from one to another by calling another copy; nothing is installed, sent or waited for in between.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None
 
     Returns:
         Number of blocks of every stage, each at least one. Among equally good cuts the one with the smallest sum
-        of squared stage times, then the one whose first stages are longest.
+        of squared stage times, then the one with the longest first stages.
 
     Raises:
         ConfigError: fewer blocks than stages.

@@ -61,7 +61,7 @@ class TensorPlan:
     Attributes:
         sites: what is cut, in the model's order.
         attributes: integers of modules that the model's code reads: ``(module path, name, value of every rank)``.
-        tables: attention modules whose positional tables follow heads or channels: ``(module path, table, cut)``.
+        tables: attention modules with positional tables that follow heads or channels: ``(module path, table, cut)``.
         between: names of parameters that are whole and lie between slices: every rank has a part of their gradient.
         unknown: names of those of which that is not known.
     """

@@ -101,7 +101,7 @@ class Row:
     Attributes:
         synchronous, evaluations: synchronous steps of a request, and all of them.
         psnr, ssim, perceptual: against the synchronous picture; equal: how many pictures have its bits.
-        right: share of pictures whose nearest training picture is the one asked for; right_synchronous: the same of
+        right: share of pictures that are nearest to the training picture asked for; right_synchronous: the same of
             the synchronous pictures.
         seconds, one_device_seconds: time of the first request on real ranks and on one device; None: not run there.
         sent: bytes that all ranks together sent in it, by axis; None: not known.
@@ -295,7 +295,7 @@ class StudyResults:
         """The warm-up needed at every N for a mean PSNR, and w = a · N^b through it; None without fixed warm-ups.
 
         The target is in dB; None: the highest whole number that some warm-up reaches at every N. ``b_interval``: where
-        b lies in 95 of 100 studies whose pictures are drawn from these with replacement; None where under three N, or
+        b lies in 95 of 100 studies with pictures drawn from these with replacement; None where under three N, or
         half of those studies, reach the target, and of fewer than `FEWEST` pictures. ``fit``, ``sqrt``: None where
         under `FITTED` of the N need any warm-up at all: a power law through zeros is not determined.
         """

@@ -228,7 +228,7 @@ def _table(report: Report, results: StudyResults, pair: Pair) -> None:
         rows.append((f"N = {row.devices}, {row.warmup}", synchronous, *quality, *costs))
         if row.right_synchronous.value is not None:
             exact = (
-                " Nearest picture: share of drawings whose nearest training picture is the one asked for (of the "
+                " Nearest picture: share of drawings that are nearest to the training picture asked for (of the "
                 f"synchronous drawings: {row.right_synchronous:.3f})."
             )
     costs = [" Sent: by all ranks together in the first request."] if axes else []
@@ -428,7 +428,7 @@ def _distribution(report: Report, results: StudyResults, pair: Pair) -> None:
     if lines:
         of = f"{pair}, {devices} devices"
         chart = line_chart(lines, f"Pictures up to every PSNR, {of}", "PSNR, dB", "share of the pictures, %")
-        report.chart(chart, f"{of}: share of the pictures whose PSNR is at most so much; farther right is better.")
+        report.chart(chart, f"{of}: share of the pictures with at most so much PSNR; farther right is better.")
 
 
 def _frames(report: Report, results: StudyResults, pair: Pair) -> None:

@@ -240,7 +240,7 @@ def write_chrome_trace(file: str | Path, configs: Sequence[tuple[str, Sequence[R
 
 
 def _add(events: list[dict[str, Any]], process: int, name: str, rank: RankTimeline, later: float) -> None:
-    """The events of one rank, whose time 0 is ``later`` seconds after that of the first."""
+    """The events of one rank; its time 0 is ``later`` seconds after that of the first."""
 
     def at(seconds: float) -> float:
         return round((seconds + later) * 1e6, 3)

@@ -199,8 +199,8 @@ class Checkpoints:
 
         Args:
             wanted: which.
-            runs: of ``latest``: the runs whose checkpoints count, each up to a step (None: all of its); by `facts_of`
-                under ``"run"``. None: any.
+            runs: of ``latest``: the runs with checkpoints that count, each up to a step (None: all of its); by
+                `facts_of` under ``"run"``. None: any.
 
         Returns:
             Its folder; None when there is none yet.

@@ -285,7 +285,7 @@ class _Search:
         if column is not None and self.columns and not self._has_column and not may_lack:
             setting = "label_column" if by_label else "caption_column"
             raise InputError(
-                f"{setting}={column!r} is not in {self.config.train_data_dir!r}, whose columns and keys are "
+                f"{setting}={column!r} is not in {self.config.train_data_dir!r}; its columns and keys are "
                 f"{', '.join(self.columns)}; name one of them"
             )
         if self.attached.unmasked:

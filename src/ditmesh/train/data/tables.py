@@ -148,7 +148,7 @@ class TableRows:
         if wanted is not None:
             if wanted not in self.data.features:
                 raise InputError(
-                    f"image_column={wanted!r} is not in {str(self.folder)!r}, whose columns are "
+                    f"image_column={wanted!r} is not in {str(self.folder)!r}; its columns are "
                     f"{', '.join(self.data.features)}"
                 )
             return wanted
@@ -218,7 +218,7 @@ class TableSearch:
         column = self.wanted.among(names)
         if column is None and self.wanted.column is not None and self.wanted.by == "text":
             raise InputError(
-                f"caption_column={self.wanted.column!r} is not in {str(self.rows.folder)!r}, whose columns are "
+                f"caption_column={self.wanted.column!r} is not in {str(self.rows.folder)!r}; its columns are "
                 f"{', '.join(names)}; name one of them"
             )
         attached = AttachedImages(self.config)
