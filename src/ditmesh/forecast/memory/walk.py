@@ -1,9 +1,9 @@
 """Live tensors while a rank encodes, denoises and decodes: the program itself on tensors without values.
 
 The transformer runs behind the engine, under the configuration, with links to other ranks that are not there; so do
-text encoders and the autoencoder, whole or in bands. Nothing is computed, no weights are read; every operation's results are
-counted until they are given back. One block of every kind runs, and where blocks keep something, two of one kind
-say how much.
+text encoders and the autoencoder, whole or in bands. Nothing is computed, no weights are read; every operation's
+results are counted until they are given back. One block of every kind runs, and where blocks keep something, two of
+one kind say how much.
 """
 
 from __future__ import annotations
