@@ -308,8 +308,6 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
 def curves(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
     """Losses of `CURVES`, and their largest relative difference to those of one rank."""
     from ditmesh.launch import RankPool
-    from ditmesh.train.logs.charts import lines_chart
-
     found: dict[str, list[float]] = {}
     for name, settings in CURVES.items():
         more = {"train_batch_size": 1, "global_batch_size": 4, "from_scratch": True, "learning_rate": 1e-3}
@@ -326,8 +324,24 @@ def curves(options: argparse.Namespace, work: Path, console: Console) -> dict[st
         table.add_row(name, f"{line[0]:.6f}", f"{line[-1]:.6f}", f"{differences[name]:.1e}")
     console.print(table)
     if options.picture:
-        lines_chart({name: list(enumerate(line)) for name, line in found.items()}, options.picture)
+        _draw(found, options.picture)
     return {"losses": found, "largest relative difference": differences}
+
+
+def _draw(lines: dict[str, list[float]], path: Path) -> None:
+    """Loss over steps, lines by name; later ones are thinner, so that those that lie on one another are all seen."""
+    from ditmesh.train.logs.charts import limit_loss, matplotlib_figure
+
+    figure = matplotlib_figure(figsize=(9, 5))
+    axes = figure.subplots()
+    for number, (name, line) in enumerate(lines.items()):
+        axes.plot(line, linewidth=2.0 * (len(lines) - number), label=name)
+    limit_loss(axes, [loss for line in lines.values() for loss in line])
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path)
 
 
 def memory(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:

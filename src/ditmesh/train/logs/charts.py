@@ -68,7 +68,7 @@ def training_chart(rows: Sequence[Mapping[str, float]], path: Path, held_out: st
     measured = [(row["step"] + 1, row["validation_loss"]) for row in rows if math.isfinite(row["validation_loss"])]
     if measured:
         top.plot(*zip(*measured, strict=True), color=HELD_OUT, marker="o", markersize=4, linewidth=1.8, label=held_out)
-    _limit(top, losses + [loss for _, loss in measured])
+    limit_loss(top, losses + [loss for _, loss in measured])
     top.set_ylabel("loss")
     top.legend(frameon=False)
     middle.plot(steps, [row["lr"] for row in rows], color=RATE, linewidth=1.5)
@@ -77,7 +77,7 @@ def training_chart(rows: Sequence[Mapping[str, float]], path: Path, held_out: st
     norms = [row["grad_norm"] for row in rows]
     bottom.plot(steps, norms, color=NORM, linewidth=1)
     bottom.set_ylabel("gradient norm")
-    _limit(bottom, norms)
+    limit_loss(bottom, norms)
     bottom.set_xlabel("step")
     bottom.xaxis.get_major_locator().set_params(integer=True)
     for axes in (top, middle, bottom):
@@ -88,26 +88,7 @@ def training_chart(rows: Sequence[Mapping[str, float]], path: Path, held_out: st
     _save(figure, path)
 
 
-def lines_chart(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> None:
-    """Loss over steps, lines by name; later ones are thinner, so that those that lie on one another are all seen.
-
-    Raises:
-        InputError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
-    figure = matplotlib_figure(figsize=(9, 5))
-    axes = figure.subplots()
-    for number, (name, line) in enumerate(lines.items()):
-        axes.plot(*zip(*line, strict=True), linewidth=2.0 * (len(lines) - number), label=name)
-    _limit(axes, [loss for line in lines.values() for _, loss in line])
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    _save(figure, path)
-
-
-def _limit(axes: Any, values: Sequence[float]) -> None:
+def limit_loss(axes: Any, values: Sequence[float]) -> None:
     """Set the axis from zero to the 99th percentile: one outlier does not flatten the rest."""
     finite = sorted(value for value in values if math.isfinite(value))
     if finite:
