@@ -145,7 +145,7 @@ REQUESTS: dict[str, tuple[str, str, Any]] = {
 VARIES = re.compile(
     r"second|_ms$|time|elapsed|speed|version|path|file|folder|python|platform|host|pid|port|memory|bytes|_at$|created|"
     r"^id$|^out$|environment|expires|rate|load|cpu|threads|latency|bandwidth|progress|waiting|uptime|commit|package|peak|free|url|drift|eta|"
-    r"^b64_json$|revised|request_id|digest|seed$"
+    r"^b64_json$|revised|request_id|digest|seed$|^job$|^server$"
 )
 CLOSE = 1e-4
 
@@ -191,6 +191,7 @@ def command(source: Path, words: tuple[str, ...], out: Path, made: Path) -> dict
 
 
 def parsed(text: str) -> Any:
+    text = re.sub(r"job_[0-9a-f]{32}", "JOB", text)
     try:
         return json.loads(text)
     except ValueError:
@@ -230,7 +231,7 @@ def responses(source: Path, folder: Path, wanted: str) -> dict[str, dict[str, An
             if wanted in f"http {name}" or name == "post job":
                 answers[f"http {name}"] = asked(url, method, path.format(job=job), body)
                 if name == "post job":
-                    job = answers[f"http {name}"]["json"]["id"]
+                    job = answers[f"http {name}"].pop("job")
                     while asked(url, "GET", f"/v1/jobs/{job}", None)["json"]["status"] in ("queued", "running"):
                         time.sleep(0.2)
         if wanted in "http generate":
@@ -273,8 +274,10 @@ def answered(answer: Any, first: bool = False) -> dict[str, Any]:
     """A response as data; images and pages are not read."""
     kind = answer.headers.get("Content-Type", "")
     data = b"".join(iter(answer.readline, b"\n")) if first else answer.read()
-    said = None if kind.startswith(("image/", "text/html")) else parsed(data.decode())
-    return {"status": answer.status, "type": kind, "headers": sorted(map(str.lower, answer.headers)), "json": said}
+    said = None if kind.startswith(("image/", "text/html")) else data.decode()
+    found = {"status": answer.status, "type": kind, "headers": sorted(map(str.lower, answer.headers))}
+    made = re.match(r'{"id":"(job_\w+)"', said or "")
+    return found | {"json": None if said is None else parsed(said)} | ({"job": made.group(1)} if made else {})
 
 
 def form(fields: dict[str, Any], file: str | None) -> tuple[bytes, str]:

@@ -70,6 +70,7 @@ class ImageRequest(ImageFields):
     prompt: str = Field(min_length=1)
     model: str | None = Field(default=None, max_length=256)
     n: int | None = Field(default=None, ge=1)
+    seed: int | None = Field(default=None, ge=0)
     size: Size | None = None
     response_format: Literal["b64_json", "url"] | None = None
     output_format: PictureFormat | None = None
