@@ -126,13 +126,14 @@ class FewLevels(Codec):
     """Differences in two to four levels, an even distance apart, around the mean of a channel.
 
     From one step to the next most channels of K and V move alike at all tokens, and some much more than others. So a
-    message has for every channel (of K or V, a sample and a head) its mean over the tokens, 8 bits of the head's
-    largest, and its spread; and for every token's K or V the distance of the levels in units of those spreads, the
-    least squares of what they stand for. Distances and spreads are powers of two in quarters, 8 bits each.
+    message has for every channel (of K or V, a sample and a head) its mean over the tokens and its spread, in six levels
+    each: spreads fall from the largest of K or V and a sample by half an octave, means are in units of their
+    channel's spread. And it has for every token's K or V the distance of the levels in units of those spreads, the least
+    squares of what they stand for. Distances and the units are powers of two in quarters, 8 bits each.
 
-    On the wire, as bytes: the levels, as many a byte as fit; a byte for K and for V of every token and sample; for
-    every channel its mean and its spread; and a float16 for every head's largest mean. Where that ends, the receiver's
-    sums are the sender's: products of the same numbers in the same order.
+    On the wire, as bytes: the levels, as many a byte as fit; a byte for K and for V of every token and sample; for the
+    channels their means and their spreads, three a byte; and for K and V of every sample the largest spread and the unit
+    of means. Where that ends, the receiver's sums are the sender's: products of the same numbers in the same order.
 
     Args:
         levels: how many.
@@ -141,65 +142,87 @@ class FewLevels(Codec):
     differences = True
     # Distance of the levels of a normal distribution of spread 1 that lose the least, by their number (Max 1960,
     # "Quantizing for minimum distortion").
-    DISTANCES: ClassVar[dict[int, float]] = {2: 1.5958, 3: 1.2240, 4: 0.9957}
+    DISTANCES: ClassVar[dict[int, float]] = {2: 1.5958, 3: 1.2240, 4: 0.9957, 6: 0.7334}
+    IN_A_BYTE: ClassVar[dict[int, int]] = {2: 8, 3: 5, 4: 4, 6: 3}
     # A quarter of an octave each; 0 is nothing.
     QUARTERS, ONE = 4, 160
+    # Levels of means and of spreads, and what a level of spreads is, in quarters.
+    SIX, FALL = 6, 2
+    # A channel that moves alike everywhere has a spread all the same, for its mean to be in units of.
+    LEAST = 1 / 8
 
     def __init__(self, levels: int) -> None:
         super().__init__(torch.uint8)
         self.levels, self.distance = levels, self.DISTANCES[levels]
-        self.in_a_byte = {2: 8, 3: 5, 4: 4}[levels]
         self._powers = torch.tensor([0.0, *(2.0 ** ((code - self.ONE) / self.QUARTERS) for code in range(1, 256))])
 
     def _parts(self, shape: tuple[int, ...]) -> list[int]:
         """Bytes of the parts of a message."""
         tokens, two, batch, heads, dim = shape
         channels = two * batch * heads * dim
-        return [-(-tokens * channels // self.in_a_byte), tokens * two * batch, channels, channels, 2 * channels // dim]
+        few, six = -(-tokens * channels // self.IN_A_BYTE[self.levels]), -(-channels // self.IN_A_BYTE[self.SIX])
+        return [few, tokens * two * batch, six, six, two * batch, two * batch]
 
     def empty(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.empty(sum(self._parts(shape)), dtype=self.dtype, device=device)
 
     def size(self, width: int) -> float:
-        return 1 / self.in_a_byte
+        return 1 / self.IN_A_BYTE[self.levels]
 
     def extra(self, rows: float, tokens: float, heads: float, width: int) -> float:
-        return 2 * rows * (tokens + heads * (2 * width + 2))
+        return 2 * rows * (tokens + 2 * heads * width / self.IN_A_BYTE[self.SIX] + 2)
 
     def encode(self, tokens: Tensor) -> Tensor:
         values, shape = tokens.float().contiguous(), tuple(tokens.shape)
+        tiny = torch.finfo(torch.float32).tiny
         mean = values.mean(dim=0, keepdim=True)  # (1, 2, B, H, D)
-        limits = torch.finfo(torch.float16)
-        unit = (mean.abs().amax(dim=4, keepdim=True) / 127).clamp_(limits.tiny, limits.max).half()
-        whole = (mean / unit.float()).round_().clamp_(-127, 127)
-        values = values - whole * unit.float()
-        spreads = self._nearest(values.square().mean(dim=0, keepdim=True).sqrt_())
-        values /= self._power(spreads).clamp_min_(torch.finfo(torch.float32).tiny)
-        spread = values.square().mean(dim=(3, 4), keepdim=True).sqrt_() * self.distance  # (S, 2, B, 1, 1)
-        middle = (self.levels - 1) / 2
-        codes = (values / spread.clamp_min(torch.finfo(torch.float32).tiny)).add_(middle).round_()
-        codes.clamp_(0, self.levels - 1)
-        steps = codes - middle
+        spread = values.square().mean(dim=0, keepdim=True).sub_(mean.square().mul_(1 - self.LEAST**2))
+        spread = spread.clamp_min_(0.0).sqrt_()
+        largest = self._nearest(spread.amax(dim=(3, 4), keepdim=True))
+        fall = (self._power(largest) / spread.clamp_min_(tiny)).log2_().mul_(self.QUARTERS / self.FALL).round_()
+        fall.clamp_(0, self.SIX - 1)
+        spread = self._spread(largest, fall)
+        mean /= spread.clamp_min(tiny)
+        unit = self._nearest(mean.square().mean(dim=(3, 4), keepdim=True).sqrt_().mul_(self.DISTANCES[self.SIX]))
+        means = self._levels(mean, self._power(unit), self.SIX)
+        values = (values / spread.clamp_min(tiny)).sub_(self._mean(means, unit))
+        distance = values.square().mean(dim=(3, 4), keepdim=True).sqrt_().mul_(self.distance)  # (S, 2, B, 1, 1)
+        codes = self._levels(values, distance, self.levels)
+        steps = codes - (self.levels - 1) / 2
         best = (values * steps).sum(dim=(3, 4)) / steps.square().sum(dim=(3, 4)).clamp_min_(1e-12)
         flat = self.empty(shape, tokens.device)
         places = flat.split(self._parts(shape))
-        places[0].copy_(self._packed(codes.view(-1)))
+        places[0].copy_(self._packed(codes.view(-1), self.levels))
         places[1].copy_(self._nearest(best).view(-1))
-        places[2].copy_((whole + 128).view(-1))
-        places[3].copy_(spreads.view(-1))
-        places[4].copy_(unit.view(-1).view(torch.uint8))
+        places[2].copy_(self._packed(means.view(-1), self.SIX))
+        places[3].copy_(self._packed(fall.view(-1), self.SIX))
+        places[4].copy_(largest.view(-1))
+        places[5].copy_(unit.view(-1))
         return flat
 
     def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         tokens, two, batch, heads, dim = shape
-        levels, distances, means, spreads, units = flat.split(self._parts(shape))
-        unit = units.clone().view(torch.float16).view(1, two, batch, heads, 1).float()
-        mean = (means.float() - 128).view(1, two, batch, heads, dim) * unit
-        spread = self._power(spreads).view(1, two, batch, heads, dim)
-        values = self._unpacked(levels)[: tokens * two * batch * heads * dim].view(shape)
-        values.sub_((self.levels - 1) / 2)
+        levels, distances, means, falls, largest, unit = flat.split(self._parts(shape))
+        channels = (1, *shape[1:])
+        spread = self._spread(largest.view(1, two, batch, 1, 1), self._unpacked(falls, self.SIX, channels))
+        mean = self._mean(self._unpacked(means, self.SIX, channels), unit.view(1, two, batch, 1, 1))
+        values = self._unpacked(levels, self.levels, shape).sub_((self.levels - 1) / 2)
         values.mul_(self._power(distances).view(tokens, two, batch, 1, 1))
-        return values.mul_(spread).add_(mean)
+        return values.add_(mean).mul_(spread)
+
+    def _spread(self, largest: Tensor, fall: Tensor) -> Tensor:
+        """Spreads of channels: so many levels below the largest one's code."""
+        return self._power((largest - fall * self.FALL).clamp_min_(0))
+
+    def _mean(self, means: Tensor, unit: Tensor) -> Tensor:
+        """Means of channels in units of their spreads."""
+        return (means - (self.SIX - 1) / 2).mul_(self._power(unit))
+
+    @staticmethod
+    def _levels(values: Tensor, distance: Tensor, levels: int) -> Tensor:
+        """The nearest of some levels around 0, from 0."""
+        codes = values / distance.clamp_min(torch.finfo(torch.float32).tiny)
+        return codes.add_((levels - 1) / 2).round_().clamp_(0, levels - 1)
 
     def _power(self, codes: Tensor) -> Tensor:
         if self._powers.device != codes.device:
@@ -212,23 +235,23 @@ class FewLevels(Codec):
         # Of nothing the logarithm is minus infinity, of less no number.
         return codes.nan_to_num_(0.0, 255.0, 0.0).clamp_(0, 255).to(torch.uint8)
 
-    def _packed(self, codes: Tensor) -> Tensor:
+    def _packed(self, codes: Tensor, levels: int) -> Tensor:
         """Bytes (as float) of codes (as float): a byte has one of each of several runs, which stay contiguous."""
-        short = -codes.numel() % self.in_a_byte
-        runs = torch.nn.functional.pad(codes, (0, short)).view(self.in_a_byte, -1)
+        in_a_byte = self.IN_A_BYTE[levels]
+        runs = torch.nn.functional.pad(codes, (0, -codes.numel() % in_a_byte)).view(in_a_byte, -1)
         packed = runs[-1].clone()
         for run in reversed(runs[:-1].unbind()):
-            packed.mul_(self.levels).add_(run)
+            packed.mul_(levels).add_(run)
         return packed
 
-    def _unpacked(self, packed: Tensor) -> Tensor:
+    def _unpacked(self, packed: Tensor, levels: int, shape: tuple[int, ...]) -> Tensor:
         rest = packed.float()
-        runs = torch.empty((self.in_a_byte, rest.numel()), device=packed.device)
+        runs = torch.empty((self.IN_A_BYTE[levels], rest.numel()), device=packed.device)
         for run in runs.unbind():
-            above = ((rest + 0.5) / self.levels).floor_()
-            torch.sub(rest, above, alpha=self.levels, out=run)
+            above = ((rest + 0.5) / levels).floor_()
+            torch.sub(rest, above, alpha=levels, out=run)
             rest = above
-        return runs.view(-1)
+        return runs.view(-1)[: prod(shape)].view(shape)
 
 
 def codec(name: str | None) -> Codec | None:
