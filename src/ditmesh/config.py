@@ -20,6 +20,7 @@ TextPolicy = Literal["auto", "shard", "replicate"]
 InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
 Exchange = Literal["exact", "displaced", "naive"]
 Compression = Literal["fp16", "bf16", "int8", "int4", "residual4", "residual2", "residual1.6", "residual1"]
+Prediction = Literal["linear"]
 VaePolicy = Literal["auto", "bands", "whole"]
 TextEncoderPolicy = Literal["whole", "sharded", "rank0", "freed"]
 
@@ -104,6 +105,8 @@ class ParallelConfig(BaseModel):
             ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(40dB)"``: see docs/staleness.md.
         compress: the compression of displaced keys and values; default: none. ``"residual4"`` and the others send what
             is new since the last message in so many bits a number: see docs/staleness.md.
+        predict: what stands for displaced keys and values of the step in progress; default: those of the previous step.
+            ``"linear"``: these, moved on by half of their latest change: see docs/staleness.md.
         stages: the number of blocks of every stage. ``"estimated"``: by the weights that image tokens pass through.
             ``"measured"``: estimated at first; the first call times one block of every kind, and blocks move if another
             split is faster. Or numbers, ``(5, 7)``. The result stays the same.
@@ -216,6 +219,14 @@ class ParallelConfig(BaseModel):
             "Compress the previous step's keys to this type, or what is new in them, while they travel.",
             decides=True,
             untrained="training exchanges nothing that is compressed; leave it out",
+        ),
+    ] = None
+    predict: Annotated[
+        Prediction | None,
+        Setting(
+            "Move the previous step's keys on by half of their latest change.",
+            decides=True,
+            untrained="training has no stale steps; leave it out",
         ),
     ] = None
     speeds: Annotated[
@@ -367,10 +378,9 @@ class ParallelConfig(BaseModel):
                 f"exchange={self.exchange!r} and pipe={self.pipe} are two stale strategies; use exchange='exact' "
                 "inside the stages, or pipe=1"
             )
-        if self.compress is not None and self.exchange != "displaced":
-            raise ConfigError(
-                f"compress={self.compress!r} is for exchange='displaced', not {self.exchange!r}; leave it out"
-            )
+        for name in ("compress", "predict"):
+            if (value := getattr(self, name)) is not None and self.exchange != "displaced":
+                raise ConfigError(f"{name}={value!r} is for exchange='displaced', not {self.exchange!r}; leave it out")
         if self.patches is not None and self.patches < self.pipe:
             raise ConfigError(
                 f"patches={self.patches} leave some of pipe={self.pipe} stages idle; use patches >= {self.pipe}"
@@ -486,6 +496,8 @@ class ParallelConfig(BaseModel):
             parts += [f"exchange={self.exchange}", f"warmup={self.warmup}"]
         if self.compress is not None:
             parts.append(f"compress={self.compress}")
+        if self.predict is not None:
+            parts.append(f"predict={self.predict}")
         if self.speeds is not None:
             speeds = self.speeds if isinstance(self.speeds, str) else ",".join(f"{speed:g}" for speed in self.speeds)
             parts.append(f"speeds={speeds}")

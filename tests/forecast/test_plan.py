@@ -197,7 +197,10 @@ def sent(name: str, config: dict[str, Any], size: Size) -> list[int]:
         ("PixArt", {"tensor": 2}),
         ("Flux", {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}),
         ("Flux", {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "compress": "residual4"}),
-        ("Flux", {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "compress": "residual2"}),
+        (
+            "Flux",
+            {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "compress": "residual2", "predict": "linear"},
+        ),
         ("SD3", {"ring": 2, "reproducible": True, "tiles": 2}),
     ],
     ids=lambda value: value if isinstance(value, str) else ParallelConfig(**value).describe(),

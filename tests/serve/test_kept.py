@@ -31,8 +31,8 @@ PIPE = {"pipe": 2, "patches": 2, "warmup": "fixed(1)"}
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        # Error feedback, drift that decides which steps are synchronous, guidance in two calls.
-        ("flux", {**DISPLACED, "compress": "residual4", "warmup": "adaptive(0.1)"}),
+        # Error feedback, prediction, drift that decides which steps are synchronous, guidance in two calls.
+        ("flux", {**DISPLACED, "compress": "residual4", "predict": "linear", "warmup": "adaptive(0.1)"}),
         ("sd3", {**PIPE, "patches": 3}),
     ],
     ids=["displaced", "pipe"],

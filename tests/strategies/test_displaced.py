@@ -68,12 +68,12 @@ def test_three_ranks_uneven(ranks, name):
 # --- something moves: one step old -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_stale_by_exactly_one_step(ranks, world):
+@pytest.mark.parametrize(("world", "predict"), [(2, None), (3, None), (3, "linear")])
+def test_stale_by_exactly_one_step(ranks, world, predict):
     """Equal to the algorithm spelt out in one process; fresh keys, or older ones, would not be."""
-    truth = reference("DiT", RAGGED, 4, world)
-    exact = reference("DiT", RAGGED, 4, 1)
-    for found, _ in ranks(world).run(on_ranks, "DiT", displaced(world), RAGGED):
+    truth = reference("DiT", RAGGED, 6, world, predict is not None)
+    exact = reference("DiT", RAGGED, 6, 1)
+    for found, _ in ranks(world).run(on_ranks, "DiT", displaced(world, predict=predict), RAGGED, 6):
         for step, (value, expected) in enumerate(zip(found, truth, strict=True)):
             assert relative_error(value, expected) <= TOLERANCE
             assert step == 0 or relative_error(value, exact[step]) > 100 * TOLERANCE
@@ -85,7 +85,7 @@ def test_stale_by_exactly_one_step(ranks, world):
     [
         ("Flux", {"text": "shard"}),
         ("Flux", {"text": "replicate", "compress": "int8"}),
-        ("SD3", {"text": "shard", "compress": "residual2"}),
+        ("SD3", {"text": "shard", "compress": "residual2", "predict": "linear"}),
         ("DiT", {"compress": "residual1.6", "warmup": "fixed(0)"}),
         ("SD3", {"exchange": "naive"}),
         ("QwenImage", {"text": "replicate", "warmup": "fixed(0)"}),
@@ -192,17 +192,23 @@ def traffic(name: str, config: dict[str, Any], size: Any) -> tuple[int, int, int
 
 
 @pytest.mark.parametrize(
-    "compress", [None, "fp16", "bf16", "int8", "int4", "residual4", "residual2", "residual1.6", "residual1"]
+    ("compress", "predict"),
+    [
+        *((name, None) for name in (None, "fp16", "bf16", "int8", "int4", "residual4", "residual2", "residual1")),
+        *((name, "linear") for name in (None, "residual1.6")),
+    ],
 )
 @pytest.mark.parametrize(("name", "world"), [("SD3", 2), ("Flux", 3)])
-def test_bytes(ranks, name, world, compress):
+def test_bytes(ranks, name, world, compress, predict):
     """What is sent and what is kept equal their formulas; only what is stale is compressed."""
-    config = displaced(world, text="shard", compress=compress)
+    config = displaced(world, text="shard", compress=compress, predict=predict)
     for rank, (synchronous, stale, kept, _, _) in enumerate(ranks(world).run(traffic, name, config, ODD)):
         assert synchronous == expected_ring_bytes(name, ODD, world, rank, None)
         assert stale == expected_ring_bytes(name, ODD, world, rank, compress)
         own = expected_ring_bytes(name, ODD, world, rank, None) // (world - 1)
-        assert kept == expected_buffer_bytes(name, ODD) + (own if (compress or "").startswith("residual") else 0)
+        whole, shown = expected_buffer_bytes(name, ODD), own if (compress or "").startswith("residual") else 0
+        # What is compared with: of others, and of this rank's tokens as they have them.
+        assert kept == whole + shown + (0 if predict is None else whole - own + shown)
 
 
 def test_a_stale_step_does_not_wait_for_itself(ranks):

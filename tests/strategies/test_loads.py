@@ -318,7 +318,9 @@ def slowed(config: dict[str, Any], steps: int, slow_from: int) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "config", [{"ring": 2, "speeds": "auto"}, displaced(2, "fixed(1)", speeds="auto", compress="residual4")], ids=str
+    "config",
+    [{"ring": 2, "speeds": "auto"}, displaced(2, "fixed(1)", speeds="auto", compress="residual4", predict="linear")],
+    ids=str,
 )
 def test_tokens_move_while_a_request_runs(ranks, config):
     """Exact in every step, at a synchronous step of a stale strategy; all ranks alike; loads are told by all."""
@@ -340,7 +342,7 @@ def test_tokens_move_while_a_request_runs(ranks, config):
 
 @pytest.mark.parametrize("compress", [None, "residual2"])
 def test_uneven_displaced_ranks_equal_their_simulation(ranks, compress):
-    config = displaced(2, speeds=(3, 1), compress=compress)
+    config = displaced(2, speeds=(3, 1), compress=compress, predict=compress and "linear")
     truth, _ = in_one_process("SD3", config, RAGGED)
     even, _ = in_one_process("SD3", {**config, "speeds": None}, RAGGED)
     for found, _ in ranks(2).run(on_ranks, "SD3", config, RAGGED):

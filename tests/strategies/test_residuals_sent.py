@@ -63,13 +63,13 @@ def test_messages_are_as_long_as_said(name, tokens):
     assert abs(message.nbytes - said) < 1
 
 
-@pytest.mark.parametrize("levels", [2, 3, 4])
+@pytest.mark.parametrize("levels", [2, 3, 4, 6])
 def test_levels_are_packed_without_loss(levels):
-    packer = FewLevels(levels)
+    packer = FewLevels(2)
     codes = torch.randint(levels, (1003,), generator=torch.Generator().manual_seed(1)).float()
-    packed = packer._packed(codes)
+    packed = packer._packed(codes, levels)
     assert packed.max() <= 255
-    assert torch.equal(packer._unpacked(packed.to(torch.uint8))[:1003], codes)
+    assert torch.equal(packer._unpacked(packed.to(torch.uint8), levels, (1003,)), codes)
 
 
 @pytest.mark.parametrize("name", RESIDUAL)
@@ -87,7 +87,7 @@ def test_nothing_new_and_extremes_are_finite(name):
 def both_sides(compress: str, steps: list[int], config: dict[str, Any]) -> dict[str, Any]:
     """What every rank has at the end of some steps: of its own tokens as shown, of the others' as received."""
     model = tiny("SD3")
-    with ditmesh.parallelized(model, displaced(text="shard", compress=compress, **config)):
+    with ditmesh.parallelized(model, displaced(**{"text": "shard", "compress": compress, **config})):
         engine = ditmesh.engine_of(model)
         engine.begin_request(20)
         for made, step in zip(moving("SD3", RAGGED, 20), range(20), strict=True):
@@ -110,14 +110,15 @@ def both_sides(compress: str, steps: list[int], config: dict[str, Any]) -> dict[
     ("steps", "config"),
     [
         (list(range(5)), {}),
-        ([0, 1, 2, 5, 6, 7], {}),
-        (list(range(5)), {"speeds": (3, 1)}),
+        ([0, 1, 2, 5, 6, 7], {"predict": "linear"}),
+        (list(range(5)), {"speeds": (3, 1), "predict": "linear"}),
         (list(range(4)), {"warmup": "fixed(0)"}),
+        (list(range(8)), {"warmup": "steps(0 5)", "predict": "linear", "text": "replicate"}),
     ],
-    ids=["plain", "steps left out", "uneven", "no warm-up"],
+    ids=["plain", "steps left out", "uneven", "no warm-up", "synchronous between"],
 )
 def test_both_sides_know_the_same_bits(ranks, steps, config):
-    one, two = ranks(2).run(both_sides, "residual2", steps, config)
+    one, two = ranks(2).run(both_sides, "residual1.6", steps, config)
     assert one["states"]
     for key, (shown, received) in one["states"].items():
         assert torch.equal(shown, two["states"][key][1]), key

@@ -111,18 +111,18 @@ def decisions(target: Any) -> list[tuple[bool, str]]:
 class Reference(SequenceParallel):
     """Displaced attention in one process, spelt out: image tokens only, all of them here.
 
-    Every rank's queries see its own keys as they are and the others' as they were in the step before; all else is
-    one device's.
+    Every rank's queries see its own keys as they are and the others' as they were in the step before, or, with
+    ``predicts``, those and half of how far they were from the step before that; all else is one device's.
     """
 
-    ranks, warmup = 2, 1
+    ranks, warmup, predicts = 2, 1, False
 
     def __init__(self, config: ParallelConfig, mesh: Any) -> None:
         super().__init__(config, mesh)
         # On one rank the hooks ask only a handler that does something there.
         self.passive = False
         self.step = -1
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.before: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.calls = 0
 
     def begin_call(self) -> None:
@@ -130,23 +130,29 @@ class Reference(SequenceParallel):
         self.step, self.calls = self.step + 1, 0
 
     def attend(self, q_bhsd, k_bhsd, v_bhsd, mask, scale):
-        old, self.before[self.calls] = self.before.get(self.calls), (k_bhsd, v_bhsd)
+        old = self.before.setdefault(self.calls, [])
+        old.append((k_bhsd, v_bhsd))
         self.calls += 1
-        if self.step < self.warmup or old is None:
+        if self.step < self.warmup or len(old) < 2:
             return sdpa(q_bhsd, k_bhsd, v_bhsd, scale=scale)
+        known = old[-2]
+        # The first change is left out.
+        if self.predicts and len(old) > 3:
+            known = tuple(1.5 * now - 0.5 * before for now, before in zip(old[-2], old[-3], strict=True))
         parts, start = [], 0
         for length in even_cut(q_bhsd.shape[2], self.ranks):
             own = slice(start, start + length)
             start += length
-            k, v = old[0].clone(), old[1].clone()
+            k, v = known[0].clone(), known[1].clone()
             k[:, :, own], v[:, :, own] = k_bhsd[:, :, own], v_bhsd[:, :, own]
             parts.append(sdpa(q_bhsd[:, :, own], k, v, scale=scale))
         return torch.cat(parts, dim=2)
 
 
-def reference(name: str, size: Size, steps: int, ranks: int) -> list[Tensor]:
+def reference(name: str, size: Size, steps: int, ranks: int, predicts: bool = False) -> list[Tensor]:
     """`moving` steps of displaced attention with `Reference`."""
-    spelt_out = mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", type("R", (Reference,), {"ranks": ranks}))
+    kind = type("R", (Reference,), {"ranks": ranks, "predicts": predicts})
+    spelt_out = mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", kind)
     with spelt_out, ditmesh.parallelized(tiny(name), {}):
         return [run(tiny(name), arguments) for arguments in moving(name, size, steps)]
 
@@ -216,8 +222,8 @@ def expected_ring_bytes(name: str, size: Size, ranks: int, rank: int, compress: 
         if compress in ("int4", "residual4"):
             total += 2 * elements // dim
         if compress in ("residual2", "residual1.6", "residual1"):
-            # A byte for K and V of a token and sample; mean and spread of a channel; two for a head's mean.
-            total += elements // (heads * dim) + 2 * size.batch * heads * (2 * dim + 2)
+            # A byte for K and V of a token and sample; mean and spread of three channels each; two for their units.
+            total += elements // (heads * dim) + 2 * ceil(2 * size.batch * heads * dim / 3) + 4 * size.batch
     return total * (ranks - 1)
 
 

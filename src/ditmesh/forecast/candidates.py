@@ -147,6 +147,6 @@ def _with_strategy(config: ParallelConfig, devices: int, heads: int | None) -> P
     elif config.exchange != "exact":
         if devices > 1:
             return ParallelConfig(**{**settings, **sharing(ring=devices)})
-        settings |= {"exchange": "exact", "compress": None}
+        settings |= {"exchange": "exact", "compress": None, "predict": None}
     exact = ParallelConfig.auto(devices, heads) if heads is not None else ParallelConfig(ring=devices)
     return ParallelConfig(**{**settings, **sharing(ulysses=exact.ulysses, ring=exact.ring)})

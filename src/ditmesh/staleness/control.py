@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -80,6 +81,7 @@ class _Steps:
         decision: for the step in progress.
         given: number of steps, where no pipeline gives it.
         outlook: what the policy is told; None before the first step.
+        levels: noise levels, as in `Outlook`, once they were asked for; empty where nothing says them.
         coming, unread: sums of the latest steps, in their order: on their way; and those that are not read before the
             end.
         sent, taken: the number of steps with sums that were sent, and with sums that were taken in.
@@ -91,6 +93,7 @@ class _Steps:
     decision: Decision = field(default_factory=lambda: Decision(True, "no step has begun"))
     given: int | None = None
     outlook: Outlook | None = None
+    levels: tuple[float, ...] | None = None
     coming: deque[Coming] = field(default_factory=deque)
     unread: list[Tensor] = field(default_factory=list)
     sent: int = 0
@@ -229,6 +232,17 @@ class WarmupControl:
         if not of.decision.synchronous:
             of.decision = Decision(True, reason, of.decision.predicted)
             of.log.steps[-1].synchronous, of.log.steps[-1].reason = True, reason
+
+    def goes_on(self, step: int) -> bool:
+        """Whether the noise changes both from the step before to this one and from the one before that.
+
+        It does not where a sampler of second order evaluates the model twice at one level.
+        """
+        of = self._of.value
+        if of.levels is None:
+            of.levels = self._ask_noise() or ()
+        latest = of.levels[max(step - 2, 0) : step + 1]
+        return all(before != after for before, after in pairwise(latest))
 
     def filled(self) -> None:
         """Count a call of this stale step that was synchronous, because it had no keys of the step before."""

@@ -5,6 +5,10 @@ picture changes little, and so do keys and values. A rank therefore attends to i
 those of other ranks as they were one step earlier; what it has just computed travels while the step goes on and is
 waited for where it is needed: at the same layer of the next step. A synchronous step waits at once and is exact.
 
+With ``predict="linear"`` what stands for another rank's keys of the step in progress is those of the step before, moved on
+by half of what they have changed since the one before that (to extrapolate what is kept from step to step: TaylorSeer, Liu
+et al. 2025, arXiv:2503.06923, for features of a cache).
+
 Keys and values of all ranks lie in one buffer per branch, block and attention call, in the order one device has
 them. A rank writes its own tokens into their place, and the others' into theirs when they have come.
 """
@@ -102,7 +106,7 @@ class DisplacedParallel(StaleSequence):
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh, control, blocks)
-        self._codec = codec(config.compress)
+        self._codec, self._predicts = codec(config.compress), config.predict is not None
         self._buffers = control.clock.kept.keeper(_Buffers, _Buffers.arrive, size=_Buffers.nbytes)
 
     @property
@@ -136,6 +140,8 @@ class DisplacedParallel(StaleSequence):
         if buffer is None or not buffer.fits(k_bhsd, keys, rows):
             buffer = buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring, self._codec)
         known = buffer.step is not None and buffer.step >= step - 1
+        if self._predicts and known:
+            buffer.move_on(step, not self.control.decision.synchronous and self.control.goes_on(step))
         buffer.put(k_bhsd, attention.v_bhsd)
         if not self.control.decision.synchronous and step == 0 and not known:
             out = self.own_tokens(attention)
@@ -179,6 +185,10 @@ class _Buffer:
         mask: the mask over all keys, as it was gathered last.
     """
 
+    # How much of the latest change a prediction adds, and the step whose change says nothing of the next one: the first
+    # that has one, in which noise turns into a picture.
+    SHARE, FIRST = 0.5, 1
+
     def __init__(
         self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None, ring: Link, packer: Codec | None
     ) -> None:
@@ -197,6 +207,9 @@ class _Buffer:
         self._packer: Codec | None = None
         # Where only what is new is sent: this rank's tokens as all others have them.
         self._shown: Tensor | None = None
+        # Where prediction is asked for: the keys of the step before the latest that are compared with, and that step.
+        self._before: list[Tensor] = []
+        self._before_step: int | None = None
         # Whether packed, and for every rank's messages the memory that they come into: the same in every step, as fresh
         # memory has to be fetched page by page.
         self._incoming: tuple[bool, list[list[Tensor]]] | None = None
@@ -227,7 +240,38 @@ class _Buffer:
     @property
     def kept_bytes(self) -> int:
         """Bytes of what is kept between steps, without pending messages."""
-        return sum(kept.numel() * kept.element_size() for kept in (self.whole, self._shown) if kept is not None)
+        kept = [self.whole, *self._before, *([] if self._shown is None else [self._shown])]
+        return sum(one.numel() * one.element_size() for one in kept)
+
+    def move_on(self, step: int, predict: bool) -> None:
+        """Make what is kept of the latest step a prediction of the step in progress, and remember it.
+
+        Of what the others have, and of this rank's tokens as they have them: the same numbers by the same operations, each
+        rounded by itself, so a prediction has the same bits on all ranks.
+
+        Args:
+            step: the step in progress.
+            predict: move on; else remember only.
+        """
+        latest = self.step
+        if latest is None or latest >= step:
+            # A second call of one step goes on from what the first one has left.
+            return
+        kept = [slot for rank, slots in enumerate(self._slots) if rank != self._ring.rank for slot in slots]
+        if self._shown is not None:
+            kept.append(self._shown)
+        with torch.no_grad():
+            if len(self._before) != len(kept):
+                self._before = [now.clone(memory_format=torch.contiguous_format) for now in kept]
+            elif predict and self._before_step == latest - 1 and latest > self.FIRST:
+                for now, before in zip(kept, self._before, strict=True):
+                    change = now - before
+                    before.copy_(now)
+                    now.add_(change.mul_(self.SHARE))
+            else:
+                for now, before in zip(kept, self._before, strict=True):
+                    before.copy_(now)
+        self._before_step = latest
 
     def post(self, step: int, whole: bool = False) -> None:
         """Send this rank's tokens to all others and receive theirs; returns at once.
@@ -384,5 +428,10 @@ class Displaced(StaleStrategy):
             yield from step.pointwise(
                 "copies of keys", 2 * keys / step.workload.element, times, streams * (config.ring + 1)
             )
+            if config.predict is not None:
+                # Of every rank: take the difference, keep the latest, scale and add; two are read and one is written.
+                yield from step.pointwise(
+                    "prediction", 11 * keys / step.workload.element, times, 4 * streams * config.ring
+                )
             yield from step.exchanged(2 * streams, times)
         yield from gathered(step)

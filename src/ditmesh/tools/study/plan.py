@@ -18,8 +18,9 @@ from ...generate.model_info import ModelInfo
 from ...staleness.policy import parse as parse_warmup
 from .samplers import check_sampler
 
-# The last ones compress messages.
-STRATEGIES = ("displaced", "pipefusion", "naive", *(f"displaced-{name}" for name in get_args(Compression)))
+# The last ones compress messages, or predict.
+DISPLACED = ("displaced", *(f"displaced-{name}" for name in get_args(Compression)))
+STRATEGIES = ("displaced", "pipefusion", "naive", *DISPLACED[1:], *(f"{name}+linear" for name in DISPLACED))
 SYNCHRONOUS = "synchronous"
 
 # Maximum bytes of a weight file that is read for its digest.
@@ -111,8 +112,9 @@ class Cell:
             return ParallelConfig()
         if self.strategy == "pipefusion":
             return ParallelConfig(patches=self.devices, pipe=self.devices if self.real else 1, warmup=self.warmup)
-        exchange, _, compress = self.strategy.partition("-")
-        settings: dict[str, Any] = {"exchange": exchange, "compress": compress or None}
+        strategy, _, predict = self.strategy.partition("+")
+        exchange, _, compress = strategy.partition("-")
+        settings: dict[str, Any] = {"exchange": exchange, "compress": compress or None, "predict": predict or None}
         return ParallelConfig(ring=self.devices, warmup=self.warmup, **settings)
 
 
