@@ -421,8 +421,13 @@ def draw_codecs(tables: Tables) -> Path | None:
     figure, axes = plt().subplots(1, len(some), figsize=(2.7 * len(some), 3.1), sharey=True, squeeze=False)
     for axis, table in zip(axes[0], some, strict=True):
         (whole,) = tables.rows(table, strategy="displaced")
-        for number, kind in enumerate(("displaced-int", "displaced-residual")):
-            rows = [row for row in table["rows"] if row["strategy"].startswith(kind)]
+        labels = ("whole keys: int8, int4", "differences: residual4, 2, 1.6, 1", 'residual2, 1.6, 1, predict="linear"')
+        for number, kind in enumerate(("int", "residual", "residual+linear")):
+            kind, _, predict = kind.partition("+")
+            named = [(row, *row["strategy"].partition("+")[::2]) for row in table["rows"]]
+            rows = [row for row, name, moved in named if name.startswith(f"displaced-{kind}") and moved == predict]
+            if not rows:
+                continue
             apart = [np.array(row["each"]) - np.array(whole["each"]) for row in rows]
             axis.errorbar(
                 [bits_of(row, whole) for row in rows],
@@ -432,13 +437,16 @@ def draw_codecs(tables: Tables) -> Path | None:
                 marker=MARKS[number],
                 capsize=2,
                 elinewidth=0.8,
-                label=("whole keys: int8, int4", "differences: residual4, 2, 1.6, 1")[number],
+                label=labels[number],
             )
         axis.set_xscale("log", base=2)
         axis.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
         axis.set_title(f"{table['table']['model']}, {whole['psnr']['value']:.1f} dB", fontsize=9)
         axis.set_xlabel("bits a number")
         axis.axhline(0, color="#999999", linewidth=0.8)
+        for moved in tables.rows(table, strategy="displaced+linear"):
+            gained = float((np.array(moved["each"]) - np.array(whole["each"])).mean())
+            axis.axhline(gained, color=COLOURS[2], linewidth=0.8, linestyle="--")
     axes[0][0].set_ylabel("less uncompressed, dB")
     axes[0][0].legend(fontsize=6.5, loc="lower right")
     return save(figure, "codecs", f"{steps_and_images(some)}, one synchronous step; bars: standard error")

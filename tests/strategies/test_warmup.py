@@ -353,6 +353,28 @@ def test_control_keeps_a_log():
         assert request in (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        ("FlowMatchEulerDiscreteScheduler", [True] * 4),
+        ("HeunDiscreteScheduler", [True] * 2 + [False] * 5),
+        (None, [True] * 4),
+    ],
+)
+def test_noise_goes_on_where_no_level_is_evaluated_twice(sampler, expected):
+    """A second evaluation of one level is no step on, and neither is the one after it two of them."""
+    scheduler = None if sampler is None else getattr(diffusers, sampler)()
+    if scheduler is not None:
+        scheduler.set_timesteps(4)
+        assert len(scheduler.timesteps) == len(expected)
+    clock = CallClock()
+    control = WarmupControl(
+        EveryOther(), 2, DriftMonitor(summed_by(lambda sums: sums)), clock, lambda: noise_levels(scheduler)
+    )
+    control.begin_request()
+    assert [control.goes_on(step) for step in range(len(expected))] == expected
+
+
 class Unread(EveryOther):
     reads_drift = needs_total = False
 

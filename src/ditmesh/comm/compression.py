@@ -126,14 +126,15 @@ class FewLevels(Codec):
     """Differences in two to four levels, an even distance apart, around the mean of a channel.
 
     From one step to the next most channels of K and V move alike at all tokens, and some much more than others. So a
-    message has for every channel (of K or V, a sample and a head) its mean over the tokens and its spread, in six levels
-    each: spreads fall from the largest of K or V and a sample by half an octave, means are in units of their
-    channel's spread. And it has for every token's K or V the distance of the levels in units of those spreads, the least
-    squares of what they stand for. Distances and the units are powers of two in quarters, 8 bits each.
+    message has for every channel (of K or V, a sample and a head) its mean over the tokens and its spread, in six
+    levels each: spreads fall from the largest of K or V and a sample by half an octave, means are in units of their
+    channel's spread. And it has for every token's K or V the distance of the levels in units of those spreads, the
+    least squares of what they stand for. Distances and the units are powers of two in quarters, 8 bits each.
 
-    On the wire, as bytes: the levels, as many a byte as fit; a byte for K and for V of every token and sample; for the
-    channels their means and their spreads, three a byte; and for K and V of every sample the largest spread and the unit
-    of means. Where that ends, the receiver's sums are the sender's: products of the same numbers in the same order.
+    On the wire, as bytes: the levels, as many a byte as fit; a byte for K and for V of every token and sample; for
+    the channels their means and their spreads, three a byte; and for K and V of every sample the largest spread and
+    the unit of means. Where that ends, the receiver's sums are the sender's: products of the same numbers in the same
+    order.
 
     Args:
         levels: how many.
@@ -201,7 +202,7 @@ class FewLevels(Codec):
         return flat
 
     def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-        tokens, two, batch, heads, dim = shape
+        tokens, two, batch = shape[:3]
         levels, distances, means, falls, largest, unit = flat.split(self._parts(shape))
         channels = (1, *shape[1:])
         spread = self._spread(largest.view(1, two, batch, 1, 1), self._unpacked(falls, self.SIX, channels))

@@ -5,9 +5,9 @@ picture changes little, and so do keys and values. A rank therefore attends to i
 those of other ranks as they were one step earlier; what it has just computed travels while the step goes on and is
 waited for where it is needed: at the same layer of the next step. A synchronous step waits at once and is exact.
 
-With ``predict="linear"`` what stands for another rank's keys of the step in progress is those of the step before, moved on
-by half of what they have changed since the one before that (to extrapolate what is kept from step to step: TaylorSeer, Liu
-et al. 2025, arXiv:2503.06923, for features of a cache).
+With ``predict="linear"`` what stands for another rank's keys of the step in progress is those of the step before, moved
+on by half of what they have changed since the one before that (TaylorSeer, Liu et al. 2025, arXiv:2503.06923,
+extrapolates the features of a cache).
 
 Keys and values of all ranks lie in one buffer per branch, block and attention call, in the order one device has
 them. A rank writes its own tokens into their place, and the others' into theirs when they have come.
@@ -246,8 +246,8 @@ class _Buffer:
     def move_on(self, step: int, predict: bool) -> None:
         """Make what is kept of the latest step a prediction of the step in progress, and remember it.
 
-        Of what the others have, and of this rank's tokens as they have them: the same numbers by the same operations, each
-        rounded by itself, so a prediction has the same bits on all ranks.
+        That is what others have sent, and this rank's tokens as they have them: the same numbers by the same
+        operations, each rounded by itself, so a prediction has the same bits on all ranks.
 
         Args:
             step: the step in progress.
