@@ -448,7 +448,7 @@ def draw_codecs(tables: Tables) -> Path | None:
             gained = float((np.array(moved["each"]) - np.array(whole["each"])).mean())
             axis.axhline(gained, color=COLOURS[2], linewidth=0.8, linestyle="--")
     axes[0][0].set_ylabel("less uncompressed, dB")
-    axes[0][0].legend(fontsize=6.5, loc="lower right")
+    axes[0][0].legend(fontsize=6.5, loc="upper left")
     return save(figure, "codecs", f"{steps_and_images(some)}, one synchronous step; bars: standard error")
 
 
