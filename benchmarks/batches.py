@@ -1,0 +1,117 @@
+"""More ranks and larger batches: which rule for the learning rate reaches the loss of one rank, over the same samples.
+
+    python benchmarks/batches.py --json out.json             # a table: 1, 2 and 4 ranks, three rules
+    python benchmarks/batches.py --ranks 1 2 --samples 4800  # a short run
+
+The transformer of fashion-dit is trained from random weights on Fashion-MNIST with ``data`` on 1, 2 and 4 ranks, each
+with the same samples a step, so that the global batch grows with the ranks and the steps become fewer. The learning
+rate stays (``scale_lr: no``), grows with the global batch (``linear``; Goyal et al. 2017, arXiv:1706.02677) or with its
+root (``sqrt``; Malladi et al. 2022, arXiv:2205.10287, for Adam); on one rank the three are the same. Held-out loss and
+the classifier's share as in ``benchmarks/islands.py``. All ranks share the cores of one host: seconds say nothing of
+speed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import yaml
+
+from harness import command_line, show_table, write_figures
+from islands import data_of, recognised
+from machine import describe_machine
+
+# By how much a rule divides the rate of one rank's batch, so that it is `RATE` on one rank.
+RATE = 1e-3
+ROOTS = {"no": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+def trained(folder: Path, ranks: int, rule: str, samples: int, batch: int, seed: int) -> dict[str, Any]:
+    """The held-out losses and the share of recognised images of one run."""
+    steps, name = samples // (ranks * batch), f"{ranks}-{rule}-{seed}"
+    run = {
+        "pretrained_model_name_or_path": "fashion-dit",
+        "from_scratch": True,
+        "seed": seed,
+        "parallel": {"data": ranks},
+        "train_data_dir": str(folder / "train"),
+        "validation_data_dir": str(folder / "held"),
+        "validation_samples": 256,
+        "validation_steps": max(1, steps // 4),
+        "output_dir": str(folder / name),
+        "resolution": 32,
+        "train_batch_size": batch,
+        "max_train_steps": steps,
+        "learning_rate": RATE / batch ** ROOTS[rule],
+        "scale_lr": rule,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": steps // 10,
+        "checkpointing_steps": steps,
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(run))
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "ditmesh", "train", str(file), "--devices", str(ranks), "--threads", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+    json.loads(done.stdout)
+    with (folder / name / "loss.csv").open(newline="") as table:
+        rows = [*csv.DictReader(table)]
+    held = [float(row["validation_loss"]) for row in rows if row["validation_loss"] not in ("", "nan")]
+    shown = recognised(folder / name / "pipeline")
+    return {"held_out": held, "recognised": shown, "steps": steps, "whole": time.perf_counter() - began}
+
+
+def main() -> None:
+    """Train and print."""
+    parser = command_line(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--rules", nargs="*", choices=list(ROOTS), default=list(ROOTS))
+    parser.add_argument("--samples", type=int, default=9600, help="samples of a run, over all ranks and steps")
+    parser.add_argument("--batch", type=int, default=16, help="samples of a step on one rank")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    options = parser.parse_args()
+    runs: list[dict[str, Any]] = []
+    result = {"machine": describe_machine(), "samples": options.samples, "batch": options.batch, "runs": runs}
+    with tempfile.TemporaryDirectory() as room:
+        folder = Path(room)
+        data_of(folder, options.samples, 256)
+        for seed in options.seeds:
+            for ranks in options.ranks:
+                # One rank's batch is what every rule begins with.
+                for rule in options.rules if ranks > 1 else ["no"]:
+                    found = trained(folder, ranks, rule, options.samples, options.batch, seed)
+                    runs.append({"ranks": ranks, "scale_lr": rule, "seed": seed, **found})
+                    print(f"{ranks} ranks, {rule}, seed {seed}: {found['whole']:.0f} s", file=sys.stderr)
+                    write_figures(result, options.json)
+    rows = [
+        [
+            str(one["ranks"]),
+            str(one["ranks"] * options.batch),
+            "" if one["ranks"] == 1 else one["scale_lr"],
+            f"{RATE * one['ranks'] ** ROOTS[one['scale_lr']]:.2g}",
+            str(one["steps"]),
+            *(f"{loss:.4f}" for loss in one["held_out"]),
+            f"{one['recognised']:.0%}",
+        ]
+        for one in runs
+    ]
+    parts = len(runs[0]["held_out"])
+    columns = ["ranks", "batch", "scale_lr", "rate", "steps"]
+    columns += [*(f"held-out {number}/{parts}" for number in range(1, parts + 1)), "recognised"]
+    title = f"fashion-dit from scratch, {options.samples} samples, {options.batch} a step on each rank"
+    show_table(title, columns, rows, result["machine"], width=130)
+
+
+if __name__ == "__main__":
+    main()
