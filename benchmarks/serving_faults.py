@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -64,11 +64,11 @@ class Server:
         said: lines of its log.
     """
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path, scratch: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, folder: Path, scratch: Path, more: Sequence[str] = ()) -> None:
         self.mark, self.folder, self.said = secrets.token_hex(8), folder, list[str]()
         self._command = [sys.executable, "-m", "ditmesh", "serve", "--devices", str(arguments.devices)]
         self._command += ["--threads", "1", "--folder", str(folder), "--max-batch", str(arguments.batch)]
-        self._command += ["--log-level", "warning"]
+        self._command += ["--log-level", "warning", *more]
         self._environment = {**os.environ, MARK: self.mark, "TMPDIR": str(scratch)}
         self.url, self._port = "", "0"
 

@@ -16,7 +16,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .mapped import pages_of
+from .mapped import Pages, pages_of
 from .values import version_of
 
 # 64-bit words of a row: few enough to stay in a CPU's cache, and for one thread (torch starts more above 32768).
@@ -326,6 +326,8 @@ class WeightDigests:
                 have in common each hashes a part.
         """
         weights = list(weights_of(self.pipe))
+        # Before any page of them is looked at: a table of pages that are not there yet is made at once.
+        pages = {} if ranks is None else _pages_by_id([tensor for _, tensor, _ in weights])
         before, self._known = self._known, {}
         unread: dict[str, Tensor] = {}
         for (name, tensor, offloaded), sample in zip(weights, _samples([t for _, t, _ in weights]), strict=True):
@@ -337,7 +339,7 @@ class WeightDigests:
                 if not value:
                     unread[name] = tensor
             self._known[name] = last
-        read = {} if ranks is None else _read_together(unread, *ranks)
+        read = {} if ranks is None else _read_together(unread, pages, *ranks)
         for name, tensor in unread.items():
             value = read.get(name) or _short_digest(tensor)
             self._known[name] = self._known[name]._replace(digest=value)
@@ -348,14 +350,22 @@ def _short_digest(tensor: Tensor) -> str:
     return tensor_digest(tensor).hex()[:16]
 
 
-def _read_together(tensors: Mapping[str, Tensor], rank: int, gather: Callable[[Any], list[Any]]) -> dict[str, str]:
+def _pages_by_id(tensors: Sequence[Tensor]) -> dict[int, Pages]:
+    every = zip(tensors, pages_of(tensors), strict=True)
+    return {id(tensor): found for tensor, found in every if found is not None}
+
+
+def _read_together(
+    tensors: Mapping[str, Tensor], pages: Mapping[int, Pages], rank: int, gather: Callable[[Any], list[Any]]
+) -> dict[str, str]:
     """Digests of those tensors that are pages which several ranks have in common. Collective.
 
     What all ranks have in common is the same bytes, so that the place of the pages is compared in place of the bytes;
     of the others each rank hashes some.
     """
-    pages = zip(tensors.items(), pages_of(tensors.values()), strict=True)
-    mine = {name: (found, tuple(one.shape), str(one.dtype)) for (name, one), found in pages if found is not None}
+    mine = {
+        name: (pages[id(one)], tuple(one.shape), str(one.dtype)) for name, one in tensors.items() if id(one) in pages
+    }
     every: list[Mapping[str, Any]] = gather(mine)
     members: dict[tuple[str, Any], list[int]] = {}
     for number, known in enumerate(every):
@@ -363,7 +373,8 @@ def _read_together(tensors: Mapping[str, Tensor], rank: int, gather: Callable[[A
             members.setdefault(item, []).append(number)
     # The largest first, each to the rank that has the least so far.
     work, owners = [0] * len(every), dict[tuple[str, Any], int]()
-    found = {item[0]: digest(item[1])[:16] for item, of in members.items() if len(of) == len(every) > 1}
+    common = (item for item, of in members.items() if len(of) == len(every) > 1)
+    found = {name: hashlib.sha256(repr(place).encode()).hexdigest()[:16] for name, place in common}
     several = (item for item, of in members.items() if 1 < len(of) < len(every))
     for item in sorted(several, key=lambda item: (-item[1][0][3], item)):
         owners[item] = min(members[item], key=lambda number: (work[number], number))

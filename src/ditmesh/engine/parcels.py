@@ -7,20 +7,20 @@ opened by the others (CUDA IPC) and copied to their own GPU.
 
 from __future__ import annotations
 
-import mmap
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..core.alignment import rounded_up
+from ..core.mapped import files_of
 from ..errors import InputError, first_line
-from .sent import NumberedTensors, as_bytes, dumped, from_bytes, loaded
+from .rooms import Room, opened
+from .sent import NumberedTensors, dumped, from_bytes, loaded
 
 
 class _Place(NamedTuple):
@@ -31,6 +31,7 @@ class _Place(NamedTuple):
         near: whether it belongs on the rank's device.
         parameter: whether it is an `nn.Parameter`.
         opened: function and arguments that open a GPU's tensor in another process.
+        file: number of the memory or file that it lies in.
     """
 
     start: int | None
@@ -39,6 +40,7 @@ class _Place(NamedTuple):
     near: bool
     parameter: bool
     opened: Any
+    file: int = 0
 
 
 class Parcel(NamedTuple):
@@ -47,25 +49,32 @@ class Parcel(NamedTuple):
     Attributes:
         data: pickled.
         places: of its tensors.
-        process, file: where the memory is opened; a path, where there is no such thing.
-        size: of the memory, in bytes.
+        process: where memory is opened.
+        files: that tensors lie in: how each is opened, its size in bytes, and what else is known of a file with a name.
     """
 
     data: bytes
     places: list[_Place]
     process: int
-    file: int | str
-    size: int
+    files: list[tuple[int | str, int, Any]]
 
 
 @contextmanager
-def packed(value: Any, device: str, modules: dict[int, int] | None = None) -> Iterator[Parcel]:
+def packed(
+    value: Any,
+    device: str,
+    modules: dict[int, int] | None = None,
+    rooms: Sequence[Room] = (),
+    on_files: bool = False,
+) -> Iterator[Parcel]:
     """An object for other processes of this machine, which `unpacked` it within the ``with`` block.
 
     Args:
         value: anything that can be pickled, modules with all their weights included.
         device: type of the device of the ranks; tensors on one come to be on each rank's own.
         modules: numbers of modules that the others have, by id.
+        rooms: memory that some tensors lie in already.
+        on_files: tensors that are pages of a file are opened there; else all are copied.
 
     Raises:
         InputError: it cannot be pickled.
@@ -82,43 +91,50 @@ def packed(value: Any, device: str, modules: dict[int, int] | None = None) -> It
     except Exception as error:
         said = f"this {type(value).__name__} cannot be copied to other processes ({first_line(error)})"
         raise InputError(said) from error
-    places: list[_Place] = []
-    size = 0
-    for tensor in tensors.found:
-        near = tensor.device.type == device
-        opened = _opened(tensor) if near and device == "cuda" else None
-        start = None if opened is not None else size
-        parameter = isinstance(tensor, nn.Parameter)
-        places.append(_Place(start, tuple(tensor.shape), tensor.dtype, near, parameter, opened))
-        if opened is None:
-            size += rounded_up(tensor.nbytes)
+    there = _there(tensors.found, rooms, on_files)
     with ExitStack() as files:
-        file, number = _memory(size, files)
-        for tensor, place in zip(tensors.found, places, strict=True):
-            if place.start is not None:
-                _write(number, place.start, as_bytes(tensor))
-        yield Parcel(data, places, os.getpid(), file, size)
+        size = sum(rounded_up(t.nbytes) for t in tensors.found if id(t) not in there and not _is_far(t, device))
+        room = Room(size, files)
+        paths = list(dict.fromkeys(path for path, _ in there.values() if isinstance(path, str)))
+        places: list[_Place] = []
+        for tensor in tensors.found:
+            near, file = tensor.device.type == device, 0
+            start = handle = None
+            if id(tensor) in there:
+                where, start = there[id(tensor)]
+                file = 1 + (len(rooms) + paths.index(where) if isinstance(where, str) else where)
+            elif (handle := _opened(tensor) if _is_far(tensor, device) else None) is None:
+                start, _ = room.put(tensor.cpu())
+            parameter = isinstance(tensor, nn.Parameter)
+            places.append(_Place(start, tuple(tensor.shape), tensor.dtype, near, parameter, handle, file))
+        room.finish()
+        known_files = [(path, os.stat(path).st_size, _state_of(path)) for path in paths]
+        yield Parcel(data, places, os.getpid(), [*((one.file, one.size, None) for one in (room, *rooms)), *known_files])
 
 
-def _memory(size: int, files: ExitStack) -> tuple[int | str, int]:
-    """Memory that other processes can open: how, and the number of its file here."""
-    if hasattr(os, "memfd_create"):
-        number = os.memfd_create("ditmesh-copy", os.MFD_CLOEXEC)
-        files.callback(os.close, number)
-        found: int | str = number
-    else:
-        named = files.enter_context(tempfile.NamedTemporaryFile(prefix="ditmesh-copy-"))  # noqa: SIM115
-        number, found = named.fileno(), named.name
-    os.ftruncate(number, max(1, size))
-    return found, number
+def _there(tensors: list[Tensor], rooms: Sequence[Room], on_files: bool) -> dict[int, tuple[int | str, int]]:
+    """By the id of a tensor where it is already: the number of its room, or its file, and its first byte in there."""
+    there: dict[int, tuple[int | str, int]] = {}
+    for tensor in tensors:
+        for number, room in enumerate(rooms):
+            if (start := room.place_of(tensor)) is not None:
+                there[id(tensor)] = number, start
+    if on_files:
+        for tensor, found in zip(tensors, files_of(tensors), strict=True):
+            if found is not None and id(tensor) not in there:
+                there[id(tensor)] = found
+    return there
 
 
-def _write(file: int, start: int, values: Tensor) -> None:
-    """Write bytes, (n,) uint8, to a place of a file: twice as fast as into its mapping, which costs faults of pages."""
-    left = memoryview(cast(Any, values.cpu().numpy()))
-    while left:
-        count = os.pwrite(file, left, start)
-        left, start = left[count:], start + count
+def _is_far(tensor: Tensor, device: str) -> bool:
+    """Whether other processes may open a tensor on its device."""
+    return tensor.device.type == device == "cuda"
+
+
+def _state_of(path: str) -> tuple[int, ...]:
+    """What shows that a file is still the one that it was."""
+    about = os.stat(path)
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def _opened(tensor: Tensor) -> Any:
@@ -140,15 +156,13 @@ def unpacked(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] 
         device: where tensors go that belong on a rank's own.
         modules: that stand in the parcel as numbers.
     """
-    whole = torch.empty(0, dtype=torch.uint8)
-    if parcel.size:
-        path = parcel.file if isinstance(parcel.file, str) else f"/proc/{parcel.process}/fd/{parcel.file}"
-        number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            # A private view: what is written to stays here, and the rest is shared among all that have opened it.
-            whole = torch.frombuffer(mmap.mmap(number, parcel.size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        finally:
-            os.close(number)
+    used = {place.file for place in parcel.places if place.start is not None}
+    memory: dict[int, Tensor] = {}
+    for number, (file, size, state) in enumerate(parcel.files):
+        if number in used:
+            if state is not None and _state_of(str(file)) != state:
+                raise InputError(f"{str(file)!r} has changed meanwhile")
+            memory[number] = opened(parcel.process, file, size)
     tensors = []
     for place in parcel.places:
         if place.start is None:
@@ -156,7 +170,7 @@ def unpacked(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] 
             tensor = rebuild(*args).to(device, copy=True)
         else:
             end = place.start + prod(place.shape) * place.dtype.itemsize
-            tensor = from_bytes(whole[place.start : end], place.shape, place.dtype)
+            tensor = from_bytes(memory[place.file][place.start : end], place.shape, place.dtype)
             tensor = tensor.to(device) if place.near else tensor
         tensors.append(nn.Parameter(tensor, requires_grad=False) if place.parameter else tensor)
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,11 @@ from torch import Tensor, nn
 
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
+from ..core.alignment import rounded_up
 from ..core.digests import digest, digest_of_parts, tensor_digest, weights_of
 from ..core.partition import Partition
 from ..engine import DENOISERS, ENGINE, ConfigLike, agreed, denoisers, engine_of, parallelize
+from ..engine.rooms import Room
 from ..errors import InputError
 from ..forecast.auto import UsualCall, chosen
 from ..forecast.memory.check import check_memory as check_fits
@@ -179,13 +180,53 @@ def read_pipeline(
     if not (together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return whole()
 
-    names = agreed_names(to_be_shared(info, partial(dtype_of, torch_dtype), components))
-    if names:
-        # Ranks that wait for the first one import meanwhile what they need.
-        with suppress(Exception):
-            getattr(diffusers, info.pipeline_class)
-    pipe, shared = shared_components(names, whole) if names else (None, {})
+    # Options of from_pretrained may change what is loaded.
+    plain = set(components) <= set(info.index)
+    names = agreed_names(to_be_shared(info, components) if plain else [])
+    if not names:
+        return whole()
+    # Ranks that wait for the first one import meanwhile what they need.
+    with suppress(Exception):
+        getattr(diffusers, info.pipeline_class)
+    known = mesh.hosts if mesh is not None and mesh.world_size == dist.get_world_size() else None
+
+    def first(room: Callable[[int], Room]) -> Any:
+        return whole(**_transformers(info, components, torch_dtype, variant, room))
+
+    pipe, shared = shared_components(names, first, known)
     return whole(**shared) if pipe is None else pipe
+
+
+def _transformers(
+    info: ModelInfo, without: Collection[str], dtypes: Dtypes, variant: str | None, room: Callable[[int], Room]
+) -> dict[str, Any]:
+    """The transformers of reviewed classes, as from_pretrained loads them: mapped from their files or converted."""
+    found: dict[str, Any] = {}
+    for name, kind in _denoisers_in(info).items():
+        dtype = dtype_of(dtypes, name)
+        if name in without or dtype is None or kind.__name__ not in known_models():
+            continue
+        with suppress(InputError):
+            model, folder, rooms = (
+                build_empty(kind, info.files / name, dtype, tables=False),
+                info.files / name,
+                list[Room](),
+            )
+
+            def read(
+                name: str, stored: Any, dtype: torch.dtype, model: nn.Module = model, rooms: list[Room] = rooms
+            ) -> Tensor:
+                values = stored[...]
+                if values.dtype == dtype:
+                    return values
+                if not rooms:
+                    # An upper bound: what is not converted stays in its file.
+                    numbers = [p.numel() for p in (*model.parameters(), *model.buffers())]
+                    rooms.append(room(sum(rounded_up(n * max(dtype.itemsize, 4)) for n in numbers)))
+                return rooms[0].put(values, dtype)[1]
+
+            found[name] = fill_weights(model, folder, dtype, variant, "cpu", read)
+    return found
 
 
 def dtype_of(dtypes: Dtypes, name: str) -> torch.dtype | None:
@@ -197,8 +238,10 @@ def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:
     """The argument of diffusers' ``from_pretrained`` for the weights' dtype."""
     if torch_dtype is None:
         return {}
+    import diffusers
+
     # It was renamed in diffusers 0.42.
-    renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
+    renamed = tuple(map(int, diffusers.__version__.split(".")[:2])) >= (0, 42)
     plain = torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)
     return {"dtype" if renamed else "torch_dtype": plain}
 
@@ -590,8 +633,15 @@ def _read(
     return value
 
 
-def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None) -> Any:
-    """The model without memory for its weights; small tables that are computed, not saved, are there."""
+def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None, tables: bool = True) -> Any:
+    """The model without memory for its weights; small tables that are computed, not saved, are there.
+
+    Args:
+        kind: its class.
+        folder: with its configuration.
+        dtype: of what has none of its own.
+        tables: compute those that are saved with the weights as well; a table of positions takes longer than all else.
+    """
     from accelerate import init_empty_weights
 
     settings = dict(kind.load_config(folder))
@@ -604,10 +654,41 @@ def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None) -> Any
     try:
         if dtype is not None:
             torch.set_default_dtype(dtype)
+        if not tables:
+            # A class may compute with what it makes, which has no values then.
+            with suppress(Exception), torch.device("meta"):
+                model = kind.from_config(settings)
+                if not _has_tables(model):
+                    return model
         with init_empty_weights():
             return kind.from_config(settings)
     finally:
         torch.set_default_dtype(before)
+
+
+def _has_tables(model: nn.Module) -> bool:
+    """Whether a model has tensors that are not saved with its weights."""
+    saved = model.state_dict()
+    if any(name not in saved for name, _ in (*model.named_parameters(), *model.named_buffers())):
+        return True
+    return any(
+        _holds_tensors(value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+    )
+
+
+def _holds_tensors(value: Any, depth: int = 4) -> bool:
+    if isinstance(value, Tensor) or depth == 0:
+        return isinstance(value, Tensor)
+    if isinstance(value, (nn.Module, type)) or callable(value):
+        return False
+    parts = (*value, *value.values()) if isinstance(value, Mapping) else value
+    parts = (
+        parts if isinstance(parts, (list, tuple, set)) else vars(value).values() if hasattr(value, "__dict__") else ()
+    )
+    return any(_holds_tensors(part, depth - 1) for part in parts)
 
 
 def _denoisers_in(info: ModelInfo) -> dict[str, type[Any]]:

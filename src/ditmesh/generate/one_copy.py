@@ -1,49 +1,42 @@
-"""One copy of a pipeline's weights in the memory of a host, where files alone do not bring that about.
+"""One copy of a pipeline's weights in the memory of a host, loaded once.
 
-Weights that are saved in the dtype in use are the pages of their files: safetensors maps them, and all ranks of a host
-have the same pages. Weights that are converted (bfloat16 files used in float32) or unpickled are memory of a process.
-Here the first rank of every host loads such components and puts them into memory that all its ranks map
-(`engine.parcels`), itself too. What is mapped is private to a writer: a rank that changes a weight (a LoRA that is
-fused) gets pages of its own, and the others keep theirs.
+The first rank of every host loads the pipeline, and the others take its components over as they are (`engine.parcels`)
+instead of building and reading each for itself. Weights that are saved in the dtype in use are the pages of their files,
+which all ranks map. Weights that are converted (bfloat16 files used in float32) or unpickled would be memory of a
+process: they lie in memory that all ranks of the host map, the first one too. What is mapped is private to a writer: a
+rank that changes a weight (a LoRA that is fused) gets pages of its own, and the others keep theirs.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
-import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.hosts import find_hosts
+from ..comm.hosts import Hosts, find_hosts
 from ..comm.objects import gather_objects
 from ..engine.parcels import Parcel, packed, unpacked
+from ..engine.rooms import Room
 from ..errors import InputError
 from .model_info import ModelInfo
 
 log = logging.getLogger(__name__)
 
-# Bytes of a component's weights, as they are saved, from which on sharing them is worth the meeting of all ranks.
+# Bytes of the largest component's weights, as they are saved, from which on sharing is worth the meeting of all ranks.
 LEAST = 16 << 20
-# Names of floating-point dtypes in safetensors files.
-NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def to_be_shared(
-    info: ModelInfo, dtype: Callable[[str], torch.dtype | None], without: Collection[str] = ()
-) -> list[str]:
-    """Names of the components that would be private memory of every rank.
+def to_be_shared(info: ModelInfo, without: Collection[str] = ()) -> list[tuple[str, int]]:
+    """Names of the components with weights, and the bytes of their files; none, where sharing is not worth it.
 
     Args:
         info: the pipeline's files.
-        dtype: of the weights of a component, by its name; None: that of its files.
         without: components that are not read whole, or not at all.
     """
     found = []
@@ -51,38 +44,27 @@ def to_be_shared(
         folder = info.files / name
         if name in without or not isinstance(entry, (list, tuple)) or not folder.is_dir():
             continue
-        private = sum(_private(path, dtype(name)) for path in folder.glob("*.safetensors"))
-        if not any(folder.glob("*.safetensors")):
-            private = sum(path.stat().st_size for path in folder.glob("*.bin"))
-        if private >= LEAST:
-            found.append(name)
-    return found
+        files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+        if size := sum(path.stat().st_size for path in files):
+            found.append((name, size))
+    return found if max((size for _, size in found), default=0) >= LEAST else []
 
 
-def _private(path: Path, dtype: torch.dtype | None) -> int:
-    """Bytes of a file's weights that are saved in another floating-point dtype than the one in use."""
-    with suppress(OSError, ValueError, KeyError, struct.error), path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header: Mapping[str, Any] = json.loads(file.read(size))
-        return sum(
-            one["data_offsets"][1] - one["data_offsets"][0]
-            for name, one in header.items()
-            if name != "__metadata__" and one["dtype"] in NAMES and dtype not in (None, NAMES[one["dtype"]])
-        )
-    return 0
+def agreed_names(found: list[tuple[str, int]]) -> list[str]:
+    """Names of components if all ranks have found the same, else none: hosts may have other files. Collective."""
+    return [name for name, _ in found] if all(other == found for other in gather_objects(found)) else []
 
 
-def agreed_names(names: list[str]) -> list[str]:
-    """The names if all ranks have found the same, else none: hosts may have other files. Every rank calls this."""
-    return names if all(other == names for other in gather_objects(names)) else []
-
-
-def shared_components(names: Collection[str], load: Callable[[], Any]) -> tuple[Any, dict[str, nn.Module]]:
+def shared_components(
+    names: Collection[str], load: Callable[[Callable[[int], Room]], Any], hosts: Hosts | None = None
+) -> tuple[Any, dict[str, Any]]:
     """Components of which all ranks of a host have one copy. Every rank calls this alike.
 
     Args:
-        names: of the components.
-        load: loads the pipeline as usual; the first rank of each host calls it.
+        names: of the components with weights.
+        load: loads the pipeline; the first rank of each host calls it. It is given what makes a room of so many bytes
+            for weights that it converts.
+        hosts: of the ranks, if they are known.
 
     Returns:
         The pipeline, where this rank has loaded it, with its components in the shared memory; else None, and the
@@ -90,28 +72,38 @@ def shared_components(names: Collection[str], load: Callable[[], Any]) -> tuple[
         host loads for itself, and fails alike.
     """
     rank = dist.get_rank()
-    near = find_hosts(None, True).near
+    near = (hosts or find_hosts(None, True)).near
     first = min(near[rank])
     with ExitStack() as files:
         pipe, parcel = None, None
         if rank == first and len(near[rank]) > 1:
             pipe, parcel = _loaded(names, load, files)
         every: list[Parcel | None] = gather_objects(parcel)
-        found: dict[str, nn.Module] = {}
+        found: dict[str, Any] = {}
         if (theirs := every[first]) is not None:
             found = _opened(theirs)
         # Behind this all ranks have mapped the memory, which lives on without its file.
         gather_objects(None)
     if pipe is not None and found:
-        pipe.register_modules(**found)
+        pipe.register_modules(**{name: one for name, one in found.items() if isinstance(one, nn.Module)})
         _give_back()
     return pipe, found
 
 
-def _loaded(names: Collection[str], load: Callable[[], Any], files: ExitStack) -> tuple[Any, Parcel | None]:
+def _loaded(
+    names: Collection[str], load: Callable[[Callable[[int], Room]], Any], files: ExitStack
+) -> tuple[Any, Parcel | None]:
     """The pipeline and its components as a parcel; None of each: it cannot be loaded; of the parcel: not sent."""
+    rooms: list[Room] = []
+
+    def room(size: int) -> Room:
+        rooms.append(Room(size, files))
+        return rooms[-1]
+
     try:
-        pipe = load()
+        pipe = load(room)
+        for one in rooms:
+            one.finish()
     except Exception as error:
         # Every rank runs into it when it loads by itself, and says it.
         log.debug("the first rank of the host could not load: %s", error)
@@ -119,7 +111,7 @@ def _loaded(names: Collection[str], load: Callable[[], Any], files: ExitStack) -
     own = {name: one for name in names if isinstance(one := getattr(pipe, name, None), nn.Module)}
     gradients = {name: [p.requires_grad for p in one.parameters()] for name, one in own.items()}
     try:
-        return pipe, files.enter_context(packed((own, gradients), "meta"))
+        return pipe, files.enter_context(packed((own, gradients), "meta", rooms=rooms, on_files=True))
     except (InputError, OSError) as error:
         log.info("every rank of this host holds weights of its own: %s", error)
         return pipe, None

@@ -92,6 +92,7 @@ class ServiceSettings(BaseModel):
         max_batch: tasks that a replica runs at a time, and as many that pause for more urgent ones.
         max_loaded: models that a replica holds at a time.
         keep: seconds for which results are kept.
+        max_history: ended jobs that are remembered, with their results; the oldest are forgotten early beyond that.
         max_disk: bytes of all results and inputs; the oldest ended jobs are forgotten early where it takes that.
         reserve: bytes of the disk that have to be free for a job to be accepted.
         stall: seconds after which ranks are given up: without a message while they are idle, without a step or anything
@@ -116,6 +117,7 @@ class ServiceSettings(BaseModel):
     max_batch: Annotated[int, LimitOption("Limit the images in one call of the model.")] = Field(default=8, ge=1)
     max_loaded: Annotated[int, LimitOption("Limit the models that a replica holds at a time.")] = 1
     keep: Annotated[float, LimitOption("Keep results for so long.", "HOURS", 0.001, 3600)] = 86400.0
+    max_history: Annotated[int, LimitOption("Limit the ended jobs that are remembered.")] = Field(default=100_000, ge=1)
     max_disk: Annotated[
         float, LimitOption("Limit the space of results and inputs on the disk.", "GIB", 0.001, 2**30)
     ] = 10.0 * 2**30

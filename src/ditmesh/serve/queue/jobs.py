@@ -505,7 +505,8 @@ class JobStore:
         gone: list[str] = []
         while more := (
             self.queue.expired()
-            or self.queue.surplus(WITHOUT_RESULTS)
+            or self.queue.surplus(WITHOUT_RESULTS, without_results=True)
+            or self.queue.surplus(self._settings.max_history)
             or (self.queue.oldest(8) if self.results.over else [])
         ):
             self.queue.forget(more)

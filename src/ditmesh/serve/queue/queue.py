@@ -577,12 +577,10 @@ class Queue:
         )
         return [row[0] for row in self._rows(query, number)]
 
-    def surplus(self, number: int) -> list[str]:
-        """The jobs without results that ended earliest, beyond ``number`` to keep."""
-        query = (
-            "SELECT id FROM jobs WHERE expires IS NOT NULL AND NOT EXISTS (SELECT 1 FROM pictures WHERE job = number) "
-            "ORDER BY expires DESC LIMIT -1 OFFSET ?"
-        )
+    def surplus(self, number: int, without_results: bool = False) -> list[str]:
+        """The jobs that ended earliest, beyond ``number`` to keep; of all, or of those without results."""
+        which = " AND NOT EXISTS (SELECT 1 FROM pictures WHERE job = number)" if without_results else ""
+        query = f"SELECT id FROM jobs WHERE expires IS NOT NULL{which} ORDER BY expires DESC LIMIT -1 OFFSET ?"
         return [row[0] for row in self._rows(query, number)]
 
     def forget(self, ids: Collection[str]) -> None:

@@ -1,0 +1,186 @@
+"""Memory for tensors that other processes of this machine map: one process fills it, all see the same pages.
+
+Where the system can (Linux from 6.1 on), the memory consists of huge pages. Ordinary pages of shared memory cost more to
+make than what is written into them, and every process that maps them pays for each again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..core.alignment import rounded_up
+from .sent import as_bytes, from_bytes
+
+# Bytes of a huge page, and of the memory that is made of them at a time.
+HUGE, STEP = 1 << 21, 1 << 23
+# Seconds for a huge page above which ordinary ones are cheaper: a virtual machine may have given large free blocks back
+# to its host, and gets them again page by page. Then so many steps are made of ordinary pages before the next attempt:
+# twice as many each time in a row, and at most.
+SLOW, LONGEST = 1.5e-3, 16
+# Of madvise(2): make huge pages of a range now, whatever the system's settings for later are.
+_COLLAPSE = 25
+# Values that are converted at a time where there are no huge pages: few enough to stay in a CPU's cache.
+_CHUNK = 1 << 17
+
+
+class Room:
+    """A file in memory that is filled from its beginning.
+
+    Its owner writes through a mapping that ends with `finish`, or into the file; what `put` returns is a private view,
+    as other processes have of it.
+
+    Attributes:
+        file: how other processes open it: its number in this process, or a path where there is no such thing.
+        size: in bytes.
+    """
+
+    def __init__(self, size: int, files: ExitStack) -> None:
+        """Make it.
+
+        Args:
+            size: in bytes; what is not filled takes no memory.
+            files: close it for processes that have not opened it.
+        """
+        self.size = rounded_up(max(1, size), HUGE if size >= HUGE else 1)
+        if hasattr(os, "memfd_create"):
+            self._number = os.memfd_create("ditmesh-copy", os.MFD_CLOEXEC)
+            files.callback(os.close, self._number)
+            self.file: int | str = self._number
+        else:
+            named = files.enter_context(tempfile.NamedTemporaryFile(prefix="ditmesh-copy-"))  # noqa: SIM115
+            self._number, self.file = named.fileno(), named.name
+        os.ftruncate(self._number, self.size)
+        self._used = 0
+        # Of every step whether it has huge pages, as far as there is something in it.
+        self._huge: list[bool] = []
+        self._pause, self._slow = 0, 0
+        self._buffer: Tensor | None = None
+        self._values = _mapped(self._number, self.size, huge=isinstance(self.file, int))
+        able = size >= HUGE and isinstance(self.file, int) and not self._values.data_ptr() % HUGE
+        self._shared = _mapped(self._number, self.size, True, mmap.MAP_SHARED) if able else None
+        files.callback(self.finish)
+
+    def put(self, values: Tensor, dtype: torch.dtype | None = None) -> tuple[int, Tensor]:
+        """Copy a tensor behind what is there, as another dtype if one is given; where it begins, and a private view."""
+        dtype, shape = dtype or values.dtype, tuple(values.shape)
+        start, end = self._used, self._used + values.numel() * dtype.itemsize
+        if end > self.size:
+            raise ValueError(f"{end - start} bytes do not fit behind {start} of {self.size}")
+        self._used = rounded_up(end)
+        self._make_huge(end)
+        values, place = (values.resolve_conj().resolve_neg().contiguous().view(-1), start)
+        while place < end:
+            number = place // STEP
+            last = min(end, (number + 1) * STEP)
+            part = values[(place - start) // dtype.itemsize : (last - start) // dtype.itemsize]
+            if self._shared is not None and self._huge[number]:
+                self._shared[place:last].view(dtype).copy_(part)
+            elif dtype == values.dtype:
+                self._write(place, as_bytes(part))
+            else:
+                self._convert(place, part, dtype)
+            place = last
+        return start, from_bytes(self._values[start:end], shape, dtype)
+
+    def place_of(self, tensor: Tensor) -> int | None:
+        """Where a view of `put` begins; None: it is no such view."""
+        start = tensor.data_ptr() - self._values.data_ptr()
+        inside = 0 <= start < self._used and tensor.device.type == "cpu" and tensor.is_contiguous()
+        return start if inside else None
+
+    def finish(self) -> None:
+        """Nothing more is written, and what is not filled is given back."""
+        if self._buffer is not None or self._shared is not None or self.size > self._used:
+            self._shared = self._buffer = None
+            self.size = max(1, self._used)
+            os.ftruncate(self._number, self.size)
+
+    def _make_huge(self, end: int) -> None:
+        """Make huge pages of the steps up to a place, as long as that is quick."""
+        while self._shared is not None and len(self._huge) * STEP < end:
+            first = len(self._huge) * STEP
+            if self._pause:
+                self._pause -= 1
+                self._huge.append(False)
+                continue
+            last = min(first + STEP, self.size)
+            # A range without any page cannot be collapsed.
+            for place in range(first, last, HUGE):
+                os.pwrite(self._number, b"\0", place)
+            began = time.perf_counter()
+            failed = _libc().madvise(self._shared.data_ptr() + first, last - first, _COLLAPSE)
+            if failed:
+                self._shared = None
+                return
+            self._huge.append(True)
+            slow = time.perf_counter() - began > SLOW * (last - first) / HUGE
+            self._slow = self._slow + 1 if slow else 0
+            self._pause = min(2**self._slow, LONGEST) if slow else 0
+
+    def _convert(self, start: int, values: Tensor, dtype: torch.dtype) -> None:
+        if self._buffer is None:
+            self._buffer = torch.empty(_CHUNK * 8, dtype=torch.uint8)
+        for part in values.split(_CHUNK):
+            converted = self._buffer[: part.numel() * dtype.itemsize].view(dtype)
+            self._write(start, as_bytes(converted.copy_(part)))
+            start += part.numel() * dtype.itemsize
+
+    def _write(self, start: int, values: Tensor) -> None:
+        """Write bytes, (n,) uint8: twice as fast as into a mapping of ordinary pages, of which each costs a fault."""
+        left = memoryview(cast(Any, values.cpu().numpy()))
+        while left:
+            count = os.pwrite(self._number, left, start)
+            left, start = left[count:], start + count
+
+
+def opened(process: int, file: int | str, size: int) -> Tensor:
+    """A private view of a file or of another process's `Room`: (size,) uint8."""
+    path = file if isinstance(file, str) else f"/proc/{process}/fd/{file}"
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        # What is written to stays here, and the rest is shared among all that have opened it.
+        return _mapped(number, size, huge=isinstance(file, int))
+    finally:
+        os.close(number)
+
+
+def _mapped(number: int, size: int, huge: bool, flags: int = 0) -> Tensor:
+    """A mapping of an open file, private unless flags say otherwise: (size,) uint8, unmapped when nothing has it.
+
+    ``huge``: it begins where a huge page can.
+    """
+    if not (huge and size >= HUGE and sys.platform == "linux"):
+        return torch.frombuffer(mmap.mmap(number, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    flags = flags or mmap.MAP_PRIVATE
+    # Room for it, in which it is put: the object takes all of it away at its end.
+    whole = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    found = torch.frombuffer(whole, dtype=torch.uint8)
+    first = -found.data_ptr() % HUGE
+    address = found.data_ptr() + first
+    prot = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc().mmap(address, size, prot, flags | _FIXED, number, 0) != address:
+        raise OSError(ctypes.get_errno(), f"mapping {size} bytes failed")
+    return found[first : first + size]
+
+
+# Of mmap(2), on Linux.
+_FIXED, _NORESERVE = 0x10, 0x4000
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    return libc
