@@ -158,13 +158,11 @@ class Clients:
 
 def watched(server: Server, minutes: float, every: float) -> list[tuple[float, dict[str, dict[str, float]]]]:
     """Samples with their times in minutes."""
-    began, samples = time.monotonic(), []
-    for number in itertools.count():
-        time.sleep(max(0.0, began + number * every - time.monotonic()))
-        passed = (time.monotonic() - began) / 60
-        samples.append((passed, sampled(server)))
-        if passed >= minutes:
-            return samples
+    began, samples = time.monotonic(), [(0.0, sampled(server))]
+    while samples[-1][0] < minutes:
+        time.sleep(max(0.0, began + len(samples) * every - time.monotonic()))
+        samples.append(((time.monotonic() - began) / 60, sampled(server)))
+    return samples
 
 
 def growth(

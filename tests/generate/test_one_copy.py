@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch.distributed as dist
 import ditmesh
 from ditmesh.comm.objects import gather_objects
 from ditmesh.core import digests
-from ditmesh.core.alignment import ALIGNMENT
+from ditmesh.core.alignment import ALIGNMENT, rounded_up
+from ditmesh.engine import rooms
+from ditmesh.engine.sent import from_bytes
 from ditmesh.generate import one_copy
 from ditmesh.generate.model_info import find_model
 from support.tiny import save_tiny_ltx
@@ -33,23 +36,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def from_the_first_byte(breaks: str = "") -> Any:
-    """Small models are shared as well; ``breaks``: the first rank cannot load, or rank 1 not open what it sends."""
-    least, load, opened = one_copy.LEAST, one_copy._loaded, one_copy.unpacked
+    """Small models are shared as well; ``breaks``: the first rank cannot load, rank 1 not convert or open its part."""
+    least, load, convert, opened = one_copy.LEAST, one_copy._loaded, one_copy.convert, one_copy.unpacked
 
-    def broken(*of: Any) -> Any:
+    def broken(whole: Any, *of: Any) -> Any:
         if breaks == "load" or dist.get_rank() == 1:
             raise OSError("on purpose")
-        return opened(*of)
+        return whole(*of)
 
     one_copy.LEAST = 1
     if breaks == "load":
-        one_copy._loaded = lambda names, load_, files: load(names, broken, files)
-    if breaks:
-        one_copy.unpacked = broken
+        one_copy._loaded = lambda names, load_, plan, files: load(names, partial(broken, load_), plan, files)
+    elif breaks == "convert":
+        one_copy.convert = partial(broken, convert)
+    elif breaks == "open":
+        one_copy.unpacked = partial(broken, opened)
     try:
         yield
     finally:
-        one_copy.LEAST, one_copy._loaded, one_copy.unpacked = least, load, opened
+        one_copy.LEAST, one_copy._loaded, one_copy.convert, one_copy.unpacked = least, load, convert, opened
 
 
 def mapping(tensor: torch.Tensor) -> tuple[str, int]:
@@ -87,6 +92,8 @@ def together(folder: str, breaks: str = "") -> dict[str, Any]:
             found["aligned"] &= name == "vae" or value.data_ptr() % ALIGNMENT == 0
         found["mapped"][name] = mapping(next(one.parameters()))
         found["training"] = one.training or found.get("training", False)
+    writable = [line for line in Path("/proc/self/maps").read_text().splitlines() if "ditmesh-copy" in line]
+    found["writable"] = [line for line in writable if line.split()[1] == "rw-s"]
     encoder = pipe.text_encoder
     found["tied"] = encoder.shared.weight is encoder.encoder.embed_tokens.weight
     found["path"] = pipe.transformer.config._name_or_path == alone.transformer.config._name_or_path
@@ -118,19 +125,20 @@ def test_converted_weights_are_one_copy_that_nobody_writes_to(ranks: Any, folder
         assert found["path"]
         assert found["aligned"]
         assert not found["training"]
+        assert not found["writable"]
         for name in ("transformer", "text_encoder"):
             kind, own = found["mapped"][name]
             assert "ditmesh-copy" in kind
             assert own == 0
         # Its dtype is that of its file.
-        assert "ditmesh-copy" not in found["mapped"]["vae"][0]
+        assert found["mapped"]["vae"][0].endswith(".safetensors")
         assert found["written"] == rank
         # A mapping that one rank has written to is read again, and is another.
         assert found["differ"] == [found["first"]]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("breaks", ["load", "open"])
+@pytest.mark.parametrize("breaks", ["load", "convert", "open"])
 def test_without_the_one_copy_every_rank_loads_for_itself(ranks: Any, folder: Path, breaks: str):
     for rank, found in enumerate(ranks(2).run(together, str(folder), breaks)):
         assert found["same"]
@@ -138,12 +146,49 @@ def test_without_the_one_copy_every_rank_loads_for_itself(ranks: Any, folder: Pa
         assert ("ditmesh-copy" in found["mapped"]["transformer"][0]) == shared
 
 
-def test_what_is_saved_as_it_is_used_is_left_to_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_components_with_weights_are_shared_if_there_are_many(folder: Path, monkeypatch: pytest.MonkeyPatch):
     info = find_model(folder)
+    assert one_copy.to_be_shared(info) == []
     monkeypatch.setattr(one_copy, "LEAST", 1)
-    assert one_copy.to_be_shared(info, lambda name: torch.float32) == ["text_encoder", "transformer"]
-    assert one_copy.to_be_shared(info, lambda name: torch.float32, ["transformer"]) == ["text_encoder"]
-    assert one_copy.to_be_shared(info, lambda name: torch.bfloat16) == ["vae"]
-    assert one_copy.to_be_shared(info, lambda name: None) == []
-    monkeypatch.undo()
-    assert one_copy.to_be_shared(info, lambda name: torch.float32) == []
+    assert [name for name, _ in one_copy.to_be_shared(info)] == ["text_encoder", "transformer", "vae"]
+    assert [name for name, _ in one_copy.to_be_shared(info, ["transformer"])] == ["text_encoder", "vae"]
+
+
+def filled(values: list[torch.Tensor], dtype: torch.dtype, huge: bool, slow: bool) -> list[torch.Tensor]:
+    """What another view of a room has of tensors that were put there."""
+    with ExitStack() as files:
+        room = rooms.Room(files)
+        room.grow(sum(rounded_up(one.numel() * dtype.itemsize) for one in values))
+        if not huge:
+            room._shared = None
+        starts = [room.put(one, dtype) for one in values]
+        room.finish()
+        assert not slow or not room._huge or False in room._huge
+        memory = rooms.opened(room.place)
+    return [
+        from_bytes(memory[start : start + one.numel() * dtype.itemsize], tuple(one.shape), dtype)
+        for start, one in zip(starts, values, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("huge", "slow"), [(True, False), (True, True), (False, False)])
+def test_a_room_has_what_was_put_there(monkeypatch: pytest.MonkeyPatch, huge: bool, slow: bool):
+    """With huge pages, with some where they take long, and with ordinary ones; also across their steps."""
+    if slow:
+        monkeypatch.setattr(rooms, "SLOW", 0.0)
+    values = [torch.randn(3, 5), torch.randn(1 << 22).bfloat16(), torch.randn(1000, 777).t(), torch.tensor(2.5)]
+    for dtype in (torch.float32, torch.bfloat16):
+        for found, one in zip(filled(values, dtype, huge, slow), values, strict=True):
+            assert torch.equal(found, one.to(dtype))
+            assert found.data_ptr() % ALIGNMENT == 0
+
+
+def test_a_file_that_was_replaced_is_not_opened(tmp_path: Path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"one")
+    place = rooms.Place(0, str(path), 3, rooms.state_of(str(path)))
+    assert bytes(rooms.opened(place).tolist()) == b"one"
+    (tmp_path / "other").write_bytes(b"two")
+    (tmp_path / "other").rename(path)
+    with pytest.raises(OSError, match="has changed meanwhile"):
+        rooms.opened(place)

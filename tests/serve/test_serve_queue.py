@@ -165,8 +165,9 @@ def test_jobs_without_results_are_remembered_up_to_a_number(opened: Any) -> None
             queue.finish("a0", 0, "0.png", image(0))
         elif number < 5:
             queue.cancel(f"a{number}")
-    assert queue.surplus(2) == ["a2", "a1"]
-    queue.forget(queue.surplus(2))
+    assert queue.surplus(2, without_results=True) == ["a2", "a1"]
+    assert queue.surplus(4) == ["a0"]
+    queue.forget(queue.surplus(2, without_results=True))
     assert queue.ids() == {"a0", "a3", "a4", "a5"}
 
 
@@ -1042,6 +1043,11 @@ def test_the_oldest_results_go_when_there_are_too_many(tmp_path: Path) -> None:
             assert len([*tmp_path.glob("results/*/*.png")]) <= 11
             with pytest.raises(NoSpace, match="keeps 0 MiB of input images at most"):
                 await service.put_input(b"y" * 2 * size)
+
+        async with serving(tmp_path, max_history=3) as service:
+            await service.sweep()
+            assert [job.id for job in await service.jobs("")] == [job.id for job in reversed(jobs[-3:])]
+            assert len([*tmp_path.glob("results/*/*.png")]) == 3
 
         async with serving(tmp_path, reserve=2**60) as service:
             with pytest.raises(NoSpace, match="MiB left; ask again when room has been made"):

@@ -157,7 +157,9 @@ def drawn_by_schedules(
 
     owner = Owner(script, len(numbers) * (len(seeds) + 1))
     owner.serve(pool, [spec], partial(serve_pool, scheduler=RandomSchedules(spec.pool, seed=-1)), deadline=1700.0)
-    assert len(of(owner.said, Cancelled)) == len(numbers)
+    # A request may be done before the ranks read that it is cancelled.
+    over = [one for one in of(owner.said, Finished) if one.id.endswith("gone")]
+    assert len(of(owner.said, Cancelled)) + len(over) == len(numbers) > 2 * len(over)
     return found, sent
 
 

@@ -123,8 +123,8 @@ def _mappings(addresses: Iterable[int]) -> Iterator[tuple[int, int, int, str]]:
 def _has_own_pages(pagemap: int, first: int, end: int) -> bool:
     """Whether a process has pages of its own in a private mapping of a file: those that it has written to.
 
-    By the ioctl PAGEMAP_SCAN of Linux 6.7, which is told of a range what is looked for. What was written to may have left
-    memory since.
+    By the ioctl PAGEMAP_SCAN of Linux 6.7, which is told of a range what is looked for. What was written to may have
+    left memory since.
 
     Raises:
         OSError: the system has no such thing.

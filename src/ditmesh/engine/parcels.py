@@ -8,7 +8,7 @@ opened by the others (CUDA IPC) and copied to their own GPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..core.alignment import rounded_up
 from ..core.mapped import files_of
 from ..errors import InputError, first_line
-from .rooms import Room, opened
+from .rooms import Place, Room, opened, state_of
 from .sent import NumberedTensors, dumped, from_bytes, loaded
 
 
@@ -49,14 +49,12 @@ class Parcel(NamedTuple):
     Attributes:
         data: pickled.
         places: of its tensors.
-        process: where memory is opened.
-        files: that tensors lie in: how each is opened, its size in bytes, and what else is known of a file with a name.
+        files: that tensors lie in.
     """
 
     data: bytes
     places: list[_Place]
-    process: int
-    files: list[tuple[int | str, int, Any]]
+    files: list[Place]
 
 
 @contextmanager
@@ -64,8 +62,8 @@ def packed(
     value: Any,
     device: str,
     modules: dict[int, int] | None = None,
-    rooms: Sequence[Room] = (),
-    on_files: bool = False,
+    rooms: Sequence[Place] = (),
+    place_of: Callable[[Tensor], tuple[int, int] | None] | None = None,
 ) -> Iterator[Parcel]:
     """An object for other processes of this machine, which `unpacked` it within the ``with`` block.
 
@@ -74,7 +72,8 @@ def packed(
         device: type of the device of the ranks; tensors on one come to be on each rank's own.
         modules: numbers of modules that the others have, by id.
         rooms: memory that some tensors lie in already.
-        on_files: tensors that are pages of a file are opened there; else all are copied.
+        place_of: the number of the room of such a tensor, and its first byte in there. With it tensors that are pages
+            of a file are opened there, too; without it all are copied.
 
     Raises:
         InputError: it cannot be pickled.
@@ -91,10 +90,11 @@ def packed(
     except Exception as error:
         said = f"this {type(value).__name__} cannot be copied to other processes ({first_line(error)})"
         raise InputError(said) from error
-    there = _there(tensors.found, rooms, on_files)
+    there = {} if place_of is None else _there(tensors.found, place_of)
     with ExitStack() as files:
         size = sum(rounded_up(t.nbytes) for t in tensors.found if id(t) not in there and not _is_far(t, device))
-        room = Room(size, files)
+        room = Room(files)
+        room.grow(size)
         paths = list(dict.fromkeys(path for path, _ in there.values() if isinstance(path, str)))
         places: list[_Place] = []
         for tensor in tensors.found:
@@ -104,37 +104,30 @@ def packed(
                 where, start = there[id(tensor)]
                 file = 1 + (len(rooms) + paths.index(where) if isinstance(where, str) else where)
             elif (handle := _opened(tensor) if _is_far(tensor, device) else None) is None:
-                start, _ = room.put(tensor.cpu())
+                start = room.put(tensor.cpu())
             parameter = isinstance(tensor, nn.Parameter)
             places.append(_Place(start, tuple(tensor.shape), tensor.dtype, near, parameter, handle, file))
         room.finish()
-        known_files = [(path, os.stat(path).st_size, _state_of(path)) for path in paths]
-        yield Parcel(data, places, os.getpid(), [*((one.file, one.size, None) for one in (room, *rooms)), *known_files])
+        named = [Place(0, path, os.stat(path).st_size, state_of(path)) for path in paths]
+        yield Parcel(data, places, [room.place, *rooms, *named])
 
 
-def _there(tensors: list[Tensor], rooms: Sequence[Room], on_files: bool) -> dict[int, tuple[int | str, int]]:
+def _there(
+    tensors: list[Tensor], place_of: Callable[[Tensor], tuple[int, int] | None]
+) -> dict[int, tuple[int | str, int]]:
     """By the id of a tensor where it is already: the number of its room, or its file, and its first byte in there."""
     there: dict[int, tuple[int | str, int]] = {}
-    for tensor in tensors:
-        for number, room in enumerate(rooms):
-            if (start := room.place_of(tensor)) is not None:
-                there[id(tensor)] = number, start
-    if on_files:
-        for tensor, found in zip(tensors, files_of(tensors), strict=True):
-            if found is not None and id(tensor) not in there:
-                there[id(tensor)] = found
+    for tensor, found in zip(tensors, files_of(tensors), strict=True):
+        # Rooms are files, too, which other processes open by number.
+        known = place_of(tensor) or found
+        if known is not None:
+            there[id(tensor)] = known
     return there
 
 
 def _is_far(tensor: Tensor, device: str) -> bool:
     """Whether other processes may open a tensor on its device."""
     return tensor.device.type == device == "cuda"
-
-
-def _state_of(path: str) -> tuple[int, ...]:
-    """What shows that a file is still the one that it was."""
-    about = os.stat(path)
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def _opened(tensor: Tensor) -> Any:
@@ -157,12 +150,8 @@ def unpacked(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] 
         modules: that stand in the parcel as numbers.
     """
     used = {place.file for place in parcel.places if place.start is not None}
-    memory: dict[int, Tensor] = {}
-    for number, (file, size, state) in enumerate(parcel.files):
-        if number in used:
-            if state is not None and _state_of(str(file)) != state:
-                raise InputError(f"{str(file)!r} has changed meanwhile")
-            memory[number] = opened(parcel.process, file, size)
+    memory = {number: opened(parcel.files[number]) for number in used if parcel.files[number].size}
+    nothing = torch.empty(0, dtype=torch.uint8)
     tensors = []
     for place in parcel.places:
         if place.start is None:
@@ -170,7 +159,7 @@ def unpacked(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] 
             tensor = rebuild(*args).to(device, copy=True)
         else:
             end = place.start + prod(place.shape) * place.dtype.itemsize
-            tensor = from_bytes(memory[place.file][place.start : end], place.shape, place.dtype)
+            tensor = from_bytes(memory.get(place.file, nothing)[place.start : end], place.shape, place.dtype)
             tensor = tensor.to(device) if place.near else tensor
         tensors.append(nn.Parameter(tensor, requires_grad=False) if place.parameter else tensor)
 

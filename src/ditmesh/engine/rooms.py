@@ -1,7 +1,7 @@
-"""Memory for tensors that other processes of this machine map: one process fills it, all see the same pages.
+"""Memory for tensors that processes of this machine map: one process fills it, and all see the same pages.
 
-Where the system can (Linux from 6.1 on), the memory consists of huge pages. Ordinary pages of shared memory cost more to
-make than what is written into them, and every process that maps them pays for each again.
+Where the system can (Linux from 6.1 on), the memory consists of huge pages. Ordinary pages of shared memory cost more
+to make than what is written into them, and every process that maps them pays for each again.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..core.alignment import rounded_up
-from .sent import as_bytes, from_bytes
+from .sent import as_bytes
 
 # Bytes of a huge page, and of the memory that is made of them at a time.
 HUGE, STEP = 1 << 21, 1 << 23
@@ -34,49 +33,64 @@ _COLLAPSE = 25
 _CHUNK = 1 << 17
 
 
+class Place(NamedTuple):
+    """Where other processes find a file.
+
+    Attributes:
+        process: that has it open; 0: it has a name.
+        file: its number there, or its path.
+        size: in bytes.
+        state: of a file with a name, by which it is known again.
+    """
+
+    process: int
+    file: int | str
+    size: int
+    state: tuple[int, ...] = ()
+
+
 class Room:
     """A file in memory that is filled from its beginning.
 
-    Its owner writes through a mapping that ends with `finish`, or into the file; what `put` returns is a private view,
-    as other processes have of it.
-
-    Attributes:
-        file: how other processes open it: its number in this process, or a path where there is no such thing.
-        size: in bytes.
+    Its owner writes through a mapping that ends with `finish`, or into the file; all others have private views of it.
     """
 
-    def __init__(self, size: int, files: ExitStack) -> None:
-        """Make it.
-
-        Args:
-            size: in bytes; what is not filled takes no memory.
-            files: close it for processes that have not opened it.
-        """
-        self.size = rounded_up(max(1, size), HUGE if size >= HUGE else 1)
+    def __init__(self, files: ExitStack) -> None:
+        """Make it, empty. ``files`` closes it for processes that have not opened it."""
         if hasattr(os, "memfd_create"):
             self._number = os.memfd_create("ditmesh-copy", os.MFD_CLOEXEC)
             files.callback(os.close, self._number)
-            self.file: int | str = self._number
+            self._file: int | str = self._number
         else:
             named = files.enter_context(tempfile.NamedTemporaryFile(prefix="ditmesh-copy-"))  # noqa: SIM115
-            self._number, self.file = named.fileno(), named.name
-        os.ftruncate(self._number, self.size)
+            self._number, self._file = named.fileno(), named.name
         self._used = 0
         # Of every step whether it has huge pages, as far as there is something in it.
         self._huge: list[bool] = []
         self._pause, self._slow = 0, 0
+        self._size = 0
         self._buffer: Tensor | None = None
-        self._values = _mapped(self._number, self.size, huge=isinstance(self.file, int))
-        able = size >= HUGE and isinstance(self.file, int) and not self._values.data_ptr() % HUGE
-        self._shared = _mapped(self._number, self.size, True, mmap.MAP_SHARED) if able else None
+        self._shared: Tensor | None = None
         files.callback(self.finish)
 
-    def put(self, values: Tensor, dtype: torch.dtype | None = None) -> tuple[int, Tensor]:
-        """Copy a tensor behind what is there, as another dtype if one is given; where it begins, and a private view."""
-        dtype, shape = dtype or values.dtype, tuple(values.shape)
+    @property
+    def place(self) -> Place:
+        """Where other processes find it."""
+        return Place(os.getpid(), self._file, self._size)
+
+    def grow(self, size: int) -> None:
+        """Be so large, in bytes, for what `put` brings."""
+        self._size = rounded_up(max(1, size), HUGE if size >= HUGE else 1)
+        os.ftruncate(self._number, self._size)
+        if size >= HUGE and isinstance(self._file, int) and sys.platform == "linux":
+            self._shared = _mapped(self._number, self._size, True, mmap.MAP_SHARED)
+
+    def put(self, values: Tensor, dtype: torch.dtype | None = None) -> int:
+        """Copy a tensor behind what is there, as another dtype if one is given; where it begins."""
+        dtype = dtype or values.dtype
         start, end = self._used, self._used + values.numel() * dtype.itemsize
-        if end > self.size:
-            raise ValueError(f"{end - start} bytes do not fit behind {start} of {self.size}")
+        if end > self._size:
+            raise ValueError(f"{end - start} bytes do not fit behind {start} of {self._size}")
         self._used = rounded_up(end)
         self._make_huge(end)
         values, place = (values.resolve_conj().resolve_neg().contiguous().view(-1), start)
@@ -91,20 +105,14 @@ class Room:
             else:
                 self._convert(place, part, dtype)
             place = last
-        return start, from_bytes(self._values[start:end], shape, dtype)
-
-    def place_of(self, tensor: Tensor) -> int | None:
-        """Where a view of `put` begins; None: it is no such view."""
-        start = tensor.data_ptr() - self._values.data_ptr()
-        inside = 0 <= start < self._used and tensor.device.type == "cpu" and tensor.is_contiguous()
-        return start if inside else None
+        return start
 
     def finish(self) -> None:
         """Nothing more is written, and what is not filled is given back."""
-        if self._buffer is not None or self._shared is not None or self.size > self._used:
-            self._shared = self._buffer = None
-            self.size = max(1, self._used)
-            os.ftruncate(self._number, self.size)
+        if self._size > self._used:
+            self._size = max(1, self._used)
+            os.ftruncate(self._number, self._size)
+        self._shared = self._buffer = None
 
     def _make_huge(self, end: int) -> None:
         """Make huge pages of the steps up to a place, as long as that is quick."""
@@ -114,7 +122,7 @@ class Room:
                 self._pause -= 1
                 self._huge.append(False)
                 continue
-            last = min(first + STEP, self.size)
+            last = min(first + STEP, self._size)
             # A range without any page cannot be collapsed.
             for place in range(first, last, HUGE):
                 os.pwrite(self._number, b"\0", place)
@@ -144,15 +152,31 @@ class Room:
             left, start = left[count:], start + count
 
 
-def opened(process: int, file: int | str, size: int) -> Tensor:
-    """A private view of a file or of another process's `Room`: (size,) uint8."""
-    path = file if isinstance(file, str) else f"/proc/{process}/fd/{file}"
-    number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+def address_of(place: Place) -> str:
+    """The path by which a process opens a file."""
+    return place.file if isinstance(place.file, str) else f"/proc/{place.process}/fd/{place.file}"
+
+
+def opened(place: Place) -> Tensor:
+    """A private view of a file or of another process's `Room`: (size,) uint8.
+
+    Raises:
+        OSError: it is not there, or another one under its name.
+    """
+    number = os.open(address_of(place), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
+        if place.state and state_of(number) != place.state:
+            raise OSError(f"{str(place.file)!r} has changed meanwhile")
         # What is written to stays here, and the rest is shared among all that have opened it.
-        return _mapped(number, size, huge=isinstance(file, int))
+        return _mapped(number, place.size, huge=isinstance(place.file, int))
     finally:
         os.close(number)
+
+
+def state_of(file: int | str) -> tuple[int, ...]:
+    """What shows that a file is still the one that it was."""
+    about = os.stat(file)
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 
 
 def _mapped(number: int, size: int, huge: bool, flags: int = 0) -> Tensor:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,9 @@ from torch import Tensor, nn
 
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
-from ..core.alignment import rounded_up
 from ..core.digests import digest, digest_of_parts, tensor_digest, weights_of
 from ..core.partition import Partition
 from ..engine import DENOISERS, ENGINE, ConfigLike, agreed, denoisers, engine_of, parallelize
-from ..engine.rooms import Room
 from ..errors import InputError
 from ..forecast.auto import UsualCall, chosen
 from ..forecast.memory.check import check_memory as check_fits
@@ -38,8 +35,9 @@ from ..strategies.pipefusion.stages import ABSENT, IN_PIECES, elsewhere, first_c
 from ..strategies.sharded import UNITS, GatherGroup, Packed, ShardedWeights, Unit, arranged, gathered, groups_of
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_of, plan
+from .conversions import Conversions
 from .model_info import ModelInfo, find_model
-from .one_copy import agreed_names, shared_components, to_be_shared
+from .one_copy import shared_components, to_be_shared
 
 log = logging.getLogger(__name__)
 
@@ -182,51 +180,46 @@ def read_pipeline(
 
     # Options of from_pretrained may change what is loaded.
     plain = set(components) <= set(info.index)
-    names = agreed_names(to_be_shared(info, components) if plain else [])
-    if not names:
-        return whole()
+    found = to_be_shared(info, components) if plain else []
     # Ranks that wait for the first one import meanwhile what they need.
     with suppress(Exception):
         getattr(diffusers, info.pipeline_class)
     known = mesh.hosts if mesh is not None and mesh.world_size == dist.get_world_size() else None
 
-    def first(room: Callable[[int], Room]) -> Any:
-        return whole(**_transformers(info, components, torch_dtype, variant, room))
+    def first(plan: Conversions) -> Any:
+        return whole(**_transformers(info, components, torch_dtype, variant, plan))
 
-    pipe, shared = shared_components(names, first, known)
+    pipe, shared = shared_components(found, first, known)
     return whole(**shared) if pipe is None else pipe
 
 
 def _transformers(
-    info: ModelInfo, without: Collection[str], dtypes: Dtypes, variant: str | None, room: Callable[[int], Room]
+    info: ModelInfo, without: Collection[str], dtypes: Dtypes, variant: str | None, plan: Conversions
 ) -> dict[str, Any]:
     """The transformers of reviewed classes, as from_pretrained loads them: mapped from their files or converted."""
     found: dict[str, Any] = {}
     for name, kind in _denoisers_in(info).items():
-        dtype = dtype_of(dtypes, name)
-        if name in without or dtype is None or kind.__name__ not in known_models():
-            continue
-        with suppress(InputError):
-            model, folder, rooms = (
-                build_empty(kind, info.files / name, dtype, tables=False),
-                info.files / name,
-                list[Room](),
-            )
-
-            def read(
-                name: str, stored: Any, dtype: torch.dtype, model: nn.Module = model, rooms: list[Room] = rooms
-            ) -> Tensor:
-                values = stored[...]
-                if values.dtype == dtype:
-                    return values
-                if not rooms:
-                    # An upper bound: what is not converted stays in its file.
-                    numbers = [p.numel() for p in (*model.parameters(), *model.buffers())]
-                    rooms.append(room(sum(rounded_up(n * max(dtype.itemsize, 4)) for n in numbers)))
-                return rooms[0].put(values, dtype)[1]
-
-            found[name] = fill_weights(model, folder, dtype, variant, "cpu", read)
+        dtype, folder = dtype_of(dtypes, name), info.files / name
+        if name not in without and dtype is not None and kind.__name__ in known_models():
+            with suppress(InputError):
+                found[name] = _read_once(kind, folder, dtype, variant, plan)
     return found
+
+
+def _read_once(kind: type[Any], folder: Path, dtype: torch.dtype, variant: str | None, plan: Conversions) -> nn.Module:
+    """A transformer whose weights are pages of its files, or places in the plan."""
+    model = build_empty(kind, folder, dtype, tables=False)
+    made = {name: one.dtype for name, one in model.state_dict().items()}
+
+    def wanted(name: str, stored: torch.dtype) -> torch.dtype:
+        return _dtype_of(model, name, made[name], dtype) if name in made else stored
+
+    converted = plan.plan(weight_files(folder, variant), wanted)
+
+    def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
+        return converted[name] if name in converted else stored[...].to(dtype)
+
+    return fill_weights(model, folder, dtype, variant, "cpu", read)
 
 
 def dtype_of(dtypes: Dtypes, name: str) -> torch.dtype | None:

@@ -1,10 +1,11 @@
 """One copy of a pipeline's weights in the memory of a host, loaded once.
 
 The first rank of every host loads the pipeline, and the others take its components over as they are (`engine.parcels`)
-instead of building and reading each for itself. Weights that are saved in the dtype in use are the pages of their files,
-which all ranks map. Weights that are converted (bfloat16 files used in float32) or unpickled would be memory of a
-process: they lie in memory that all ranks of the host map, the first one too. What is mapped is private to a writer: a
-rank that changes a weight (a LoRA that is fused) gets pages of its own, and the others keep theirs.
+instead of building and reading each for itself. Weights that are saved in the dtype in use are the pages of their
+files, which all ranks map. Weights that are converted (bfloat16 files used in float32) or unpickled would be memory of
+a process: they lie in memory that all ranks of the host map; those of transformers are converted by all ranks, each a
+part (`conversions`). What is mapped is private to a writer: a rank that changes a weight (a LoRA that is fused) gets
+pages of its own, and the others keep theirs.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch import nn
 from ..comm.hosts import Hosts, find_hosts
 from ..comm.objects import gather_objects
 from ..engine.parcels import Parcel, packed, unpacked
-from ..engine.rooms import Room
+from ..engine.rooms import Place, Room
 from ..errors import InputError
+from .conversions import Conversions, Conversion, convert
 from .model_info import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -50,60 +52,62 @@ def to_be_shared(info: ModelInfo, without: Collection[str] = ()) -> list[tuple[s
     return found if max((size for _, size in found), default=0) >= LEAST else []
 
 
-def agreed_names(found: list[tuple[str, int]]) -> list[str]:
-    """Names of components if all ranks have found the same, else none: hosts may have other files. Collective."""
-    return [name for name, _ in found] if all(other == found for other in gather_objects(found)) else []
-
-
 def shared_components(
-    names: Collection[str], load: Callable[[Callable[[int], Room]], Any], hosts: Hosts | None = None
+    found: list[tuple[str, int]], load: Callable[[Conversions], Any], hosts: Hosts | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Components of which all ranks of a host have one copy. Every rank calls this alike.
 
     Args:
-        names: of the components with weights.
-        load: loads the pipeline; the first rank of each host calls it. It is given what makes a room of so many bytes
-            for weights that it converts.
+        found: what `to_be_shared` has found; nothing is shared unless all ranks have found the same: hosts may have
+            other files.
+        load: loads the pipeline; the first rank of each host calls it. Weights that it plans to convert have their
+            values when all ranks have returned from here.
         hosts: of the ranks, if they are known.
 
     Returns:
         The pipeline, where this rank has loaded it, with its components in the shared memory; else None, and the
-        components by name, to be loaded with. Nothing of both where a host's first rank has failed: every rank of the
-        host loads for itself, and fails alike.
+        components by name, to be loaded with. Nothing of both where reading has failed on a rank of the host: every
+        rank of it loads for itself, and fails alike.
     """
     rank = dist.get_rank()
-    near = (hosts or find_hosts(None, True)).near
-    first = min(near[rank])
     with ExitStack() as files:
-        pipe, parcel = None, None
-        if rank == first and len(near[rank]) > 1:
-            pipe, parcel = _loaded(names, load, files)
-        every: list[Parcel | None] = gather_objects(parcel)
-        found: dict[str, Any] = {}
-        if (theirs := every[first]) is not None:
-            found = _opened(theirs)
-        # Behind this all ranks have mapped the memory, which lives on without its file.
-        gather_objects(None)
-    if pipe is not None and found:
-        pipe.register_modules(**{name: one for name, one in found.items() if isinstance(one, nn.Module)})
+        room = Room(files)
+        said: list[tuple[list[tuple[str, int]], Place]] = gather_objects((found, room.place))
+        if not found or any(other != found for other, _ in said):
+            return None, {}
+        near = (hosts or find_hosts(None, True)).near
+        here = sorted(near[rank])
+        pipe, parcel, plan = None, None, Conversions([said[one][1] for one in here])
+        if rank == here[0] and len(here) > 1:
+            pipe, parcel = _loaded([name for name, _ in found], load, plan, files)
+        every: list[tuple[Parcel | None, list[list[Conversion]], list[Place]]] = gather_objects(
+            (parcel, plan.jobs if parcel is not None else [[] for _ in here], plan.rooms)
+        )
+        theirs, jobs, rooms = every[here[0]]
+        own, failed = here.index(rank), False
+        try:
+            convert(jobs[own], room, rooms[own].size)
+        except Exception as error:
+            # Every rank runs into it when it loads by itself, and says it.
+            log.debug("this rank could not convert its part of the weights: %s", error)
+            failed = True
+        shared = {} if theirs is None or failed else _opened(theirs)
+        # Behind this all ranks have mapped the memory, which lives on without its file, and its values are there.
+        all_failed: list[bool] = gather_objects(failed)
+        if any(all_failed[one] for one in here):
+            return None, {}
+    if pipe is not None:
+        pipe.register_modules(**shared)
         _give_back()
-    return pipe, found
+    return pipe, shared
 
 
 def _loaded(
-    names: Collection[str], load: Callable[[Callable[[int], Room]], Any], files: ExitStack
+    names: Collection[str], load: Callable[[Conversions], Any], plan: Conversions, files: ExitStack
 ) -> tuple[Any, Parcel | None]:
     """The pipeline and its components as a parcel; None of each: it cannot be loaded; of the parcel: not sent."""
-    rooms: list[Room] = []
-
-    def room(size: int) -> Room:
-        rooms.append(Room(size, files))
-        return rooms[-1]
-
     try:
-        pipe = load(room)
-        for one in rooms:
-            one.finish()
+        pipe = load(plan)
     except Exception as error:
         # Every rank runs into it when it loads by itself, and says it.
         log.debug("the first rank of the host could not load: %s", error)
@@ -111,7 +115,7 @@ def _loaded(
     own = {name: one for name in names if isinstance(one := getattr(pipe, name, None), nn.Module)}
     gradients = {name: [p.requires_grad for p in one.parameters()] for name, one in own.items()}
     try:
-        return pipe, files.enter_context(packed((own, gradients), "meta", rooms=rooms, on_files=True))
+        return pipe, files.enter_context(packed((own, gradients), "meta", None, plan.rooms, plan.place_of))
     except (InputError, OSError) as error:
         log.info("every rank of this host holds weights of its own: %s", error)
         return pipe, None
