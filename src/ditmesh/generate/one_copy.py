@@ -25,7 +25,7 @@ from ..comm.objects import gather_objects
 from ..engine.parcels import Parcel, packed, unpacked
 from ..engine.rooms import Place, Room
 from ..errors import InputError
-from .conversions import Conversions, Conversion, convert
+from .conversions import Conversion, Conversions, convert
 from .model_info import ModelInfo
 
 log = logging.getLogger(__name__)
