@@ -308,6 +308,7 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
 def curves(options: argparse.Namespace, work: Path, console: Console) -> dict[str, Any]:
     """Losses of `CURVES`, and their largest relative difference to those of one rank."""
     from ditmesh.launch import RankPool
+
     found: dict[str, list[float]] = {}
     for name, settings in CURVES.items():
         more = {"train_batch_size": 1, "global_batch_size": 4, "from_scratch": True, "learning_rate": 1e-3}
