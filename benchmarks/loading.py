@@ -3,10 +3,11 @@
     python benchmarks/loading.py                         # a transformer of 1 GB on one rank and on four
     python benchmarks/loading.py --ranks 2 --repeats 5 --json loading.json
 
-Stable Diffusion 3's classes with random weights, `ulysses` on all ranks, in float32: once saved in float32, where ranks
-map the files, and once in bfloat16, where all ranks of the host convert a part into memory that all map. Processes are up and have imported everything, and files are in the page cache. Seconds are those of the slowest
-rank from a barrier to a pipeline whose every weight has been read once: pages that are mapped later would be paid for
-in the first step. One rank and several take turns, the best of each counts. Memory is what all ranks have of their own
+Stable Diffusion 3's classes with random weights, `ulysses` on all ranks, in float32: once saved in float32, where
+ranks map the files, and once in bfloat16, where all ranks of the host convert a part into memory that all map.
+Processes are up and have imported everything, and files are in the page cache. Seconds are those of the slowest rank
+from a barrier to a pipeline whose every weight has been read once: pages that are mapped later would be paid for in
+the first step. One rank and several take turns, the best of each counts. Memory is what all ranks have of their own
 (Private of /proc/self/smaps_rollup, above what they had before) and their share of common pages (Pss), over the bytes
 of the weights in float32. The ranks need more processor time than one rank for the comparison of their weights, and
 here they share the cores.

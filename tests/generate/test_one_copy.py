@@ -18,7 +18,7 @@ from ditmesh.core import digests
 from ditmesh.core.alignment import ALIGNMENT, rounded_up
 from ditmesh.engine import rooms
 from ditmesh.engine.sent import from_bytes
-from ditmesh.generate import one_copy
+from ditmesh.generate import conversions, loading, one_copy
 from ditmesh.generate.model_info import find_model
 from support.tiny import save_tiny_ltx
 
@@ -192,3 +192,33 @@ def test_a_file_that_was_replaced_is_not_opened(tmp_path: Path):
     (tmp_path / "other").rename(path)
     with pytest.raises(OSError, match="has changed meanwhile"):
         rooms.opened(place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["emoji-sd3", "emoji-flux", "emoji-wan"])
+def test_a_transformer_that_is_read_once_is_the_one_of_diffusers(name: str, dtype: torch.dtype):
+    """Weights, what is computed and what a call gives, mapped and converted."""
+    info = find_model(name)
+    (kind,) = loading._denoisers_in(info).values()
+    folder = info.files / "transformer"
+    with ExitStack() as files:
+        room = rooms.Room(files)
+        plan = conversions.Conversions([room.place])
+        found: Any = loading._read_once(kind, folder, dtype, None, plan)
+        conversions.convert(plan.jobs[0], room, plan.rooms[0].size)
+    expected = kind.from_pretrained(str(folder), dtype=dtype)
+    for which in ("named_parameters", "named_buffers"):
+        one, other = dict(getattr(found, which)()), dict(getattr(expected, which)())
+        assert list(one) == list(other)
+        for path, value in one.items():
+            assert value.dtype == other[path].dtype
+            assert torch.equal(value, other[path]), path
+    assert {type(module) for module in found.modules()} == {type(module) for module in expected.modules()}
+    assert not any(
+        loading._holds_tensors(value) != loading._holds_tensors(vars(other)[key])
+        for one, other in zip(found.modules(), expected.modules(), strict=True)
+        for key, value in vars(one).items()
+        if key[0] != "_"
+    )
+    assert not found.training
+    assert dict(found.config) == dict(expected.config)
