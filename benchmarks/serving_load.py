@@ -15,9 +15,11 @@ and Harchol-Balter, NSDI 2006), and a latency counts from that time, also if the
 gets the same traces of small and large pictures of emoji-sd3, pictures of emoji-flux and videos of emoji-wan.
 ``poisson`` has exponential gaps; ``bursts`` gaps of a Gamma distribution with a coefficient of variation of 3, the
 family by which BurstGPT (Wang et al., arXiv:2401.17644) describes the bursts of requests to hosted models. The mix is
-even, or by --weights. A load of 1 is as many requests a second as the first server does one at a time. A request is in
-time at a factor if it takes at most so many times as long as alone, on the server that is fastest at that, or with
-``--alone first`` on the first server; goodput is what is in time at 1.5, per second.
+even, or by --weights. A load of 1 is as many requests a second as the best fixed server completes while 8 clients each
+send one after the other (measured in the same run), or with ``--capacity alone`` as the first server does one at a
+time. A request is in time at a factor if it takes at most so many times as long as alone, from its arrival until the client has
+the file, on the server that is fastest at that, or with ``--alone first`` on the first server; goodput is what is in
+time at 1.5, per second.
 """
 
 from __future__ import annotations
@@ -25,15 +27,12 @@ from __future__ import annotations
 import argparse
 import base64
 import os
-import random
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -43,19 +42,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import httpx
-import numpy
 import psutil
-from PIL import Image, ImageSequence
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
 import ditmesh
 from ditmesh import zoo
 from harness import command_line, write_figures
+from open_loop import GOOD, KINDS, TOLERANCE, compared, difference, kind_of, served, show_compared
 
 MODEL = "emoji-sd3"
-# Of 255: what rounding in a batch of another size may change.
-TOLERANCE = 1
 # Every how many requests the calls before the first step are counted.
 PROBED = 8
 
@@ -80,27 +77,6 @@ def server(devices: int, folder: str, batch: int) -> Iterator[tuple[str, int]]:
     """A server of its own, ready; its URL and the id of its process."""
     with served(["--devices", str(devices), "--max-batch", str(batch)], folder) as found:
         yield found
-
-
-@contextmanager
-def served(options: Sequence[str], folder: str) -> Iterator[tuple[str, int]]:
-    """A server with these options, ready; its URL and the id of its process."""
-    command = [sys.executable, "-m", "ditmesh", "serve", *options, "--threads", "1", "--port", "0"]
-    command += ["--folder", folder, "--log-level", "error"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the server did not start: ditmesh serve {shlex.join(options)}")
-        url = line.split()[-1]
-        while httpx.get(f"{url}/readyz").status_code != 200:
-            time.sleep(0.1)
-        yield url, process.pid
-    finally:
-        process.terminate()
-        if process.wait(90) != 0:
-            print("the server did not end well", file=sys.stderr)
 
 
 def draw(pipe: Any, wish: Wish) -> tuple[float, bytes]:
@@ -155,12 +131,6 @@ def in_turns(url: str, devices: int, chosen: list[Wish], pairs: int) -> dict[str
         "overhead": statistics.median(ratios) - 1,
         "largest_difference": worst,
     }
-
-
-def difference(one: bytes, other: bytes) -> int:
-    """Largest difference of any channel of any pixel."""
-    left, right = (numpy.frombuffer(data, numpy.uint8).astype(numpy.int16) for data in (one, other))
-    return int(abs(left - right).max()) if left.shape == right.shape else 255
 
 
 def all_at_once(work: Callable[[int], None], number: int) -> None:
@@ -244,239 +214,6 @@ def calls_of(url: str) -> tuple[int, int]:
     return sum(replica["calls"] for replica in replicas), sum(replica["rows"] for replica in replicas)
 
 
-# --- requests that wait for nobody
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A sort of request: a model and a size, such as ``emoji-sd3@64x64``."""
-
-    model: str
-    size: str
-
-    def __str__(self) -> str:
-        return f"{self.model}@{self.size}"
-
-    def body(self, number: int, steps: int | None) -> dict[str, Any]:
-        """The JSON of the request with this number; a video comes without loss."""
-        own, captions = zoo.EMBEDDED[self.model], zoo.captions(self.model)
-        wish = {"model": self.model, "size": self.size, "prompt": captions[7 * number % len(captions)], "seed": number}
-        return wish | {"steps": steps or own.steps, "format": "png"}
-
-
-def kind_of(text: str) -> Kind:
-    """Raises `ValueError`."""
-    model, _, size = text.partition("@")
-    if model not in zoo.EMBEDDED or not size:
-        raise ValueError(text)
-    return Kind(model, size)
-
-
-KINDS = ("emoji-sd3@32x32", "emoji-sd3@64x64", "emoji-flux@64x64", "emoji-wan@64x64")
-# Times the seconds alone within which a request is in time; the one that goodput counts.
-FACTORS, GOOD = (1.0, 1.5, 2.0), 1.5
-# Coefficient of variation of the gaps between requests in bursts.
-VARIATION = 3.0
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request of a trace: when it comes, in seconds, and its number among those of its kind."""
-
-    at: float
-    kind: Kind
-    number: int
-
-
-def arrivals(
-    how: str, rate: float, number: int, kinds: Sequence[Kind], weights: Sequence[float], distinct: int, seed: int
-) -> list[Arrival]:
-    """A trace.
-
-    Args:
-        how: ``poisson`` or ``bursts``.
-        rate: requests a second, in the mean.
-        number: of requests.
-        kinds, weights: how often each kind comes.
-        distinct: different requests of each kind.
-        seed: of everything that is drawn.
-    """
-    draw, now, found = random.Random(f"{how} {seed}"), 0.0, []
-    shape = 1.0 if how == "poisson" else VARIATION**-2
-    for _ in range(number):
-        (kind,) = draw.choices(kinds, weights)
-        found.append(Arrival(now, kind, draw.randrange(distinct)))
-        now += draw.gammavariate(shape, 1.0 / (rate * shape))
-    return found
-
-
-@dataclass(frozen=True)
-class Served:
-    """What became of a request: its seconds (None: refused or failed), what was said, how far its pixels are off."""
-
-    arrival: Arrival
-    seconds: float | None
-    said: str = ""
-    off: int = 0
-
-
-def frames_of(data: bytes) -> bytes:
-    """All pixels of a picture or a video."""
-    return b"".join(frame.convert("RGB").tobytes() for frame in ImageSequence.Iterator(Image.open(BytesIO(data))))
-
-
-def one_job(url: str, body: dict[str, Any]) -> tuple[float, bytes]:
-    """A job from its request to its last event: when that came, on the monotonic clock, and the result's pixels.
-
-    Raises:
-        DitmeshError: it is refused or fails.
-    """
-    # Requests that the server refuses are not sent again: they would be another load.
-    with ditmesh.Client(url, timeout=600, patience=0.0) as client:
-        wish = dict(body)
-        job = client.wait(client.submit(wish.pop("prompt"), **wish).id)
-        done = time.monotonic()
-        return done, frames_of(client.file(job.id, 0))
-
-
-def replay(
-    url: str, trace: Sequence[Arrival], right: dict[tuple[Kind, int], bytes], steps: int | None,
-    deadline: dict[Kind, int],
-) -> list[Served]:  # fmt: skip
-    """All requests of a trace at their times."""
-    found: list[Served] = []
-    began = time.monotonic() + 0.5
-
-    def ask(arrival: Arrival) -> None:
-        time.sleep(max(0.0, began + arrival.at - time.monotonic()))
-        body = arrival.kind.body(arrival.number, steps)
-        if arrival.kind in deadline:
-            body["deadline_ms"] = deadline[arrival.kind]
-        try:
-            done, pixels = one_job(url, body)
-        except (ditmesh.DitmeshError, httpx.HTTPError, OSError) as error:
-            found.append(Served(arrival, None, str(error)[:200]))
-            return
-        off = difference(pixels, right[arrival.kind, arrival.number])
-        found.append(Served(arrival, done - began - arrival.at, off=off))
-
-    all_at_once(lambda index: ask(trace[index]), len(trace))
-    return found
-
-
-def summary(found: Sequence[Served], alone: dict[Kind, float], length: float) -> dict[str, Any]:
-    """The figures of a trace.
-
-    Args:
-        found: all its requests.
-        alone: seconds of each kind.
-        length: seconds from the first arrival to the last result.
-    """
-    seconds = sorted(one.seconds for one in found if one.seconds is not None)
-
-    def in_time(factor: float, of: Sequence[Served]) -> int:
-        return sum(one.seconds is not None and one.seconds <= factor * alone[one.arrival.kind] for one in of)
-
-    def quantile(share: float) -> float | None:
-        return seconds[min(len(seconds) - 1, int(len(seconds) * share))] if seconds else None
-
-    by_kind = {kind: [one for one in found if one.arrival.kind == kind] for kind in alone}
-    return {
-        "requests": len(found),
-        "done": len(seconds),
-        "refused": sorted({one.said for one in found if one.seconds is None})[:5],
-        "attainment": {str(factor): in_time(factor, found) / len(found) for factor in FACTORS},
-        "attainment_by_kind": {
-            str(kind): {str(factor): in_time(factor, of) / len(of) for factor in FACTORS}
-            for kind, of in by_kind.items() if of
-        },
-        "goodput": in_time(GOOD, found) / length,
-        "throughput": len(seconds) / length,
-        "p50_seconds": quantile(0.5),
-        "p95_seconds": quantile(0.95),
-        "p99_seconds": quantile(0.99),
-        "wrong": sum(one.off > TOLERANCE for one in found),
-        "largest_difference": max((one.off for one in found), default=0),
-    }  # fmt: skip
-
-
-def compared(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every server under every trace."""
-    kinds = arguments.kinds
-    weights = arguments.weights or [1.0] * len(kinds)
-    models = [word for model in dict.fromkeys(kind.model for kind in kinds) for word in ("--model", model)]
-    loaded = ["--max-loaded", str(len(models) // 2)]
-    servers = arguments.server or ["--devices 2"]
-    alone: dict[str, dict[Kind, float]] = {}
-    runs: list[tuple[str, str, float, list[Served], float]] = []
-    right: dict[tuple[Kind, int], bytes] = {}
-    rate = 0.0
-    for words in servers:
-        with tempfile.TemporaryDirectory() as folder:
-            options = [*shlex.split(words), *models, *loaded]
-            with served(options, folder) as (url, _):
-                alone[words] = {kind: alone_on(url, kind, arguments, right) for kind in kinds}
-                cards = {one["id"]: one for one in httpx.get(f"{url}/v1/models").json()["data"]}
-                # Only such servers know deadlines.
-                timed = arguments.deadline and all(card.get("deadlines") for card in cards.values())
-                if not rate:
-                    mean = sum(
-                        weight * alone[words][kind] for kind, weight in zip(kinds, weights, strict=True)
-                    ) / sum(weights)  # fmt: skip
-                    rate = 1.0 / mean
-                base = alone[servers[0] if arguments.alone == "first" else words]
-                deadlines = {kind: int(1e3 * arguments.deadline * base[kind]) for kind in kinds} if timed else {}
-                for how in arguments.arrivals:
-                    for load in arguments.load:
-                        trace = arrivals(
-                            how, load * rate, arguments.requests, kinds, weights, arguments.distinct, arguments.seed
-                        )
-                        began = time.monotonic()
-                        found = replay(url, trace, right, arguments.steps, deadlines)
-                        runs.append((words, how, load, found, time.monotonic() - began - 0.5))
-    compared_with = [alone[servers[0]]] if arguments.alone == "first" else list(alone.values())
-    best = {kind: min(times[kind] for times in compared_with) for kind in kinds}
-    return {
-        "kinds": [str(kind) for kind in kinds],
-        "alone_seconds": {words: {str(kind): of[kind] for kind in kinds} for words, of in alone.items()},
-        "rate_of_load_1": rate,
-        "runs": [
-            {"server": words, "arrivals": how, "load": load, **summary(found, best, length)}
-            for words, how, load, found, length in runs
-        ],
-    }
-
-
-def alone_on(url: str, kind: Kind, arguments: argparse.Namespace, right: dict[tuple[Kind, int], bytes]) -> float:
-    """Median seconds of a kind, one request at a time; the pixels of all its requests go to ``right``, once."""
-    seconds = []
-    # What is done once.
-    one_job(url, kind.body(0, arguments.steps))
-    for number in range(arguments.distinct):
-        began = time.monotonic()
-        done, pixels = one_job(url, kind.body(number, arguments.steps))
-        seconds.append(done - began)
-        off = difference(pixels, right.setdefault((kind, number), pixels))
-        if off > TOLERANCE:
-            raise SystemExit(f"{kind}: two servers make pictures that differ by {off} of 255")
-    return statistics.median(seconds)
-
-
-def show_compared(result: dict[str, Any]) -> None:
-    """The runs as a table."""
-    table = Table(title=result["machine"]["text"], title_justify="left")
-    for name in ("server", "arrivals", "load", "in time, 1.0 / 1.5 / 2.0", "goodput", "p50, p95, p99", "wrong"):
-        table.add_column(name)
-    for run in result["runs"]:
-        times = [run[f"{name}_seconds"] for name in ("p50", "p95", "p99")]
-        table.add_row(
-            run["server"], run["arrivals"], f"{run['load']:g}",
-            " / ".join(f"{share:.0%}" for share in run["attainment"].values()), f"{run['goodput']:.2f}/s",
-            ", ".join("-" if one is None else f"{one:.2f}" for one in times), str(run["wrong"]),
-        )  # fmt: skip
-    Console(width=120).print(table)
-
-
 def memory(process: int | None) -> int | None:
     """Bytes that a process holds."""
     return None if process is None else psutil.Process(process).memory_info().rss
@@ -549,7 +286,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="turns of the pipeline and the server, one at a time")
     many = parser.add_argument_group("requests that wait for nobody")
     many.add_argument("--arrivals", type=lambda text: text.split(","), help="poisson, bursts or both, with a comma")
-    many.add_argument("--load", type=numbers, default=[0.5, 0.9], help="loads, with commas; 1: one at a time, at once")
+    many.add_argument("--load", type=numbers, default=[0.5, 0.9], help="loads, with commas, see --capacity")
     many.add_argument("--server", action="append", metavar="OPTIONS", help="of `ditmesh serve`; may be repeated")
     many.add_argument("--kinds", type=lambda text: [kind_of(one) for one in text.split(",")],
                       default=[kind_of(one) for one in KINDS], help=",".join(KINDS))  # fmt: skip
@@ -558,6 +295,10 @@ def main() -> None:
                       "times the seconds alone; 0: none")  # fmt: skip
     many.add_argument("--alone", choices=("fastest", "first"), default="fastest",
                       help="the server of the seconds alone")  # fmt: skip
+    many.add_argument("--capacity", choices=("measured", "alone"), default="measured", help="what a load of 1 is: the "
+                      "requests a second that the best fixed server completes in a closed loop of 8 clients, or those "
+                      "of the first server one at a time")  # fmt: skip
+    many.add_argument("--resume", type=Path, metavar="FOLDER", help="keep there what has been measured, and go on")
     many.add_argument("--seed", type=int, default=0, help="of the traces")
     arguments = parser.parse_args()
     if unknown := {*(arguments.arrivals or ())} - {"poisson", "bursts"}:

@@ -52,7 +52,7 @@ def check_rehearsal(result: dict[str, Any], parts: tuple[str, ...]) -> None:
 
 def test_the_runner_knows_all_benchmarks(tmp_path: Path) -> None:
     listed = script("__main__.py").stdout.splitlines()
-    shared = {"__main__", "comfyui_files", "harness", "machine", "quiet"}
+    shared = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet"}
     files = {path.stem for path in BENCHMARKS.glob("*.py")} - shared
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check", "serving_history"}
     unknown = script("__main__.py", "exakt")
@@ -378,11 +378,11 @@ def test_servers_are_compared_under_requests_that_wait_for_nobody(tmp_path: Path
 
 
 def test_traces_have_their_rate_and_their_bursts() -> None:
-    loaded = importlib.util.spec_from_file_location("serving_load", BENCHMARKS / "serving_load.py")
+    loaded = importlib.util.spec_from_file_location("open_loop", BENCHMARKS / "open_loop.py")
     assert loaded is not None
     assert loaded.loader is not None
     module = importlib.util.module_from_spec(loaded)
-    sys.modules["serving_load"] = module
+    sys.modules["open_loop"] = module
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         loaded.loader.exec_module(module)

@@ -1,0 +1,438 @@
+"""Servers under requests that wait for nobody: traces, one client for all of them, and what became of each request.
+
+`serving_load.py --arrivals` compares servers with it. Every request is one coroutine of one process: the client takes
+little of the cores that the server's ranks need. Results are decoded and compared after the last one has come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy
+import psutil
+from PIL import Image, ImageSequence
+from rich.console import Console
+from rich.table import Table
+
+from ditmesh import zoo
+
+# Of 255: what rounding in a batch of another size may change.
+TOLERANCE = 1
+KINDS = ("emoji-sd3@32x32", "emoji-sd3@64x64", "emoji-flux@64x64", "emoji-wan@64x64")
+# Times the seconds alone within which a request is in time; the one that goodput counts.
+FACTORS, GOOD = (1.0, 1.5, 2.0), 1.5
+# Coefficient of variation of the gaps between requests in bursts.
+VARIATION = 3.0
+# Of the closed loop that measures a server's capacity: clients, and requests before the clock starts.
+CLIENTS, WARMING = 8, 8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A sort of request: a model and a size, such as ``emoji-sd3@64x64``."""
+
+    model: str
+    size: str
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.size}"
+
+    def body(self, number: int, steps: int | None) -> dict[str, Any]:
+        """The JSON of the request with this number; a video comes without loss."""
+        own, captions = zoo.EMBEDDED[self.model], zoo.captions(self.model)
+        wish = {"model": self.model, "size": self.size, "prompt": captions[7 * number % len(captions)], "seed": number}
+        return wish | {"steps": steps or own.steps, "format": "png"}
+
+
+def kind_of(text: str) -> Kind:
+    """Raises `ValueError`."""
+    model, _, size = text.partition("@")
+    if model not in zoo.EMBEDDED or not size:
+        raise ValueError(text)
+    return Kind(model, size)
+
+
+# --- traces
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a trace: when it comes, in seconds, and its number among those of its kind."""
+
+    at: float
+    kind: Kind
+    number: int
+
+
+def arrivals(
+    how: str, rate: float, number: int, kinds: Sequence[Kind], weights: Sequence[float], distinct: int, seed: int
+) -> list[Arrival]:
+    """A trace.
+
+    Args:
+        how: ``poisson`` or ``bursts``.
+        rate: requests a second, in the mean.
+        number: of requests.
+        kinds, weights: how often each kind comes.
+        distinct: different requests of each kind.
+        seed: of everything that is drawn.
+    """
+    draw, now, found = random.Random(f"{how} {seed}"), 0.0, []
+    shape = 1.0 if how == "poisson" else VARIATION**-2
+    for _ in range(number):
+        (kind,) = draw.choices(kinds, weights)
+        found.append(Arrival(now, kind, draw.randrange(distinct)))
+        now += draw.gammavariate(shape, 1.0 / (rate * shape))
+    return found
+
+
+# --- servers
+
+
+@contextmanager
+def served(options: Sequence[str], folder: str) -> Iterator[tuple[str, int]]:
+    """A server with these options, ready; its URL and the id of its process."""
+    command = [sys.executable, "-m", "ditmesh", "serve", *options, "--threads", "1", "--port", "0"]
+    command += ["--folder", folder, "--log-level", "error"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the server did not start: ditmesh serve {shlex.join(options)}")
+        url = line.split()[-1]
+        while httpx.get(f"{url}/readyz").status_code != 200:
+            time.sleep(0.1)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        if process.wait(90) != 0:
+            print("the server did not end well", file=sys.stderr)
+
+
+def spent(process: int) -> dict[str, float]:
+    """Processor seconds so far: of the server's own process, of all its ranks, and of this process, the client."""
+    server = psutil.Process(process)
+    ranks = sum(sum(one.cpu_times()[:2]) for one in server.children(recursive=True))
+    return {"server": sum(server.cpu_times()[:2]), "ranks": ranks, "client": sum(psutil.Process().cpu_times()[:2])}
+
+
+# --- the client
+
+
+@dataclass(frozen=True)
+class Served:
+    """What became of a request.
+
+    Attributes:
+        seconds: from its arrival until its file is there; None: it has failed.
+        said: why it failed, or why its deadline was refused, after which it was asked for without one.
+        off: how far its pixels are from those of the request alone, of 255.
+    """
+
+    arrival: Arrival
+    seconds: float | None
+    said: str = ""
+    off: int = 0
+
+
+class Refused(Exception):
+    """A server has not done a request."""
+
+
+async def one_job(http: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[bytes, str]:
+    """A job from its submission to its file: the file, and what the server said against its deadline.
+
+    A job whose deadline is refused is asked for without one at once, so that every server has the same work.
+
+    Raises:
+        Refused: the server does not do it. It is not sent again: that would be another load.
+    """
+    said = ""
+    answer = await http.post("/v1/jobs", json=body)
+    if answer.status_code == 422 and "deadline_ms" in body:
+        said = answer.json()["error"]["message"]
+        answer = await http.post("/v1/jobs", json={**body, "deadline_ms": None})
+    if not answer.is_success:
+        raise Refused(answer.text)
+    id = answer.json()["id"]
+    async with http.stream("GET", f"/v1/jobs/{id}/events") as events:
+        names = [line async for line in events.aiter_lines() if line.startswith("event:")]
+    if names[-1].split()[-1] != "succeeded":
+        raise Refused(f"the last event of the job was {names[-1]!r}")
+    file = await http.get(f"/v1/jobs/{id}/images/0")
+    if not file.is_success:
+        raise Refused(file.text)
+    return file.content, said
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None))
+
+
+def replay(
+    url: str, trace: Sequence[Arrival], right: Mapping[tuple[Kind, int], bytes], steps: int | None,
+    deadline: Mapping[Kind, int],
+) -> list[Served]:  # fmt: skip
+    """All requests of a trace at their times."""
+    found: list[tuple[Arrival, float | None, str, bytes]] = []
+
+    async def ask(http: httpx.AsyncClient, arrival: Arrival, began: float) -> None:
+        body = arrival.kind.body(arrival.number, steps)
+        if arrival.kind in deadline:
+            body["deadline_ms"] = deadline[arrival.kind]
+        await asyncio.sleep(began + arrival.at - time.monotonic())
+        try:
+            data, said = await one_job(http, body)
+        except (Refused, httpx.HTTPError, OSError) as error:
+            found.append((arrival, None, str(error)[:200], b""))
+        else:
+            found.append((arrival, time.monotonic() - began - arrival.at, said, data))
+
+    async def everything() -> None:
+        async with _client(url) as http:
+            began = time.monotonic() + 0.5
+            await asyncio.gather(*(ask(http, one, began) for one in trace))
+
+    asyncio.run(everything())
+    return [
+        Served(one, seconds, said, difference(frames_of(data), right[one.kind, one.number]) if data else 0)
+        for one, seconds, said, data in found
+    ]
+
+
+def capacity_of(url: str, kinds: Sequence[Kind], weights: Sequence[float], arguments: argparse.Namespace) -> float:
+    """Requests a second that a server completes while `CLIENTS` clients each ask for one after the other."""
+    draw = random.Random(f"capacity {arguments.seed}")
+    number = WARMING + max(arguments.requests // 2, 2 * CLIENTS)
+    # Of every kind its share, in any order: a sample would have another one.
+    shares = [weight / sum(weights) for weight in weights]
+    chosen = [kind for kind, share in zip(kinds, shares, strict=True) for _ in range(round(number * share))]
+    draw.shuffle(chosen)
+    left, ends = iter(enumerate(chosen)), []
+
+    async def client(http: httpx.AsyncClient) -> None:
+        for number, kind in left:
+            await one_job(http, kind.body(number % arguments.distinct, arguments.steps))
+            ends.append(time.monotonic())
+
+    async def everything() -> None:
+        async with _client(url) as http:
+            await asyncio.gather(*(client(http) for _ in range(CLIENTS)))
+
+    asyncio.run(everything())
+    # Neither the first requests nor the last ones, which are fewer at a time.
+    ends.sort()
+    return (len(ends) - CLIENTS - WARMING) / (ends[-CLIENTS - 1] - ends[WARMING - 1])
+
+
+def alone_on(url: str, kind: Kind, arguments: argparse.Namespace, right: dict[tuple[Kind, int], bytes]) -> float:
+    """Median seconds of a kind, one request at a time; the pixels of all its requests go to ``right``, once."""
+
+    async def everything() -> list[tuple[float, bytes]]:
+        found = []
+        async with _client(url) as http:
+            # First what is done once.
+            for number in (0, *range(arguments.distinct)):
+                began = time.monotonic()
+                data, _ = await one_job(http, kind.body(number, arguments.steps))
+                found.append((time.monotonic() - began, data))
+        return found[1:]
+
+    found = asyncio.run(everything())
+    for number, (_, data) in enumerate(found):
+        pixels = frames_of(data)
+        off = difference(pixels, right.setdefault((kind, number), pixels))
+        if off > TOLERANCE:
+            raise SystemExit(f"{kind}: two servers make pictures that differ by {off} of 255")
+    return statistics.median(seconds for seconds, _ in found)
+
+
+def frames_of(data: bytes) -> bytes:
+    """All pixels of a picture or a video."""
+    return b"".join(frame.convert("RGB").tobytes() for frame in ImageSequence.Iterator(Image.open(BytesIO(data))))
+
+
+def difference(one: bytes, other: bytes) -> int:
+    """Largest difference of any channel of any pixel."""
+    left, right = (numpy.frombuffer(data, numpy.uint8).astype(numpy.int16) for data in (one, other))
+    return int(abs(left - right).max()) if left.shape == right.shape else 255
+
+
+# --- figures
+
+
+def summary(found: Sequence[Served], alone: Mapping[Kind, float], length: float) -> dict[str, Any]:
+    """The figures of a trace.
+
+    Args:
+        found: all its requests.
+        alone: seconds of each kind.
+        length: seconds from the first arrival to the last result.
+    """
+    seconds = sorted(one.seconds for one in found if one.seconds is not None)
+
+    def in_time(factor: float, of: Sequence[Served]) -> int:
+        return sum(one.seconds is not None and one.seconds <= factor * alone[one.arrival.kind] for one in of)
+
+    def quantile(share: float) -> float | None:
+        return seconds[min(len(seconds) - 1, int(len(seconds) * share))] if seconds else None
+
+    by_kind = {kind: [one for one in found if one.arrival.kind == kind] for kind in alone}
+    return {
+        "requests": len(found),
+        "done": len(seconds),
+        "deadlines_refused": sum(bool(one.said) for one in found if one.seconds is not None),
+        "refused": sorted({one.said for one in found if one.seconds is None})[:5],
+        "attainment": {str(factor): in_time(factor, found) / len(found) for factor in FACTORS},
+        "attainment_by_kind": {
+            str(kind): {str(factor): in_time(factor, of) / len(of) for factor in FACTORS}
+            for kind, of in by_kind.items() if of
+        },
+        "goodput": in_time(GOOD, found) / length,
+        "throughput": len(seconds) / length,
+        "p50_seconds": quantile(0.5),
+        "p95_seconds": quantile(0.95),
+        "p99_seconds": quantile(0.99),
+        "wrong": sum(one.off > TOLERANCE for one in found),
+        "largest_difference": max((one.off for one in found), default=0),
+    }  # fmt: skip
+
+
+class Notebook:
+    """What has been measured, in a folder, so that a run that was cut off goes on; None: nowhere."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def once(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What ``measure`` returns, as JSON can hold it, or what it returned before."""
+        file = None if self._folder is None else self._folder / f"{name}.json"
+        if file is not None and file.exists():
+            return json.loads(file.read_text(encoding="utf-8"))
+        found = measure()
+        if file is not None:
+            file.write_text(json.dumps(found), encoding="utf-8")
+        return found
+
+    def knows(self, name: str) -> bool:
+        """Whether it was measured before."""
+        return self._folder is not None and (self._folder / f"{name}.json").exists()
+
+
+def compared(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every server under every trace."""
+    kinds, notebook = arguments.kinds, Notebook(arguments.resume)
+    weights = arguments.weights or [1.0] * len(kinds)
+    models = [word for model in dict.fromkeys(kind.model for kind in kinds) for word in ("--model", model)]
+    options = [*models, "--max-loaded", str(len(models) // 2)]
+    servers = arguments.server or ["--devices 2"]
+    right: dict[tuple[Kind, int], bytes] = {}
+
+    def by_itself(words: str) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder, served([*shlex.split(words), *options], folder) as (url, _):
+            own: dict[tuple[Kind, int], bytes] = {}
+            seconds = [alone_on(url, kind, arguments, own) for kind in kinds]
+            cards = httpx.get(f"{url}/v1/models").json()["data"]
+            return {
+                "seconds": seconds,
+                "capacity": capacity_of(url, kinds, weights, arguments),
+                "deadlines": all(card.get("deadlines") for card in cards),
+                "pixels": [[str(kind), number, base64.b64encode(zlib.compress(data)).decode()]
+                           for (kind, number), data in own.items()],
+            }  # fmt: skip
+
+    found = [notebook.once(f"alone-{number}", partial(by_itself, words)) for number, words in enumerate(servers)]
+    for one in found:
+        for kind, number, data in one["pixels"]:
+            pixels = zlib.decompress(base64.b64decode(data))
+            off = difference(pixels, right.setdefault((kind_of(kind), number), pixels))
+            if off > TOLERANCE:
+                raise SystemExit(f"{kind}: two servers make pictures that differ by {off} of 255")
+    alone = {words: dict(zip(kinds, one["seconds"], strict=True)) for words, one in zip(servers, found, strict=True)}
+    compared_with = [alone[servers[0]]] if arguments.alone == "first" else list(alone.values())
+    best = {kind: min(times[kind] for times in compared_with) for kind in kinds}
+    mean = sum(weight * alone[servers[0]][kind] for kind, weight in zip(kinds, weights, strict=True)) / sum(weights)
+    fixed = [one["capacity"] for one in found if not one["deadlines"]] or [one["capacity"] for one in found]
+    rate = max(fixed) if arguments.capacity == "measured" else 1.0 / mean
+    runs: list[dict[str, Any]] = []
+    rows = [(how, load) for how in arguments.arrivals for load in arguments.load]
+
+    def under(url: str, process: int, how: str, load: float, timed: bool) -> dict[str, Any]:
+        deadlines = {kind: int(1e3 * arguments.deadline * best[kind]) for kind in kinds} if timed else {}
+        trace = arrivals(how, load * rate, arguments.requests, kinds, weights, arguments.distinct, arguments.seed)
+        before = spent(process)
+        found = replay(url, trace, right, arguments.steps, deadlines)
+        after = spent(process)
+        length = max((one.arrival.at + one.seconds for one in found if one.seconds is not None), default=0.0)
+        figures = summary(found, best, length or 1.0)
+        return figures | {"processor_seconds": {name: after[name] - before[name] for name in after}, "seconds": length}
+
+    for number, words in enumerate(servers):
+        names = {(how, load): f"run-{number}-{how}-{load:g}" for how, load in rows}
+        with tempfile.TemporaryDirectory() as folder:
+            if all(notebook.knows(name) for name in names.values()):
+                runs += [{"server": words, "arrivals": how, "load": load, **notebook.once(name, dict)}
+                         for (how, load), name in names.items()]  # fmt: skip
+                continue
+            with served([*shlex.split(words), *options], folder) as (url, process):
+                # What is done once, and what the adaptive server learns from.
+                own: dict[tuple[Kind, int], bytes] = {}
+                for kind in kinds:
+                    alone_on(url, kind, argparse.Namespace(distinct=2, steps=arguments.steps), own)
+                for (how, load), name in names.items():
+                    timed = bool(arguments.deadline and found[number]["deadlines"])
+                    figures = notebook.once(name, partial(under, url, process, how, load, timed))
+                    runs.append({"server": words, "arrivals": how, "load": load, **figures})
+    return {
+        "kinds": [str(kind) for kind in kinds],
+        "alone_seconds": {words: {str(kind): of[kind] for kind in kinds} for words, of in alone.items()},
+        "capacity": {words: one["capacity"] for words, one in zip(servers, found, strict=True)},
+        "rate_of_load_1": rate,
+        "runs": runs,
+    }
+
+
+def show_compared(result: dict[str, Any]) -> None:
+    """The runs as a table."""
+    console = Console(width=140)
+    for words, seconds in result["alone_seconds"].items():
+        console.print(
+            f"{words}: {result['capacity'][words]:.2f} requests/s in a closed loop; seconds alone "
+            + ", ".join(f"{kind} {of:.3f}" for kind, of in seconds.items())
+        )
+    table = Table(title=result["machine"]["text"], title_justify="left")
+    for name in ("server", "arrivals", "load", "in time, 1.0 / 1.5 / 2.0", "goodput", "requests/s", "p50, p95, p99",
+                 "processor s: ranks, server, client", "wrong"):  # fmt: skip
+        table.add_column(name)
+    for run in result["runs"]:
+        times = [run[f"{name}_seconds"] for name in ("p50", "p95", "p99")]
+        used = run["processor_seconds"]
+        table.add_row(
+            run["server"], run["arrivals"], f"{run['load']:g}",
+            " / ".join(f"{share:.0%}" for share in run["attainment"].values()), f"{run['goodput']:.2f}/s",
+            f"{run['throughput']:.2f}", ", ".join("-" if one is None else f"{one:.2f}" for one in times),
+            ", ".join(f"{used[name]:.1f}" for name in ("ranks", "server", "client")), str(run["wrong"]),
+        )  # fmt: skip
+    console.print(table)
