@@ -159,8 +159,8 @@ class Refused(Exception):
     """A server has not done a request."""
 
 
-async def one_job(http: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[bytes, str]:
-    """A job from its submission to its file: the file, and what the server said against its deadline.
+async def one_job(http: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[bytes, str, float]:
+    """A job from its submission to its file: the file, what was said against its deadline, and its seconds there.
 
     A job whose deadline is refused is asked for without one at once, so that every server has the same work.
 
@@ -176,13 +176,15 @@ async def one_job(http: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[byt
         raise Refused(answer.text)
     id = answer.json()["id"]
     async with http.stream("GET", f"/v1/jobs/{id}/events") as events:
-        names = [line async for line in events.aiter_lines() if line.startswith("event:")]
-    if names[-1].split()[-1] != "succeeded":
-        raise Refused(f"the last event of the job was {names[-1]!r}")
+        lines = [line async for line in events.aiter_lines() if line.startswith(("event:", "data:"))]
+    name, told = (next(line for line in reversed(lines) if line.startswith(word)) for word in ("event:", "data:"))
+    if name.split()[-1] != "succeeded":
+        raise Refused(f"the last event of the job was {name!r}")
+    job = json.loads(told.removeprefix("data:"))
     file = await http.get(f"/v1/jobs/{id}/images/0")
     if not file.is_success:
         raise Refused(file.text)
-    return file.content, said
+    return file.content, said, job["finished"] - job["created"]
 
 
 def _client(url: str) -> httpx.AsyncClient:
@@ -202,7 +204,7 @@ def replay(
             body["deadline_ms"] = deadline[arrival.kind]
         await asyncio.sleep(began + arrival.at - time.monotonic())
         try:
-            data, said = await one_job(http, body)
+            data, said, _ = await one_job(http, body)
         except (Refused, httpx.HTTPError, OSError) as error:
             found.append((arrival, None, str(error)[:200], b""))
         else:
@@ -245,26 +247,32 @@ def capacity_of(url: str, kinds: Sequence[Kind], weights: Sequence[float], argum
     return (len(ends) - CLIENTS - WARMING) / (ends[-CLIENTS - 1] - ends[WARMING - 1])
 
 
-def alone_on(url: str, kind: Kind, arguments: argparse.Namespace, right: dict[tuple[Kind, int], bytes]) -> float:
-    """Median seconds of a kind, one request at a time; the pixels of all its requests go to ``right``, once."""
+def alone_on(
+    url: str, kind: Kind, arguments: argparse.Namespace, right: dict[tuple[Kind, int], bytes]
+) -> tuple[float, float]:
+    """Median seconds of a kind, one request at a time, and those of them outside of the server.
 
-    async def everything() -> list[tuple[float, bytes]]:
+    The pixels of all its requests go to ``right``, once.
+    """
+
+    async def everything() -> list[tuple[float, float, bytes]]:
         found = []
         async with _client(url) as http:
             # First what is done once.
             for number in (0, *range(arguments.distinct)):
                 began = time.monotonic()
-                data, _ = await one_job(http, kind.body(number, arguments.steps))
-                found.append((time.monotonic() - began, data))
+                data, _, inside = await one_job(http, kind.body(number, arguments.steps))
+                seconds = time.monotonic() - began
+                found.append((seconds, seconds - inside, data))
         return found[1:]
 
     found = asyncio.run(everything())
-    for number, (_, data) in enumerate(found):
+    for number, (_, _, data) in enumerate(found):
         pixels = frames_of(data)
         off = difference(pixels, right.setdefault((kind, number), pixels))
         if off > TOLERANCE:
             raise SystemExit(f"{kind}: two servers make pictures that differ by {off} of 255")
-    return statistics.median(seconds for seconds, _ in found)
+    return statistics.median(one for one, _, _ in found), statistics.median(one for _, one, _ in found)
 
 
 def frames_of(data: bytes) -> bytes:
@@ -356,7 +364,8 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
             seconds = [alone_on(url, kind, arguments, own) for kind in kinds]
             cards = httpx.get(f"{url}/v1/models").json()["data"]
             return {
-                "seconds": seconds,
+                "seconds": [one for one, _ in seconds],
+                "outside": [one for _, one in seconds],
                 "capacity": capacity_of(url, kinds, weights, arguments),
                 "deadlines": all(card.get("deadlines") for card in cards),
                 "pixels": [[str(kind), number, base64.b64encode(zlib.compress(data)).decode()]
@@ -379,8 +388,11 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     rows = [(how, load) for how in arguments.arrivals for load in arguments.load]
 
-    def under(url: str, process: int, how: str, load: float, timed: bool) -> dict[str, Any]:
-        deadlines = {kind: int(1e3 * arguments.deadline * best[kind]) for kind in kinds} if timed else {}
+    def under(url: str, process: int, how: str, load: float, outside: Sequence[float]) -> dict[str, Any]:
+        deadlines = {
+            kind: int(1e3 * (arguments.deadline * best[kind] - away))
+            for kind, away in zip(kinds, outside, strict=False)
+        }
         trace = arrivals(how, load * rate, arguments.requests, kinds, weights, arguments.distinct, arguments.seed)
         before = spent(process)
         found = replay(url, trace, right, arguments.steps, deadlines)
@@ -402,8 +414,9 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
                 for kind in kinds:
                     alone_on(url, kind, argparse.Namespace(distinct=2, steps=arguments.steps), own)
                 for (how, load), name in names.items():
-                    timed = bool(arguments.deadline and found[number]["deadlines"])
-                    figures = notebook.once(name, partial(under, url, process, how, load, timed))
+                    # Empty: no deadline is sent.
+                    outside = found[number]["outside"] if arguments.deadline and found[number]["deadlines"] else []
+                    figures = notebook.once(name, partial(under, url, process, how, load, outside))
                     runs.append({"server": words, "arrivals": how, "load": load, **figures})
     return {
         "kinds": [str(kind) for kind in kinds],

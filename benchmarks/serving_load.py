@@ -17,9 +17,10 @@ gets the same traces of small and large pictures of emoji-sd3, pictures of emoji
 family by which BurstGPT (Wang et al., arXiv:2401.17644) describes the bursts of requests to hosted models. The mix is
 even, or by --weights. A load of 1 is as many requests a second as the best fixed server completes while 8 clients each
 send one after the other (measured in the same run), or with ``--capacity alone`` as the first server does one at a
-time. A request is in time at a factor if it takes at most so many times as long as alone, from its arrival until the client has
-the file, on the server that is fastest at that, or with ``--alone first`` on the first server; goodput is what is in
-time at 1.5, per second.
+time. A request is in time at a factor if it takes at most so many times as long as alone, from its arrival until the
+client has the file, on the server that is fastest at that, or with ``--alone first`` on the first server; goodput is
+what is in time at 1.5, per second. A server that knows deadlines is told them, less what HTTP and the client took
+of the seconds alone.
 """
 
 from __future__ import annotations

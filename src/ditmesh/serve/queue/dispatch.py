@@ -45,6 +45,8 @@ SWITCH = 2.0
 # them; and before all jobs fail, or the server ends if none has ever served.
 LOADS, STARTS, MOST_STARTS = 2, 3, 6
 
+# Weight of a new measurement of the seconds that a result takes from its pipeline's end to its job's.
+DELIVERED = 0.3
 # Pictures that are given to a pool of ranks at a time.
 POOLED = 64
 
@@ -121,6 +123,8 @@ class Dispatcher:
             name = f"replica-{number}"
             replica = Replica(name, make, self._receive, settings, function)
             self.slots.append(ReplicaSlot(replica, ReplicaState(name=name, state="starting")))
+        # By model, see `DELIVERED`.
+        self._delivery: dict[str, float] = {}
         self._slot_of = {slot.replica: slot for slot in self.slots}
         # Failed loads by model; whether any model has been loaded.
         self._failed_loads: dict[str, int] = {}
@@ -256,7 +260,8 @@ class Dispatcher:
         files = {digest: str(path) for digest, path in paths.items() if path is not None}
         within = None
         if request.deadline_ms is not None:
-            within = live.job.created + request.deadline_ms / 1000 - time.time()
+            # The ranks' part: what comes after them has its share.
+            within = live.job.created + request.deadline_ms / 1000 - time.time() - self._delivery.get(live.model, 0.0)
         weight = self._weights.get(live.owner, 1.0)
         slot.replica.send(Start(PictureTask(task, live.model, request, picture, files, live.owner, weight, within)))
 
@@ -282,7 +287,9 @@ class Dispatcher:
             tasks += waiting[number :: len(slots)]
             job = Job(id="", status="queued", request=request, created=now)
             wish = [model.task(f"wish/{n}", job, 0, owner) for n in range(request.n)]
-            found.append(forecast(scheduler, slot.costs, now, tasks, wish).seconds)
+            found.append(
+                forecast(scheduler, slot.costs, now, tasks, wish).seconds + self._delivery.get(request.model, 0.0)
+            )
         return min(found, default=None)
 
     # ---- from replicas
@@ -380,7 +387,7 @@ class Dispatcher:
             receipt=dict(said.receipt),
         )
         self._jobs.throughput.done(live.work)
-        queue, results = self._jobs.queue, self._jobs.results
+        queue, results, received = self._jobs.queue, self._jobs.results, time.monotonic()
 
         def change() -> Job | None:
             file = results.write(live.id, picture, said.data)
@@ -395,6 +402,9 @@ class Dispatcher:
                 live.log.publish("image", image.model_dump(mode="json"))
                 if live.ended:
                     self._jobs.end(live, job)
+                seconds = said.seconds + time.monotonic() - received
+                before = self._delivery.get(live.model, seconds)
+                self._delivery[live.model] = before + DELIVERED * (seconds - before)
 
         await self._jobs.write(live, change, then)
 

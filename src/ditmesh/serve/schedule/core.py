@@ -10,7 +10,7 @@ after TetriServe (arXiv:2510.01565) and GF-DiT (arXiv:2606.13501).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -23,6 +23,8 @@ QUANTUM = 0.025
 BURST = 2.0
 # A batch has to save so much of the time of its rows alone.
 WORTH = 0.93
+# More ranks have to make a request at least so many times as fast as fewer of them: they take time from the others.
+WIDER = 1.15
 # A deadline counts as met in the plan if so much of the remaining seconds is left over.
 MARGIN = 0.03
 # A request without a deadline, or with one that was missed, goes before those with deadlines when it has waited for so
@@ -73,6 +75,7 @@ class Run:
         tasks: by id; several: their calls run as one.
         calls: so many calls of each task; 0: one rank goes on until ``seconds`` are over.
         seconds: that it is expected to take.
+        open: it goes on after that, until one of its tasks is done or `Scheduler.recall` ends it.
     """
 
     first: int
@@ -80,6 +83,7 @@ class Run:
     tasks: tuple[str, ...]
     calls: int
     seconds: float
+    open: bool = False
 
     @property
     def ranks(self) -> range:
@@ -162,7 +166,7 @@ class Scheduler:
                 found[mode.ranks] = seconds, mode
         least = float("inf")
         for ranks in sorted(found):
-            if found[ranks][0] >= least * 0.98:
+            if found[ranks][0] * WIDER > least:
                 del found[ranks]
             else:
                 least = found[ranks][0]
@@ -295,6 +299,33 @@ class Scheduler:
                 taken.update(one.ranks)
         return begun + self._backfill(costs, placed, waiting, runs_of, taken, wait)
 
+    def recall(
+        self,
+        costs: StepCosts,
+        now: float,
+        tasks: Sequence[Task],
+        running: Sequence[Run],
+        able: Collection[int],
+        free: Sequence[float] = (),
+    ) -> list[int]:
+        """The runs that are to end after their present call, since their ranks would be given something else now.
+
+        Args:
+            costs, now, tasks, running, free: as of `decide`.
+            able: places in ``running`` of those that can end before their time.
+
+        Returns:
+            Places in ``running``.
+        """
+        at_work = {id for run in running for id in run.tasks}
+        busy = sum(run.mode.ranks for run in running)
+        if not able or (busy == self.ranks and all(task.id in at_work for task in tasks)):
+            return []
+        others = [run for place, run in enumerate(running) if place not in able]
+        planned = self.decide(costs, now, tasks, others, free)
+        same = {frozenset(run.tasks) for run in planned if run.mode.ranks == 1}
+        return [place for place in able if frozenset(running[place].tasks) not in same]
+
     def _allocate(self, ordered: Sequence[tuple[Task, Mode]]) -> tuple[list[_Placed], list[Task], int]:
         placed: list[_Placed] = []
         waiting: list[Task] = []
@@ -317,7 +348,7 @@ class Scheduler:
             best, now = self._best(costs, one.task), one.mode.ranks
             seconds = best[now][0] if now in best else self.left(costs, one.task, one.mode)
             for ranks, (wider, mode) in best.items():
-                if ranks > now and wider < seconds * 0.98:
+                if ranks > now and wider * WIDER <= seconds:
                     heappush(steps, (-(seconds - wider) / seconds / (ranks - now), number, ranks - now, mode))
                     return
 
@@ -414,7 +445,7 @@ class Scheduler:
         call = max(self.call(costs, one.mode, one.batch), 1e-6)
         ids = tuple(task.id for task in one.batch)
         if one.mode.ranks == 1:
-            return Run(one.first, one.mode, ids, 0, max(self.quantum, call))
+            return Run(one.first, one.mode, ids, 0, max(self.quantum, call), open=True)
         most = min(costs.calls_of(task.kind, task.steps) for task in one.batch)
         calls = max(1, min(most, int(self.quantum / call)))
         return Run(one.first, one.mode, ids, calls, calls * call)

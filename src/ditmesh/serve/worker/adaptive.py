@@ -6,7 +6,8 @@ import gc
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from ..schedule.core import Run, Scheduler
 from ..schedule.costs import ALONE, Kind
 from ..types import RankState
 from .batching import PipelineTask
-from .conductor import Conductor, Gone
+from .conductor import Conductor
 from .loaded import LoadedModel
 from .model_cache import ModelCache
 from .pooled import PoolBatcher
-from .protocol import Cancelled, Load, ModelFailed, Stop
-from .rendezvous import RankRendezvous, failure_of
-from .wire import Answers, Assigned, Channel, Ending, Failing, Joined, Left, Loading, Renewing, RunDone, TaskAfter
+from .protocol import Cancelled, Load, Message, ModelFailed, Stop, TaskStepped
+from .rendezvous import FailureReason, RankRendezvous, failure_of
+from .wire import Answers, Assigned, Channel, Ending, Failing, Joined, Left, Loading, Renewing, RunDone, Said, TaskAfter
 from .worker import STATE_INTERVAL, RunningTask, TaskScheduler
 
 
@@ -49,25 +50,68 @@ def serve_pool(specs: Sequence[ModelSpec], *, report: Any, scheduler: Scheduler 
             worker.close()
 
 
+# Bytes of results that a rank keeps of tasks that it has no part in, before it goes on with them itself.
+BACKLOG = 64 << 20
+
+
+class PoolRendezvous(RankRendezvous):
+    """A rank's reports: the rank that makes a call tells what comes of it, through rank 0.
+
+    Attributes:
+        tell: sends rank 0's conductor a message.
+    """
+
+    tell: Callable[[Any], None]
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self.report = report
+        # Of each thread: pictures are written in one of their own.
+        self._thread = threading.local()
+
+    @property
+    def shows(self) -> bool:
+        """Any rank may make the last call of a task."""
+        return True
+
+    @property
+    def silent(self) -> bool:
+        """Whether another rank reports what is done now in this thread."""
+        return getattr(self._thread, "silent", False)
+
+    @contextmanager
+    def hushed(self, silent: bool) -> Iterator[None]:
+        """Report nothing in this thread meanwhile, or with ``silent=False`` do."""
+        before, self._thread.silent = self.silent, silent
+        try:
+            yield
+        finally:
+            self._thread.silent = before
+
+    def send(self, message: Message) -> None:
+        """Report to the owner, unless `silent`."""
+        if self.silent:
+            return
+        if self.rank > 0:
+            self.tell(Said(message))
+            return
+        self.report(message)
+        if isinstance(message, TaskStepped):
+            # The conductor counts steps.
+            self.tell(Said(message, told=True))
+
+
 class PoolTasks(TaskScheduler):
     """The tasks of a rank of a pool."""
 
-    def begin(self, id: str) -> None:
-        """Begin a task, up to its first call of a component."""
-        work = self.tasks.get(id)
-        if work is None or work.run is not None or work.task.model not in self._models.models:
-            return
+    def begin(self, work: RunningTask) -> FailureReason | None:
+        """Begin a task, up to its first call of a component; the reason why it has failed."""
         self._begin(work, self._models.models[work.task.model])
         if work.run is not None:
             work.run.resume()
             if work.run.failure is not None:
-                self._ranks.message.failed[id] = failure_of(work.run.failure)
-        reason = self._ranks.message.failed.pop(id, None)
-        if reason is not None:
-            # On all ranks alike.
-            self.fail(id, reason)
-        elif work.run is not None and work.run.ended:
-            self._finish(work)
+                return failure_of(work.run.failure)
+        return self._ranks.message.failed.pop(work.task.id, None)
 
     def fail(self, id: str, reason: Any) -> None:
         """Forget a task, and report why."""
@@ -88,15 +132,16 @@ class PoolWorker:
     """One rank of a pool."""
 
     def __init__(self, report: Any, scheduler: Scheduler | None = None) -> None:
-        self._ranks = RankRendezvous(report)
+        self._ranks = PoolRendezvous(report)
         self._models = ModelCache(self._ranks)
         self._tasks = PoolTasks(self._ranks, self._models)
         rank, size = self._ranks.rank, self._ranks.size
-        self._conductor = (
-            Conductor(lambda: self._channel, self._ranks.send, scheduler or Scheduler(size)) if rank == 0 else None
-        )
+        self._conductor = Conductor(lambda: self._channel, report, scheduler or Scheduler(size)) if rank == 0 else None
         inbox = (lambda message: None) if self._conductor is None else self._conductor.inbox.put
         self._channel = Channel(rank, size, inbox)
+        self._ranks.tell = self._channel.tell
+        # By task, results of calls that other ranks have made, as `Answers.data`.
+        self._backlog: dict[str, list[bytes]] = {}
         self._threads: list[threading.Thread] = []
         self._state_time = 0.0
         self._rows = self._batch = 0
@@ -105,6 +150,10 @@ class PoolWorker:
 
     def run(self, specs: Sequence[ModelSpec]) -> None:
         """Serve until a `Stop` command."""
+        with self._ranks.hushed(self._ranks.rank > 0):
+            self._run(specs)
+
+    def _run(self, specs: Sequence[ModelSpec]) -> None:
         if self._conductor is not None:
             for spec in specs:
                 self._conductor.inbox.put(Load(spec, len(specs)))
@@ -147,18 +196,15 @@ class PoolWorker:
     def _obey(self, event: Any) -> None:
         if isinstance(event, Joined):
             self._tasks.add(event.task)
-            self._begin(event.task.id)
         elif isinstance(event, Left):
-            work = self._tasks.tasks.get(event.id)
-            if work is not None:
-                step = work.step
-                self._tasks.leave(event.id)
-                if event.cancelled:
-                    self._ranks.send(Cancelled(event.id, step))
+            self._forget(event.id)
+            if event.cancelled:
+                self._ranks.send(Cancelled(event.id, event.step))
         elif isinstance(event, Failing):
+            self._backlog.pop(event.id, None)
             self._tasks.fail(event.id, event.reason)
         elif isinstance(event, Answers):
-            self._replay(event)
+            self._keep(event)
         elif isinstance(event, Assigned):
             if self._ranks.rank in event.run.ranks:
                 self._channel.tell(self._made(event))
@@ -169,11 +215,6 @@ class PoolWorker:
             assert isinstance(batcher, PoolBatcher)
             batcher.placements.ways[event.mode].renew()
 
-    def _begin(self, id: str) -> None:
-        self._tasks.begin(id)
-        if id not in self._tasks.tasks and self._conductor is not None:
-            self._conductor.inbox.put(Gone(id))
-
     def _load(self, load: Load) -> None:
         self._models.waiting.append(load)
         answer = self._models.load(load, self._tasks.needed)
@@ -182,49 +223,62 @@ class PoolWorker:
             self._tasks.refuse(answer)
         if self._conductor is not None:
             self._conductor.inbox.put(answer)
-        for id in [*self._tasks.tasks]:
-            self._begin(id)
 
-    def _replay(self, event: Answers) -> None:
-        """Bring a task to where the ranks are that have made its calls."""
-        rank, work = self._ranks.rank, self._tasks.tasks.get(event.id)
-        if work is None or work.run is None:
-            return
+    def _forget(self, id: str) -> None:
+        self._backlog.pop(id, None)
+        self._tasks.leave(id)
+
+    def _keep(self, event: Answers) -> None:
+        """Keep what other ranks have computed of a task: this rank may have no part in it."""
+        if event.ended:
+            self._forget(event.id)
+        elif self._ranks.rank not in event.ranks and event.id in self._tasks.tasks:
+            self._backlog.setdefault(event.id, []).append(event.data)
+            if sum(len(data) for kept in self._backlog.values() for data in kept) > BACKLOG:
+                for id in [*self._backlog]:
+                    self._catch_up(self._tasks.tasks[id])
+
+    def _catch_up(self, work: RunningTask) -> FailureReason | None:
+        """Bring a task to where the ranks are that have made its calls; the reason why it has failed."""
+        kept = self._backlog.pop(work.task.id, [])
         model = self._models.models[work.task.model]
         assert isinstance(model.batcher, PoolBatcher)
-        if rank not in event.ranks and not (event.ended and rank > 0):
-            work.run.batch = event.batch
-            for data in pickle.loads(event.data):
-                if not work.run.ended:
-                    model.batcher.replay(work.run, data)
-        if not event.ended:
-            return
-        if work.run.ended:
-            self._tasks.finish(work)
-        else:
-            self._tasks.leave(event.id)
+        with self._ranks.hushed(self._ranks.silent or bool(kept)):
+            if work.run is None and (reason := self._tasks.begin(work)) is not None:
+                return reason
+            assert work.run is not None
+            for data in (one for many in kept for one in pickle.loads(many)):
+                model.batcher.replay(work.run, data)
+            return None if work.run.failure is None else failure_of(work.run.failure)
 
     # ---- runs
 
     def _made(self, event: Assigned) -> RunDone:
         """Make the calls of a run."""
+        with self._ranks.hushed(self._ranks.rank != event.run.first):
+            return self._calls_of(event)
+
+    def _calls_of(self, event: Assigned) -> RunDone:
         run = event.run
         done = RunDone(event.number, self._ranks.rank)
+        self._channel.recalled.difference_update([n for n in self._channel.recalled if n < event.number])
         works = []
+        began = time.perf_counter()
         for id in run.tasks:
             work = self._tasks.tasks.get(id)
-            if work is None or work.run is None:
+            if work is None:
                 done.missing.append(id)
+            elif (reason := self._catch_up(work)) is not None:
+                done.failed[id] = reason
             else:
                 works.append(work)
-        began = time.perf_counter()
         if works:
             model = self._models.models[works[0].task.model]
             self._models.used(model.spec.name)
             batcher = model.batcher
             assert isinstance(batcher, PoolBatcher)
             if run.mode == ALONE:
-                self._make_alone(run, works, model, batcher, done)
+                self._make_alone(event, works, model, batcher, done)
             else:
                 self._make_shared(run, works[0], model, batcher, done)
             for work in works:
@@ -247,14 +301,16 @@ class PoolWorker:
             done.answers[id] = pickle.dumps(answers)
         waits = pipeline.pending is not None and not batcher.steps(pipeline)
         done.after[id] = TaskAfter(work.step, work.steps, waits, pipeline.ended)
+        if pipeline.ended and id not in done.failed:
+            self._tasks.finish(work)
 
     def _kind(self, work: RunningTask, model: LoadedModel) -> Kind:
         return kind_of(model.spec, model.card, work.task.request)
 
     def _make_alone(
-        self, run: Run, works: list[RunningTask], model: LoadedModel, batcher: PoolBatcher, done: RunDone
+        self, event: Assigned, works: list[RunningTask], model: LoadedModel, batcher: PoolBatcher, done: RunDone
     ) -> None:
-        began = time.perf_counter()
+        began, run = time.perf_counter(), event.run
         by_run = {work.run: work for work in works if work.run is not None}
 
         def seen(members: Sequence[PipelineTask], seconds: float) -> None:
@@ -264,8 +320,14 @@ class PoolWorker:
                 done.made[id] = done.made.get(id, 0) + 1
 
         stuck: set[PipelineTask] = set()
+
+        def goes_on() -> bool:
+            if run.open:
+                return event.number not in self._channel.recalled and not any(one.ended for one in by_run)
+            return time.perf_counter() - began < run.seconds * 0.95
+
         first = True
-        while first or time.perf_counter() - began < run.seconds * 0.95:
+        while first or goes_on():
             first = False
             pending = [one for one in by_run if one.pending is not None and one not in stuck]
             narrow = [one for one in pending if not batcher.steps(one)]

@@ -10,20 +10,35 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..offers import ModelSpec, kind_of, steps_of
 from ..schedule.core import Run, Scheduler, Task
 from ..schedule.costs import AFTER, ALONE, BEFORE, Kind, Mode, StepCosts
 from ..types import RankState
-from .protocol import Beat, Cancel, Load, ModelFailed, ModelReady, PictureTask, Start, Stop
+from .protocol import Beat, Cancel, Load, ModelFailed, ModelReady, PictureTask, Start, Stop, TaskStepped
 from .rendezvous import FailureReason
-from .wire import Answers, Assigned, Channel, Ending, Failing, Joined, Left, Loading, Renewing, RunDone, TaskAfter
+from .wire import (
+    Answers,
+    Assigned,
+    Channel,
+    Ending,
+    Failing,
+    Joined,
+    Left,
+    Loading,
+    Recall,
+    Renewing,
+    RunDone,
+    Said,
+    TaskAfter,
+)
 
-# Seconds between heartbeats of ranks without work, and between two tables of costs for the owner.
-HEARTBEAT, TOLD = 1.0, 2.0
+# Seconds between heartbeats of ranks without work, and between two tables of costs for the owner; and after which runs
+# without an end are looked at again, if nothing has happened.
+HEARTBEAT, TOLD, LOOK = 1.0, 2.0, 0.2
 
 
 @dataclass(eq=False)
@@ -35,7 +50,7 @@ class Live:
         before: seconds of calls before its first step.
         calls: of transformers; late: seconds of calls after its last step.
         alone: it is not to be shared by several ranks any more.
-        run: number of the run that it takes part in.
+        run: number of the run that it takes part in; step: that it has reached there.
     """
 
     task: PictureTask
@@ -48,6 +63,7 @@ class Live:
     late: float = 0.0
     alone: bool = False
     run: int | None = None
+    step: int = 0
 
 
 @dataclass(eq=False)
@@ -57,6 +73,8 @@ class Going:
     Attributes:
         until: seconds of the clock at which it is expected to be over.
         waiting: ranks that have not reported.
+        charged: seconds of the clock until which its owners have been charged.
+        recalled: it was told to end.
         done: their reports.
     """
 
@@ -65,6 +83,8 @@ class Going:
     began: float
     until: float
     waiting: set[int]
+    charged: float
+    recalled: bool = False
     done: list[RunDone] = field(default_factory=list)
 
 
@@ -93,7 +113,7 @@ class Conductor:
         self._states: dict[int, RankState] = {}
         self._sent: dict[int, Mapping[str, int]] = {}
         self._calls = self._rows = self._batch = 0
-        self._beat = self._told = 0.0
+        self._beat = self._told = self._looked = 0.0
 
     # ---- the loop
 
@@ -112,21 +132,25 @@ class Conductor:
     def _take(self) -> bool:
         messages: list[Any] = []
         try:
-            messages.append(self.inbox.get(timeout=HEARTBEAT))
+            messages.append(self.inbox.get(timeout=LOOK if self._going else HEARTBEAT))
             while True:
                 messages.append(self.inbox.get_nowait())
         except queue.Empty:
             pass
         events: list[Any] = []
-        only: dict[int, list[Any]] = {}
         for message in messages:
             if isinstance(message, Stop):
-                self._channel.publish([Ending()])
+                self._recall(self._going, events)
+                self._channel.publish([*events, Ending()])
                 return False
             if isinstance(message, Exception):
                 raise message
-            self._hear(message, events, only)
-        self._advance(events)
+            self._hear(message, events)
+        now = time.monotonic()
+        # A step that has been made changes no decision.
+        if any(not isinstance(one, Said) for one in messages) or now - self._looked > LOOK:
+            self._looked = now
+            self._advance(events)
         self._tell(bool(messages))
         return True
 
@@ -135,20 +159,28 @@ class Conductor:
             self._channel.publish(list(events))
             events.clear()
 
-    def _hear(self, message: Any, events: list[Any], only: dict[int, list[Any]]) -> None:
+    def _hear(self, message: Any, events: list[Any]) -> None:
         if isinstance(message, RunDone):
             self._done(message, events)
+        elif isinstance(message, Said):
+            self._said(message)
         elif isinstance(message, Start):
             self._join(message.task, events)
         elif isinstance(message, Cancel):
-            if self._lives.pop(message.id, None) is not None:
-                events.append(Left(message.id))
+            if (live := self._lives.pop(message.id, None)) is not None:
+                self._recall([number for number in self._going if number == live.run], events)
+                events.append(Left(message.id, step=max(live.step, live.after.step)))
         elif isinstance(message, Load):
             self._loads.append(message)
         elif isinstance(message, (ModelReady, ModelFailed)):
             self._loaded(message)
-        elif isinstance(message, Gone):
-            self._lives.pop(message.id, None)
+
+    def _said(self, said: Said) -> None:
+        message = said.message
+        if isinstance(message, TaskStepped) and (live := self._lives.get(message.id)) is not None:
+            live.step = message.step
+        if not said.told:
+            self._send(message)
 
     def _join(self, task: PictureTask, events: list[Any]) -> None:
         events.append(Joined(task))
@@ -208,14 +240,12 @@ class Conductor:
         broken = any(one.broken for one in going.done)
         if broken:
             self._renew.append(Renewing(going.model, mode))
+        self._charge(going, now)
         for id in going.run.tasks:
             live = self._lives.get(id)
             if live is None:
                 continue
             live.run = None
-            self.scheduler.charge(
-                live.task.owner, (now - going.began) * mode.ranks / len(going.run.tasks), live.task.weight
-            )
             self._go_on(live, going, first, broken, events)
 
     def _go_on(self, live: Live, going: Going, first: RunDone, broken: bool, events: list[Any]) -> None:
@@ -235,10 +265,10 @@ class Conductor:
             del self._lives[id]
             return
         if data or ended:
-            events.append(Answers(id, going.run.ranks, data, ended, first.batch))
+            events.append(Answers(id, going.run.ranks, data, ended))
         if after is not None:
             self._learn(live, first, after)
-            live.after = after
+            live.after, live.step = after, after.step
             if ended:
                 del self._lives[id]
 
@@ -290,6 +320,8 @@ class Conductor:
                         self._loads.remove(load)
                         self._loading = load
                         events.append(Loading(load))
+                else:
+                    self._recall(self._going, events)
                 self._publish(events)
                 # Ranks that are at work end what they are at, and begin nothing before that.
                 if self._loading is not None or self._going:
@@ -313,20 +345,47 @@ class Conductor:
         now = time.monotonic()
         free = [now] * self._ranks
         for going in self._going.values():
+            self._charge(going, now)
+            open_ = going.run.open and not going.recalled
+            until = max(now + self.scheduler.quantum if open_ else going.until, now + 1e-3)
             for rank in going.run.ranks:
-                free[rank] = max(going.until, now + 1e-3)
+                free[rank] = until
         tasks = [self._task(live) for live in lives.values()]
-        running = [going.run for going in self._going.values()]
+        numbers, running = [*self._going], [going.run for going in self._going.values()]
+        able = [place for place, going in enumerate(self._going.values()) if going.run.open and not going.recalled]
+        late = self.scheduler.recall(self.costs, now, tasks, running, able, free)
+        self._recall([numbers[place] for place in late], events)
         for run in self.scheduler.decide(self.costs, now, tasks, running, free):
             self._numbers += 1
             for id in run.tasks:
                 lives[id].run = self._numbers
             model = lives[run.tasks[0]].task.model
-            self._going[self._numbers] = Going(run, model, now, now + run.seconds, set(run.ranks))
+            self._going[self._numbers] = Going(run, model, now, now + run.seconds, set(run.ranks), now)
             events.append(Assigned(self._numbers, run))
+
+    def _recall(self, numbers: Iterable[int], events: list[Any]) -> None:
+        """Tell ranks that are at runs without an end to end them."""
+        for number in numbers:
+            going = self._going[number]
+            if going.run.open and not going.recalled:
+                going.recalled = True
+                going.until = time.monotonic() + self.scheduler.quantum
+                events.append(Recall(number))
+
+    def _charge(self, going: Going, now: float) -> None:
+        """Record what the owners of a run's tasks have had of the ranks since the last time."""
+        seconds, going.charged = now - going.charged, now
+        for id in going.run.tasks:
+            if (live := self._lives.get(id)) is not None:
+                self.scheduler.charge(
+                    live.task.owner, seconds * going.run.mode.ranks / len(going.run.tasks), live.task.weight
+                )
 
     def _task(self, live: Live) -> Task:
         after, request = live.after, live.task.request
+        if live.step > after.step:
+            # Steps of the run that it takes part in.
+            after = replace(after, step=live.step, narrow=live.step == after.steps)
         return Task(
             id=live.task.id,
             kind=live.kind,
@@ -369,10 +428,3 @@ class Conductor:
                 costs=table,
             )
         )
-
-
-@dataclass(frozen=True)
-class Gone:
-    """A task is not on rank 0 any more, without a run: it could not be begun."""
-
-    id: str

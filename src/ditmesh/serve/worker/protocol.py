@@ -158,13 +158,18 @@ class Paused:
 
 @dataclass(frozen=True)
 class Finished:
-    """A task's image: the file's bytes in the requested format, with its receipt if the format can hold one."""
+    """A task's image: the file's bytes in the requested format, with its receipt if the format can hold one.
+
+    Attributes:
+        seconds: from the pipeline's end until the bytes were written.
+    """
 
     id: str
     data: bytes
     width: int
     height: int
     receipt: Mapping[str, Any]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -207,9 +207,19 @@ class RankRendezvous:
         """Every rank's reason why a model cannot be loaded; as `HostAllGather`."""
         return self._votes(reason, seconds)
 
+    @property
+    def shows(self) -> bool:
+        """Whether this rank may have to report pictures."""
+        return self.rank == 0
+
+    @property
+    def silent(self) -> bool:
+        """Whether what is done now is reported elsewhere: only rank 0 reports."""
+        return self.rank > 0
+
     def send(self, message: Message) -> None:
-        """Report to the owner, from rank 0."""
-        if self.rank == 0:
+        """Report to the owner, unless `silent`."""
+        if not self.silent:
             self._report(message)
 
     def measure(self, name: str, seconds: float) -> None:

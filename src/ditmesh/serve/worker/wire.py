@@ -59,10 +59,11 @@ class Joined:
 
 @dataclass(frozen=True)
 class Left:
-    """A task is to be forgotten; ``cancelled``: the owner is told so."""
+    """A task is to be forgotten; ``cancelled``: the owner is told so, and the ``step`` that it had reached."""
 
     id: str
     cancelled: bool = True
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,27 @@ class Assigned:
 
 
 @dataclass(frozen=True)
+class Recall:
+    """A run that has no end of its own is to end after the call that it is at."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Answers:
-    """The results of a task's calls, in order, from the ranks that made them; the others go on with them.
+    """The results of a task's calls, in order, from the ranks that made them; the others keep them.
 
     Attributes:
         id: of the task.
         ranks: that have made them.
         data: `packed` list of the results; empty: for ranks that do not need it.
-        ended: the task is done: ranks other than the first forget it.
-        batch: rows of its latest call.
+        ended: the task is done: all ranks forget it; the first of those that made the call has reported it.
     """
 
     id: str
     ranks: range
     data: bytes
     ended: bool
-    batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,14 @@ class TaskAfter:
     ended: bool
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a rank has to tell the owner; ``told``: rank 0 itself has."""
+
+    message: Any
+    told: bool = False
+
+
 @dataclass
 class RunDone:
     """What a rank has done of a run.
@@ -181,6 +195,10 @@ class Channel:
 
     Messages go out in one order, and threads receive them: no sender waits for a rank that computes.
 
+    Attributes:
+        events: for this rank, in order.
+        recalled: numbers of runs that are to end (`Recall`): what a rank looks at while it is at a run.
+
     Args:
         rank, size: this rank, and their number.
         inbox: on rank 0 called with each message for it, in the thread that received it.
@@ -189,6 +207,9 @@ class Channel:
     def __init__(self, rank: int, size: int, inbox: Callable[[Any], None]) -> None:
         self.rank, self.size, self._inbox = rank, size, inbox
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.recalled: set[int] = set()
+        # Several threads of a rank have something to say; a message is two of the group's.
+        self._sending = threading.Lock()
         # Messages are waited for as long as a server lives.
         self._down: Any = dist.new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
         self._up: Any = dist.new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
@@ -200,17 +221,11 @@ class Channel:
             thread.start()
             self._threads.append(thread)
 
-    def publish(self, events: list[Any], only: Mapping[int, list[Any]] | None = None) -> None:
-        """Send events to all ranks, from rank 0's conductor.
-
-        Args:
-            events: in order.
-            only: by rank, what that rank gets in their place.
-        """
+    def publish(self, events: list[Any]) -> None:
+        """Send events to all ranks, in order, from rank 0's conductor."""
         for rank in range(1, self.size):
-            self._send(events if only is None else only.get(rank, events), rank, self._down)
-        for event in events if only is None else only.get(0, events):
-            self.events.put(event)
+            self._send(events, rank, self._down)
+        self._take(events)
 
     def tell(self, message: Any) -> None:
         """Send rank 0's conductor a message."""
@@ -230,11 +245,19 @@ class Channel:
         for group in (self._down, self._up):
             dist.destroy_process_group(group)
 
+    def _take(self, events: list[Any]) -> None:
+        for event in events:
+            if isinstance(event, Recall):
+                self.recalled.add(event.number)
+            else:
+                self.events.put(event)
+
     def _send(self, message: Any, rank: int, group: Any) -> None:
         data = pickle.dumps(message)
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.send(torch.tensor([len(data)]), rank, group=group)
-        dist.send(body, rank, group=group)
+        with self._sending:
+            dist.send(torch.tensor([len(data)]), rank, group=group)
+            dist.send(body, rank, group=group)
 
     def _receive(self, rank: int, group: Any) -> Any:
         size = torch.zeros(1, dtype=torch.long)
@@ -254,7 +277,6 @@ class Channel:
             except Exception as error:
                 self.events.put(error)
                 return
-            for event in events:
-                self.events.put(event)
+            self._take(events)
             if any(isinstance(event, Ending) for event in events):
                 return

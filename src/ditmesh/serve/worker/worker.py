@@ -317,12 +317,12 @@ class TaskScheduler:
         prepared, model, output = work.prepared, self._models.models[work.task.model], work.run.output
         wrong = model.batcher.end_turns(work.run)
         self._drop(work)
-        if self._ranks.rank > 0:
+        if self._ranks.silent:
             return
         if wrong is not None:
             self._report_failure(work.task.id, failure_of(wrong))
             return
-        # Only this rank checks the output: an error in it fails the task, not the ranks.
+        # Only one rank checks the output: an error in it fails the task, not the ranks.
         try:
             seconds = time.perf_counter() - work.began
             latents = None if work.seen is None else work.seen.latents()
@@ -338,13 +338,14 @@ class TaskScheduler:
             self._report_failure(work.task.id, failure_of(error))
             return
         form = work.task.request.format
-        self._writer.submit(self._write, work.task.id, images, form, prepared.fps, receipt)
+        self._writer.submit(self._write, work.task.id, images, form, prepared.fps, receipt, time.perf_counter())
 
-    def _write(self, name: str, images: list[Image], form: str, fps: float, receipt: Receipt) -> None:
+    def _write(self, name: str, images: list[Image], form: str, fps: float, receipt: Receipt, ended: float) -> None:
         """Encode an image and report it; runs in a thread."""
         try:
             data = encoded(images, form, fps, receipt)
-            self._ranks.send(Finished(name, data, images[0].width, images[0].height, receipt.model_dump(mode="json")))
+            told, size = receipt.model_dump(mode="json"), images[0].size
+            self._ranks.send(Finished(name, data, *size, told, time.perf_counter() - ended))
         except Exception as error:
             self._report_failure(name, failure_of(error))
 
@@ -501,7 +502,7 @@ class TaskScheduler:
         if scheduler is None or not hasattr(scheduler, "step"):
             return
         # Do not wait for patches that have not arrived.
-        looking = self._ranks.rank == 0 and not model.engine.config.stages_or_patches
+        looking = self._ranks.shows and not model.engine.config.stages_or_patches
 
         def seen(step: SchedulerStep) -> None:
             if looking:
@@ -522,7 +523,7 @@ class TaskScheduler:
         work.step = min(work.step + 1, work.steps)
         self._ranks.send(TaskStepped(work.task.id, work.step, work.steps, run.batch or 1))
         every = work.task.request.previews
-        if self._ranks.rank == 0 and every and work.step % every == 0 and work.step < work.steps:
+        if every and not self._ranks.silent and work.step % every == 0 and work.step < work.steps:
             self._preview(work, model)
         if not run.delegates:
             run.ask(None)
