@@ -110,6 +110,9 @@ class LoadedModel:
         request = PictureRequest(prompt=next(iter(self.info.labels), "a picture"))
         self._job = job_for(self.info, request, "", config=spec.config, files=self._files, **self._options)
         runner, mesh = self._load(), self._mesh
+        if pooled:
+            # Any rank may write a receipt; the digests are made once.
+            runner.facts = exchange(runner.facts)[0]
         pipe, self.kind = runner.pipe, runner.kind.__name__
         template = PipelineRunner(copy.copy(pipe), device)
         runner.parallelize(self._job, mesh, RECIPE_OF_SERVERS)
@@ -204,7 +207,7 @@ class LoadedModel:
             self._placements = Placements(models, 1 if alone else self.spec.pool, self.info.heads or 1, True)
         names = {file.path: name for name, file in zip(self.spec.loras, job.files, strict=True)}
         self._notes = {names[path]: note for path, note in partial_fits(runner.pipe, job.files).items()}
-        self.colours = latent_colours(runner.pipe) if rank_of_process() == 0 else None
+        self.colours = latent_colours(runner.pipe) if self.spec.pool or rank_of_process() == 0 else None
         return runner
 
     # --- looking at it -----------------------------------------------------------------------------------------
@@ -426,7 +429,7 @@ class LoadedModel:
         return self._runners[name]
 
     def receipt(self, prepared: Prepared, made: Made, seconds: float) -> Receipt:
-        """The receipt of a task; on rank 0."""
+        """The receipt of a task; on rank 0, or any of a pool."""
         facts: dict[str, Any] = {"seconds": seconds}
         if self._files:
             numbers = [int(name.removeprefix("lora")) for name, _ in prepared.adapters]
