@@ -173,6 +173,13 @@ class ModelOptions:
             "Share every call as the configuration says, or let ranks change between steps, with deadlines.",
         ),
     ] = "fixed"
+    widest: Annotated[
+        int | None,
+        typer.Option(
+            help="With --schedule adaptive, share a call among this many ranks at most; 1: never. Default: all.",
+            callback=at_least(1),
+        ),
+    ] = None
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="Read the configuration from this file.")
     ] = None
@@ -249,6 +256,10 @@ def planned(
     named = _named(models.model or ["emoji-sd3"], "--model"), _named(models.lora or [], "--lora")
     choose = _pooled if models.schedule == "adaptive" else _specs
     devices, specs = choose(*named, models.devices, models.config, parallel, most["max_batch"])
+    if models.widest is not None:
+        if models.schedule != "adaptive":
+            raise InputError(f"--widest {models.widest} is for --schedule adaptive; leave it out, or set the degrees")
+        specs = [replace(spec, widest=models.widest) for spec in specs]
     if models.schedule == "adaptive" and models.offload != "none":
         raise InputError(
             f"--offload {models.offload} moves components between the calls of one request, and --schedule adaptive "

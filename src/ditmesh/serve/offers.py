@@ -39,6 +39,7 @@ class ModelSpec:
         memory_limit: bytes that a rank may take; None: what its device has left.
         together: limit of the images in one call of the transformer; beyond it, less urgent ones wait or are paused.
         pool: ranks among which an adaptive schedule shares requests, each with the whole model; 0: a fixed schedule.
+        widest: most ranks of a pool that share a call; 0: all of them.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ModelSpec:
     loras: Mapping[str, str] = field(default_factory=dict)
     together: int = 8
     pool: int = 0
+    widest: int = 0
     steps: int | None = None
     guidance: float | None = None
     text_tokens: int | None = None

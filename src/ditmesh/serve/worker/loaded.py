@@ -204,7 +204,9 @@ class LoadedModel:
             # Before anything is installed on them.
             alone = self.spec.pool == 1 or hasattr(runner.pipe, "controlnet")
             models = denoisers(runner.pipe)
-            self._placements = Placements(models, 1 if alone else self.spec.pool, self.info.heads or 1, True)
+            self._placements = Placements(
+                models, 1 if alone else self.spec.pool, self.info.heads or 1, True, self.spec.widest
+            )
         names = {file.path: name for name, file in zip(self.spec.loras, job.files, strict=True)}
         self._notes = {names[path]: note for path, note in partial_fits(runner.pipe, job.files).items()}
         self.colours = latent_colours(runner.pipe) if self.spec.pool or rank_of_process() == 0 else None

@@ -22,7 +22,7 @@ from ...engine import Engine
 from ...errors import ConfigError
 from ...layout import TokenLayout
 from ...recipe import Recipe, check
-from ..schedule.costs import ALONE, Mode, modes_of
+from ..schedule.costs import ALONE, Mode, modes_of, sizes_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -151,12 +151,16 @@ class Placements:
         ranks: of the pool.
         heads: of the attention.
         rows: whether a call may have two rows for guidance, so that ranks can share them.
+        widest: most ranks that share a call; 0: all.
     """
 
-    def __init__(self, models: Sequence[nn.Module], ranks: int, heads: int, rows: bool) -> None:
+    def __init__(self, models: Sequence[nn.Module], ranks: int, heads: int, rows: bool, widest: int = 0) -> None:
         self._models, self._ranks, self._heads = list(models), ranks, heads
         self._copies = {
-            mode: {id(model): shared_copy(model) for model in models} for mode in modes_of(ranks, heads, rows)[1:]
+            mode: {id(model): shared_copy(model) for model in models}
+            for mode in modes_of(ranks, heads, rows, [size for size in sizes_of(ranks) if size <= (widest or ranks)])[
+                1:
+            ]
         }
         self.ways: dict[Mode, Placement] = {}
 
