@@ -1,10 +1,11 @@
-"""The figures of docs/findings.md and docs/reproducible.md, drawn from benchmarks/measured without measuring again.
+"""The figures of pages in docs (findings, reproducible, serving), drawn from benchmarks/measured without a new run.
 
     python benchmarks/figures.py                      # all of which there are measurements, into docs/images
     python benchmarks/figures.py --only warmup
 
-What it reads is written by `quality.py`, `distribution.py`, `load.py` and `sameness.py` (``--json``). Every figure says
-its model, images and seeds; bars are standard errors of the mean over images. Needs matplotlib.
+What it reads is written by `quality.py`, `distribution.py`, `load.py`, `sameness.py` and `serving_load.py`
+(``--json``). Every figure says its model, images and seeds; bars are standard errors of the mean over images. Needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def plt() -> Any:
     return pyplot
 
 
-def save(figure: Any, name: str, said: str) -> Path:
-    """Write a figure with a line below it that says what it is of."""
+def save(figure: Any, name: str, said: str, page: str = "findings") -> Path:
+    """Write a figure of a page with a line below it that says what it is of."""
     figure.tight_layout(rect=(0, 0.07 + 0.04 * said.count("\n"), 1, 1))
     figure.text(0.01, 0.012, said, fontsize=7.5, color="#444444", va="bottom")
-    file = IMAGES / f"findings-{name}.svg"
+    file = IMAGES / f"{page}-{name}.svg"
     figure.savefig(file, metadata={"Date": None, "Creator": None}, facecolor="white")
     plt().close(figure)
     # Ends of lines as the repository has them.
@@ -697,6 +698,27 @@ def draw_pictures(store: Path) -> Path | None:
     return file
 
 
+def draw_serving(_: Tables) -> Path | None:
+    """The share of requests in time over load, and requests a second, of servers with the same trace."""
+    data = read("serving-load")
+    if not data:
+        return None
+    figure, axes = plt().subplots(1, 2, figsize=(8.6, 3.4))
+    poisson = [run for run in data["runs"] if run["arrivals"] == "poisson"]
+    for number, server in enumerate(dict.fromkeys(run["server"] for run in poisson)):
+        rows = [run for run in poisson if run["server"] == server]
+        for axis, key in ((axes[0], "attainment"), (axes[1], "throughput")):
+            values = [100 * run[key]["1.5"] if key == "attainment" else run[key] for run in rows]
+            axis.plot([run["load"] for run in rows], values, "o-", color=COLOURS[number % len(COLOURS)], label=server)
+    for axis, said in zip(axes, ("% in time at 1.5 times alone", "requests a second"), strict=True):
+        axis.set_xlabel("load, of two replicas' capacity")
+        axis.set_ylabel(said)
+        axis.set_ylim(bottom=0)
+    axes[1].legend(fontsize=7, loc="lower right")
+    said = f"mixed trace, Poisson arrivals, {poisson[0]['requests']} requests a point, two cores, one seed"
+    return save(figure, "load", said, page="serving")
+
+
 FIGURES: dict[str, Callable[[Tables], Path | None]] = {
     "warmup": draw_warmup,
     "tokens": draw_tokens,
@@ -711,6 +733,7 @@ FIGURES: dict[str, Callable[[Tables], Path | None]] = {
     "load": draw_load,
     "moving": draw_moving,
     "sameness": draw_sameness,
+    "serving": draw_serving,
 }
 
 

@@ -24,7 +24,7 @@ EXCEPTIONS = {
     ("engine/sent.py", "CallReceiver.take", "pickle.loads"): GROUP,
     ("engine/sent.py", "_StandInUnpickler", "pickle.Unpickler"): f"{GROUP}, or {OWN}",
     ("launch/hosted.py", "HostedRanks._beside", "pickle.loads"): OWN,
-    ("serve/worker/adaptive.py", "PoolWorker._replay", "pickle.loads"): GROUP,
+    ("serve/worker/adaptive.py", "PoolWorker._catch_up", "pickle.loads"): GROUP,
     ("serve/worker/wire.py", "Channel._receive", "pickle.loads"): GROUP,
     ("serve/worker/wire.py", "_Unpacker", "pickle.Unpickler"): GROUP,
     ("serve/worker/wire.py", "unpacked", "pickle.loads"): GROUP,
