@@ -26,7 +26,6 @@ EXCEPTIONS = {
     ("launch/hosted.py", "HostedRanks._beside", "pickle.loads"): OWN,
     ("serve/worker/adaptive.py", "PoolWorker._catch_up", "pickle.loads"): GROUP,
     ("serve/worker/wire.py", "Channel._receive", "pickle.loads"): GROUP,
-    ("serve/worker/wire.py", "_Unpacker", "pickle.Unpickler"): GROUP,
     ("serve/worker/wire.py", "unpacked", "pickle.loads"): GROUP,
     ("launch/messages.py", "RankChannel.reply", "pickle.loads"): OWN,
     ("launch/failures.py", "of_exception", "pickle.loads"): "what this process has pickled a line before",
