@@ -23,7 +23,20 @@ from .model_cache import ModelCache
 from .pooled import PoolBatcher
 from .protocol import Cancelled, Load, Message, ModelFailed, Stop, TaskStepped
 from .rendezvous import FailureReason, RankRendezvous, failure_of
-from .wire import Answers, Assigned, Channel, Ending, Failing, Joined, Left, Loading, Renewing, RunDone, Said, TaskAfter
+from .wire import (
+    Answers,
+    Assigned,
+    Channel,
+    Ending,
+    Failing,
+    Joined,
+    Left,
+    Loading,
+    Renewing,
+    RunDone,
+    Relayed,
+    TaskAfter,
+)
 from .worker import STATE_INTERVAL, RunningTask, TaskScheduler
 
 
@@ -93,12 +106,12 @@ class PoolRendezvous(RankRendezvous):
         if self.silent:
             return
         if self.rank > 0:
-            self.tell(Said(message))
+            self.tell(Relayed(message))
             return
         self.report(message)
         if isinstance(message, TaskStepped):
             # The conductor counts steps.
-            self.tell(Said(message, told=True))
+            self.tell(Relayed(message, told=True))
 
 
 class PoolTasks(TaskScheduler):

@@ -32,7 +32,7 @@ from .wire import (
     Recall,
     Renewing,
     RunDone,
-    Said,
+    Relayed,
     TaskAfter,
 )
 
@@ -148,7 +148,7 @@ class Conductor:
             self._hear(message, events)
         now = time.monotonic()
         # A step that has been made changes no decision.
-        if any(not isinstance(one, Said) for one in messages) or now - self._looked > LOOK:
+        if any(not isinstance(one, Relayed) for one in messages) or now - self._looked > LOOK:
             self._looked = now
             self._advance(events)
         self._tell(bool(messages))
@@ -162,7 +162,7 @@ class Conductor:
     def _hear(self, message: Any, events: list[Any]) -> None:
         if isinstance(message, RunDone):
             self._done(message, events)
-        elif isinstance(message, Said):
+        elif isinstance(message, Relayed):
             self._said(message)
         elif isinstance(message, Start):
             self._join(message.task, events)
@@ -175,7 +175,7 @@ class Conductor:
         elif isinstance(message, (ModelReady, ModelFailed)):
             self._loaded(message)
 
-    def _said(self, said: Said) -> None:
+    def _said(self, said: Relayed) -> None:
         message = said.message
         if isinstance(message, TaskStepped) and (live := self._lives.get(message.id)) is not None:
             live.step = message.step

@@ -146,7 +146,7 @@ class TaskAfter:
 
 
 @dataclass(frozen=True)
-class Said:
+class Relayed:
     """What a rank has to tell the owner; ``told``: rank 0 itself has."""
 
     message: Any
