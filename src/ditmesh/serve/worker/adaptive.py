@@ -32,9 +32,9 @@ from .wire import (
     Joined,
     Left,
     Loading,
+    Relayed,
     Renewing,
     RunDone,
-    Relayed,
     TaskAfter,
 )
 from .worker import STATE_INTERVAL, RunningTask, TaskScheduler

@@ -30,9 +30,9 @@ from .wire import (
     Left,
     Loading,
     Recall,
+    Relayed,
     Renewing,
     RunDone,
-    Relayed,
     TaskAfter,
 )
 
