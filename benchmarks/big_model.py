@@ -142,6 +142,8 @@ def watched(job: Any, whole: bool) -> dict[str, Any]:
     patches = [mock.patch.object(safetensors, "safe_open", reads)]
     if whole:
         patches.append(mock.patch.object(loading, "why_whole", return_value="to compare with"))
+        # Ranks of a host would have one copy of it.
+        patches.append(mock.patch.object(loading, "to_be_shared", return_value=[]))
     try:
         for patch in patches:
             patch.start()
@@ -168,7 +170,7 @@ def measure(folder: Path, config: ParallelConfig, whole: bool) -> list[dict[str,
     job = job_for(info, PictureRequest(prompt="class 1", steps=1, guidance=1.0), folder / "out", config=config)
     check_job(job, info, config.world_size)
     with RankPool(config.world_size, threads=1) as pool:
-        # The weights' files are float32: in bfloat16 nobody can use the mapped file as its memory.
+        # The weights' files are float32: in bfloat16 a rank cannot use the mapped file as its memory.
         return pool.run(watched, job.changed(dtype="bfloat16"), whole)
 
 

@@ -57,7 +57,7 @@ def test_the_runner_knows_all_benchmarks(tmp_path: Path) -> None:
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check", "serving_history"}
     unknown = script("__main__.py", "exakt")
     assert unknown.returncode == 1
-    assert "there is no benchmark 'exakt'; use one of big_model, comfyui_graphs, " in unknown.stderr
+    assert "there is no benchmark 'exakt'; use one of batches, big_model, " in unknown.stderr
     # As the file by itself, with its options.
     assert script("__main__.py", "memory_table", "--help").stdout == script("memory_table.py", "--help").stdout
     figures = tmp_path / "figures.json"
@@ -273,6 +273,19 @@ def test_overhead(tmp_path: Path, against: bool) -> None:
         # One rank launches what plain diffusers launches, and never waits.
         assert rows[0]["kernels"] == rows[1]["kernels"]
         assert rows[1]["host synchronisations"] == 0
+
+
+@pytest.mark.matrix
+def test_an_hour_of_a_server_in_short(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    ended = script("serving_soak.py", "--minutes", 1, "--settle", 0.3, "--every", 3, "--history", 20, "--json", figures)
+    # In its first minute a server grows.
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert result["operations"]
+    assert not result["wrong"]
+    assert not result["lost"]
+    assert any(name.startswith("rank 1") for name in result["growth"])
 
 
 @pytest.mark.matrix

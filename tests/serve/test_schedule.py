@@ -94,6 +94,36 @@ def test_like_requests_run_together_where_that_saves_time_and_not_where_it_makes
     assert run.tasks == ("0",)
 
 
+def test_a_run_without_an_end_is_recalled_for_what_should_have_its_rank():
+    one, found = scheduler(2), costs(speedup=0.4)
+    large = [task(f"l{n}", LARGE, steps=100, arrived=0.0) for n in range(2)]
+    running = one.decide(found, 0.0, large)
+    assert all(run.open for run in running)
+    # Nothing else is to be done, so nothing ends.
+    assert one.recall(found, 5.0, large, running, (0, 1)) == []
+    due = [*large, task("s", SMALL, arrived=5.0, deadline=5.15)]
+    assert len(one.recall(found, 5.0, due, running, (0, 1))) == 1
+    # A run that ends by itself is none that can be recalled.
+    assert one.recall(found, 5.0, due, running, ()) == []
+
+
+def test_a_run_is_recalled_where_its_request_should_have_more_ranks():
+    one = scheduler(2)
+    first, second = task("a", LARGE, steps=100), task("b", LARGE, steps=1)
+    running = one.decide(costs(), 0.0, [first, second])
+    assert {run.mode for run in running} == {ALONE}
+    left = [run for run in running if run.tasks == ("a",)]
+    assert one.recall(costs(), 1.0, [first], left, (0,)) == [0]
+    # Two ranks that are hardly faster than one are not worth it.
+    assert one.recall(costs(speedup=0.55), 1.0, [first], left, (0,)) == []
+
+
+@pytest.mark.parametrize(("times", "ranks"), [(1.10, 1), (1.20, 2)])
+def test_more_ranks_have_to_make_a_request_clearly_faster(times: float, ranks: int):
+    (run,) = scheduler(2).decide(costs(speedup=times / 2), 0.0, [task("a", LARGE)])
+    assert run.mode.ranks == ranks
+
+
 def test_owners_share_the_ranks_whatever_their_deadlines():
     one = Scheduler(1)
     one.charge("greedy", 2 * BURST)
