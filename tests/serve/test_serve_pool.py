@@ -43,6 +43,30 @@ def test_a_random_schedule_gives_the_bits_of_one_rank(ranks, of_one_rank):
     assert of(said, Beat)[-1].bytes
 
 
+def serve_without_backlog(specs: Any, *, report: Any, scheduler: Scheduler) -> None:
+    """As `serve_pool`; a rank goes on with a request as soon as it has a result of another rank's."""
+    from ditmesh.serve.worker import adaptive
+
+    kept, adaptive.BACKLOG = adaptive.BACKLOG, 0
+    try:
+        serve_pool(specs, report=report, scheduler=scheduler)
+    finally:
+        adaptive.BACKLOG = kept
+
+
+def test_requests_change_ranks_where_no_call_is_shared(ranks, of_one_rank_small):
+    spec = replace(pool_spec(2, reproducible=True), widest=1)
+    starts = [task(str(seed), PROMPTS[seed % 4], seed=seed, **SMALL) for seed in SEEDS]
+    for serve in (serve_pool, serve_without_backlog):
+        own = partial(serve, scheduler=RandomScheduler(2, seed=3))
+        said = Owner(at_once(*starts), len(SEEDS)).serve(ranks(2), [spec], own)
+        for found, expected in zip(pictures(said, SEEDS), of_one_rank_small, strict=True):
+            assert np.array_equal(found, expected)
+        (ready,) = of(said, ModelReady)
+        assert set(ready.modes) == {(1, 1)}
+        assert not sum(of(said, Beat)[-1].bytes.values())
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(1000, 1000 + SCHEDULES, TOGETHER))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -70,10 +70,22 @@ class RandomScheduler(Scheduler):
                     ids += [other.id for other in same if self.draw.random() < 0.5]
                 waiting = [other for other in waiting if other.id not in ids]
                 run = Run(self.draw.choice(firsts), mode, tuple(ids), self.draw.randint(1, 3), 1e-9)
-                begun.append(run if mode.ranks > 1 else Run(run.first, mode, run.tasks, 0, 1e-9))
+                endless = self.draw.random() < 0.5
+                begun.append(run if mode.ranks > 1 else Run(run.first, mode, run.tasks, 0, 1e-9, endless))
                 busy.update(run.ranks)
                 break
         return begun
+
+    def recall(
+        self,
+        costs: StepCosts,
+        now: float,
+        tasks: Sequence[Task],
+        running: Sequence[Run],
+        able: Collection[int],
+        free: Sequence[float] = (),
+    ) -> list[int]:
+        return [place for place in able if self.draw.random() < 0.5]
 
 
 @dataclass
