@@ -327,12 +327,23 @@ def summary(found: Sequence[Served], alone: Mapping[Kind, float], length: float)
 
 
 class Notebook:
-    """What has been measured, in a folder, so that a run that was cut off goes on; None: nowhere."""
+    """What has been measured, in a folder, so that a run that was cut off goes on; None: nowhere.
 
-    def __init__(self, folder: Path | None) -> None:
+    Args:
+        folder: of these settings alone.
+        settings: all that figures depend on, besides the names that they have here.
+
+    Raises:
+        SystemExit: the folder has figures of other settings.
+    """
+
+    def __init__(self, folder: Path | None, settings: Mapping[str, str]) -> None:
         self._folder = folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            before = self.once("settings", lambda: dict(settings))
+            if other := sorted(name for name in settings if before.get(name) != settings[name]):
+                raise SystemExit(f"{folder} has figures with another {' and '.join(other)}; use another folder")
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
         """What ``measure`` returns, as JSON can hold it, or what it returned before."""
@@ -351,7 +362,10 @@ class Notebook:
 
 def compared(arguments: argparse.Namespace) -> dict[str, Any]:
     """Every server under every trace."""
-    kinds, notebook = arguments.kinds, Notebook(arguments.resume)
+    kinds = arguments.kinds
+    # Rows of figures have names of their own, and the rest is only where they go.
+    own = ("arrivals", "load", "resume", "json")
+    notebook = Notebook(arguments.resume, {name: str(of) for name, of in vars(arguments).items() if name not in own})
     weights = arguments.weights or [1.0] * len(kinds)
     models = [word for model in dict.fromkeys(kind.model for kind in kinds) for word in ("--model", model)]
     options = [*models, "--max-loaded", str(len(models) // 2)]

@@ -613,3 +613,15 @@ def test_memory_above_a_frozen_base(tmp_path: Path) -> None:
     assert data["loss"][0] != case["loss"][0]
     assert data["loss"][1] < data["loss"][0]
     assert "peak" not in data
+
+
+def test_figures_of_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from open_loop import Notebook
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    assert Notebook(tmp_path, {"seed": "0"}).once("run", lambda: 1) == 1
+    assert Notebook(tmp_path, {"seed": "0"}).once("run", lambda: 2) == 1
+    with pytest.raises(SystemExit, match="has figures with another seed; use another folder"):
+        Notebook(tmp_path, {"seed": "1"})
