@@ -364,8 +364,9 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
     """Every server under every trace."""
     kinds = arguments.kinds
     # Rows of figures have names of their own, and the rest is only where they go.
-    own = ("arrivals", "load", "resume", "json")
-    notebook = Notebook(arguments.resume, {name: str(of) for name, of in vars(arguments).items() if name not in own})
+    besides = ("arrivals", "load", "resume", "json")
+    settings = {name: str(value) for name, value in vars(arguments).items() if name not in besides}
+    notebook = Notebook(arguments.resume, settings)
     weights = arguments.weights or [1.0] * len(kinds)
     models = [word for model in dict.fromkeys(kind.model for kind in kinds) for word in ("--model", model)]
     options = [*models, "--max-loaded", str(len(models) // 2)]
