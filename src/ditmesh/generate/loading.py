@@ -207,7 +207,7 @@ def _transformers(
 
 
 def _read_once(kind: type[Any], folder: Path, dtype: torch.dtype, variant: str | None, plan: Conversions) -> nn.Module:
-    """A transformer whose weights are pages of its files, or places in the plan."""
+    """A transformer with weights that are pages of its files, or places in the plan."""
     model = build_empty(kind, folder, dtype, tables=False)
     made = {name: one.dtype for name, one in model.state_dict().items()}
 

@@ -78,7 +78,6 @@ class PoolRendezvous(RankRendezvous):
 
     def __init__(self, report: Any) -> None:
         super().__init__(report)
-        self.report = report
         # Of each thread: pictures are written in one of their own.
         self._thread = threading.local()
 
@@ -108,7 +107,7 @@ class PoolRendezvous(RankRendezvous):
         if self.rank > 0:
             self.tell(Relayed(message))
             return
-        self.report(message)
+        super().send(message)
         if isinstance(message, TaskStepped):
             # The conductor counts steps.
             self.tell(Relayed(message, told=True))
@@ -157,7 +156,7 @@ class PoolWorker:
         self._backlog: dict[str, list[bytes]] = {}
         self._threads: list[threading.Thread] = []
         self._state_time = 0.0
-        self._rows = self._batch = 0
+        self._rows = 0
         self._step_seconds = 0.0
         self._ended = False
 
@@ -297,7 +296,7 @@ class PoolWorker:
             for work in works:
                 self._report(work, batcher, run, done)
             done.rows, done.batch = batcher.counts.rows - self._rows, batcher.counts.batch
-            self._rows, self._batch = batcher.counts.rows, batcher.counts.batch
+            self._rows = batcher.counts.rows
             done.sent = batcher.placements.traffic()
         self._step_seconds = time.perf_counter() - began
         done.state = self._state()
@@ -309,8 +308,8 @@ class PoolWorker:
         if pipeline.failure is not None and id not in done.failed:
             done.failed[id] = failure_of(pipeline.failure)
         answers = batcher.take_answers(pipeline)
-        if self._ranks.rank == run.first and answers:
-            # What has ended is of use to the first rank alone, which may have made it itself.
+        if self._ranks.rank == run.first and answers and not pipeline.ended:
+            # All ranks forget a task that has ended, so its last results go to none.
             done.answers[id] = pickle.dumps(answers)
         waits = pipeline.pending is not None and not batcher.steps(pipeline)
         done.after[id] = TaskAfter(work.step, work.steps, waits, pipeline.ended)

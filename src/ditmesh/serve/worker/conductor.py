@@ -80,12 +80,16 @@ class Going:
 
     run: Run
     model: str
-    began: float
     until: float
     waiting: set[int]
     charged: float
     recalled: bool = False
     done: list[RunDone] = field(default_factory=list)
+
+    @property
+    def endless(self) -> bool:
+        """Whether it goes on until it is recalled."""
+        return self.run.open and not self.recalled
 
 
 class Conductor:
@@ -346,13 +350,12 @@ class Conductor:
         free = [now] * self._ranks
         for going in self._going.values():
             self._charge(going, now)
-            open_ = going.run.open and not going.recalled
-            until = max(now + self.scheduler.quantum if open_ else going.until, now + 1e-3)
+            until = max(now + self.scheduler.quantum if going.endless else going.until, now + 1e-3)
             for rank in going.run.ranks:
                 free[rank] = until
         tasks = [self._task(live) for live in lives.values()]
         numbers, running = [*self._going], [going.run for going in self._going.values()]
-        able = [place for place, going in enumerate(self._going.values()) if going.run.open and not going.recalled]
+        able = [place for place, going in enumerate(self._going.values()) if going.endless]
         late = self.scheduler.recall(self.costs, now, tasks, running, able, free)
         self._recall([numbers[place] for place in late], events)
         for run in self.scheduler.decide(self.costs, now, tasks, running, free):
@@ -360,14 +363,14 @@ class Conductor:
             for id in run.tasks:
                 lives[id].run = self._numbers
             model = lives[run.tasks[0]].task.model
-            self._going[self._numbers] = Going(run, model, now, now + run.seconds, set(run.ranks), now)
+            self._going[self._numbers] = Going(run, model, now + run.seconds, set(run.ranks), now)
             events.append(Assigned(self._numbers, run))
 
     def _recall(self, numbers: Iterable[int], events: list[Any]) -> None:
         """Tell ranks that are at runs without an end to end them."""
         for number in numbers:
             going = self._going[number]
-            if going.run.open and not going.recalled:
+            if going.endless:
                 going.recalled = True
                 going.until = time.monotonic() + self.scheduler.quantum
                 events.append(Recall(number))

@@ -22,7 +22,7 @@ from ...engine import Engine
 from ...errors import ConfigError
 from ...layout import TokenLayout
 from ...recipe import Recipe, check
-from ..schedule.costs import ALONE, Mode, modes_of, sizes_of
+from ..schedule.costs import ALONE, Mode, modes_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -156,12 +156,8 @@ class Placements:
 
     def __init__(self, models: Sequence[nn.Module], ranks: int, heads: int, rows: bool, widest: int = 0) -> None:
         self._models, self._ranks, self._heads = list(models), ranks, heads
-        self._copies = {
-            mode: {id(model): shared_copy(model) for model in models}
-            for mode in modes_of(ranks, heads, rows, [size for size in sizes_of(ranks) if size <= (widest or ranks)])[
-                1:
-            ]
-        }
+        shared = modes_of(ranks, heads, rows, range(1, (widest or ranks) + 1))[1:]
+        self._copies = {mode: {id(model): shared_copy(model) for model in models} for mode in shared}
         self.ways: dict[Mode, Placement] = {}
 
     def open(

@@ -185,8 +185,8 @@ class _Buffer:
         mask: the mask over all keys, as it was gathered last.
     """
 
-    # How much of the latest change a prediction adds, and the step whose change says nothing of the next one: the first
-    # that has one, in which noise turns into a picture.
+    # How much of the latest change a prediction adds, and the step with a change that says nothing of the next one: the
+    # first that has one, in which noise turns into a picture.
     SHARE, FIRST = 0.5, 1
 
     def __init__(
