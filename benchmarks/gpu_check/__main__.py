@@ -40,7 +40,8 @@ class Part(NamedTuple):
 # In the order in which they run.
 FIRST = ("machine", "kernels", "backends", "nccl", "collectives", "strategies", "faults", "reproducible")
 SECOND = ("parity", "training", "waits", "host", "flux", "memory", "around", "server")
-HALVES = {"first": FIRST, "second": SECOND}
+THIRD = ("rounding", "sizes", "images", "commands")
+HALVES = {"first": FIRST, "second": SECOND, "third": THIRD}
 # What the CPU takes longer for a part than a GPU.
 SLOW = 6.0
 # ditmesh's dependencies, and what its tests' models come from.
@@ -60,10 +61,11 @@ def parts() -> dict[str, Part]:
     import messages
     import several
     import single
+    import whole
 
     found = {name: Part(single.streamed(name), seconds) for name, (_, seconds) in single.PARTS.items()}
-    found |= {name: Part(*part) for module in (messages, several) for name, part in module.PARTS.items()}
-    return {name: found[name] for name in (*FIRST, *SECOND)}
+    found |= {name: Part(*part) for module in (messages, several, whole) for name, part in module.PARTS.items()}
+    return {name: found[name] for name in (*FIRST, *SECOND, *THIRD)}
 
 
 def guarded_part(part: Part, workers: Any, quick: bool, limit: float) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def earlier(path: Path | None, result: dict[str, Any]) -> dict[str, Any]:
 def options_of(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="*", choices=FIRST + SECOND, help="only these")
+    parser.add_argument("--part", nargs="*", choices=FIRST + SECOND + THIRD, help="only these")
     parser.add_argument("--half", choices=list(HALVES), help="only the parts of one of the two commands")
     parser.add_argument("--budget", type=float, default=1e6, help="seconds after which the command ends; usual: none")
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: a rehearsal without a GPU")
@@ -171,7 +173,7 @@ def main() -> int:
         print(f"not installed: {', '.join(lacking)}", flush=True)
     workers, ran = Workers(result["facts"]), []
     try:
-        for name in options.part or HALVES.get(options.half, FIRST + SECOND):
+        for name in options.part or HALVES.get(options.half, FIRST + SECOND + THIRD):
             print(f"{name} …", end=" ", flush=True)
             limit = min(every[name].seconds * (1.0 if ON_GPU else SLOW), end - time.monotonic())
             if limit <= 0:
@@ -205,9 +207,10 @@ def worker(rank: int, descriptor: int) -> int:
     import messages
     import several
     import single
+    import whole
     from workers import work
 
-    work(rank, descriptor, {**messages.FUNCTIONS, **several.FUNCTIONS, **single.FUNCTIONS})
+    work(rank, descriptor, {**messages.FUNCTIONS, **several.FUNCTIONS, **single.FUNCTIONS, **whole.FUNCTIONS})
     return 0
 
 

@@ -439,7 +439,7 @@ def memory(quick: bool) -> Iterator[Row]:
     import diffusers
 
     from ditmesh.forecast.costs.work import Workload
-    from ditmesh.forecast.memory.walk import denoise
+    from ditmesh.forecast.memory.walk import WalkOptions, denoise
     from ditmesh.layout import layout_of
 
     full = ON_GPU and not quick
@@ -450,12 +450,12 @@ def memory(quick: bool) -> Iterator[Row]:
     )
     model = model.eval().to(DEVICE, dtype)
     arguments = moved(_flux_arguments(side, text, 64), dtype)
-    asked = Workload(side, side, text=text, branches=1)
+    asked, how = Workload(side, side, text=text, branches=1), WalkOptions(dtype)
 
     def check(config: dict[str, Any]) -> Row:
         parallel = package.ParallelConfig(**config)
         settings = {key: value for key, value in model.config.items() if not key.startswith("_")}
-        foreseen = denoise("FluxTransformer2DModel", settings, layout_of(model), parallel, asked, dtype)
+        foreseen = denoise("FluxTransformer2DModel", settings, layout_of(model), parallel, asked, how)
         row: Row = {"weights, MiB": foreseen.weights / 2**20, "foreseen, MiB": foreseen.activations / 2**20}
         if not ON_GPU:
             return {**row, "ok": foreseen.activations > 0}

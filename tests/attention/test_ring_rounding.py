@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from ditmesh.attention.kernels import (
     LocalAttention,
@@ -22,91 +18,12 @@ from ditmesh.attention.kernels import (
 from ditmesh.attention.kernels import lse as lse_
 from ditmesh.attention.kernels.backends import BackendWithLse
 from ditmesh.attention.kernels.builtin import Math, Native
-from ditmesh.attention.ring import ring_attention
-from ditmesh.comm import Traffic
-from ditmesh.strategies.simulated import VirtualLink, _as_rank, _meet
-from ditmesh.strategies.virtual import run_together
+from support.ring_rounding import CASES, rms_error, round_the_ring
 
 # Of one kernel's error: 0.73 to 1.00 is measured. Parts that come rounded from their kernel have 1.06 to 1.35, and
 # merged in half precision 2 on 8 ranks.
 BAR = 1.2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-RAGGED = {2: [300, 212], 4: [200, 0, 171, 141], 8: [90, 0, 64, 70, 31, 100, 1, 156]}
-
-
-@dataclass(frozen=True)
-class Case:
-    """Attention over several ranks.
-
-    Attributes:
-        tokens, heads, width: of the queries.
-        mean, factor: of the values; of the scores.
-        masked: whether queries see a random 70 % of the keys, and one query none.
-        resident: keys that every rank has.
-        ragged: whether ranks have unlike numbers of tokens.
-    """
-
-    tokens: int = 512
-    heads: int = 2
-    width: int = 64
-    mean: float = 0.0
-    factor: float = 1.0
-    masked: bool = False
-    resident: int = 0
-    ragged: bool = False
-
-    def tensors(self, dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:
-        """Queries; keys and values, of which resident ones come first; the mask."""
-        torch.manual_seed(0)
-        keys = self.resident + self.tokens
-        q, k, v = (torch.randn(1, self.heads, length, self.width) for length in (self.tokens, keys, keys))
-        mask = torch.rand(1, 1, self.tokens, keys) > 0.3 if self.masked else None
-        if mask is not None:
-            mask[:, :, 5] = False
-        return [(q * self.factor).to(dtype), k.to(dtype), (v + self.mean).to(dtype)], mask
-
-    def lengths(self, ranks: int) -> list[int]:
-        """Tokens of every rank."""
-        return RAGGED[ranks] if self.ragged else [self.tokens // ranks] * ranks
-
-
-CASES = {
-    "512 tokens": Case(),
-    "2048 tokens": Case(tokens=2048, heads=1),
-    "heads of 128": Case(width=128),
-    "values with a mean": Case(mean=2.0),
-    "scores three times as large": Case(factor=3.0),
-    "masks": Case(masked=True),
-    "resident keys": Case(resident=77, masked=True),
-    "uneven lengths": Case(ragged=True, masked=True, resident=20),
-}
-
-
-def rms_error(value: Tensor, truth: Tensor) -> float:
-    return float((value.double() - truth).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt())
-
-
-def round_the_ring(case: Case, dtype: torch.dtype, ranks: int, **given: Any) -> Tensor:
-    """What all ranks compute together."""
-    given = given or {"parts": torch.float32}
-    (q, k, v), mask = case.tensors(dtype)
-    stay, lengths = case.resident, case.lengths(ranks)
-    link = VirtualLink("ring", ranks, Traffic())
-    own_q = q.split(lengths, 2)
-    own_k, own_v = (tensor[:, :, stay:].split(lengths, 2) for tensor in (k, v))
-
-    def of_rank(rank: int) -> Tensor:
-        def mask_of(block: int) -> Tensor:
-            assert mask is not None
-            rows = mask.split(lengths, 2)[rank]
-            at_home = [rows[..., :stay]] if block == rank else []
-            return torch.cat([*at_home, rows[..., stay:].split(lengths, 3)[block]], 3)
-
-        resident = (k[:, :, :stay], v[:, :, :stay]) if stay else None
-        own = own_q[rank], own_k[rank], own_v[rank]
-        return ring_attention(link, *own, lengths, resident, mask_of if mask is not None else None, **given)
-
-    return torch.cat(run_together([partial(_as_rank, rank, partial(of_rank, rank)) for rank in range(ranks)], _meet), 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
