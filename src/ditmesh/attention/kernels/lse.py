@@ -297,7 +297,9 @@ def _cuda_backward(
         given = (None, None, queries, keys, 0.0, False, seed, offset)
         found = kernel(grad, q, k, v, out, lse.contiguous(), *given, scale=scale)
     else:
-        # It reads the LSE in blocks of 32 queries.
+        # It reads the LSE in blocks of 32 queries; and in half precision an output in which a token's heads lie side by
+        # side, whatever its strides say: other layouts give gradients of whatever lies there.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         lse = F.pad(lse, (0, -queries % 32), value=math.inf)
         seed = offset
         given = (seed, offset, 0.0, [True, True, True, False], False)
