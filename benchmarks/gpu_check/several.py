@@ -250,33 +250,43 @@ def reproducible_bits(name: str, dtype: str, configs: list[dict[str, Any]], stag
 
 
 def heads_apart() -> Iterator[Row]:
-    """Whether flash attention gives a head the bits in a call of many heads that it gives it alone, by ``num_splits``.
+    """Whether a kernel gives a head and a query the bits in a call of many that it gives them alone.
 
-    Reproducible mode makes a call for every head, which is slow: if one call for all heads gives the same bits with one
-    split of the keys, it could make that.
+    Reproducible mode makes a call for every head, which is slow: a kernel with the same bits could take all of them.
     """
-    schema = str(torch.ops.aten._flash_attention_forward.default._schema)
-    if not ON_GPU or "num_splits" not in schema:
-        raise Skipped("not here: there is no GPU" if not ON_GPU else "this torch has no num_splits")
+    if not ON_GPU:
+        raise Skipped("not here: there is no GPU")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as attend
+
     torch.manual_seed(0)
-    for tokens, heads in ((1024, 24), (4608, 24), (130, 3)):
-        q, k, v = (torch.randn(1, tokens, heads, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        for dtype in (torch.bfloat16, torch.float32):
+            for tokens, queries, heads, width in ((1024, 128, 24, 64), (4608, 576, 24, 128), (130, 33, 3, 64)):
+                q, k, v = (torch.randn(1, heads, tokens, width, device=DEVICE, dtype=dtype) for _ in range(3))
+                row = {"model": f"{backend.name}, {heads} heads of {width}", "dtype": str(dtype)[6:], "tokens": tokens}
 
-        def call(part: slice, splits: int, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            length = q.shape[1]
-            given = (q[:, :, part], k[:, :, part], v[:, :, part], None, None, length, length, 0.0, False, False)
-            return torch.ops.aten._flash_attention_forward(*given, num_splits=splits)[0]
+                def check(
+                    q: Tensor = q, k: Tensor = k, v: Tensor = v, queries: int = queries, kernel: Any = backend
+                ) -> Row:
+                    def call(heads: slice, rows: slice) -> Tensor:
+                        part = (tensor[:, heads].contiguous() for tensor in (q[:, :, rows], k, v))
+                        with sdpa_kernel(kernel):
+                            return attend(*part)
 
-        for splits in (0, 1):
-            alone = torch.cat([call(slice(head, head + 1), splits) for head in range(heads)], dim=2)
-            same = torch.equal(call(slice(None), splits), alone)
-            yield {
-                "model": f"flash, {heads} heads",
-                "tokens": tokens,
-                "num_splits": splits,
-                "same bits": same,
-                "ok": True,
-            }
+                    every = slice(None)
+                    try:
+                        whole = call(every, every)
+                    except RuntimeError as error:
+                        raise Skipped(first_line(error, 80)) from None
+                    alone = torch.cat([call(slice(head, head + 1), every) for head in range(q.shape[1])], 1)
+                    third = torch.cat([call(part, every) for part in (slice(0, 1), slice(1, None))], 1)
+                    parts = [slice(start, start + queries) for start in range(0, q.shape[2], queries)]
+                    cut = torch.cat([call(every, part) for part in parts], 2)
+                    found = {"heads alone": alone, "heads in two": third, "queries in parts": cut}
+                    return {**{name: torch.equal(whole, value) for name, value in found.items()}, "ok": True}
+
+                yield guarded(row, check)
 
 
 def reproducible(workers: Workers, quick: bool) -> Iterator[Row]:
