@@ -262,9 +262,9 @@ def heads_apart() -> Iterator[Row]:
     torch.manual_seed(0)
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         for dtype in (torch.bfloat16, torch.float32):
-            for tokens, queries, heads, width in ((1024, 128, 24, 64), (4608, 576, 24, 128), (130, 33, 3, 64)):
-                q, k, v = (torch.randn(1, heads, tokens, width, device=DEVICE, dtype=dtype) for _ in range(3))
-                row = {"model": f"{backend.name}, {heads} heads of {width}", "dtype": str(dtype)[6:], "tokens": tokens}
+            for tokens, queries, count, width in ((1024, 128, 24, 64), (4608, 576, 24, 128), (130, 33, 3, 64)):
+                q, k, v = (torch.randn(1, count, tokens, width, device=DEVICE, dtype=dtype) for _ in range(3))
+                row = {"model": f"{backend.name}, {count} heads of {width}", "dtype": str(dtype)[6:], "tokens": tokens}
 
                 def check(
                     q: Tensor = q, k: Tensor = k, v: Tensor = v, queries: int = queries, kernel: Any = backend
