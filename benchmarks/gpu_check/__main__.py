@@ -68,8 +68,10 @@ def parts() -> dict[str, Part]:
     return {name: found[name] for name in (*FIRST, *SECOND, *THIRD)}
 
 
-def guarded_part(part: Part, workers: Any, quick: bool, limit: float) -> dict[str, Any]:
-    """A part's rows and what became of it, whatever happens to the workers."""
+def guarded_part(
+    part: Part, workers: Any, quick: bool, limit: float, seen: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """A part's rows and what became of it, whatever happens to the workers; ``seen`` gets them after every row."""
     from basics import Skipped, first_line
 
     start, rows, ended = time.monotonic(), [], ""
@@ -77,6 +79,7 @@ def guarded_part(part: Part, workers: Any, quick: bool, limit: float) -> dict[st
     try:
         for row in part.run(workers, quick):
             rows.append(row)
+            seen({"status": "failed", "ended": "the command was ended", "seconds": 0.0, "rows": rows})
             if time.monotonic() > workers.deadline:
                 ended = f"its {limit:.0f} seconds were over"
                 break
@@ -175,6 +178,14 @@ def main() -> int:
     try:
         for name in options.part or HALVES.get(options.half, FIRST + SECOND + THIRD):
             print(f"{name} …", end=" ", flush=True)
+
+            def write(part: dict[str, Any], name: str = name) -> None:
+                result["parts"][name] = part
+                if options.json:
+                    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                if options.markdown:
+                    options.markdown.write_text(as_markdown(result, every), encoding="utf-8")
+
             limit = min(every[name].seconds * (1.0 if ON_GPU else SLOW), end - time.monotonic())
             if limit <= 0:
                 part: dict[str, Any] = {
@@ -184,17 +195,13 @@ def main() -> int:
                     "ended": f"the {options.budget:g} seconds of the command were over before it",
                 }
             else:
-                part = guarded_part(every[name], workers, options.quick, limit)
-            result["parts"][name] = part
+                part = guarded_part(every[name], workers, options.quick, limit, write)
             ran.append(part["status"])
             print(f"{part['status']} in {part['seconds']} s", *([part["ended"]] if "ended" in part else []), flush=True)
             for row in part["rows"]:
                 if row.get("ok") is False or set(row) == {"skipped"}:
                     print(f"  {row}", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            if options.markdown:
-                options.markdown.write_text(as_markdown(result, every), encoding="utf-8")
+            write(part)
     finally:
         workers.end()
     if not ON_GPU:

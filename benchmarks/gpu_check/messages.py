@@ -112,6 +112,8 @@ def carried(workers: Workers) -> dict[str, str]:
 
 def must_be_staged(workers: Workers) -> bool:
     """Whether messages between ranks have to be copied through the host; tried out where no part has done so."""
+    if ON_GPU and "nccl" not in workers.facts:
+        _ = [*_several_over_nccl(workers)]
     if workers.transport == "nccl":
         return False
     if "staged" not in workers.facts:
@@ -202,6 +204,11 @@ def nccl(workers: Workers, quick: bool) -> Iterator[Row]:
         return
     for bound in (False, True):
         yield from workers.stream("alone_over_nccl", bound)
+    yield from _several_over_nccl(workers)
+
+
+def _several_over_nccl(workers: Workers) -> Iterator[Row]:
+    """Ranks that share the GPU, without ditmesh: whether later parts can have NCCL."""
     for world in (2, 4):
         row = {"what": f"exchange of {world} ranks on one GPU, without ditmesh"}
         try:

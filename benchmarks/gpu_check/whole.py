@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import torch
@@ -304,14 +305,15 @@ def typed(quick: bool) -> Iterator[Row]:
             return {"said": " ".join(text.split()), "ok": True}
 
         def generated(device: str, *more: str) -> Row:
-            out = root / f"images-{len([*root.iterdir()])}"
+            out = Path(mkdtemp(dir=root))
             began = time.perf_counter()
             ditmesh_("generate", "a red fox", "--device", device, "--seed", "3", "--out", out, *more)
             (image,) = out.glob("*.png")
             return {"image": _pixels(image), "path": image, "seconds": time.perf_counter() - began}
 
         def compared() -> Row:
-            here, cpu = generated(DEVICE.type), generated("cpu")
+            with ThreadPoolExecutor() as both:
+                here, cpu = both.map(generated, (DEVICE.type, "cpu"))
             levels = (here["image"].int() - cpu["image"].int()).abs()
             said = f"largest difference from the CPU's image: {int(levels.max())} of 255 levels"
             return {"seconds": here["seconds"], "said": said, "ok": float(levels.float().mean()) < 2}
@@ -324,19 +326,19 @@ def typed(quick: bool) -> Iterator[Row]:
             return {"said": json.dumps(said)[:200], "ok": True}
 
         def trained(more: dict[str, Any]) -> Row:
-            losses = {}
             data = root / "data"
             data.mkdir(exist_ok=True)
             if not any(data.iterdir()):
                 for number, color in enumerate(((200, 40, 40), (30, 160, 60), (40, 60, 220), (240, 200, 30))):
                     _drawn(data / f"{number}.png", color)
                     (data / f"{number}.txt").write_text("a red fox", encoding="utf-8")
-            for device in dict.fromkeys((DEVICE.type, "cpu")):
-                out = root / f"run-{device}-{len(more)}"
-                text = {
+
+            def losses(device: str) -> list[float]:
+                out = Path(mkdtemp(dir=root))
+                settings = {
                     "pretrained_model_name_or_path": "emoji-sd3",
                     "train_data_dir": str(data),
-                    "output_dir": str(out),
+                    "output_dir": str(out / "run"),
                     "resolution": 64,
                     "max_sequence_length": 16,
                     "max_train_steps": 3 if quick else 5,
@@ -345,27 +347,46 @@ def typed(quick: bool) -> Iterator[Row]:
                     "seed": 0,
                     **more,
                 }
-                (root / "run.yaml").write_text(json.dumps(text), encoding="utf-8")
-                ditmesh_("train", root / "run.yaml", "--device", device)
-                with (out / "loss.csv").open(encoding="utf-8") as file:
-                    losses[device] = [float(row["loss"]) for row in csv.DictReader(file)]
-            here, cpu = losses[DEVICE.type], losses["cpu"]
+                (out / "run.yaml").write_text(json.dumps(settings), encoding="utf-8")
+                ditmesh_("train", out / "run.yaml", "--device", device)
+                with (out / "run" / "loss.csv").open(encoding="utf-8") as file:
+                    return [float(row["loss"]) for row in csv.DictReader(file)]
+
+            with ThreadPoolExecutor() as both:
+                here, cpu = both.map(losses, (DEVICE.type, "cpu"))
             apart = max(abs(a - b) / abs(b) for a, b in zip(here, cpu, strict=True))
             return {"said": f"losses {here[0]:.4f} to {here[-1]:.4f}", "error": apart, "ok": apart < 0.1}
 
+        def like(*more: str) -> Row:
+            """The image by other settings on this device."""
+            with ThreadPoolExecutor() as both:
+                plain, other = both.map(lambda words: generated(DEVICE.type, *words), ((), more))
+            levels = (plain["image"].int() - other["image"].int()).abs()
+            said = f"largest difference: {int(levels.max())} of 255 levels"
+            return {"seconds": other["seconds"], "said": said, "ok": float(levels.float().mean()) < 2}
+
+        def verified() -> Row:
+            said = ditmesh_("verify", "patches=2", "--steps", "2", "--device", DEVICE.type)
+            return {"said": said[-200:], "ok": True}
+
         rows: dict[str, Callable[[], Row]] = {
-            "doctor --save": profile,
             "generate, against the CPU": compared,
-            "generate --reproducible, replay": again,
-            "verify": lambda: {
-                "said": ditmesh_("verify", "patches=2", "--steps", "2", "--device", DEVICE.type)[-200:],
-                "ok": True,
-            },
             "train, LoRA": partial(trained, {"lora": {"rank": 4}}),
             "train, all weights in bf16": partial(trained, {"mixed_precision": "bf16", "gradient_checkpointing": True}),
+            **{
+                f"generate --offload {kind}": partial(like, "--offload", kind)
+                for kind in ("model", "group", "sequential")
+                if ON_GPU
+            },
+            "generate --compile": partial(like, "--compile", "inductor" if ON_GPU else "eager"),
+            "generate --reproducible, replay": again,
+            "verify": verified,
+            "doctor --save": profile,
         }
-        for what, check in list(rows.items())[: 2 if quick else None]:
-            yield guarded({"command": what}, check)
+        wanted = list(rows.items())[: 2 if quick else None]
+        # Most of a command is its start.
+        with ThreadPoolExecutor(4 if ON_GPU else 1) as several:
+            yield from several.map(lambda row: guarded({"command": row[0]}, row[1]), wanted)
 
 
 def _pixels(path: Path) -> Tensor:

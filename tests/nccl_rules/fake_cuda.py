@@ -282,10 +282,11 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float | None = None)
 
 
 def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *_: Any, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: bool, *_: Any, scale: float | None = None
 ) -> tuple[Any, ...]:
     state = torch.zeros((), dtype=torch.int64)
-    return *_attended(q, k, v, bias, scale, q.shape[2] + -q.shape[2] % 32), state, state
+    out, lse = _attended(q, k, v, bias, scale, q.shape[2] + -q.shape[2] % 32)
+    return out, lse if asked else lse[..., :0], state, state
 
 
 def _flash_backward(grad: Tensor, *given: Any, scale: float | None = None) -> tuple[Tensor, ...]:
@@ -296,7 +297,12 @@ def _efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *given: Any, scale: float | None = None
 ) -> tuple[Tensor | None, ...]:
     assert not given[5][3], "no mask here has a gradient"
-    return *_gradients(grad, q, k, v, *given[:2], bias, scale), None
+    out, lse = given[:2]
+    if out.dtype != torch.float32:
+        # The kernel adds up dO * O itself then, and takes a token's heads to lie side by side.
+        heads, width = out.shape[1], out.shape[3]
+        out = out.as_strided(out.shape, (out.stride(0), out.stride(1), heads * width, 1))
+    return *_gradients(grad, q, k, v, out, lse, bias, scale), None
 
 
 def _gradients(

@@ -77,6 +77,28 @@ def _amx() -> bool:
     return ask is not None and ask()
 
 
+def attend_each_alone(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor | None:
+    """Attention in one call that gives a head, a sample and a query the bits that they have in a call of their own.
+
+    By torch's memory-efficient kernel on a GPU: a thread block adds up all keys of some queries of one head in their
+    order, however many others there are. Flash attention cuts the keys of few heads into parts, to have work for all
+    multiprocessors, and so adds in another order for other numbers of heads.
+
+    Args and result: as of `attend_with_lse`, with at least one query and key, contiguous; without the LSE. None: there
+    is no such kernel for the call.
+    """
+    width = q_bhsd.shape[-1]
+    q, k, v = _padded((q_bhsd, k_bhsd, v_bhsd))
+    bias = None if mask is None else _aligned(mask, q, k)
+    cuda, kernel = torch.backends.cuda, fused("_scaled_dot_product_efficient_attention")
+    if kernel is None or not cuda.can_use_efficient_attention(cuda.SDPAParams(q, k, v, bias, 0.0, False, False)):
+        return None
+    out = kernel(q, k, v, bias, False, 0.0, False, scale=1 / math.sqrt(width) if scale is None else scale)[0]
+    return out[..., : v_bhsd.shape[-1]]
+
+
 def without_blind(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Output (B, H, Sq, D) and LSE, with output 0 and LSE -inf for queries that see no key.
 
