@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+import torch
 from torch import nn
 
 import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
 from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
+from ditmesh.train.optimizer.precision import not_finite
 from nccl_rules.fake_cuda import cuda, unavailable
 from nccl_rules.fake_world import one_of
 from support.models import tiny
@@ -65,6 +67,16 @@ def test_the_norm_of_no_gradient_is_a_tensor_of_the_device():
         mesh = ditmesh.Mesh(ParallelConfig(tensor=2), device="cuda")
         sync = GradientSync(modules, mesh, "auto", TensorSlicesOf(tiny("SD3"), mesh, "transformer."), undo)
         assert sync.clip(1.0) == 0.0
+
+
+def test_numbers_of_a_device_and_of_the_host_are_looked_at():
+    """AdamW counts its steps on the host while everything else of it is on the GPU."""
+    with one_of(1, 0), cuda():
+        mesh = ditmesh.Mesh(ParallelConfig(), device="cuda")
+        fine, count = torch.ones(3, device="cuda"), torch.ones(())
+        assert not_finite([("weight", fine), ("steps", count)], mesh) is None
+        assert not_finite([("weight", fine), ("steps", count / 0), ("average", fine / 0)], mesh) == "steps"
+        assert not_finite([("weight", fine / 0), ("steps", count / 0)], mesh) == "weight"
 
 
 # The loss, a number for every micro-batch in one list, and the norm of the gradient: they are logged, and a step whose

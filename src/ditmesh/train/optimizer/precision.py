@@ -76,9 +76,11 @@ def not_finite(named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> str | None:
     """
     local = [(name, local_of(value)) for name, value in named]
     local = [(name, value) for name, value in local if value.is_floating_point()]
-    mine = None
-    if local:
-        # One look at the device for all of them.
-        good = torch.stack([torch.isfinite(value).all() for _, value in local]).tolist()
-        mine = next((name for (name, _), fine in zip(local, good, strict=True) if not fine), None)
+    bad: dict[str, bool] = {}
+    # One look at each device for all of its tensors; an optimizer's counts may be on the host.
+    for device in {value.device for _, value in local}:
+        here = [(name, value) for name, value in local if value.device == device]
+        good = torch.stack([torch.isfinite(value).all() for _, value in here]).tolist()
+        bad |= {name: not fine for (name, _), fine in zip(here, good, strict=True)}
+    mine = next((name for name, _ in local if bad[name]), None)
     return next((name for name in mesh.world.all_gather_object(mine) if name is not None), None)
