@@ -146,6 +146,6 @@ def join(
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
-            device_id=bound_device(device),
+            device_id=bound_device(device, world_size),
         )
     return device
