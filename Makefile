@@ -60,11 +60,11 @@ bench-overhead: $(BIN)/ditmesh  ## what the engine costs the host
 bench-training: $(BIN)/ditmesh  ## curves, memory and speed of training; wants the machine quiet
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py --picture docs/images/training-curves.png
 
-# With another Python that has torch and diffusers: make gpu-check GPU_PYTHON=python3. In two commands that end within ten
-# minutes each: make gpu-check GPU_CHECK="--half first --budget 570", then "--half second --budget 570". Without a GPU:
+# With another Python that has torch and diffusers: make gpu-check GPU_PYTHON=python3. In three commands that end within ten
+# minutes each: make gpu-check GPU_CHECK="--run first --budget 570", then "--run second …" and "--run third …". Without a GPU:
 # make gpu-check GPU_CHECK="--device cpu --quick".
 GPU_PYTHON ?= $(BIN)/python
-gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(BIN)/ditmesh)  ## all that one GPU can prove, in less than twenty minutes
+gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(BIN)/ditmesh)  ## all that one GPU can prove, in less than thirty minutes
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check $(GPU_CHECK) --json gpu-check.json --markdown gpu-check.md
 
 docs: $(BIN)/ditmesh  ## the documentation site, into site/

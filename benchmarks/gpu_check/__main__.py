@@ -1,7 +1,8 @@
-"""What a single GPU can prove of ditmesh, in two commands of less than ten minutes each.
+"""What a single GPU can prove of ditmesh, in three commands of less than ten minutes each.
 
-    PYTHONPATH=src python benchmarks/gpu_check --half first --budget 570 --json out.json --markdown out.md
-    PYTHONPATH=src python benchmarks/gpu_check --half second --budget 570 --json out.json --markdown out.md
+    PYTHONPATH=src python benchmarks/gpu_check --run first --budget 570 --json out.json --markdown out.md
+    PYTHONPATH=src python benchmarks/gpu_check --run second --budget 570 --json out.json --markdown out.md
+    PYTHONPATH=src python benchmarks/gpu_check --run third --budget 570 --json out.json --markdown out.md
     PYTHONPATH=src python benchmarks/gpu_check --part kernels        # one part, again
     PYTHONPATH=src python benchmarks/gpu_check --device cpu --quick  # a rehearsal of all of it without a GPU
 
@@ -9,7 +10,7 @@ It needs this repository, torch >= 2.6 and diffusers; what else is missing is na
 for it. Parts come in an order in which a red one makes those after it meaningless first; each has a time budget, and
 one that fails, crashes or hangs does not end the others. Ranks share the GPU: over NCCL where it lets them, else over
 gloo, and what gloo cannot carry is copied through host memory. They live as long as the command; a failure ends them,
-and others are started. The file of --json is written after every part and keeps parts of earlier commands on the same
+and others are started. The file of --json is written after every row and keeps parts of earlier commands on the same
 machine and versions.
 
 Exit code: 0 when nothing failed, 1 when something did, 2 when nothing could run. Parts that are skipped do not count.
@@ -41,7 +42,7 @@ class Part(NamedTuple):
 FIRST = ("machine", "kernels", "backends", "nccl", "collectives", "strategies", "faults", "reproducible")
 SECOND = ("parity", "training", "waits", "host", "flux", "memory", "around", "server")
 THIRD = ("rounding", "sizes", "images", "commands")
-HALVES = {"first": FIRST, "second": SECOND, "third": THIRD}
+RUNS = {"first": FIRST, "second": SECOND, "third": THIRD}
 # What the CPU takes longer for a part than a GPU.
 SLOW = 6.0
 # ditmesh's dependencies, and what its tests' models come from.
@@ -133,7 +134,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="*", choices=FIRST + SECOND + THIRD, help="only these")
-    parser.add_argument("--half", choices=list(HALVES), help="only the parts of one of the two commands")
+    parser.add_argument("--run", choices=list(RUNS), help="only the parts of one of the three commands")
     parser.add_argument("--budget", type=float, default=1e6, help="seconds after which the command ends; usual: none")
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: a rehearsal without a GPU")
     parser.add_argument("--quick", action="store_true", help="the least of everything")
@@ -176,7 +177,7 @@ def main() -> int:
         print(f"not installed: {', '.join(lacking)}", flush=True)
     workers, ran = Workers(result["facts"]), []
     try:
-        for name in options.part or HALVES.get(options.half, FIRST + SECOND + THIRD):
+        for name in options.part or RUNS.get(options.run, FIRST + SECOND + THIRD):
             print(f"{name} …", end=" ", flush=True)
 
             def write(part: dict[str, Any], name: str = name) -> None:

@@ -233,7 +233,7 @@ def host(quick: bool) -> Iterator[Row]:
 
     model = copy.deepcopy(small_flux()).to(DEVICE)
     arguments = moved(small_inputs(), torch.float32)
-    blocks, runs = sum(BLOCKS), 3 if quick else 30
+    blocks, runs = sum(BLOCKS), 3 if quick else 10
 
     @torch.no_grad()
     def issue() -> float:
@@ -481,7 +481,7 @@ PARTS = {
     "backends": (backends, 45),
     "parity": (parity, 110),
     "waits": (waits, 30),
-    "host": (host, 30),
+    "host": (host, 60),
     "flux": (flux, 90),
     "memory": (memory, 30),
 }

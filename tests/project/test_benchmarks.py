@@ -78,19 +78,20 @@ def test_gpu_check_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_the_whole_gpu_check_on_the_cpu(tmp_path: Path) -> None:
-    """Two commands write one file, and both halves together are everything."""
+    """Three commands write one file, and together they are everything."""
     check = load_gpu_check()
     try:
-        first, second = check.HALVES["first"], check.HALVES["second"]
-        assert set(check.parts()) == {*first, *second}
+        runs = dict(check.RUNS)
+        assert set(check.parts()) == {part for parts in runs.values() for part in parts}
     finally:
         forget_gpu_check()
-    rehearsed(tmp_path, "--half", "first")
-    result, _, _ = rehearsed(tmp_path, "--half", "second")
-    check_rehearsal(result, (*first, *second))
+    result: dict[str, Any] = {}
+    for name in runs:
+        result, _, _ = rehearsed(tmp_path, "--run", name)
+    check_rehearsal(result, tuple(part for parts in runs.values() for part in parts))
 
 
-GPU_CHECK = ("basics", "messages", "several", "single", "workers", "gpu_check")
+GPU_CHECK = ("basics", "messages", "several", "single", "whole", "workers", "gpu_check")
 
 
 def test_the_study_of_the_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
