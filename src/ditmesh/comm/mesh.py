@@ -29,6 +29,7 @@ from ..config import AXES, REPLICAS, ParallelConfig
 from ..errors import ConfigError
 from . import Hosts, Link, PeerError, RequestState, SharedChannel, SharedMemory, Traffic, find_hosts, possible
 from .backends import backend_of, carries_none, device_of_rank, group_options
+from .gloo import new_group
 from .objects import gather_objects
 from .watcher import FailureWatcher, Notice
 
@@ -261,7 +262,7 @@ class Mesh:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        group = dist.new_group(backend="gloo", timeout=timeout or self._deadline)
+        group = new_group(backend="gloo", timeout=timeout or self._deadline)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -274,7 +275,7 @@ class Mesh:
         if backend_of(None, self.device) == "nccl":
             timeout = max(timeout, timedelta(seconds=LEAST_ON_NCCL))
         for ranks in sets:
-            group = dist.new_group(ranks, timeout=timeout, **options)
+            group = new_group(ranks, timeout=timeout, **options)
             if self.rank in ranks:
                 mine = group
         assert isinstance(mine, dist.ProcessGroup)

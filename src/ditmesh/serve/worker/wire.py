@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...comm.gloo import new_group
 from ...comm.mesh import ENDLESS
 from ...engine.sent import NumberedTensors, as_bytes, dumped, loaded
 from ..schedule.core import Run
@@ -211,8 +212,8 @@ class Channel:
         # Several threads of a rank have something to say; a message is two of the group's.
         self._sending = threading.Lock()
         # Messages are waited for as long as a server lives.
-        self._down: Any = dist.new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
-        self._up: Any = dist.new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
+        self._down: Any = new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
+        self._up: Any = new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
         self._threads: list[threading.Thread] = []
         sources = range(1, size) if rank == 0 else [0] if size > 1 else []
         for source in sources:

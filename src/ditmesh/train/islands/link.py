@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore
 
+from ...comm.gloo import gloo_backend
 from ...errors import InputError, reason_of
 from .settings import IslandsConfig
 
@@ -48,7 +49,7 @@ class IslandLink:
             # Others connect as they come.
             self._store = cast(Any, dist).TCPStore(host, port, None, leads, deadline, wait_for_workers=False)
             store = PrefixStore(f"rank-{rank}", self._store)
-            self._group = cast(Any, ProcessGroupGloo)(store, config.index, config.count, deadline)
+            self._group = gloo_backend(store, config.index, config.count, deadline)
         except (RuntimeError, ValueError) as error:
             raise IslandError(
                 f"island {config.index} has not met the other {config.count - 1} at {config.meet} within {timeout:g} s "

@@ -1,0 +1,130 @@
+"""Process groups whose gloo part has the network device of the default group, and no polling thread of its own.
+
+torch makes a device for every gloo group: a listening socket, and a thread that waits for the group's sockets and wakes
+up a hundred times a second also when nothing comes. A device can carry any number of groups, but
+`torch.distributed.new_group` takes no options for gloo. So what torch calls to make the group is replaced while it is
+made, in the calling thread alone. Whatever depends on the name "gloo" finds the group that it expects.
+
+The devices are the default group's, and end with the last group that has them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+# The options of the first gloo group beside a default group that has no gloo part: of GPUs, by NCCL alone.
+_beside: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+# Held while the replacement is put in its place or taken from there.
+_replacing = threading.Lock()
+
+
+def new_group(*args: Any, **named: Any) -> Any:
+    """As `torch.distributed.new_group`; a gloo part has the devices of the default group. A collective call.
+
+    Where torch does not let them be shared, the group has its own.
+    """
+    world = dist.group.WORLD
+    shared = None if world is None else _options_of(world) or _beside.get(world)
+    with _made_with(shared):
+        made = dist.new_group(*args, **named)
+    if world is not None and shared is None and isinstance(made, dist.ProcessGroup):
+        first = _options_of(made)
+        if first is not None:
+            _beside[world] = first
+    return made
+
+
+def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo group beside the job's own, such as of ranks of several jobs: as torch's ``ProcessGroupGloo``.
+
+    Args:
+        store: where its ranks meet.
+        rank, size: its number among them, and how many they are.
+        timeout: deadline of its collectives.
+
+    Raises:
+        RuntimeError: the others have not come in time.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    shared = None if world is None else _options_of(world)
+    return _make(dist.distributed_c10d.ProcessGroupGloo, shared, (store, rank, size, timeout), {})
+
+
+def _options_of(group: dist.ProcessGroup) -> Any:
+    """The options of a group's gloo part, which hold its devices; None: it has none, or they cannot be read."""
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None
+    # torch's comparison of collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL) wraps it.
+    options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)
+    return options if getattr(options, "_devices", None) else None
+
+
+def _make(kind: Any, shared: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A ``ProcessGroupGloo`` with the devices of these options.
+
+    Args:
+        kind: torch's class.
+        shared: options of another group; None: it has its own devices.
+        args, named: store, rank, size, timeout.
+    """
+    given = dict(zip(("store", "rank", "size", "timeout"), args, strict=False)) | named
+    if shared is None or not hasattr(kind, "_Options") or given.keys() != {"store", "rank", "size", "timeout"}:
+        return kind(*args, **named)
+    options = kind._Options()
+    options._devices, options._threads, options._timeout = shared._devices, shared._threads, given["timeout"]
+    return kind(given["store"], given["rank"], given["size"], options)
+
+
+class _SharedGloo:
+    """In the place of torch's ``ProcessGroupGloo`` while threads make groups.
+
+    Attributes:
+        kind: torch's.
+        asked: options with the devices to be shared, by thread.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        self.kind, self.asked = kind, cast("dict[int, Any]", {})
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return _make(self.kind, self.asked.get(threading.get_ident()), args, named)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self.kind)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kind, name)
+
+
+@contextmanager
+def _made_with(shared: Any) -> Iterator[None]:
+    """Let groups that this thread makes meanwhile have the devices of these options; None: their own."""
+    torchs, me = dist.distributed_c10d, threading.get_ident()
+    kind: Callable[..., Any] | None = getattr(torchs, "ProcessGroupGloo", None)
+    if shared is None or kind is None:
+        yield
+        return
+    # Not held while the group is made: it waits for other ranks, which may be threads.
+    with _replacing:
+        here = torchs.ProcessGroupGloo
+        if not isinstance(here, _SharedGloo):
+            here = _SharedGloo(here)
+            torchs.ProcessGroupGloo = here  # type: ignore[misc, assignment]
+        here.asked[me] = shared
+    try:
+        yield
+    finally:
+        with _replacing:
+            del here.asked[me]
+            if not here.asked and torchs.ProcessGroupGloo is here:
+                torchs.ProcessGroupGloo = here.kind
