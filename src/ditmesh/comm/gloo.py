@@ -11,7 +11,7 @@ The devices are the default group's, and end with the last group that has them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 # The options of the first gloo group beside a default group that has no gloo part: of GPUs, by NCCL alone.
 _beside: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+# Of torch's ``ProcessGroupGloo``. What is called with others is left to torch.
+_ARGUMENTS = ("store", "rank", "size", "timeout")
 # Held while the replacement is put in its place or taken from there.
 _replacing = threading.Lock()
 
@@ -77,10 +79,11 @@ def _make(kind: Any, shared: Any, args: tuple[Any, ...], named: dict[str, Any]) 
         shared: options of another group; None: it has its own devices.
         args, named: store, rank, size, timeout.
     """
-    given = dict(zip(("store", "rank", "size", "timeout"), args, strict=False)) | named
-    if shared is None or not hasattr(kind, "_Options") or given.keys() != {"store", "rank", "size", "timeout"}:
+    make = getattr(kind, "_Options", None)
+    given = dict(zip(_ARGUMENTS, args, strict=False)) | named
+    if shared is None or make is None or len(args) > len(_ARGUMENTS) or given.keys() != set(_ARGUMENTS):
         return kind(*args, **named)
-    options = kind._Options()
+    options = make()
     options._devices, options._threads, options._timeout = shared._devices, shared._threads, given["timeout"]
     return kind(given["store"], given["rank"], given["size"], options)
 
@@ -109,9 +112,9 @@ class _SharedGloo:
 @contextmanager
 def _made_with(shared: Any) -> Iterator[None]:
     """Let groups that this thread makes meanwhile have the devices of these options; None: their own."""
-    torchs, me = dist.distributed_c10d, threading.get_ident()
-    kind: Callable[..., Any] | None = getattr(torchs, "ProcessGroupGloo", None)
-    if shared is None or kind is None:
+    torchs: Any = dist.distributed_c10d
+    me = threading.get_ident()
+    if shared is None:
         yield
         return
     # Not held while the group is made: it waits for other ranks, which may be threads.
@@ -119,7 +122,7 @@ def _made_with(shared: Any) -> Iterator[None]:
         here = torchs.ProcessGroupGloo
         if not isinstance(here, _SharedGloo):
             here = _SharedGloo(here)
-            torchs.ProcessGroupGloo = here  # type: ignore[misc, assignment]
+            torchs.ProcessGroupGloo = here
         here.asked[me] = shared
     try:
         yield
