@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import functools
 import os
 import signal
@@ -471,4 +472,8 @@ def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, gra
     form: Any = logs.log_format
     app = create_app(backend, settings, tracer)
     server = HttpServer(app, grace, log_config(form, logs.log_level.upper()), up, at_once)
+    # What is there by now stays: a full collection would look at all of it, and keep requests waiting for a quarter of
+    # a second.
+    gc.collect()
+    gc.freeze()
     asyncio.run(server.run_on(listening))

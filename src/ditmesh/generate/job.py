@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -254,8 +255,10 @@ def _check_pixels(job: PictureJob, size: tuple[int, int] | None) -> None:
 
 def _check_video(job: PictureJob, model: ModelInfo) -> None:
     """Reject frame counts that the model does not generate, and frames and fps for image models."""
-    if job.frames is None and job.fps is None and model.frame_step is None:
-        # Most models generate images, and importing diffusers takes seconds.
+    images = model.frame_step is None
+    if job.frames is None and job.fps is None and (images or (not job.files and find_spec("ftfy") is not None)):
+        # Most models generate images, and nothing is asked here that needs a pipeline class. Importing diffusers takes
+        # seconds, and makes every later collection of garbage twice as long.
         return
     name = pipeline_for(model.pipeline_class, job.files, job.strength)
     videos = makes_videos(name)

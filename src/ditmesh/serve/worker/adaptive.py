@@ -21,6 +21,7 @@ from .conductor import Conductor
 from .loaded import LoadedModel
 from .model_cache import ModelCache
 from .pooled import PoolBatcher
+from .priority import give_way
 from .protocol import Cancelled, Load, Message, ModelFailed, Stop, TaskStepped
 from .rendezvous import FailureReason, RankRendezvous, failure_of
 from .wire import (
@@ -173,6 +174,8 @@ class PoolWorker:
                 thread = threading.Thread(target=target, name="ditmesh-conductor", daemon=True)
                 thread.start()
                 self._threads.append(thread)
+        if self._models.device.type == "cpu":
+            give_way()
         while True:
             event = self._channel.events.get()
             if isinstance(event, Exception):
@@ -280,10 +283,15 @@ class PoolWorker:
             work = self._tasks.tasks.get(id)
             if work is None:
                 done.missing.append(id)
-            elif (reason := self._catch_up(work)) is not None:
+                continue
+            first, since = work.step == 0 and work.run is None, time.perf_counter()
+            if (reason := self._catch_up(work)) is not None:
                 done.failed[id] = reason
-            else:
-                works.append(work)
+                continue
+            if first:
+                # To check and prepare a request takes as long as some calls.
+                done.parts.append((id, True, time.perf_counter() - since))
+            works.append(work)
         if works:
             model = self._models.models[works[0].task.model]
             self._models.used(model.spec.name)
@@ -314,7 +322,9 @@ class PoolWorker:
         waits = pipeline.pending is not None and not batcher.steps(pipeline)
         done.after[id] = TaskAfter(work.step, work.steps, waits, pipeline.ended)
         if pipeline.ended and id not in done.failed:
+            since = time.perf_counter()
             self._tasks.finish(work)
+            done.parts.append((id, False, time.perf_counter() - since))
 
     def _kind(self, work: RunningTask, model: LoadedModel) -> Kind:
         return kind_of(model.spec, model.card, work.task.request)

@@ -163,7 +163,7 @@ class RunDone:
         answers: by task, `packed`; of the first rank of the run alone.
         after: of each task.
         calls: kind, number of requests and seconds of each call of a transformer; made: number of them by task.
-        parts: task, whether steps came before it, and seconds of each other call.
+        parts: task, whether it came before the steps, and seconds of each other call, and of its preparation and end.
         failed: by task.
         broken: the way's links are to be made again.
         rows: of its calls; batch: of the latest.
@@ -189,6 +189,9 @@ class RunDone:
 
 
 # --- transport
+
+# Bytes of the first part of a message, and of the length that it begins with.
+FIRST, LENGTH = 4096, 8
 
 
 class Channel:
@@ -255,17 +258,26 @@ class Channel:
 
     def _send(self, message: Any, rank: int, group: Any) -> None:
         data = pickle.dumps(message)
-        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        # The receiver waits for a first part of this size, so that it is not asked before: most messages are no longer.
+        whole = bytearray(max(FIRST, LENGTH + len(data)))
+        whole[:LENGTH] = len(data).to_bytes(LENGTH, "little")
+        whole[LENGTH : LENGTH + len(data)] = data
+        body = torch.frombuffer(whole, dtype=torch.uint8)
         with self._sending:
-            dist.send(torch.tensor([len(data)]), rank, group=group)
-            dist.send(body, rank, group=group)
+            dist.send(body[:FIRST], rank, group=group)
+            if len(whole) > FIRST:
+                dist.send(body[FIRST:], rank, group=group)
 
     def _receive(self, rank: int, group: Any) -> Any:
-        size = torch.zeros(1, dtype=torch.long)
-        dist.recv(size, rank, group=group)
-        body = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(body, rank, group=group)
-        return pickle.loads(body.numpy().tobytes())
+        first = torch.empty(FIRST, dtype=torch.uint8)
+        dist.recv(first, rank, group=group)
+        data = first.numpy().tobytes()
+        length = int.from_bytes(data[:LENGTH], "little")
+        if length > FIRST - LENGTH:
+            rest = torch.empty(LENGTH + length - FIRST, dtype=torch.uint8)
+            dist.recv(rest, rank, group=group)
+            data += rest.numpy().tobytes()
+        return pickle.loads(memoryview(data)[LENGTH : LENGTH + length])
 
     def _hear(self, source: int) -> None:
         while (message := self._receive(source, self._up)) is not None:
