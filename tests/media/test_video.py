@@ -254,6 +254,18 @@ def test_pictures_have_no_frames(tmp_path: Path):
             check_content(job_for(info, PictureRequest(prompt="a red fox", **given), tmp_path), info, 1)
 
 
+def test_a_request_for_a_video_without_settings_of_its_own_is_checked_without_its_pipeline_class(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A server's own process would import diffusers for it."""
+    monkeypatch.setattr("ditmesh.generate.job.pipeline_for", None)
+    info = find_model(model)
+    assert info.frame_step is not None
+    check_content(job_for(info, PictureRequest(prompt="a red fox"), tmp_path), info, 1)
+    with pytest.raises(TypeError):
+        check_content(job_for(info, PictureRequest(prompt="a red fox", frames=5), tmp_path), info, 1)
+
+
 def test_without_pyav_it_is_said_what_to_install(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_a_request_that_cannot_be_in_time_anyway_takes_nothing_from_those_that_c
     hopeless = task("h", LARGE, steps=100, deadline=0.2)
     (run,) = Scheduler(1).decide(costs(), 0.0, [hopeless, task("s", SMALL, deadline=0.2)])
     assert run.tasks == ("s",)
+
+
+def test_what_is_almost_done_is_not_given_up_for_a_little_too_late():
+    """Seconds of calls vary by more than that, and what was done would be lost."""
+    begun = task("b", SMALL, steps=10, deadline=0.095)
+    fresh = task("f", SMALL, steps=10, deadline=0.095, begun=False)
+    for one, kept in ((begun, True), (fresh, False), (replace(begun, deadline=0.08), False)):
+        chosen, _ = Scheduler(1).in_time(costs(), 0.0, [one])
+        assert bool(chosen) is kept, one
 
 
 def test_like_requests_run_together_where_that_saves_time_and_not_where_it_makes_one_late():

@@ -25,8 +25,9 @@ BURST = 2.0
 WORTH = 0.93
 # More ranks have to make a request at least so many times as fast as fewer of them: they take time from the others.
 WIDER = 1.15
-# A deadline counts as met in the plan if so much of the remaining seconds is left over.
-MARGIN = 0.03
+# A task that has begun stays in the plan while it is expected to be late by no more than this share of what is left of
+# it, and these seconds: what was done of it would be lost, and costs are known no better than that.
+LATE, LATE_SECONDS = 0.06, 0.005
 # A request without a deadline, or with one that was missed, goes before those with deadlines when it has waited for so
 # many times of what it takes alone, and for so many seconds.
 PATIENCE, LEAST_PATIENCE = 12.0, 5.0
@@ -190,6 +191,7 @@ class Scheduler:
         """
         waiting = sorted(tasks, key=lambda task: (task.deadline or 0.0, task.arrived, task.id))
         best = {task.id: self._best(costs, task) for task in waiting}
+        within = {task.id: self._within(now, task, min(best[task.id].values())[0]) for task in waiting}
         dropped: set[str] = set()
         while True:
             heap = list(free) or [0.0] * self.ranks
@@ -200,7 +202,7 @@ class Scheduler:
             for task in waiting:
                 if task.id in dropped:
                     continue
-                place = self._place(heap, best[task.id], ((task.deadline or now) - now) * (1 - MARGIN))
+                place = self._place(heap, best[task.id], within[task.id])
                 if place is None:
                     late = task
                     break
@@ -214,10 +216,15 @@ class Scheduler:
                 return min(ranks * seconds for ranks, (seconds, _) in best[task.id].items())
 
             fastest = min(seconds for seconds, _ in best[late.id].values())
-            if fastest > (late.deadline or now) - now:
+            if fastest > within[late.id]:
                 dropped.add(late.id)
             else:
                 dropped.add(max([*(task for task, _ in chosen), late], key=lambda task: (work(task), task.id)).id)
+
+    @staticmethod
+    def _within(now: float, task: Task, left: float) -> float:
+        """Seconds from now in which a task is to be done to count as in time; ``left``: that it takes."""
+        return (task.deadline or now) - now + (LATE * left + LATE_SECONDS if task.begun else 0.0)
 
     @staticmethod
     def _place(heap: list[float], best: Mapping[int, tuple[float, Mode]], within: float) -> tuple[Mode, float] | None:
@@ -429,8 +436,11 @@ class Scheduler:
         for task in one.batch:
             if task.deadline is None:
                 continue
-            left = (task.deadline - now) * (1 - MARGIN)
-            if self.left(costs, task, one.mode, rows) <= left < self.left(costs, task, one.mode, rows + 1):
+            left = self.left(costs, task, one.mode, rows)
+            if (
+                left <= self._within(now, task, left)
+                and self.left(costs, task, one.mode, rows + 1) > task.deadline - now
+            ):
                 return False
         return True
 
@@ -521,7 +531,7 @@ def forecast(
         _, ends = scheduler.in_time(costs, now, [*kept, *given])
         return all(task.id in ends for task in (*kept, *given))
 
-    low = high = alone / (1 - MARGIN) + 1e-6
+    low = high = alone + 1e-6
     for _ in range(24):
         if possible(high):
             break

@@ -151,7 +151,7 @@ class PoolWorker:
         rank, size = self._ranks.rank, self._ranks.size
         self._conductor = Conductor(lambda: self._channel, report, scheduler or Scheduler(size)) if rank == 0 else None
         inbox = (lambda message: None) if self._conductor is None else self._conductor.inbox.put
-        self._channel = Channel(rank, size, inbox)
+        self._channel = Channel(rank, size, inbox, self._ranks.gather)
         self._ranks.tell = self._channel.tell
         # By task, results of calls that other ranks have made, as `Answers.data`.
         self._backlog: dict[str, list[bytes]] = {}

@@ -6,6 +6,7 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..schedule.costs import Kind, Mode
 from ..types import RankState
 from .protocol import PictureTask
 from .rendezvous import FailureReason
+from .sockets import connected
 
 # --- values with tensors
 
@@ -195,7 +197,9 @@ FIRST, LENGTH = 4096, 8
 
 
 class Channel:
-    """Messages between rank 0 and the others, over process groups of the host. Made by all ranks at the same time.
+    """Messages between rank 0 and the others, over sockets of the host, or between hosts over process groups.
+
+    Made by all ranks at the same time.
 
     Messages go out in one order, and threads receive them: no sender waits for a rank that computes.
 
@@ -206,17 +210,22 @@ class Channel:
     Args:
         rank, size: this rank, and their number.
         inbox: on rank 0 called with each message for it, in the thread that received it.
+        gather: every rank's value, in rank order; None: process groups are used in any case.
     """
 
-    def __init__(self, rank: int, size: int, inbox: Callable[[Any], None]) -> None:
+    def __init__(
+        self, rank: int, size: int, inbox: Callable[[Any], None], gather: Callable[[Any], list[Any]] | None = None
+    ) -> None:
         self.rank, self.size, self._inbox = rank, size, inbox
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.recalled: set[int] = set()
         # Several threads of a rank have something to say; a message is two of the group's.
         self._sending = threading.Lock()
+        self._sockets = None if gather is None or size == 1 else connected(rank, size, gather)
+        grouped = size > 1 and self._sockets is None
         # Messages are waited for as long as a server lives.
-        self._down: Any = new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
-        self._up: Any = new_group(backend="gloo", timeout=ENDLESS) if size > 1 else None
+        self._down: Any = new_group(backend="gloo", timeout=ENDLESS) if grouped else None
+        self._up: Any = new_group(backend="gloo", timeout=ENDLESS) if grouped else None
         self._threads: list[threading.Thread] = []
         sources = range(1, size) if rank == 0 else [0] if size > 1 else []
         for source in sources:
@@ -246,8 +255,11 @@ class Channel:
             self._send(None, 0, self._up)
         for thread in self._threads:
             thread.join()
+        for connection in (self._sockets or {}).values():
+            connection.close()
         for group in (self._down, self._up):
-            dist.destroy_process_group(group)
+            if group is not None:
+                dist.destroy_process_group(group)
 
     def _take(self, events: list[Any]) -> None:
         for event in events:
@@ -258,6 +270,10 @@ class Channel:
 
     def _send(self, message: Any, rank: int, group: Any) -> None:
         data = pickle.dumps(message)
+        if self._sockets is not None:
+            with self._sending:
+                self._sockets[rank].send_bytes(data)
+            return
         # The receiver waits for a first part of this size, so that it is not asked before: most messages are no longer.
         whole = bytearray(max(FIRST, LENGTH + len(data)))
         whole[:LENGTH] = len(data).to_bytes(LENGTH, "little")
@@ -269,6 +285,8 @@ class Channel:
                 dist.send(body[FIRST:], rank, group=group)
 
     def _receive(self, rank: int, group: Any) -> Any:
+        if self._sockets is not None:
+            return pickle.loads(self._sockets[rank].recv_bytes())
         first = torch.empty(FIRST, dtype=torch.uint8)
         dist.recv(first, rank, group=group)
         data = first.numpy().tobytes()
@@ -280,13 +298,18 @@ class Channel:
         return pickle.loads(memoryview(data)[LENGTH : LENGTH + length])
 
     def _hear(self, source: int) -> None:
-        while (message := self._receive(source, self._up)) is not None:
-            self._inbox(message)
+        # The launcher hears of a rank that is gone.
+        with suppress(EOFError, ConnectionError):
+            while (message := self._receive(source, self._up)) is not None:
+                self._inbox(message)
 
     def _listen(self, source: int) -> None:
         while True:
             try:
                 events = self._receive(source, self._down)
+            except (EOFError, ConnectionError):
+                self.events.put(RuntimeError(f"rank {source} is gone"))
+                return
             except Exception as error:
                 self.events.put(error)
                 return
