@@ -15,9 +15,9 @@ def give_way() -> None:
     """Let this thread wait for others of the server that are ready: those that pass requests and results on.
 
     Ranks on CPUs keep every core busy. Their owner's process, and a rank's threads for messages, need a core for a
-    fraction of a millisecond at a time, but several times a request; with equal rights each of them waits for the end of
-    a time slice of a thread that computes. Threads that this one starts later give way as well. Does nothing where the
-    system does not schedule threads one by one (all but Linux), or does not allow it.
+    fraction of a millisecond at a time, but several times a request; with equal rights each of them waits until a
+    thread that computes has used its time slice. Threads that this one starts later give way as well. Does nothing
+    where the system does not schedule threads one by one (all but Linux), or does not allow it.
     """
     if not sys.platform.startswith("linux"):
         return
