@@ -392,12 +392,12 @@ def draw_bytes(tables: Tables) -> Path | None:
 
 
 # The models that codecs and budgets are measured on.
-THREE = ("emoji-sd3", "emoji-flux", "emoji-dit-s")
+FOUR = ("emoji-sd3", "emoji-flux", "emoji-dit-s", "emoji-wan")
 
 
-def of_three(tables: Tables, part: str) -> list[dict[str, Any]]:
+def of_four(tables: Tables, part: str) -> list[dict[str, Any]]:
     """A part's tables of these models that were measured."""
-    return [table for model in THREE if (table := tables.find(part, model)) is not None]
+    return [table for model in FOUR if (table := tables.find(part, model)) is not None]
 
 
 def steps_and_images(some: Sequence[dict[str, Any]]) -> str:
@@ -416,7 +416,7 @@ def bits_of(row: dict[str, Any], whole: dict[str, Any]) -> float:
 
 def draw_codecs(tables: Tables) -> Path | None:
     """What compressed messages cost against uncompressed ones, over bits a number."""
-    some = of_three(tables, "codecs")
+    some = of_four(tables, "codecs")
     if not some:
         return None
     figure, axes = plt().subplots(1, len(some), figsize=(2.7 * len(some), 3.1), sharey=True, squeeze=False)
@@ -461,23 +461,29 @@ def predicted_of(verdict: str) -> float | None:
 
 def draw_budgets(tables: Tables) -> Path | None:
     """PSNR of every image over what `adaptive` predicted for them, and its budgets."""
-    some = of_three(tables, "budgets")
+    some = of_four(tables, "budgets")
     if not some:
         return None
     figure, axes = plt().subplots(1, len(some), figsize=(2.7 * len(some), 3.1), sharey=True, squeeze=False)
     for axis, table in zip(axes[0], some, strict=True):
-        asked = [row for row in table["rows"] if "verdict" in row]
-        wanted = [float(row["warmup"].removeprefix("adaptive(").removesuffix("dB)")) for row in asked]
-        for place, (least, row) in enumerate(zip(wanted, asked, strict=True)):
-            each = row["each"]
-            style = {"color": COLOURS[0], "marker": "o", "linestyle": "none", "markersize": 3.5}
-            axis.plot([least] * len(each), each, label="measured, every image" if place == 0 else None, **style)
-            predicted = predicted_of(row["verdict"])
-            if predicted is not None:
-                style = {"color": COLOURS[1], "marker": "_", "linestyle": "none", "markersize": 11}
-                axis.plot([least], [predicted], label="predicted" if place == 0 else None, **style)
-            text = f"{row['synchronous']['value']:.0f}"
-            axis.annotate(text, (least, max(each)), xytext=(0, 4), textcoords="offset points", fontsize=7, ha="center")
+        wanted: list[float] = []
+        for number, strategy in enumerate(("displaced", "displaced+linear")):
+            asked = [row for row in tables.rows(table, strategy=strategy) if "verdict" in row]
+            name = 'with predict="linear"' if number else "keys as they are"
+            for place, row in enumerate(asked):
+                least, each = float(row["warmup"].removeprefix("adaptive(").removesuffix("dB)")), row["each"]
+                wanted.append(least)
+                # Beside one another.
+                at, shown = least + 1.4 * number - 0.7, place == 0
+                style = {"color": COLOURS[2 * number], "marker": "o", "linestyle": "none", "markersize": 3}
+                axis.plot([at] * len(each), each, label=f"every image, {name}" if shown else None, **style)
+                predicted = predicted_of(row["verdict"])
+                if predicted is not None:
+                    style = {"color": COLOURS[1], "marker": "_", "linestyle": "none", "markersize": 8}
+                    axis.plot([at], [predicted], label="predicted" if shown and number else None, **style)
+                text = f"{row['synchronous']['value']:.0f}"
+                places = {"textcoords": "offset points", "fontsize": 6.5, "ha": "center"}
+                axis.annotate(text, (at, max(each)), xytext=(5 * number - 2.5, 4), color=COLOURS[2 * number], **places)
         axis.plot(
             [min(wanted) - 2, max(wanted) + 2], [min(wanted) - 2, max(wanted) + 2], color="#999999", linewidth=0.8
         )

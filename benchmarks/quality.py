@@ -98,7 +98,7 @@ def policies(steps: int) -> tuple[str, ...]:
 
 
 FLOW, SMALL, LARGE = ("emoji-sd3", "euler", 12), ("emoji-dit-s", "ddim", 20), ("emoji-dit-l", "ddim", 20)
-MULTISTEP = ("emoji-dit-s", "dpm", 20)
+MULTISTEP, VIDEO = ("emoji-dit-s", "dpm", 20), ("emoji-wan", "euler", 16)
 ROOTS = ("fixed(1)", "fixed(2)", "fixed(4)", "fixed(8)")
 # The experiment: 50 steps, as is usual for DiT-XL/2.
 LONG = 50
@@ -153,10 +153,10 @@ TABLES = [
     Table("degrees", "emoji-sd3", "euler", LONG, (1, 2, 8), ("fixed(1)",), captions=4),
     *(
         table
-        for model in (FLOW, ("emoji-flux", "euler", 12), SMALL)
+        for model in (FLOW, ("emoji-flux", "euler", 12), SMALL, VIDEO)
         for table in (
             Table("codecs", *model, (4,), ("fixed(1)",), strategies=("displaced", *CODECS, *PREDICTED), rounds=1),
-            Table("budgets", *model, (4,), BUDGETS, rounds=1),
+            Table("budgets", *model, (4,), BUDGETS, strategies=("displaced", "displaced+linear"), rounds=1),
         )
     ),
     Table("detail", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
@@ -195,6 +195,7 @@ def plan_of(table: Table, rounds: int, models: Path) -> Any:
         # Elsewhere the pipeline takes the transformer's own; FLUX's has none.
         size=None if "sample_size" in info.transformer else info.default_size,
         max_sequence_length=known.max_sequence_length,
+        frames=known.frames or None,
     )
     return plan.make_plan(
         setup,

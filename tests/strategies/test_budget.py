@@ -132,6 +132,30 @@ def test_ranks_decide_alike_and_say_so(ranks, warmup, kept):
     assert all(first[2]) == warmup.endswith("s)")
 
 
+def drifts(predict: str | None) -> list[float | None]:
+    """Of seven synchronous steps of a picture that forms evenly."""
+    model, made = tiny("Flux"), inputs("Flux", RAGGED)
+    other = torch.randn(made["hidden_states"].shape, generator=torch.Generator().manual_seed(7))
+    with ditmesh.simulated(model, displaced(2, "fixed(7)", predict=predict)):
+        engine = ditmesh.engine_of(model)
+        engine.control.measure_drift = True
+        engine.begin_request(7)
+        for step in range(7):
+            next_step(model)
+            share = 0.002 * step
+            moved = (1 - share) * made["hidden_states"] + share * other
+            run(model, {**made, "hidden_states": moved})
+        engine.end_request()
+        return [record.mean_drift for record in engine.staleness.steps]
+
+
+def test_drift_is_that_of_keys_as_they_are_used():
+    """What is predicted of a stale step is the error of keys that are moved on, where they are: from the fourth step."""
+    plain, moved = drifts(None), drifts("linear")
+    assert moved[:3] == plain[:3]
+    assert moved[3:] == [pytest.approx(0.5 * drift, rel=0.05) for drift in plain[3:] if drift is not None]
+
+
 def test_seconds_are_not_simulated():
     with pytest.raises(ConfigError, match="is not simulated: virtual ranks take turns"):
         ditmesh.simulate(tiny("DiT"), displaced(2, "adaptive(3s)"))

@@ -328,6 +328,18 @@ def test_drift_by_hand():
     assert close_step(monitor) == [None, None]
 
 
+def test_drift_from_a_prediction_by_hand():
+    """Keys that move evenly: half of the change is predicted, from the third sample in a row on."""
+    monitor = DriftMonitor(summed_by(lambda sums: sums))
+    block, found = monitor.add_block("block"), []
+    for step, share in enumerate([0.0, 0.0, 0.0, 0.5, 0.5, None, 0.5, 0.5]):
+        keys = torch.full((1, 1, 8, 2), 10.0 + step)
+        monitor.observe(block, "k", step, (keys, keys), dim=2, share=share)
+        found.append(close_step(monitor)[0])
+    expected = [None, 1 / 11, 1 / 12, 0.5 / 13, 0.5 / 14, 1 / 15, 1 / 16, 0.5 / 17]
+    assert found == [None, *map(pytest.approx, expected[1:])]
+
+
 class EveryOther:
     def decide(self, step: int, outlook: Outlook, past: Any) -> Decision:
         return Decision(step % 2 == 0, f"step {step} of {outlook.total} on {outlook.devices}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,20 +16,31 @@ from ..core.kept import KeptStates
 SAMPLED_TOKENS = 32
 
 
+class _Latest(NamedTuple):
+    """The sample of the latest step, and that of the step before it, where it is needed."""
+
+    step: int
+    sample: Tensor
+    before: Tensor | None = None
+
+
 @dataclass
 class _Measured:
     """What is measured of one request: sums of the step in progress, and the latest sample of every key."""
 
     sums: Tensor | None = None
-    samples: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
+    samples: dict[Hashable, _Latest] = field(default_factory=dict)
 
     def nbytes(self) -> int:
         """Bytes of the samples."""
-        return sum(sample.nbytes for _, sample in self.samples.values())
+        latest = self.samples.values()
+        return sum(one.sample.nbytes + (0 if one.before is None else one.before.nbytes) for one in latest)
 
 
 class DriftMonitor:
-    """Relative L2 distance of a sample of tensors from the same sample one step earlier, per block.
+    """Relative L2 distance of a sample of tensors from what stands for it in a stale step, per block.
+
+    That is the same sample one step earlier, or a prediction made of the two steps before.
 
     Args:
         post: begins to sum a float64 tensor over all ranks, the same bits on each, and returns what waits for the sum:
@@ -61,7 +73,9 @@ class DriftMonitor:
         """A new request begins: nothing of the one before is compared with."""
         self._of.renew()
 
-    def observe(self, block: int, key: Hashable, step: int, tensors: tuple[Tensor, ...], dim: int) -> None:
+    def observe(
+        self, block: int, key: Hashable, step: int, tensors: tuple[Tensor, ...], dim: int, share: float | None = None
+    ) -> None:
         """Compare tensors of a step with those of the same ``key`` in the step before.
 
         Args:
@@ -70,15 +84,23 @@ class DriftMonitor:
             step: the step in progress.
             tensors: of one shape, for example a rank's own K and V.
             dim: their token dimension; `SAMPLED_TOKENS` evenly spaced tokens are looked at.
+            share: of those who use the tensors of the step before moved on by a share of their latest change: the share
+                in this step, which may be 0; they are compared with these. None: never moved on.
         """
         if not self.active:
             return
         sample = _sampled(tensors, dim)
         samples = self._of.value.samples
-        before = samples.get(key)
-        if before is not None and before[0] == step - 1 and before[1].shape == sample.shape:
-            self._add(block, sample, before[1])
-        samples[key] = (step, sample)
+        latest = samples.get(key)
+        known = latest if latest is not None and latest.step == step - 1 else None
+        if known is not None and known.sample.shape == sample.shape:
+            expected = known.sample
+            if share and known.before is not None:
+                expected = expected + share * (expected - known.before)
+            self._add(block, sample, expected)
+            samples[key] = _Latest(step, sample, None if share is None else known.sample)
+        else:
+            samples[key] = _Latest(step, sample)
 
     def compare(self, block: int, now: tuple[Tensor, ...], before: tuple[Tensor, ...], dim: int) -> None:
         """As `observe`, for those who have kept the tensors of the step before themselves, of the same shapes."""

@@ -75,7 +75,8 @@ class StaleSequence(SequenceParallel):
         with torch.no_grad():
             sample = (self.link.rank, *key)
             drifting = (attention.k_bhsd, attention.v_bhsd)
-            control.monitor.observe(self._blocks[call.site.path], sample, now.step, drifting, dim=2)
+            share = self.moved_on(now.step)
+            control.monitor.observe(self._blocks[call.site.path], sample, now.step, drifting, dim=2, share=share)
         out = self.attend_stale(key, attention)
         for observe in self.observers:
             observe(key, attention, out)
@@ -84,6 +85,10 @@ class StaleSequence(SequenceParallel):
     def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
         """`attend_distributed` for keys of which some lie on other ranks."""
         raise NotImplementedError
+
+    def moved_on(self, step: int) -> float | None:
+        """By which share of their latest change keys of the step before are moved on in a stale step; None: never."""
+        return None
 
     def own_tokens(self, attention: AttentionCall) -> Tensor:
         """Attention of this rank's queries over its own keys alone."""
@@ -129,6 +134,11 @@ class DisplacedParallel(StaleSequence):
             RuntimeError: another rank has gone; everything is forgotten all the same.
         """
         self._buffers.renew().arrive()
+
+    def moved_on(self, step: int) -> float | None:
+        if not self._predicts:
+            return None
+        return _Buffer.SHARE if step - 1 > _Buffer.FIRST and self.control.goes_on(step) else 0.0
 
     def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
         k_bhsd, keys, now = attention.k_bhsd, attention.keys, self.control.clock.call
