@@ -491,7 +491,7 @@ def draw_budgets(tables: Tables) -> Path | None:
         axis.set_xlabel("budget, dB")
     axes[0][0].set_ylabel("PSNR, dB")
     axes[0][0].set_ylim(0, 108)
-    axes[0][-1].legend(fontsize=7, loc="upper left")
+    axes[0][min(1, len(some) - 1)].legend(fontsize=6.5, loc="upper left")
     return save(figure, "budgets", f"{steps_and_images(some)}; numbers: synchronous steps; line: the budget itself")
 
 

@@ -16,10 +16,11 @@ one draws each once more from another seed, and the tables are made of what is t
 ``experiment``: 50 steps, N = 2, 4, 8, fixed warm-ups from none to 40 steps, first and last steps, adaptive; DDIM and
 DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages at the same steps. ``samplers``: three
 more, and four of flow matching. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the
-noise in place of the velocity; ``degrees``: these, and DPM-Solver++, on other numbers of devices. ``tokens``: one
-recipe at 64 and 1,024 tokens. ``codecs``: every way to compress messages. ``budgets``: `adaptive` in decibels, what it
-predicted, and whether it said so. ``counts``: fewer steps. Models that are not embedded (epsilon, 64 and 1,024 tokens)
-are those of `training/relatives.py`, looked for in ``--models``; where one is not there, its table is left out.
+noise in place of the velocity; ``degrees``: these, and DPM-Solver++, on other numbers of devices. ``videos``: a few
+synchronous steps of a video model, by where they are. ``tokens``: one recipe at 64 and 1,024 tokens. ``codecs``: every
+way to compress messages. ``budgets``: `adaptive` in decibels, what it predicted, and whether it said so. ``counts``:
+fewer steps. Models that are not embedded (epsilon, 64 and 1,024 tokens) are those of `training/relatives.py`, looked
+for in ``--models``; where one is not there, its table is left out.
 `benchmarks/figures.py` draws the figures of the page from the JSON files.
 """
 
@@ -110,6 +111,8 @@ NUMBERS = (2, 4, 8)
 SPREAD = ("first_last(1, 4)", "adaptive(0.001, 10)", "periodic(5)")
 # Least PSNR that is asked for.
 BUDGETS = ("fixed(1)", *(f"adaptive({least}dB)" for least in (25, 30, 35, 40, 45, 50)))
+# Where a few synchronous steps are spent on a video.
+BEGINNINGS = ("fixed(1)", "fixed(2)", "fixed(3)", "fixed(4)", "first_last(1, 2)", "periodic(6)")
 # Models of `training/relatives.py`.
 RELATIVES = ("dit-64-tokens", "dit-1024-tokens", "dit-epsilon")
 
@@ -161,8 +164,9 @@ TABLES = [
     ),
     Table("detail", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
     Table("detail", "dit-epsilon", "ddim", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
+    Table("videos", *VIDEO, (4,), BEGINNINGS, strategies=("displaced", "displaced+linear"), rounds=1),
     Table("tokens", "dit-64-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
-    Table("tokens", "dit-1024-tokens", "ddim", LONG, (4, 2, 8), ("fixed(1)",), captions=4),
+    Table("tokens", "dit-1024-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
 ]
 PARTS = tuple(dict.fromkeys(table.part for table in TABLES))
 
