@@ -150,7 +150,7 @@ def drifts(predict: str | None) -> list[float | None]:
 
 
 def test_drift_is_that_of_keys_as_they_are_used():
-    """What is predicted of a stale step is the error of keys that are moved on, where they are: from the fourth step."""
+    """From the fourth step on a stale step has the error of keys that are moved on: half, where they move evenly."""
     plain, moved = drifts(None), drifts("linear")
     assert moved[:3] == plain[:3]
     assert moved[3:] == [pytest.approx(0.5 * drift, rel=0.05) for drift in plain[3:] if drift is not None]
