@@ -3,9 +3,12 @@
     python .ci/outputs.py ../older/src          # another version against the src/ beside this file
     python .ci/outputs.py ../older/src inspect  # only cases with this word in their name
 
+    python .ci/outputs.py ../older/src commands # only the command lines, without a server
+
 Seconds, speeds, versions, paths and names of the run are left out; other numbers agree to 1e-4. A line is printed for
-each difference, with its place in the JSON, and the exit code says whether there was any: whether a difference is meant
-is for the reader, and for the change log.
+each difference, with its place in the JSON. A field that only the newer version has is no difference, nor are other
+words of an error message, which are printed for the reader. Differences that are wanted are listed in `WANTED`, with
+the reason of each; the exit code says whether there was any other.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,14 +36,16 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("--size", "64x64", "--steps", "3", "--seed", "0", "--threads", "1")
 TWO = ("--devices", "2")
 STUDY = ("study", "fox", "--model", "emoji-dit-s", "--devices", "2", "--steps", "3", "--sampler", "ddim", "--json")
+TRAIN = ("train", "{run}", "--set", "output_dir={out}", "--threads", "1")
 # Name of a case: the command line. {out} is a folder of the case, {made} that of the case "generate", {run} settings of
-# a training run on what that has made.
+# a training run on what that has made, {file} a text file. A case with "stopped" in its name gets Ctrl-C when it has
+# written its first file.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": ("generate", "a red fox", *SMALL, "--out", "{out}", "--json=full"),
     "generate short": ("generate", "a red fox", "a cactus", *SMALL, "--out", "{out}", "--json"),
     "generate cfg": ("generate", "a red fox", *SMALL, *TWO, "--cfg", "2", "--out", "{out}", "--json=full"),
     "generate displaced": (
-        *("generate", "a red fox", *SMALL, *TWO, "--ring", "2", "--exchange", "displaced", "--warmup", "1"),
+        *("generate", "a red fox", *SMALL, *TWO, "--ring", "2", "--exchange", "displaced", "--warmup", "fixed(1)"),
         *("--out", "{out}", "--json=full"),
     ),
     "generate img2img": (
@@ -47,9 +54,31 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "generate no model": ("generate", "a", "--model", "emoji-sd4", "--json", "--out", "{out}"),
     "generate no steps": ("generate", "a", "--steps", "0", "--json", "--out", "{out}"),
-    "generate no head": ("generate", "a", "--devices", "4", "--ulysses", "4", "--json", "--out", "{out}"),
+    "generate no head": ("generate", "a", "--devices", "16", "--ulysses", "16", "--json", "--out", "{out}"),
+    "generate no product": ("generate", "a", "--devices", "4", "--ulysses", "2", "--ring", "3", "--out", "{out}"),
+    "generate no exchange": ("generate", "a", *TWO, "--ring", "2", "--exchange", "magic", "--out", "{out}"),
+    "generate no policy": ("generate", "a", *TWO, "--ring", "2", "--exchange", "displaced", "--warmup", "1"),
+    "generate no image": ("generate", "a", "--image", "{out}.png", "--json", "--out", "{out}"),
+    "generate no folder": ("generate", "a", *SMALL, "--json", "--out", "{file}/images"),
+    "generate no LoRA": ("generate", "a", "--lora", "{out}.safetensors", "--json", "--out", "{out}"),
+    "generate no scheduler": ("generate", "a", "--scheduler", "FastScheduler", "--json", "--out", "{out}"),
+    "generate no size": ("generate", "a", "--size", "33x64", "--json", "--out", "{out}"),
+    "generate no number": ("generate", "a", "--steps", "many", "--json", "--out", "{out}"),
+    "generate no option": ("generate", "a", "--stepz", "3", "--json", "--out", "{out}"),
+    "generate no devices": ("generate", "a", "--devices", "0", "--json", "--out", "{out}"),
+    "generate no config": ("generate", "a", "--config", "{out}.yaml", "--json", "--out", "{out}"),
+    "generate bad config": ("generate", "a", "--config", "{file}", "--json", "--out", "{out}"),
+    "generate no frames": ("generate", "a", "--frames", "9", "--json", "--out", "{out}"),
+    "generate no memory": ("generate", "a", "--memory-limit", "1MB", "--json", "--out", "{out}"),
+    "generate no server": ("generate", "a", "--server", "http://127.0.0.1:9", "--json", "--out", "{out}"),
+    "generate stopped": ("generate", "a red fox", *SMALL, "--num-images", "999", "--batch", "1", "--out", "{out}"),
+    "generate stopped ranks": (
+        *("generate", "a red fox", *SMALL, *TWO, "--ulysses", "2", "--num-images", "999", "--batch", "1"),
+        *("--out", "{out}"),
+    ),
     "generate no prompt": ("generate", "--json", "--out", "{out}"),
-    "replay": ("replay", "{made}/0000-a-red-fox-seed0.png", "--json"),
+    "replay": ("replay", "{made}/0000-a-red-fox-seed0.png", "--out", "{out}", "--json"),
+    "replay no file": ("replay", "{out}.png", "--json"),
     "verify": ("verify", "cfg=2", *SMALL, "--json"),
     "plan": ("plan", "emoji-sd3", *TWO, "--json"),
     "plan flux": ("plan", "flux.1-dev", "--devices", "4", "--hardware", "h100", "--json"),
@@ -71,11 +100,34 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "study": (*STUDY, "--warmup", "1,3", "--strategy", "displaced,naive", "--out", "{out}"),
     "study no strategy": (*STUDY, "--strategy", "magic", "--out", "{out}"),
     "replay no receipt": ("replay", "{run}", "--json"),
-    "train": ("train", "{run}", "--set", "output_dir={out}", "--threads", "1", "--json"),
-    "train ranks": ("train", "{run}", *TWO, "--set", "output_dir={out}", "--threads", "1", "--json"),
+    "train": (*TRAIN, "--json"),
+    "train ranks": (*TRAIN, *TWO, "--json"),
+    "train sharded": (*TRAIN, *TWO, "--set", "sharding=fsdp", "--set", "checkpointing_steps=1", "--json"),
+    "train lora": (*TRAIN, "--set", "lora.rank=2", "--json"),
     "train no setting": ("train", "{run}", "--set", "resolutoin=32", "--json"),
     "train no file": ("train", "{out}/none.yaml", "--json"),
-    "serve no model": ("serve", "emoji-sd4", "--port", "0", "--folder", "{out}"),
+    "train no number": (*TRAIN, "--set", "learning_rate=fast", "--json"),
+    "train no list": (*TRAIN, "--set", "max_train_steps=[1, 2]", "--json"),
+    "train no batch": (*TRAIN, "--set", "train_batch_size=0", "--json"),
+    "train bad file": ("train", "{file}", "--json"),
+    "train no data": (*TRAIN, "--set", "train_data_dir={out}/none", "--json"),
+    "train no model": (*TRAIN, "--set", "pretrained_model_name_or_path=emoji-sd4", "--json"),
+    "train no folder": ("train", "{run}", "--set", "output_dir={file}/run", "--threads", "1", "--json"),
+    "train no head": (*TRAIN, "--devices", "16", "--ulysses", "16", "--json"),
+    "train no optimizer": (*TRAIN, "--set", "optimizer=Adamw9", "--json"),
+    "train stopped": (*TRAIN, "--set", "max_train_steps=100000", "--set", "checkpointing_steps=100000"),
+    "serve no model": ("serve", "--model", "emoji-sd4", "--port", "0", "--folder", "{out}"),
+    "serve no port": ("serve", "--port", "99999", "--folder", "{out}"),
+    "serve no keys": ("serve", "--port", "0", "--keys", "{out}.txt", "--folder", "{out}"),
+    "serve no folder": ("serve", "--port", "0", "--folder", "{file}/queue"),
+    "verify no axis": ("verify", "magic=2", *SMALL, "--json"),
+    "verify no number": ("verify", "cfg=two", *SMALL, "--json"),
+    "plan no devices": ("plan", "emoji-sd3", "--devices", "0", "--json"),
+    "inspect no folder": ("inspect", "{out}", "--json"),
+    "no command": ("generat", "a red fox"),
+    "nothing": (),
+    "help": ("--help",),
+    "version": ("--version",),
 }
 RUN = """\
 pretrained_model_name_or_path: emoji-sd3
@@ -148,6 +200,8 @@ VARIES = re.compile(
     r"^b64_json$|revised|request_id|digest|seed$|^job$|^server$"
 )
 CLOSE = 1e-4
+# Differences from fccc7d9 that are wanted: a case and its line, as regular expressions, and the reason.
+WANTED: tuple[tuple[str, str, str], ...] = ()
 
 
 def differences(old: Any, new: Any, place: str = "", varies: bool = False) -> Iterator[str]:
@@ -175,19 +229,34 @@ def environment(source: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1"}
 
 
-def command(source: Path, words: tuple[str, ...], out: Path, made: Path) -> dict[str, Any]:
-    """Exit code and JSON of a command line; the last line of what it has said where it fails."""
-    run = out.with_suffix(".yaml")
+def command(source: Path, words: tuple[str, ...], out: Path, made: Path, stop: bool = False) -> dict[str, Any]:
+    """Exit code and JSON of a command line; its error message where it fails; with ``stop`` Ctrl-C is sent to it."""
+    run, file = out.with_suffix(".yaml"), out.parent / "file.txt"
+    out.parent.mkdir(exist_ok=True)
+    file.write_text("a red fox", encoding="utf-8")
     if "{run}" in words:
         run.write_text(RUN.format(made=made), encoding="utf-8")
         described = {"file_name": "0000-a-red-fox-seed0.png", "text": "a red fox"}
         (made / "metadata.jsonl").write_text(json.dumps(described), encoding="utf-8")
-    line = [word.format(out=out, made=made, run=run) for word in words]
-    ran = subprocess.run(
-        [sys.executable, "-m", "ditmesh", *line], env=environment(source), capture_output=True, text=True, timeout=600
+    line = [word.format(out=out, made=made, run=run, file=file) for word in words]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "ditmesh", *line],
+        env=environment(source),
+        cwd=out.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    said = ran.stderr.replace(str(out), "OUT").replace(str(made), "MADE").replace(str(out.parent), "FOLDER")
-    return {"exit": ran.returncode, "json": parsed(ran.stdout), "error": said.strip() if ran.returncode else ""}
+    end = time.monotonic() + 600
+    while stop and started.poll() is None and time.monotonic() < end and not any(out.glob("**/*.*")):
+        time.sleep(0.1)
+    if stop:
+        started.send_signal(signal.SIGINT)
+    shown, said = (
+        text.replace(str(out), "OUT").replace(str(made), "MADE").replace(str(out.parent), "FOLDER")
+        for text in started.communicate(timeout=600)
+    )
+    return {"exit": started.returncode, "json": parsed(shown), "error": said.strip() if started.returncode else ""}
 
 
 def parsed(text: str) -> Any:
@@ -292,29 +361,45 @@ def form(fields: dict[str, Any], file: str | None) -> tuple[bytes, str]:
     return whole + b"--LIMIT--\r\n", "multipart/form-data; boundary=LIMIT"
 
 
+def wanted_because(name: str, line: str) -> str:
+    """The reason for which a difference is wanted; empty: it is not listed."""
+    for case, difference, reason in WANTED:
+        if re.fullmatch(case, name) and re.search(difference, line):
+            return reason
+    return ""
+
+
 def main() -> int:
     older, wanted = Path(sys.argv[1]).resolve(), " ".join(sys.argv[2:])
     if not (older / "ditmesh" / "__init__.py").is_file():
         raise SystemExit(f"{older} holds no ditmesh; give the src folder of another version")
     found, compared = 0, 0
+    reasons = Counter[str]()
 
     def compare(name: str, old: dict[str, Any], new: dict[str, Any]) -> None:
         nonlocal found, compared
-        every = sorted(differences(old, new))
-        found, compared = found + len(every), compared + 1
-        print(f"{name}: {'the same' if not every else f'{len(every)} differ'}", flush=True)
-        for line in every:
+        messages = [one.pop("error", "") for one in (old, new)]
+        every = sorted(line for line in differences(old, new) if not line.endswith(" is new"))
+        reasons.update(reason for line in every if (reason := wanted_because(name, line)))
+        open_ones = [line for line in every if not wanted_because(name, line)]
+        found, compared = found + len(open_ones), compared + 1
+        words = [f"{len(open_ones)} differ"] * bool(open_ones)
+        words += [f"{len(every) - len(open_ones)} wanted"] * (len(every) > len(open_ones))
+        print(f"{name}: {', '.join(words) or 'the same'}", flush=True)
+        for line in open_ones:
             print(f"    {line}", flush=True)
+        if messages[0] != messages[1]:
+            print("".join(f"    {when}: {said[-400:]!r}\n" for when, said in zip(("was", "is"), messages)), end="")
 
     with tempfile.TemporaryDirectory() as folder:
         sources = (older, ROOT / "src")
-        chosen = {name: words for name, words in COMMANDS.items() if wanted in name}
+        chosen = {name: words for name, words in COMMANDS.items() if wanted == "commands" or wanted in name}
         if any("{made}" in word or "{run}" in word for words in chosen.values() for word in words):
             chosen = {"generate": COMMANDS["generate"]} | chosen
         for name, words in chosen.items():
             places = [Path(folder, str(number)) for number in range(2)]
             answers = [
-                command(source, words, place / name.replace(" ", "-"), place / "generate")
+                command(source, words, place / name.replace(" ", "-"), place / "generate", "stopped" in name)
                 for source, place in zip(sources, places, strict=True)
             ]
             compare(name, *answers)
@@ -324,6 +409,8 @@ def main() -> int:
             )
             for name in old:
                 compare(name, old[name], new[name])
+    for reason, times in reasons.most_common():
+        print(f"{times} differences are wanted: {reason}")
     print(f"{compared} answers compared, {found} differences")
     return bool(found)
 

@@ -180,9 +180,9 @@ def main() -> None:
     parser.add_argument("--config", default="tensor=2", help="words such as 'tensor=2' or 'pipe=2 tensor=2'")
     parser.add_argument("--whole", action="store_true", help="also load it whole on every rank")
     options = parser.parse_args()
-    from ditmesh.cli.values import config_of
+    from ditmesh.cli.values import parse_config
 
-    config = config_of(options.config)
+    config = parse_config(options.config)
     with tempfile.TemporaryDirectory() as folder:
         stored = make(Path(folder), options.megabytes * 2)
         figures: dict[str, Any] = {"machine": describe_machine(), "config": config.describe(), "bytes": stored // 2}

@@ -348,7 +348,7 @@ def show(result: dict[str, Any], rates: Sequence[float]) -> None:
 
 def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
     """A chart of seconds over nanoseconds a bit, in which times are straight lines and crossings can be read."""
-    from ditmesh.report.charts import COLOURS, DASHES, LEFT, LINE, TOP, line_chart
+    from ditmesh.report.charts import DASHES, LEFT, LINE, NUM_COLOURS, TOP, line_chart
     from ditmesh.report.curves import Series
     from ditmesh.report.html import STYLE
 
@@ -368,7 +368,7 @@ def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
     for row, number in enumerate(slowest):
         x, y = LEFT + 14, TOP + 10 + row * (LINE + 3)
         dashes = f' stroke-dasharray="{DASHES[number % len(DASHES)]}"'
-        legend.append(f'<path class="line s{number % COLOURS}" d="M{x} {y - 4}h28"{dashes}/>')
+        legend.append(f'<path class="line s{number % NUM_COLOURS}" d="M{x} {y - 4}h28"{dashes}/>')
         legend.append(f'<text class="label" x="{x + 36}" y="{y}">{lines[number].name}</text>')
     start, _, rest = chart.svg.replace("</svg>", "".join(legend) + "</svg>").partition(">")
     file.write_text(f'{start} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{rest}', encoding="utf-8")
@@ -385,10 +385,10 @@ def predict() -> None:
     from ditmesh.forecast.catalogue import shape
     from ditmesh.forecast.costs.hardware import Hardware, device, link
     from ditmesh.forecast.costs.work import Workload
-    from ditmesh.forecast.shipped import model_of
+    from ditmesh.forecast.shipped import shipped_model
 
     known = shape(MODEL)
-    work = model_of(known).work
+    work = shipped_model(known).work
     asked = {"branches": known.branches, "batched": known.batched, "steps": known.steps}
     job = Workload.of_tokens(known.tokens(*known.size, 1), known.text, **asked)
     table = Table(title=f"PREDICTED: {MODEL}, {known.size[0]} px, two hosts of one {DEVICE}: milliseconds a step")

@@ -61,7 +61,7 @@ def rank(config: dict[str, Any], slows: bool, steps: int) -> dict[str, Any]:
     from ditmesh.tools.study.samplers import set_sampler
 
     setup, cell = setup_and_cell(steps)
-    pipe = running.load(setup)
+    pipe = running.load_study_pipeline(setup)
     set_sampler(pipe, cell.sampler, pipe.scheduler)
     parallelize(pipe, config)
     calls, slow = [0], slows and dist.get_rank() == dist.get_world_size() - 1
@@ -77,7 +77,7 @@ def rank(config: dict[str, Any], slows: bool, steps: int) -> dict[str, Any]:
     hooks.append(pipe.transformer.register_forward_pre_hook(counted))
     try:
         calls[0] = -(10**6)
-        running.generate(pipe, setup, cell)
+        running.run_cell(pipe, setup, cell)
         calls[0] = 0
         _, times = running.timed_request(pipe, setup, cell, engine_of(pipe).mesh)
         return times | {"speeds": [list(each.speeds) for each in engine_of(pipe).balances]}

@@ -88,12 +88,12 @@ def prepared(folder: str, form: str) -> Any:
     import diffusers
 
     import ditmesh
-    from ditmesh.cli.values import config_of
+    from ditmesh.cli.values import parse_config
     from ditmesh.generate.offload import offload
 
     words = form.split()
     settings = " ".join(word for word in words if word not in OTHER)
-    config = config_of(settings) if settings else None
+    config = parse_config(settings) if settings else None
     if config is not None and "gloo" in words:
         config = ParallelConfig(**{**config.model_dump(), "shared_memory": False})
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -180,11 +180,11 @@ def missing(form: str) -> str | None:
 
 def run_form(folder: str, form: str, steps: int) -> list[dict[str, Any]]:
     """Every rank's figures of a form."""
-    from ditmesh.cli.values import config_of
+    from ditmesh.cli.values import parse_config
     from ditmesh.launch import RankPool
 
     settings = " ".join(word for word in form.split() if word not in OTHER)
-    with RankPool(config_of(settings).world_size if settings else 1, threads=1, timeout=1800.0) as pool:
+    with RankPool(parse_config(settings).world_size if settings else 1, threads=1, timeout=1800.0) as pool:
         return pool.run(measured, folder, form, steps)
 
 

@@ -245,9 +245,9 @@ def works() -> dict[str, Any]:
     """Every model's work."""
     from ditmesh.forecast.model_work import work_of
     from ditmesh.layout import known_models
-    from ditmesh.layout.describe import on_meta
+    from ditmesh.layout.describe import meta_model
 
-    return {name: work_of(on_meta(kind, config), known_models()[kind]) for name, (kind, _, config) in MODELS.items()}
+    return {name: work_of(meta_model(kind, config), known_models()[kind]) for name, (kind, _, config) in MODELS.items()}
 
 
 def prediction(case: dict[str, Any], name: str, hardware: dict[str, Any]) -> Any:
@@ -317,7 +317,7 @@ def fastest(profiles: Sequence[Sequence[Any]]) -> list[Any]:
 
 def refit(plain: dict[str, Any], some: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Profiles with factors that fit some cases, those of each transport by themselves."""
-    from ditmesh.forecast.fit import fitted
+    from ditmesh.forecast.fit import fit_profile
 
     made = {}
     for transport, hardware in plain.items():
@@ -327,7 +327,7 @@ def refit(plain: dict[str, Any], some: Sequence[dict[str, Any]]) -> dict[str, An
             for name, seconds in case["seconds"].items()
             if ("gloo" in name) == (transport == "gloo") or name == "1 rank"
         ]
-        made[transport] = fitted(hardware, measured)
+        made[transport] = fit_profile(hardware, measured)
     return made
 
 
@@ -403,13 +403,13 @@ def published() -> dict[str, Any]:
     from ditmesh.forecast.costs.hardware import Hardware, device, link
     from ditmesh.forecast.costs.work import Workload
     from ditmesh.forecast.prediction import predict
-    from ditmesh.forecast.shipped import model_of
+    from ditmesh.forecast.shipped import shipped_model
 
     result: dict[str, Any] = {}
     for path in sorted(TABLES.glob("*.yaml")):
         table = yaml.safe_load(path.read_text())
         known = shape(table["model"])
-        work = model_of(known).work
+        work = shipped_model(known).work
         image = known.tokens(*table["size"], table.get("frames", 1))
         asked = {"branches": table["branches"], "batched": known.batched, "steps": table["steps"]}
         job = Workload.of_tokens(image, table.get("text", known.text), **asked)

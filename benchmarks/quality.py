@@ -390,7 +390,7 @@ def show(table: Table, results: Any) -> None:
 
 def show_rows(results: Any) -> None:
     """Print every combination, and by how much pictures are closer than with one synchronous step only."""
-    from ditmesh.tools.study.analysis import difference
+    from ditmesh.tools.study.analysis import mean_difference
 
     over = "over fixed(1)"
     print(
@@ -402,7 +402,7 @@ def show_rows(results: Any) -> None:
         base = (row.sampler, "displaced", row.devices, "fixed(1)")
         apart = ""
         if base in results.by and at != base:
-            apart = format(difference([(results.psnr_of(at), results.psnr_of(base))]), "+.2f")
+            apart = format(mean_difference([(results.psnr_of(at), results.psnr_of(base))]), "+.2f")
         perceptual = "" if row.perceptual.value is None else format(thousandfold(row.perceptual), ".2f")
         print(
             f"{row.strategy:<20}{row.devices:>2}  {row.warmup:<20}{row.synchronous:>12.1f}{format(row.psnr, '.2f'):>15}"
@@ -439,7 +439,7 @@ def steps_of(results: Any, row: Any) -> str:
 
 def comparisons(found: list[tuple[Table, Any]]) -> Iterator[tuple[str, Any]]:
     """DDIM against DPM-Solver++, and the large model against the small one: the same captions, seeds and policies."""
-    from ditmesh.tools.study.analysis import difference
+    from ditmesh.tools.study.analysis import mean_difference
 
     results = {(table.model, table.sampler): each for table, each in found if table.part == "policies"}
     small = ("emoji-dit-s", "ddim")
@@ -459,7 +459,7 @@ def comparisons(found: list[tuple[Table, Any]]) -> Iterator[tuple[str, Any]]:
                     for warmup in warmups
                 ]
                 name = warmups[0] if len(warmups) == 1 else f"mean of {len(warmups)} policies"
-                yield f"{what}, N = {devices}, {name}", difference(pairs)
+                yield f"{what}, N = {devices}, {name}", mean_difference(pairs)
 
 
 def compare(found: list[tuple[Table, Any]]) -> None:

@@ -27,7 +27,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.forecast.catalogue import shape
 from ditmesh.forecast.costs.hardware import Hardware, machine
 from ditmesh.forecast.prediction import predict
-from ditmesh.forecast.shipped import model_of
+from ditmesh.forecast.shipped import shipped_model
 from ditmesh.forecast.workload import workload_of
 from ditmesh.launch import RankPool
 from ditmesh.serve.offers import ModelSpec
@@ -66,7 +66,7 @@ def seconds(kind: Kind, mode: Mode, together: int) -> float:
     frames = kind.frames if model.num_frames > 1 else None
     workload = workload_of(model, (kind.width, kind.height), pictures=together, frames=frames)
     config = ParallelConfig(cfg=mode.rows, ulysses=mode.tokens)
-    return predict(config, model_of(model).work, workload, hardware()).step
+    return predict(config, shipped_model(model).work, workload, hardware()).step
 
 
 def part(kind: Kind, which: str) -> float:

@@ -113,9 +113,9 @@ def save(case: Case, folder: Path) -> int:
     from safetensors.torch import save_file
 
     from ditmesh.generate.loading import WEIGHTS
-    from ditmesh.layout.describe import on_meta
+    from ditmesh.layout.describe import meta_model
 
-    model: Any = on_meta(case.transformer, case.settings)
+    model: Any = meta_model(case.transformer, case.settings)
     generator = torch.Generator().manual_seed(0)
     places: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -214,10 +214,10 @@ def measured(case: Case, folder: str, form: str, dtype: torch.dtype, timeout: fl
 
 def config_of_form(form: str) -> Any:
     """The configuration of a form."""
-    from ditmesh.cli.values import config_of
+    from ditmesh.cli.values import parse_config
     from ditmesh.config import ParallelConfig
 
-    return ParallelConfig() if form == ALONE else config_of(form).model_copy(update={"inputs": "trust"})
+    return ParallelConfig() if form == ALONE else parse_config(form).model_copy(update={"inputs": "trust"})
 
 
 def predicted(case: Case, form: str, dtype: torch.dtype, start: float) -> dict[str, float]:

@@ -29,7 +29,7 @@ from ditmesh.forecast.memory.phases import needs
 from ditmesh.forecast.workload import workload_of
 from ditmesh.layout import layout_of
 from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
-from ditmesh.strategies.tensor.slices import plan
+from ditmesh.strategies.tensor.slices import plan_slices
 from harness import command_line
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
@@ -120,7 +120,7 @@ def whole(model: nn.Module) -> float:
 
 def tensor_share(model: nn.Module, degree: int) -> float:
     """What the first rank of ``tensor=degree`` holds, which has the most."""
-    lengths = {name: (dim, cut) for name, dim, cut in plan(model, degree).parameters()}
+    lengths = {name: (dim, cut) for name, dim, cut in plan_slices(model, degree).parameters()}
     sizes = []
     for name, parameter in model.named_parameters():
         dim, cut = lengths.get(name, (None, None))

@@ -95,7 +95,7 @@ def record_support(request: pytest.FixtureRequest) -> Iterator[Callable[[str, st
 
         from ditmesh.strategies import support
 
-        merged = {name: dict(row) for name, row in support.table().items()}
+        merged = {name: dict(row) for name, row in support.support_table().items()}
         for name, row in cells.items():
             merged.setdefault(name, {}).update(row)
         merged = {name: merged[name] for name in sorted(merged)}

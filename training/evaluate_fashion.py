@@ -108,7 +108,7 @@ def evaluate(model: Path, folder: Path, each: int = 100, batch: int = 100) -> di
     began = time.monotonic()
     drawn = evaluate_dit.draw(pipe, asked.tolist(), steps=STEPS, guidance=GUIDANCE, batch=batch)
     seconds = time.monotonic() - began
-    rows = drawn.reshape(len(NAMES), each, *drawn.shape[1:])[:, : export.COLUMNS]
+    rows = drawn.reshape(len(NAMES), each, *drawn.shape[1:])[:, : export.THUMBNAIL_COLUMNS]
     export.sheet(rows.reshape(-1, *drawn.shape[1:])).convert("L").save(model / "samples.png", optimize=True)
     grey = narrow(drawn)
     held = np.concatenate([test[told == label][:each] for label in range(len(NAMES))])

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from ditmesh.zoo.references import COLUMNS, THUMBNAIL, shrink
+from ditmesh.zoo.references import THUMBNAIL, THUMBNAIL_COLUMNS, shrink
 from training.data import Entry
 
 
@@ -49,7 +49,7 @@ def write_captions(entries: Sequence[Entry], pictures: np.ndarray, out: Path) ->
     thumbnails(pictures).save(out / "thumbnails.png", optimize=True)
 
 
-def sheet(pictures: np.ndarray, columns: int = COLUMNS, gap: int = 0) -> Image.Image:
+def sheet(pictures: np.ndarray, columns: int = THUMBNAIL_COLUMNS, gap: int = 0) -> Image.Image:
     """(n, h, w, 3) ``uint8`` pictures row by row on one white sheet."""
     n, height, width, _ = pictures.shape
     rows = -(-n // columns)

@@ -246,9 +246,9 @@ def _meet(rank: int, world: int, transport: str, path: str) -> None:
 
     store, limit = dist.FileStore(path, world), timedelta(seconds=60)
     if transport == "nccl":
-        from ditmesh.launch.devices import join
+        from ditmesh.launch.devices import join_default_group
 
-        join("cuda", rank, world, 0, 60.0, store)
+        join_default_group("cuda", rank, world, 0, 60.0, store)
         return
     backend = {"gloo": "gloo", "nccl, lazy": "cpu:gloo,cuda:nccl"}[transport]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)

@@ -80,11 +80,11 @@ def judge_of_model(wish: Mapping[str, Any], index: int, data: bytes) -> tuple[bo
     """A whole picture, whose receipt is of the request; `compared` compares some with those made alone."""
     from PIL import Image
 
-    from ditmesh.generate.receipt import CHUNK
+    from ditmesh.generate.receipt import PNG_KEYWORD
 
     image = Image.open(BytesIO(data))
     image.load()
-    receipt = json.loads(image.info[CHUNK])
+    receipt = json.loads(image.info[PNG_KEYWORD])
     asked = receipt["prompt"], receipt["seed"], receipt["steps"]
     return asked == (wish["prompt"], wish["seed"] + index, wish["steps"]), receipt_digest(receipt)
 

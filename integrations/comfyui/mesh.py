@@ -109,11 +109,11 @@ class MeshPipeline:
             DitmeshError: it cannot be done; the ranks stay, unless one was lost.
             Exception: what ``watch`` raises, once all ranks have stopped at the end of a step.
         """
-        from ditmesh.generate.files import PICTURES
+        from ditmesh.generate.files import IMAGE_ARGUMENTS
         from ditmesh.generate.runner import PipelineRunner
 
         given = {"image": wanted.image, "mask": wanted.mask}
-        pictures = {PICTURES[role]: picture.image for role, picture in given.items() if picture is not None}
+        pictures = {IMAGE_ARGUMENTS[role]: picture.image for role, picture in given.items() if picture is not None}
         with self._lock:
             job, kind, size = self._job(wanted)
             opened = self._ready()
@@ -224,7 +224,7 @@ class MeshPipeline:
 
     def _prepared(self, opened: _Opened, job: PictureJob, kind: type[Any]) -> tuple[RemotePipeline, dict[str, Any]]:
         """The pipeline of a class with only the job's adapters and scheduler, and its facts for receipts."""
-        from ditmesh.generate.files import ADAPTERS, load_adapters
+        from ditmesh.generate.files import ADAPTER_LOADERS, load_adapters
         from ditmesh.generate.runner import facts_on_rank
         from ditmesh.generate.schedulers import scheduler_named
 
@@ -235,7 +235,7 @@ class MeshPipeline:
             pipe = opened.kinds[name]
         else:
             pipe = opened.kinds[name] = opened.pipe.as_class(name)
-        adapters = tuple(file for file in job.files if file.role in ADAPTERS)
+        adapters = tuple(file for file in job.files if file.role in ADAPTER_LOADERS)
         if adapters != opened.adapters:
             before, opened.adapters, opened.facts = opened.adapters, None, None
             if before != ():

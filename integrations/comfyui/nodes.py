@@ -53,9 +53,9 @@ def _number(default: int, least: int, most: int, tooltip: str, **more: Any) -> t
 
 
 def _scheduler_names() -> list[str]:
-    from ditmesh.generate.schedulers import NAMES
+    from ditmesh.generate.schedulers import SCHEDULERS
 
-    return [OWN, *NAMES]
+    return [OWN, *SCHEDULERS]
 
 
 class LoadPipeline:
@@ -125,10 +125,10 @@ class LoadPipeline:
         variant: str = "",
         **degrees: int,
     ) -> tuple[Pipeline]:
-        from ditmesh.cli.values import settings_of
+        from ditmesh.cli.values import parse_settings
 
         config = {name: degree for name, degree in degrees.items() if degree != 1}
-        given = settings_of(settings)
+        given = parse_settings(settings)
         if twice := given.keys() & config.keys():
             from ditmesh import ConfigError
 

@@ -191,9 +191,9 @@ class Session:
             InputError: the configuration has attention of its own.
         """
         from ditmesh import InputError
-        from ditmesh.attention.handed import NAME
+        from ditmesh.attention.handed import HANDED
 
-        if self._branch.config.attention != NAME:
+        if self._branch.config.attention != HANDED:
             (name,) = list(_named_patches({_OVERRIDE: override}))[:1] or ["an attention override"]
             raise InputError(
                 f"{name} cannot be used with {self._branch.config.describe()}, which computes attention by itself; use "
@@ -217,9 +217,9 @@ class Session:
             LayoutError: it is off by more than its dtype allows.
         """
         from ditmesh import LayoutError
-        from ditmesh.strategies.checked import difference
+        from ditmesh.strategies.checked import result_error
 
-        allowed, words = difference(out, truth)
+        allowed, words = result_error(out, truth)
         if allowed > 1:
             text = (
                 f"{type(self.model).__name__} on {self._branch.config.describe()} does not give what one device gives: "
@@ -513,10 +513,10 @@ class ParallelizeModel:
         self, model: Any, devices: int = 0, settings: str = "", check: bool = True, **degrees: int
     ) -> tuple[Any]:
         from ditmesh import ConfigError
-        from ditmesh.cli.values import settings_of
+        from ditmesh.cli.values import parse_settings
 
         config = {name: degree for name, degree in degrees.items() if degree != 1}
-        given = settings_of(settings)
+        given = parse_settings(settings)
         if twice := given.keys() & config.keys():
             raise ConfigError(f"{min(twice)} stands in a widget and in settings; leave one out")
         return (parallelized(model, ModelSettings(config | given, check), devices),)

@@ -63,9 +63,9 @@ class BandedModel:
 
     def _compare(self, name: str, made: Any, truth: Any) -> None:
         from ditmesh import LayoutError
-        from ditmesh.strategies.checked import difference
+        from ditmesh.strategies.checked import result_error
 
-        allowed, words = difference(made, truth)
+        allowed, words = result_error(made, truth)
         if allowed > 1:
             raise LayoutError(
                 f"{type(self._model).__name__}.{name} in bands of rows does not give what one device gives: its result "

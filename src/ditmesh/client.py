@@ -41,7 +41,7 @@ ROLES = {"image": "image", "mask": "mask", "control": "control", "ip_image": "ip
 # between two attempts when the server does not say.
 TIMEOUT, SILENCE, PAUSE = 30.0, 45.0, 1.0
 # For an answer while a caller that breaks off waits for the end.
-LAST = 3.0
+CLOSING_SECONDS = 3.0
 
 
 # --- requests as data
@@ -265,8 +265,8 @@ class _Flows:
         except BaseException:
             # The request may have arrived: repeating it returns its job.
             with contextlib.suppress(Exception):
-                response = yield ApiRequest("POST", "/v1/jobs", once | {"timeout": LAST})
-                yield ApiRequest("DELETE", f"/v1/jobs/{response.json()['id']}", {"timeout": LAST})
+                response = yield ApiRequest("POST", "/v1/jobs", once | {"timeout": CLOSING_SECONDS})
+                yield ApiRequest("DELETE", f"/v1/jobs/{response.json()['id']}", {"timeout": CLOSING_SECONDS})
             raise
 
     def _wait(self, id: str, on_event: OnEvent | None = None) -> Flow[Job]:

@@ -32,7 +32,7 @@ AXES = ("data", "cfg", "pipe", "ring", "ulysses", "tensor")
 REPLICAS = ("data", "cfg", "ring", "ulysses")
 
 # Maximum of ranks of an axis, patches or tiles, so that an untrusted number cannot exhaust memory.
-MOST = 2**16
+MAX_DEGREE = 2**16
 
 # Why a setting cannot be trained.
 STALE = "keys of an earlier step have no gradient"
@@ -143,7 +143,7 @@ class ParallelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: Annotated[int, Setting("Share the images of a prompt over this many ranks.")] = Field(
-        default=1, ge=1, le=MOST
+        default=1, ge=1, le=MAX_DEGREE
     )
     cfg: Annotated[
         int,
@@ -151,12 +151,12 @@ class ParallelConfig(BaseModel):
             "Share the branches of classifier-free guidance over this many ranks.",
             untrained="training has no branches of guidance to share; use data for the samples of a step",
         ),
-    ] = Field(default=1, ge=1, le=MOST)
+    ] = Field(default=1, ge=1, le=MAX_DEGREE)
     ring: Annotated[int, Setting("Set the degree of ring attention, which shares out tokens.")] = Field(
-        default=1, ge=1, le=MOST
+        default=1, ge=1, le=MAX_DEGREE
     )
     ulysses: Annotated[int, Setting("Set the degree of Ulysses, which shares out tokens, and heads in attention.")] = (
-        Field(default=1, ge=1, le=MOST)
+        Field(default=1, ge=1, le=MAX_DEGREE)
     )
     chunks: Annotated[
         int,
@@ -164,23 +164,23 @@ class ParallelConfig(BaseModel):
             "Exchange the heads of Ulysses in this many parts: one is computed while others travel.",
             untrained="training exchanges all heads at once; leave it out",
         ),
-    ] = Field(default=1, ge=1, le=MOST)
+    ] = Field(default=1, ge=1, le=MAX_DEGREE)
     tensor: Annotated[int, Setting("Set the degree of tensor parallelism, which cuts weights.")] = Field(
-        default=1, ge=1, le=MOST
+        default=1, ge=1, le=MAX_DEGREE
     )
     pipe: Annotated[
         int,
         Setting(
             "Set the number of PipeFusion stages: each has some of the blocks.",
         ),
-    ] = Field(default=1, ge=1, le=MOST)
+    ] = Field(default=1, ge=1, le=MAX_DEGREE)
     shard: Annotated[
         int,
         Setting(
             "Let this many ranks hold one part each of weights that they would all hold.",
             untrained="weights in pieces have no gradient; use sharding: fsdp",
         ),
-    ] = Field(default=1, ge=1, le=MOST)
+    ] = Field(default=1, ge=1, le=MAX_DEGREE)
     exchange: Annotated[
         Exchange,
         Setting(
@@ -196,7 +196,7 @@ class ParallelConfig(BaseModel):
             usual="stages",
             untrained=f"{STALE}; leave it out",
         ),
-    ] = Field(default=None, ge=1, le=MOST)
+    ] = Field(default=None, ge=1, le=MAX_DEGREE)
     stages: Annotated[
         tuple[int, ...] | Literal["estimated", "measured"],
         Setting(
@@ -238,7 +238,7 @@ class ParallelConfig(BaseModel):
     ] = False
     tiles: Annotated[
         int, Setting("Cut the image into this many pieces in reproducible mode; they decide the bits.", decides=True)
-    ] = Field(default=8, ge=1, le=MOST)
+    ] = Field(default=8, ge=1, le=MAX_DEGREE)
     text: Annotated[
         TextPolicy, Setting("Choose whether ranks share text tokens as they share image tokens.", decides=True)
     ] = "auto"

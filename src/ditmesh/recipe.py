@@ -84,7 +84,7 @@ def wanted(recipe: Recipe, config: ParallelConfig) -> list[type[Strategy]]:
     return [strategy for strategy in recipe if strategy.wanted(config)]
 
 
-def check(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[nn.Module, TokenLayout]]) -> None:
+def check_recipe(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[nn.Module, TokenLayout]]) -> None:
     """Refuse what a strategy cannot do with a model, before any rank has begun.
 
     Raises:

@@ -589,7 +589,7 @@ def test_names(ranks):
     with pytest.raises(ConfigError, match=r"attention='flsh' is no kernel.*_flash_3.*; did you mean 'flash'\?$"):
         local_attention("flsh")
     # All backends that diffusers has are known here.
-    assert set(kernels.known()) | {"native"} == {member.value for member in AttentionBackendName}
+    assert set(kernels.known_backends()) | {"native"} == {member.value for member in AttentionBackendName}
     for name in ("_native_cudnn", "_native_efficient"):
         with pytest.raises(ConfigError, match=rf"'{name}' does not support queries of .* on cpu"):
             ditmesh.parallelize(tiny("Flux"), {"attention": name})

@@ -126,7 +126,7 @@ def test_nccl_starts_kernels_in_the_order_of_the_host():
 
 @pytest.mark.parametrize(("way", "bound"), [("eager", True), ("own", False), ("lazy", False), (None, True)])
 def test_a_rank_joins_bound_to_its_gpu_in_one_way_alone(monkeypatch, way, bound):
-    from ditmesh.launch.devices import join
+    from ditmesh.launch.devices import join_default_group
 
     for name in nccl_settings(30):
         # Set first, so that it is put back.
@@ -139,7 +139,7 @@ def test_a_rank_joins_bound_to_its_gpu_in_one_way_alone(monkeypatch, way, bound)
         mock.patch("torch.distributed.is_initialized", return_value=False),
         mock.patch("torch.distributed.init_process_group") as init,
     ):
-        assert join("cuda", 1, 2, 1, 30.0, "env://") == torch.device("cuda:1")
+        assert join_default_group("cuda", 1, 2, 1, 30.0, "env://") == torch.device("cuda:1")
     assert init.call_args.kwargs["backend"] == "cpu:gloo,cuda:nccl"
     assert init.call_args.kwargs["device_id"] == (torch.device("cuda:1") if bound else None)
 

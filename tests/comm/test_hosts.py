@@ -172,12 +172,12 @@ def predicted(name: str, config: dict[str, Any], numbers: list[int]) -> float:
     from ditmesh.forecast.model_work import work_of
     from ditmesh.forecast.search import Model
     from ditmesh.layout import layout_of
-    from ditmesh.layout.describe import on_meta
+    from ditmesh.layout.describe import meta_model
     from support.host_ranks import SIZE
     from support.models import tiny
 
     model: Any = tiny(name)
-    module, layout = on_meta(type(model).__name__, dict(model.config)), layout_of(model)
+    module, layout = meta_model(type(model).__name__, dict(model.config)), layout_of(model)
     assert layout
     chosen = ParallelConfig(**config)
     rows = {"branches": 2, "pictures": 2} if chosen.cfg > 1 else {"pictures": 4}

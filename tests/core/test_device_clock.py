@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditmesh.core.device_clock import AHEAD, DeviceClock
+from ditmesh.core.device_clock import MAX_LAUNCHED_SPANS, DeviceClock
 
 
 class LazyGpu:
@@ -66,7 +66,7 @@ def test_at_most_two_spans_are_launched_and_not_finished(gpu: LazyGpu) -> None:
     clock = DeviceClock(torch.device("cuda"))
     for number in range(30):
         with clock.span("step"):
-            assert number - gpu.finished < AHEAD == 2
+            assert number - gpu.finished < MAX_LAUNCHED_SPANS == 2
     assert gpu.most == 2
     # The host has waited for no span but the one two places earlier.
     assert gpu.finished == 28 == gpu.waits

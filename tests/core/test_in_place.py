@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ditmesh
-from ditmesh.layout.derive import derive, derive_rows
+from ditmesh.layout.derive import derive_layout, derive_rows
 from support.models import relative_error
 
 WIDTH, HEADS = 32, 4
@@ -152,4 +152,4 @@ def test_attention_over_one_token_is_said():
         "timestep": torch.tensor([0.4]),
     }
     with pytest.raises(ditmesh.LayoutError, match="over one token in this call"):
-        derive(model, call)
+        derive_layout(model, call)

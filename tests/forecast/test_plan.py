@@ -31,16 +31,16 @@ from ditmesh.forecast.catalogue import shape, shapes
 from ditmesh.forecast.costs.hardware import Hardware, LinkSpeed, _parts, device, known_devices, link, machine
 from ditmesh.forecast.costs.step import Term
 from ditmesh.forecast.costs.work import Work, Workload, as_data, from_data
-from ditmesh.forecast.fit import fitted
+from ditmesh.forecast.fit import fit_profile
 from ditmesh.forecast.memory.anatomy import anatomy
 from ditmesh.forecast.model_work import work_of
 from ditmesh.forecast.plan import profile
 from ditmesh.forecast.prediction import predict, synchronous_steps
-from ditmesh.forecast.search import Model, SearchLimits, candidates, refusal, search
-from ditmesh.forecast.shipped import WORKS, derived, model_of, to_ship
+from ditmesh.forecast.search import Model, SearchLimits, candidates, config_refusal, search
+from ditmesh.forecast.shipped import WORKS, derived, shipped_model, to_ship
 from ditmesh.layout import layout_of
 from ditmesh.layout.conventions import Size
-from ditmesh.layout.describe import on_meta
+from ditmesh.layout.describe import meta_model
 from ditmesh.strategies.pipefusion.stages import kinds_of
 from support.models import inputs, run, tiny
 from support.pipelines import arguments, draw, sd3
@@ -54,7 +54,7 @@ JOB = Workload.of_tokens(64, 32, steps=10, element=4)
 def meta(name: str) -> Any:
     """The tiny model of a family on the meta device."""
     model = tiny(name)
-    return on_meta(type(model).__name__, dict(model.config))
+    return meta_model(type(model).__name__, dict(model.config))
 
 
 @cache
@@ -69,7 +69,7 @@ def work(name: str) -> Work:
 def planned(name: str) -> Model:
     """A model of the catalogue."""
     known = shape(name)
-    module = on_meta(known.transformer, known.config)
+    module = meta_model(known.transformer, known.config)
     layout = layout_of(module)
     assert layout is not None
     return Model(module, layout, work_of(module, layout))
@@ -116,7 +116,7 @@ def test_shipped_sizes():
         assert known.tokens(*known.size, known.num_frames) > 0
     for name, billions in BILLIONS.items():
         known = shape(name)
-        module = on_meta(known.transformer, known.config)
+        module = meta_model(known.transformer, known.config)
         assert sum(p.numel() for p in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.05), name
 
 
@@ -131,7 +131,7 @@ def test_shipped_work_is_that_of_the_class(name):
     """To the number, and the outline that ships instead of the class is refused what the class is."""
     known = shape(name)
     assert json.loads((WORKS / f"{name}.json").read_text()) == json.loads(json.dumps(to_ship(known)))
-    shipped, whole = model_of(known), derived(known.transformer, known.config)
+    shipped, whole = shipped_model(known), derived(known.transformer, known.config)
     assert shipped.work == whole.work
     job, most = (
         Workload.of_tokens(4096, 512, pictures=2, branches=2),
@@ -140,13 +140,13 @@ def test_shipped_work_is_that_of_the_class(name):
     for exactness in ("exact", "reproducible", "stale"):
         limits = SearchLimits(exactness)
         for config in candidates(whole, job, most.world_size, limits):
-            assert refusal(config, shipped, limits) == refusal(config, whole, limits), config.describe()
+            assert config_refusal(config, shipped, limits) == config_refusal(config, whole, limits), config.describe()
 
 
 def test_another_diffusers_asks_the_class(monkeypatch):
     monkeypatch.setattr(planner_shipped, "library_versions", lambda names: {"diffusers": "0.0.1"})
     known = shape("pixart-sigma")
-    assert sum(p.numel() for p in model_of(known).module.parameters()) > 1e8
+    assert sum(p.numel() for p in shipped_model(known).module.parameters()) > 1e8
 
 
 def test_every_part_has_a_source():
@@ -357,11 +357,11 @@ def test_fit_finds_the_factors():
         slower = {kind: 1.25 if ranks > 1 and kind != "transfer" else 1.0 for kind in true}
         computed = sum(true[one.kind] * slower[one.kind] * one.seconds for one in terms)
         measured.append((terms, ranks, computed + 0.003 * meetings))
-    found = fitted(hardware(), measured)
+    found = fit_profile(hardware(), measured)
     assert all(found.scale[name] == pytest.approx(factor, rel=0.2) for name, factor in true.items())
     assert found.device.contention_factor == pytest.approx(1.25 * hardware().device.contention_factor, rel=0.05)
     assert found.link.sync_wait_seconds == pytest.approx(0.003, rel=0.1)
-    assert fitted(hardware(), []) == hardware()
+    assert fit_profile(hardware(), []) == hardware()
 
 
 # --- the search --------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ print(sorted({{"diffusers", "transformers", "accelerate", "huggingface_hub"}} & 
 def test_a_large_model_on_many_devices_in_two_seconds():
     started = time.process_time()
     known = shape("wan-14b")
-    module = on_meta(known.transformer, known.config)
+    module = meta_model(known.transformer, known.config)
     layout = layout_of(module)
     assert layout is not None
     job = Workload.of_tokens(known.tokens(1280, 720, 81), 512, branches=2, steps=50)
@@ -540,7 +540,7 @@ def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     here = auto.chosen("FluxTransformer2DModel", config, layout, 8, call, 2)
     other = ParallelConfig(ring=2) if here != ParallelConfig(ring=2) else ParallelConfig(ulysses=2)
     key = kept.key_of(work("Flux"), replace(JOB, steps=28), auto.hardware_here(2).device.name, 2)
-    kept.keep(key, {"config": other.model_dump(exclude_defaults=True), "exactness": "exact"})
+    kept.write_entry(key, {"config": other.model_dump(exclude_defaults=True), "exactness": "exact"})
     assert auto.chosen("FluxTransformer2DModel", config, layout, 8, call, 2) == other
     (tmp_path / "ditmesh" / "plans" / "broken.json").write_text("{")
     assert list(kept.entries()) == [key]

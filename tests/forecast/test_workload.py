@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from ditmesh import ParallelConfig
-from ditmesh.cli.values import settings_of
+from ditmesh.cli.values import parse_settings
 from ditmesh.core.unexpected import RAISE
 from ditmesh.errors import InputError, LayoutError
 from ditmesh.forecast import auto
@@ -241,9 +241,9 @@ def test_all_say_the_same_memory(
     """The plan, ``inspect --memory``, and the checks before a request and before loading alone."""
     monkeypatch.setattr(memory._MemoryFit, "_smallest", lambda *_: None)
     # Also far from a limit.
-    monkeypatch.setattr(memory, "LARGEST", float("inf"))
+    monkeypatch.setattr(memory, "MAX_PIXEL_BYTES", float("inf"))
     offloaded, size = words == "offload", (64, 64)
-    config = ParallelConfig(**settings_of("" if offloaded else words))
+    config = ParallelConfig(**parse_settings("" if offloaded else words))
     if name == "wan":
         saved(tmp_path, name)
         name = str(tmp_path)

@@ -14,7 +14,7 @@ from ditmesh.cli.main import main
 from ditmesh.generate.files import InputFile, input_picture
 from ditmesh.generate.job import job_for
 from ditmesh.generate.model_info import ModelInfo, find_model
-from ditmesh.generate.shape import check_mask, input_size, stretched
+from ditmesh.generate.shape import check_mask_shape, input_size, stretched
 from ditmesh.request import PictureRequest
 from ditmesh.serve.types import JobRequest
 from ditmesh.serve.worker.loaded import LoadedModel
@@ -84,9 +84,9 @@ def test_masks_lie_on_their_image(tmp_path):
     with pytest.raises(ditmesh.InputError, match="the mask has 63x63 pixels and the image 64x32, which is another"):
         input_size(info, [*files, other])
     # Rounded to whole pixels.
-    check_mask((1500, 1000), (100, 67))
+    check_mask_shape((1500, 1000), (100, 67))
     with pytest.raises(ditmesh.InputError):
-        check_mask((1500, 1000), (100, 69))
+        check_mask_shape((1500, 1000), (100, 69))
 
 
 def test_another_shape_is_said(tmp_path):

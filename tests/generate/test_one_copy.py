@@ -37,24 +37,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def from_the_first_byte(breaks: str = "") -> Any:
     """Small models are shared as well; ``breaks``: the first rank cannot load, rank 1 not convert or open its part."""
-    least, load, convert, opened = one_copy.LEAST, one_copy._loaded, one_copy.convert, one_copy.unpacked
+    least, load, convert, opened = one_copy.MIN_SHARED_BYTES, one_copy._loaded, one_copy.convert, one_copy.open_parcel
 
     def broken(whole: Any, *of: Any) -> Any:
         if breaks == "load" or dist.get_rank() == 1:
             raise OSError("on purpose")
         return whole(*of)
 
-    one_copy.LEAST = 1
+    one_copy.MIN_SHARED_BYTES = 1
     if breaks == "load":
         one_copy._loaded = lambda names, load_, plan, files: load(names, partial(broken, load_), plan, files)
     elif breaks == "convert":
         one_copy.convert = partial(broken, convert)
     elif breaks == "open":
-        one_copy.unpacked = partial(broken, opened)
+        one_copy.open_parcel = partial(broken, opened)
     try:
         yield
     finally:
-        one_copy.LEAST, one_copy._loaded, one_copy.convert, one_copy.unpacked = least, load, convert, opened
+        one_copy.MIN_SHARED_BYTES, one_copy._loaded = least, load
+        one_copy.convert, one_copy.open_parcel = convert, opened
 
 
 def mapping(tensor: torch.Tensor) -> tuple[str, int]:
@@ -149,7 +150,7 @@ def test_without_the_one_copy_every_rank_loads_for_itself(ranks: Any, folder: Pa
 def test_components_with_weights_are_shared_if_there_are_many(folder: Path, monkeypatch: pytest.MonkeyPatch):
     info = find_model(folder)
     assert one_copy.to_be_shared(info) == []
-    monkeypatch.setattr(one_copy, "LEAST", 1)
+    monkeypatch.setattr(one_copy, "MIN_SHARED_BYTES", 1)
     assert [name for name, _ in one_copy.to_be_shared(info)] == ["text_encoder", "transformer", "vae"]
     assert [name for name, _ in one_copy.to_be_shared(info, ["transformer"])] == ["text_encoder", "vae"]
 
@@ -164,7 +165,7 @@ def filled(values: list[torch.Tensor], dtype: torch.dtype, huge: bool, slow: boo
         starts = [room.put(one, dtype) for one in values]
         room.finish()
         assert not slow or not room._huge or False in room._huge
-        memory = rooms.opened(room.place)
+        memory = rooms.map_place(room.place)
     return [
         from_bytes(memory[start : start + one.numel() * dtype.itemsize], tuple(one.shape), dtype)
         for start, one in zip(starts, values, strict=True)
@@ -186,12 +187,12 @@ def test_a_room_has_what_was_put_there(monkeypatch: pytest.MonkeyPatch, huge: bo
 def test_a_file_that_was_replaced_is_not_opened(tmp_path: Path):
     path = tmp_path / "weights"
     path.write_bytes(b"one")
-    place = rooms.Place(0, str(path), 3, rooms.state_of(str(path)))
-    assert bytes(rooms.opened(place).tolist()) == b"one"
+    place = rooms.Place(0, str(path), 3, rooms.file_state(str(path)))
+    assert bytes(rooms.map_place(place).tolist()) == b"one"
     (tmp_path / "other").write_bytes(b"two")
     (tmp_path / "other").rename(path)
     with pytest.raises(OSError, match="has changed meanwhile"):
-        rooms.opened(place)
+        rooms.map_place(place)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from ditmesh._version import library_versions
 from ditmesh.errors import InputError
-from ditmesh.generate.receipt import CHUNK, Receipt, holds_receipt, read_receipt, write_png
+from ditmesh.generate.receipt import PNG_KEYWORD, Receipt, holds_receipt, read_receipt, write_png
 
 
 def receipt(**changes: Any) -> Receipt:
@@ -81,7 +81,7 @@ def test_files_without_a_receipt_are_refused_clearly(tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("not a picture")
     picture().save(tmp_path / "plain.png")
     odd = PngInfo()
-    odd.add_itxt(CHUNK, '{"prompt": "a red fox"}')
+    odd.add_itxt(PNG_KEYWORD, '{"prompt": "a red fox"}')
     picture().save(tmp_path / "odd.png", pnginfo=odd)
     for name, said in {
         "missing.png": "No such file",
@@ -114,7 +114,7 @@ def test_a_file_that_is_there_is_kept_when_asked(tmp_path: Path) -> None:
 def with_text(path: Path, text: str, compressed: bool = False) -> Path:
     """A picture with any text where the receipt stands."""
     info = PngInfo()
-    info.add_itxt(CHUNK, text, zip=compressed)
+    info.add_itxt(PNG_KEYWORD, text, zip=compressed)
     picture().save(path, pnginfo=info)
     return path
 

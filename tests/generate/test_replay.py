@@ -17,7 +17,7 @@ from ditmesh.errors import ConfigError, InputError
 from ditmesh.forecast.candidates import resized
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt, read_receipt, write_png
-from ditmesh.generate.replay import changes_of, compare, job_of, model_of, place_of
+from ditmesh.generate.replay import changes_of, compare_replay, job_of, place_of, receipt_model
 from support.tiny import save_tiny_sd3
 
 # A receipt of the first version, as it stands in pictures.
@@ -164,9 +164,9 @@ def picture(value: int = 0) -> Image.Image:
 
 
 def test_what_a_promise_needs():
-    same = compare(picture(), picture(), receipt(), receipt(devices=4))
+    same = compare_replay(picture(), picture(), receipt(), receipt(devices=4))
     assert (same.promised, same.equal, same.psnr) == (True, True, None)
-    other = compare(picture(), picture(3), receipt(), receipt())
+    other = compare_replay(picture(), picture(3), receipt(), receipt())
     assert (other.promised, other.equal, other.largest, other.pixels) == (True, False, 3, 1.0)
     for now in (
         receipt(weights_digest="other"),
@@ -176,12 +176,14 @@ def test_what_a_promise_needs():
         receipt(config={**NEW["config"], "ring": 1, "patches": 2}),
         receipt(steps=3),
     ):
-        found = compare(picture(), picture(), receipt(), now)
+        found = compare_replay(picture(), picture(), receipt(), now)
         assert not found.promised
         assert sum(change.decides for change in found.changes) == 1
-    assert not compare(picture(), picture(), receipt(config=OLD["config"]), receipt(config=OLD["config"])).promised
+    assert not compare_replay(
+        picture(), picture(), receipt(config=OLD["config"]), receipt(config=OLD["config"])
+    ).promised
     small = Image.fromarray(np.zeros((2, 5, 3), dtype=np.uint8))
-    assert compare(picture(), small, receipt(), receipt()).largest is None
+    assert compare_replay(picture(), small, receipt(), receipt()).largest is None
 
 
 def test_receipts_of_earlier_versions_can_be_read_and_replayed(tmp_path: Path):
@@ -190,7 +192,7 @@ def test_receipts_of_earlier_versions_can_be_read_and_replayed(tmp_path: Path):
     was = Receipt.model_validate_json(json.dumps(OLD))
     assert read_receipt(path) == was
     assert (was.weights, was.environment, was.together, was.place) == (None, None, 1, 0)
-    info = model_of(was)
+    info = receipt_model(was)
     assert info.files == zoo.path("emoji-sd3")
     job = job_of(was, info, ParallelConfig(**was.config), tmp_path, 60.0)
     assert (job.prompts, job.seed, job.n, job.size) == (("a red fox",), 7, 1, (32, 32))
@@ -208,7 +210,7 @@ def test_receipts_of_earlier_versions_can_be_read_and_replayed(tmp_path: Path):
 
 def test_a_reproducible_picture_is_drawn_alone_a_fast_one_with_its_neighbours(tmp_path: Path):
     was = receipt(seed=12, together=4, place=3)
-    info = model_of(was)
+    info = receipt_model(was)
     strict = ParallelConfig(ring=2, reproducible=True)
     job = job_of(was, info, strict, tmp_path, 60.0)
     assert (job.seed, job.n, place_of(was, strict)) == (12, 1, 0)
@@ -295,9 +297,9 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
 
 
 def test_another_model_can_be_named(model: Path):
-    assert model_of(receipt(model="./gone"), str(model)).files == model
+    assert receipt_model(receipt(model="./gone"), str(model)).files == model
     with pytest.raises(InputError, match=r"no such folder"):
-        model_of(receipt(), "./nowhere")
+        receipt_model(receipt(), "./nowhere")
 
 
 def test_an_embedded_model_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -305,11 +307,11 @@ def test_an_embedded_model_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.
     assert find_model(zoo.path("emoji-dit-s")).name == "emoji-dit-s"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "emoji-sd3").mkdir()
-    info = model_of(receipt(model="emoji-sd3"))
+    info = receipt_model(receipt(model="emoji-sd3"))
     assert (info.name, info.files) == ("emoji-sd3", zoo.path("emoji-sd3"))
 
 
 def test_a_hub_model_is_taken_from_the_cache(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(model / "model_index.json"))
-    info = model_of(receipt(model="somebody/else"))
+    info = receipt_model(receipt(model="somebody/else"))
     assert (info.name, info.files, info.local) == ("somebody/else", model, True)

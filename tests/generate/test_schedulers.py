@@ -9,7 +9,7 @@ import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from ditmesh.errors import InputError
-from ditmesh.generate.schedulers import NAMES, NOISE, scheduler_named
+from ditmesh.generate.schedulers import NOISE, SCHEDULERS, scheduler_named
 
 FLOW = FlowMatchEulerDiscreteScheduler(shift=3.0)
 EPSILON = DDIMScheduler(beta_schedule="linear", prediction_type="epsilon")
@@ -47,7 +47,7 @@ def end(scheduler: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("own", [FLOW, EPSILON, FLOW_UNIPC], ids=["flow", "noise", "flow by setting"])
 def test_what_is_let_through_leads_to_the_picture(own: Any) -> None:
-    through = [name for name in NAMES if fits(name, own)]
+    through = [name for name in SCHEDULERS if fits(name, own)]
     assert len(through) >= 3
     for name in through:
         scheduler = scheduler_named(name, type(own).__name__, own.config)

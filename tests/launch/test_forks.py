@@ -19,7 +19,7 @@ from ditmesh.core.library import is_published, library_class, library_name
 from ditmesh.layout import known_tables, layout_of
 from ditmesh.recipe import RECIPE
 from ditmesh.strategies import support
-from ditmesh.strategies.tensor.slices import plan
+from ditmesh.strategies.tensor.slices import plan_slices
 from ditmesh.strategies.token_mixers import linear_attention
 from ditmesh.strategies.vae.tested import TESTED
 from ditmesh.train.config import TrainConfig
@@ -147,7 +147,7 @@ def test_a_fork_is_none_of_the_library():
     assert layout_of(model) is None
     assert library_name(model) == ""
     with pytest.warns(ditmesh.errors.UntestedWarning, match="PixArtTransformer2DModel with ulysses=2 .*: none"):
-        support.check(
+        support.check_tested(
             type(model).__name__, ditmesh.ParallelConfig(ulysses=2), RECIPE, published=layout_of(model) is not None
         )
 
@@ -223,13 +223,13 @@ class ForkedAttention(LTXAttention):
 
 def test_tables_and_processors_go_by_class():
     model = copy.deepcopy(tiny("LTX"))
-    assert len(plan(model, 2).tables) == 2 * len(model.transformer_blocks)
+    assert len(plan_slices(model, 2).tables) == 2 * len(model.transformer_blocks)
     ForkedAttention.__name__ = "LTXAttention"
     assert any(table.kind == "LTXAttention" for table in known_tables())
     for module in list(model.modules()):
         if type(module) is LTXAttention:
             module.__class__ = ForkedAttention
-    assert not plan(model, 2).tables
+    assert not plan_slices(model, 2).tables
     name = "SanaLinearAttnProcessor2_0"
     attention = nn.Module()
     attention.processor = type(name, (), {})()

@@ -64,7 +64,7 @@ def test_every_launcher_sets_them_first(way: str, monkeypatch: pytest.MonkeyPatc
         ray._Rank(threads, [])._join(0, 1, "cuda", 5.0, "127.0.0.1", 0, True)
     else:
         monkeypatch.setattr(devices, "watch_nccl", lambda _: None)
-        devices.join("cuda", 0, 1, 0, 5.0, "env://")
+        devices.join_default_group("cuda", 0, 1, 0, 5.0, "env://")
     assert {name: seen[name] for name in SETTINGS} == SETTINGS
 
 

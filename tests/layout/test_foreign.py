@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import ditmesh
 from ditmesh.attention import kernels
 from ditmesh.core.arguments import Arguments
-from ditmesh.layout.derive import derive
+from ditmesh.layout.derive import derive_layout
 from ditmesh.layout.forms import holds_tensors, objects_in
 from ditmesh.layout.types import Fold, TokenLayout
 from ditmesh.train import reduce_gradients
@@ -159,7 +159,7 @@ def test_gradients_of_tokens_along_several_dimensions(ranks):
 
 
 def test_the_layout_of_a_film(tmp_path):
-    layout = derive(ForeignFilm(extra=True), film_call(each=True))[1]
+    layout = derive_layout(ForeignFilm(extra=True), film_call(each=True))[1]
     (region,) = layout.regions
     assert region.folds == (Fold("x", 1, 3, (0,)), Fold("emb", 1, 1), Fold("extra", 1, 3))
     assert {cut.arg: cut.dim for cut in region.cuts} == {"emb": 1, "rope": 2, "extra": 1}
@@ -186,7 +186,7 @@ def test_a_block_that_needs_the_shape_is_refused(block):
     model = ForeignFilm()
     model.blocks = torch.nn.ModuleList(block() for _ in range(2))
     with pytest.raises(ditmesh.LayoutError, match=r"blocks\.0"):
-        derive(model, film_call())
+        derive_layout(model, film_call())
 
 
 # --- arguments -----------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_what_a_patch_must_not_do_is_refused_by_name(change, sentence):
     call = image_call()
     call["transformer_options"] = change(call["transformer_options"])
     with pytest.raises(ditmesh.LayoutError, match=sentence):
-        derive(ForeignImage(), call)
+        derive_layout(ForeignImage(), call)
 
 
 class Counting(Double):
@@ -336,10 +336,10 @@ def test_what_a_block_leaves_in_the_model_is_refused_by_name(attribute):
     model = ForeignImage()
     model.double_blocks = torch.nn.ModuleList(Counting(attribute) for _ in range(2))
     if attribute == "table":
-        assert derive(model, image_call())[1].regions
+        assert derive_layout(model, image_call())[1].regions
         return
     with pytest.raises(ditmesh.LayoutError, match=rf"double_blocks\.0.*double_blocks\.0\.{attribute}"):
-        derive(model, image_call())
+        derive_layout(model, image_call())
 
 
 class Remembering(ForeignImage):
@@ -484,7 +484,7 @@ class LeavesItsText(torch.nn.Module):
 @pytest.mark.parametrize("words", [5, 6])
 def test_a_text_as_long_as_the_picture_that_the_last_block_leaves_out(words: int) -> None:
     torch.manual_seed(0)
-    _, layout = derive(LeavesItsText().eval(), {"x": torch.randn(1, 6, 8), "context": torch.randn(1, words, 8)})
+    _, layout = derive_layout(LeavesItsText().eval(), {"x": torch.randn(1, 6, 8), "context": torch.randn(1, words, 8)})
     (region,) = layout.regions
     assert {stream.arg for stream in region.streams} == {"txt", "img"}
     assert not region.alone

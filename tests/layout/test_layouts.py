@@ -16,9 +16,9 @@ from ditmesh.core.arguments import MISSING, Arguments, parameter_names
 from ditmesh.core.partition import Partition
 from ditmesh.layout import LOCAL, Cut, Region, Stream, TokenLayout, joint, known_models, layout_of
 from ditmesh.layout.conventions import Size
-from ditmesh.layout.derive import derive
-from ditmesh.layout.probe import differences, probe
-from ditmesh.strategies.token_mixers import RULES
+from ditmesh.layout.derive import derive_layout
+from ditmesh.layout.probe import layout_differences, probe
+from ditmesh.strategies.token_mixers import MIXER_RULES
 from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny
 
 # Their blocks mix tokens in ways that only a person can describe well.
@@ -31,7 +31,7 @@ OTHERWISE = ("Latte",)
 def test_probe_agrees_with_the_reviewed_layout(name):
     model = tiny(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    assert differences(layout_of(model), probe(model)) == []
+    assert layout_differences(layout_of(model), probe(model)) == []
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -55,15 +55,15 @@ def test_differences_sees_every_part():
         "temb": dataclasses.replace(first, whole=()),
     }
     for expected, region in wrong.items():
-        found = differences(dataclasses.replace(right, regions=(region, second)), probed)
+        found = layout_differences(dataclasses.replace(right, regions=(region, second)), probed)
         assert len(found) == (2 if expected == "image_rotary_emb.0" and len(found) == 2 else 1)
         assert expected in found[0]
-    batched = differences(dataclasses.replace(right, unbatched=("img_ids",)), probed)
+    batched = layout_differences(dataclasses.replace(right, unbatched=("img_ids",)), probed)
     assert len(batched) == 1
     assert "'txt_ids'" in batched[0]
     unchained = dataclasses.replace(second, chained=False)
-    assert "chained" in differences(dataclasses.replace(right, regions=(first, unchained)), probed)[0]
-    assert "only in the probed" in differences(dataclasses.replace(right, regions=(first,)), probed)[0]
+    assert "chained" in layout_differences(dataclasses.replace(right, regions=(first, unchained)), probed)[0]
+    assert "only in the probed" in layout_differences(dataclasses.replace(right, regions=(first,)), probed)[0]
 
 
 def test_every_tiny_model_has_a_reviewed_layout():
@@ -80,7 +80,7 @@ def test_every_layout_is_well_formed():
             for count in region.counts:
                 assert count.stream in names
             for leaf in region.leaves:
-                assert leaf.rule in RULES
+                assert leaf.rule in MIXER_RULES
             for attention in region.attention:
                 assert attention.ragged is None or region.stream(attention.ragged).replicate
                 assert not attention.per_sample or attention is region.attention[-1]
@@ -314,9 +314,9 @@ def test_a_picture_with_fewer_rows_than_ranks_is_refused(ranks):
 def test_a_leaf_rule_refuses_what_it_does_not_describe():
     for module in (nn.Linear(2, 2), nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3, stride=2, padding=1)):
         with pytest.raises(ditmesh.LayoutError, match="keeps the number of rows"):
-            RULES["conv_rows"](module, None, "ff")
+            MIXER_RULES["conv_rows"](module, None, "ff")
     with pytest.raises(ditmesh.LayoutError, match="the processor is NoneType"):
-        RULES["linear_attention"](nn.Linear(2, 2), None, "attn")
+        MIXER_RULES["linear_attention"](nn.Linear(2, 2), None, "attn")
 
 
 # --- arguments -------------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_arguments_beyond_the_named_ones_go_by_position():
 def test_a_layout_comes_back_from_its_file(name, tmp_path):
     layout = known_models().get(name)
     if layout is None:
-        layout = derive(tiny("Flux"), inputs("Flux", RAGGED))[1]
+        layout = derive_layout(tiny("Flux"), inputs("Flux", RAGGED))[1]
         assert layout.calls
     layout.save(tmp_path / "layout.json")
     assert TokenLayout.read(tmp_path / "layout.json") == layout

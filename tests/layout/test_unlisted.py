@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import ditmesh
 from ditmesh.core.arguments import Arguments
 from ditmesh.layout import LOCAL, Count, Cut, Stream, joint
-from ditmesh.layout.derive import derive
+from ditmesh.layout.derive import derive_layout
 from ditmesh.layout.forms import form_of, holds_tensors, news, objects_in
 from ditmesh.layout.probe import probe
 from support.made_up import MadeUpTransformer
@@ -112,12 +112,12 @@ class Positioned(MadeUpTransformer):
 def test_a_mask_that_a_block_makes_by_what_it_sees_is_refused():
     """With some of the tokens it would leave out another key on every rank."""
     with pytest.raises(ditmesh.LayoutError, match=r"layers\.0: with some of its tokens it hands attention call 1"):
-        derive(Positioned().eval(), arguments())
+        derive_layout(Positioned().eval(), arguments())
 
 
 def test_what_a_block_mixes_itself_is_refused_by_name():
     with pytest.raises(ditmesh.LayoutError, match=r"layers\.0: tokens of 'tokens' change other tokens"):
-        derive(OwnSum().eval(), arguments())
+        derive_layout(OwnSum().eval(), arguments())
 
 
 # --- calls that the probe did not make -------------------------------------------------------------------------
@@ -256,6 +256,6 @@ def test_forms_tell_apart_what_a_model_may():
 def test_a_count_is_probed_from_both_ends():
     """Helios' blocks count the last tokens, HunyuanVideo's those of the first frame."""
     for form in ("plain", "history"):
-        (region,) = derive(unlisted("Helios"), call_of("Helios", form))[1].regions
+        (region,) = derive_layout(unlisted("Helios"), call_of("Helios", form))[1].regions
         assert region.counts == (Count("original_context_length", "image", part="last"),)
     assert {c.part for r in probe(tiny("HunyuanVideo I2V")).regions for c in r.counts} == {"first"}

@@ -8,7 +8,7 @@ import pytest
 
 import ditmesh
 from ditmesh.layout import LOCAL, Cut, joint, layout_of
-from ditmesh.layout.probe import differences, probe
+from ditmesh.layout.probe import layout_differences, probe
 from support.models import inputs, relative_error, run, sizes, tiny
 
 
@@ -178,7 +178,7 @@ PROBED = {
 @pytest.mark.parametrize("what", PROBED)
 def test_a_probe_tells_without_a_call(what):
     name, change, _, _ = WRONG[what]
-    found = differences(change(layout_of(tiny(name))), probe(tiny(name)))
+    found = layout_differences(change(layout_of(tiny(name))), probe(tiny(name)))
     assert found
     assert all(PROBED[what] in sentence for sentence in found)
 

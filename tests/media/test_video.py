@@ -18,7 +18,7 @@ from ditmesh.errors import InputError
 from ditmesh.generate import video
 from ditmesh.generate.job import check_content, job_for
 from ditmesh.generate.model_info import find_model
-from ditmesh.generate.receipt import CHUNK, holds_receipt, read_receipt
+from ditmesh.generate.receipt import PNG_KEYWORD, holds_receipt, read_receipt
 from ditmesh.media.videos import read_frames
 from ditmesh.quality.metrics import Difference, of_video
 from ditmesh.request import PictureRequest
@@ -74,9 +74,9 @@ def apart(ours: list[Image.Image], theirs: list[Image.Image]) -> int:
 
 def test_a_video_is_written_and_read(tmp_path: Path):
     frames = moving()
-    video.write_mp4(frames, tmp_path / "a.mp4", 12.5, {CHUNK: '{"prompt": "ein rötliches 狐"}'})
-    video.write_mp4(frames, tmp_path / "b.mp4", 12.5, {CHUNK: '{"prompt": "ein rötliches 狐"}'})
-    assert video.metadata_of(tmp_path / "a.mp4")[CHUNK] == '{"prompt": "ein rötliches 狐"}'
+    video.write_mp4(frames, tmp_path / "a.mp4", 12.5, {PNG_KEYWORD: '{"prompt": "ein rötliches 狐"}'})
+    video.write_mp4(frames, tmp_path / "b.mp4", 12.5, {PNG_KEYWORD: '{"prompt": "ein rötliches 狐"}'})
+    assert video.metadata_of(tmp_path / "a.mp4")[PNG_KEYWORD] == '{"prompt": "ein rötliches 狐"}'
     assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
     read = read_frames(tmp_path / "a.mp4", "a.mp4")
     # Compressed, at half of the colours' resolution.

@@ -453,7 +453,7 @@ def cuda(device: FakeDevice | None = None, messages: Messages | None = None) -> 
             (digests, "_feed_bytes", lambda update, tensor: feed(update, device.values(tensor))),
             (digests, "_samples", lambda tensors: samples([device.values(one) for one in tensors])),
             # A tensor of a GPU is a plain one, at an address of its own.
-            (values, "PLAIN", (*values.PLAIN, FakeTensor)),
+            (values, "PLAIN_TYPES", (*values.PLAIN_TYPES, FakeTensor)),
             (Tensor, "pin_memory", lambda tensor, *_: tensor),
             (Tensor, "data_ptr", lambda tensor: address(device.view_of(tensor))),
             (dist, "all_gather_object", _on_host(dist.all_gather_object)),

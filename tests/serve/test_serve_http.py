@@ -756,7 +756,7 @@ def test_files_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert keys.owner(one + "x") is None
     # Keys come and go while the server runs.
     other = new_key(file)
-    monkeypatch.setattr("ditmesh.serve.http.keys.LOOK", 0.0)
+    monkeypatch.setattr("ditmesh.serve.http.keys.RELOAD_SECONDS", 0.0)
     assert keys.owner(other)
     file.write_text("\n".join(file.read_text().splitlines()[:1] + file.read_text().splitlines()[2:]))
     assert keys.owner(one) is None

@@ -19,7 +19,7 @@ from PIL import Image, ImageSequence
 
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
-from ditmesh.generate.receipt import CHUNK, Receipt, read_receipt
+from ditmesh.generate.receipt import PNG_KEYWORD, Receipt, read_receipt
 from ditmesh.generate.video import frames_digest, metadata_of, write_mp4
 from ditmesh.media.videos import read_frames
 from ditmesh.serve.offers import ModelSpec
@@ -128,7 +128,7 @@ def test_the_official_client_gets_the_pipelines_frames(
     encoded = [frame.tobytes() for frame in read_frames(tmp_path / "drawn.mp4", "drawn")]
     assert [frame.tobytes() for frame in read_frames(data, "served")] == encoded
     (tmp_path / "served.mp4").write_bytes(data)
-    receipt = Receipt.model_validate_json(metadata_of(tmp_path / "served.mp4")[CHUNK])
+    receipt = Receipt.model_validate_json(metadata_of(tmp_path / "served.mp4")[PNG_KEYWORD])
     assert (receipt.frames, receipt.fps, receipt.frames_digest) == (FRAMES, FPS, frames_digest(drawn))
 
     with av.open(BytesIO(data)) as file:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditmesh.parts.lazy import COMMON, Deferred, LazyPatches, Owners
+from ditmesh.parts.lazy import SHARED_OWNER, Deferred, LazyPatches, Owners
 
 PATCHES = 3
 
@@ -161,7 +161,7 @@ def test_a_rank_without_versions_learns_the_whole_only(truth):
             assert not lazy.held
             return truth * 2
 
-    of = torch.full(truth.shape, COMMON, dtype=torch.int16)
+    of = torch.full(truth.shape, SHARED_OWNER, dtype=torch.int16)
     with torch.no_grad():
         x = LazyPatches(truth.to("meta"), truth.device, Owners(of, PATCHES), None, Far().whole)
         assert repr(x * 2) == "LazyPatches((2, 4, 6, 6), torch.float32, 3 patches)"

@@ -125,19 +125,22 @@ def test_the_page_is_the_table():
     # Narrow enough to be read, and every reason stands once.
     assert all(line.count("|") <= 10 for line in support.as_markdown().splitlines())
     refusals = {
-        outcome["refused"] for row in support.table().values() for outcome in row.values() if "refused" in outcome
+        outcome["refused"]
+        for row in support.support_table().values()
+        for outcome in row.values()
+        if "refused" in outcome
     }
     assert all(support.as_markdown().count(sentence) == 1 for sentence in refusals)
     classes = {type(tiny(name)).__name__ for name in MAKERS}
     combinations = {support.combination(ParallelConfig(**config), RECIPE) for config in COMBINATIONS + LARGE}
-    assert set(support.table()) <= classes
-    assert all(set(row) <= combinations for row in support.table().values())
+    assert set(support.support_table()) <= classes
+    assert all(set(row) <= combinations for row in support.support_table().values())
 
 
 def test_untested_combinations_warn_by_name(monkeypatch):
-    monkeypatch.setattr(support, "table", lambda: {"M": {"ulysses": {"error": 0.0}, "ring": {"wrong": 0.5}}})
+    monkeypatch.setattr(support, "support_table", lambda: {"M": {"ulysses": {"error": 0.0}, "ring": {"wrong": 0.5}}})
     with pytest.warns(ditmesh.errors.UntestedWarning, match=r"M with ulysses=2 ring=2 has not been tested.*ulysses"):
-        support.check("M", ParallelConfig(ulysses=2, ring=2), RECIPE)
+        support.check_tested("M", ParallelConfig(ulysses=2, ring=2), RECIPE)
     with pytest.raises(ditmesh.ConfigError, match="M with ring=2 is known to give a wrong image"):
-        support.check("M", ParallelConfig(ring=2), RECIPE)
-    support.check("M", ParallelConfig(ulysses=4), RECIPE)
+        support.check_tested("M", ParallelConfig(ring=2), RECIPE)
+    support.check_tested("M", ParallelConfig(ulysses=4), RECIPE)

@@ -28,7 +28,7 @@ def test_its_key_names_it_in_the_support_table(example: dict[str, Any]) -> None:
     assert support.combination(ParallelConfig(cfg=2, ring=2), example["recipe"]) == "cfg+ring"
     # Ring attention was tested with this class, the example was not.
     with pytest.warns(UntestedWarning, match="has not been tested"):
-        support.check("FluxTransformer2DModel", config, example["recipe"])
+        support.check_tested("FluxTransformer2DModel", config, example["recipe"])
 
 
 def test_a_planner_tries_its_variants(example: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.core.partition import Partition
 from ditmesh.strategies.heads import check_heads
-from ditmesh.strategies.tensor.slices import plan
+from ditmesh.strategies.tensor.slices import plan_slices
 from support import ruled
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, sizes, tiny
 from support.parity import parity
@@ -155,7 +155,7 @@ def test_rules_agree_with_the_plans_of_diffusers(name):
     model = meta(name)
     theirs = specs(model, type(model)._tp_plan, 2)
     assert theirs
-    ours = {key: (dim, cut) for key, dim, cut in plan(model, 2).parameters()}
+    ours = {key: (dim, cut) for key, dim, cut in plan_slices(model, 2).parameters()}
     for key, spec in theirs.items():
         dim, cut = ours[key]
         assert dim == spec.dim
@@ -193,7 +193,7 @@ def test_rules_agree_with_the_plans_of_diffusers(name):
 def test_share_of_true_size_models(name, share):
     """On the meta device, in each class's own configuration: two ranks hold little more than half each."""
     model = meta(name)
-    cuts = {key: (dim, cut) for key, dim, cut in plan(model, 2).parameters()}
+    cuts = {key: (dim, cut) for key, dim, cut in plan_slices(model, 2).parameters()}
     total = held = 0
     for key, parameter in model.named_parameters():
         dim, cut = cuts.get(key, (None, None))
@@ -218,7 +218,7 @@ def test_cuts_and_their_inverse():
 def test_grouped_queries_stay_with_their_keys():
     """Krea 2 has 48 query heads in 12 groups; a rank's queries are those of its keys."""
     model = meta("Krea2Transformer2DModel")
-    sites = {site.path: site.cut for site in plan(model, 5).sites}
+    sites = {site.path: site.cut for site in plan_slices(model, 5).sites}
     attention = model.transformer_blocks[0].attn
     queries, keys = sites["transformer_blocks.0.attn.to_q"], sites["transformer_blocks.0.attn.to_k"]
     per_group = attention.num_heads // attention.num_kv_heads
@@ -237,9 +237,9 @@ def test_more_ranks_than_heads():
     with pytest.raises(ditmesh.ConfigError, match=r"ulysses=4 is more than the 2 attention heads that tensor=4 leaves"):
         check_heads(ParallelConfig(tensor=4, ulysses=4), 8, "Model")
     with pytest.raises(ditmesh.ConfigError, match=r"tensor=9 is more than the 8 heads of transformer_blocks.0.attn1"):
-        plan(tiny("DiT"), 9)
+        plan_slices(tiny("DiT"), 9)
     with pytest.raises(ditmesh.ConfigError, match=r"tensor=16 is more than the 12 key and value heads"):
-        plan(meta("Krea2Transformer2DModel"), 16)
+        plan_slices(meta("Krea2Transformer2DModel"), 16)
 
 
 def refusals():

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 
 import ditmesh
-from ditmesh.strategies.tensor.slices import plan, share_cut
+from ditmesh.strategies.tensor.slices import plan_slices, share_cut
 from support.classes import images, videos
 from support.models import RAGGED, inputs, relative_error, run, tiny
 
@@ -18,12 +18,12 @@ from support.models import RAGGED, inputs, relative_error, run, tiny
 def test_heads_that_no_rule_cuts_are_refused():
     """HiDream's attention has a second set of projections, of the text."""
     with pytest.raises(ditmesh.ConfigError, match=r"no rule for double_stream_blocks\.0\.block\.attn1\.to_q_t"):
-        plan(images.CASES["HiDreamImageTransformer2DModel"].make(), 2)
+        plan_slices(images.CASES["HiDreamImageTransformer2DModel"].make(), 2)
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("Flux", 0.9, 1.0), ("Sana", 0.4, 0.6)])
 def test_the_share_that_is_cut(name, least, most):
-    assert least <= share_cut(tiny(name), plan(tiny(name), 2)) <= most
+    assert least <= share_cut(tiny(name), plan_slices(tiny(name), 2)) <= most
 
 
 def parallel(name: str) -> tuple[str, list[str]]:

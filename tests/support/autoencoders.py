@@ -336,7 +336,7 @@ def bands_of_ranks(**settings: Any) -> Iterator[Bands]:
     mesh = Mesh(ParallelConfig(ring=dist.get_world_size(), **settings))
     try:
         with mesh.request("bands"):
-            yield Bands(mesh.world, rules.RULES, rules.FUNCTIONS)
+            yield Bands(mesh.world, rules.BAND_RULES, rules.FUNCTION_RULES)
     finally:
         mesh.close()
 
@@ -374,8 +374,8 @@ def without(what: str, name: str, direction: str) -> float:
 
     patches = {
         "halo": mock.patch.object(Bands, "fetched", zeros),
-        "statistics": mock.patch.dict(rules.RULES, {torch.ops.aten.native_group_norm: own}),
-        "keys": mock.patch.dict(rules.FUNCTIONS, dict.fromkeys(rules.FUNCTIONS, blind)),
+        "statistics": mock.patch.dict(rules.BAND_RULES, {torch.ops.aten.native_group_norm: own}),
+        "keys": mock.patch.dict(rules.FUNCTION_RULES, dict.fromkeys(rules.FUNCTION_RULES, blind)),
     }
     with patches[what]:
         return against_whole(name, direction)["error"]

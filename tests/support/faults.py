@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.launch.devices import join, stay_on_loopback
+from ditmesh.launch.devices import join_default_group, stay_on_loopback
 from ditmesh.launch.pool import PRELOAD
 from ditmesh.launch.processes import start_fork_server
 from support.models import relative_error
@@ -299,7 +299,7 @@ def _member(rank: int, world: int, meeting: str, answers: Any, function: Callabl
     stay_on_loopback()
     torch.set_num_threads(1)
     tempfile.tempdir = str(Path(meeting).parent)
-    join("cpu", rank, world, 0, DEADLINE, meeting)
+    join_default_group("cpu", rank, world, 0, DEADLINE, meeting)
     answers.send(("answer", function(*given, report=answers.send)))
     os._exit(0)
 

@@ -62,5 +62,5 @@ def parity_of_all_sizes(
 
 def without_leaf(name: str, config: dict[str, Any], size: Size, rule: str) -> float:
     """Error of `parity` when the modules of one leaf rule see this rank's tokens only."""
-    with mock.patch.dict(leaves.RULES, {rule: lambda *_: lambda: None}):
+    with mock.patch.dict(leaves.MIXER_RULES, {rule: lambda *_: lambda: None}):
         return parity(name, config, size)["error"]

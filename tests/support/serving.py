@@ -24,7 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from ditmesh._version import __version__, library_versions
 from ditmesh.errors import InputError
-from ditmesh.generate.receipt import CHUNK, Receipt
+from ditmesh.generate.receipt import PNG_KEYWORD, Receipt
 from ditmesh.serve.errors import IdempotencyKey, KeyReused, NoSpace, QueueFull, ResultFile, UnknownJob
 from ditmesh.serve.http.app import create_app
 from ditmesh.serve.http.connections import ConnectionLimits
@@ -333,7 +333,7 @@ class FakeBackend:
             environment={"threads": "1"},
         )
         info = PngInfo()
-        info.add_itxt(CHUNK, receipt.model_dump_json())
+        info.add_itxt(PNG_KEYWORD, receipt.model_dump_json())
         more = {"pnginfo": info} if request.format == "png" else {}
         if request.format == "mp4":
             # Of a film it has the beginning only.

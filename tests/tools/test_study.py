@@ -24,7 +24,7 @@ from ditmesh.quality import perceptual
 from ditmesh.tools.study import analysis, maps, plan, running, samplers
 from ditmesh.tools.study.analysis import Mean, StudyResults
 from ditmesh.tools.study.page import write
-from ditmesh.tools.study.predicted import SIDES, CostModel
+from ditmesh.tools.study.predicted import SIDE_FACTORS, CostModel
 from ditmesh.tools.study.store import Store
 from support.html import Reader
 from support.launchers import KeptRanks
@@ -92,7 +92,7 @@ def test_the_page_holds_the_data_and_no_paths(small):
     assert circumstances["prompts"] == "“fox”, “rose”"
     assert circumstances["versions: ditmesh"] == ditmesh.__version__
     measured = perceptual.available()
-    assert any(perceptual.NAME in table[0] for table in reader.tables) == measured
+    assert any(perceptual.METRIC in table[0] for table in reader.tables) == measured
     # Under each picture that is not the synchronous one is how it differs, with its scale; of two strategies the first
     # picture and the worst, beside one synchronous one each.
     differences = html.count("<figcaption>difference, largest") + html.count("<figcaption>no difference")
@@ -323,7 +323,9 @@ def test_predicted_costs(small, tmp_path, capsys):
     shutil.copytree(small, tmp_path / "page")
     data = write(results, tmp_path / "page", hardware="h100")["predicted"]
     assert len(data["rows"]) == len(results.rows())
-    assert {(one["side"], one["devices"]) for one in data["sizes"]} == {(side, n) for side in SIDES for n in (1, 2)}
+    assert {(one["side"], one["devices"]) for one in data["sizes"]} == {
+        (side, n) for side in SIDE_FACTORS for n in (1, 2)
+    }
     page = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
     assert "nothing of this section was measured" in page
     with pytest.raises(SystemExit) as left:
@@ -359,9 +361,9 @@ def test_taps_change_nothing(tmp_path):
             taps = running.Taps(pipe, engine)
             if some.detail:
                 with taps:
-                    pictures.append(running.generate(pipe, setup, some)[0])
+                    pictures.append(running.run_cell(pipe, setup, some)[0])
             else:
-                pictures.append(running.generate(pipe, setup, some)[0])
+                pictures.append(running.run_cell(pipe, setup, some)[0])
             sent.append(dict(engine.mesh.traffic.bytes_sent))
     assert sent[0] == sent[1]
     assert np.array_equal(*pictures)
@@ -425,7 +427,7 @@ def test_keys_tell_settings_apart():
     assert cell.key(plan.Setup("/b", "b", "digest", steps=4)) == cell.key(setup)
 
 
-@pytest.mark.parametrize("name", [*samplers.FLOW, *samplers.DDPM])
+@pytest.mark.parametrize("name", [*samplers.FLOW_SAMPLERS, *samplers.DDPM])
 def test_samplers(name):
     """Every sampler can be set, keeps what the model was trained for, and `own` brings the model's own back."""
     from types import SimpleNamespace
@@ -437,7 +439,7 @@ def test_samplers(name):
         MODEL: DDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing"),
     }
     for model, scheduler in plain.items():
-        table = samplers.FLOW if model == "emoji-sd3" else samplers.DDPM
+        table = samplers.FLOW_SAMPLERS if model == "emoji-sd3" else samplers.DDPM
         if name not in table:
             with pytest.raises(InputError):
                 samplers.check_sampler(name, zoo.path(model))

@@ -21,7 +21,7 @@ import torch
 
 import ditmesh
 from ditmesh.cli.main import main
-from ditmesh.cli.values import config_of
+from ditmesh.cli.values import parse_config
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.job import PictureJob
@@ -30,7 +30,7 @@ from ditmesh.quality.metrics import token_digests
 from ditmesh.recipe import promise_of
 from ditmesh.strategies.reproducible import TiledSequence
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.tools.verify.runs import RankRun, RunTask, budget_of, name_of, reference_of, run_tasks, sensible
+from ditmesh.tools.verify.runs import RankRun, RunTask, budget_of, config_name, reference_config, run_tasks, sensible
 from ditmesh.tools.verify.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
 from ditmesh.tools.verify.verdicts import Verdict, judge
 from support import pipelines, processes
@@ -250,8 +250,8 @@ def test_stages_are_judged_by_what_the_scheduler_sees(ranks, job, alone):
 def test_reproducible_configurations_are_held_to_the_bit(ranks, job, tmp_path):
     """The reference is one device with the same tiles; a difference of a millionth breaks the promise."""
     configs = [ParallelConfig(ring=2, reproducible=True), ParallelConfig(cfg=2, reproducible=True)]
-    reference = reference_of(configs[0])
-    assert reference == reference_of(configs[1]) == ParallelConfig(reproducible=True)
+    reference = reference_config(configs[0])
+    assert reference == reference_config(configs[1]) == ParallelConfig(reproducible=True)
     one = ranks(1).run(run_tasks, job, [RunTask(reference, str(tmp_path), writes=True)])[0][0]
     for verdict in verdicts(ranks, job, (one, str(tmp_path)), configs):
         agreed = verdict.agreement
@@ -470,30 +470,30 @@ def test_what_is_promised_and_compared_with():
     assert promise_of(ParallelConfig(ring=2, exchange="displaced")) == "none"
     assert promise_of(ParallelConfig(pipe=2)) == "none"
     assert promise_of(ParallelConfig(pipe=2, reproducible=True)) == "bits"
-    assert reference_of(ParallelConfig(ulysses=2, cfg=2)) is None
+    assert reference_config(ParallelConfig(ulysses=2, cfg=2)) is None
     weighted = ParallelConfig(ulysses=2, speeds=(2, 1), reproducible=True, tiles=4)
-    assert reference_of(weighted) == ParallelConfig(reproducible=True, tiles=4)
+    assert reference_config(weighted) == ParallelConfig(reproducible=True, tiles=4)
     staged = ParallelConfig(pipe=2, data=2, stages=(5, 7), reproducible=True)
-    assert reference_of(staged) == ParallelConfig(patches=2, reproducible=True)
-    assert name_of(weighted) == "ulysses=2 speeds=2,1 reproducible tiles=4"
-    assert name_of(None) == "one device"
+    assert reference_config(staged) == ParallelConfig(patches=2, reproducible=True)
+    assert config_name(weighted) == "ulysses=2 speeds=2,1 reproducible tiles=4"
+    assert config_name(None) == "one device"
 
 
 def test_every_sensible_configuration(model):
     info = find_model(model)
-    names = [name_of(config) for config in sensible(2, info, pictures=1, guided=True)]
+    names = [config_name(config) for config in sensible(2, info, pictures=1, guided=True)]
     assert names[:4] == ["ulysses=2", "ring=2", "cfg=2", "tensor=2"]
     assert "data=2" not in names
     assert {"ulysses=2 reproducible", "pipe=2"} <= set(names)
     stale = [name for name in names if "exchange=displaced" in name or "exchange=naive" in name]
     assert len(stale) == 2
-    unguided = [name_of(config) for config in sensible(2, info, pictures=2, guided=False)]
+    unguided = [config_name(config) for config in sensible(2, info, pictures=2, guided=False)]
     assert "data=2" in unguided
     assert not any("cfg" in name for name in unguided)
     four = sensible(4, info, pictures=1, guided=True)
     assert len(set(four)) == len(four)
     assert all(config.world_size == 4 for config in four)
-    assert {"ulysses=2 ring=2", "ulysses=2 cfg=2", "tensor=2 cfg=2"} <= {name_of(config) for config in four}
+    assert {"ulysses=2 ring=2", "ulysses=2 cfg=2", "tensor=2 cfg=2"} <= {config_name(config) for config in four}
     # The model has 8 heads: more Ulysses ranks make no sense.
     assert all(config.ulysses <= 8 for config in sensible(16, info, pictures=1, guided=True))
 
@@ -509,7 +509,7 @@ def test_every_sensible_configuration(model):
     ],
 )
 def test_configurations_in_words(text, settings):
-    assert config_of(text) == ParallelConfig(**settings)
+    assert parse_config(text) == ParallelConfig(**settings)
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,7 @@ def test_configurations_in_words(text, settings):
 )
 def test_words_that_are_no_configuration(text, says):
     with pytest.raises(ConfigError, match=says):
-        config_of(text)
+        parse_config(text)
 
 
 # ---- the command

@@ -36,8 +36,8 @@ PRECISIONS = {
 
 
 def needs(precision: str) -> None:
-    if precision in frozen.PACKAGES:
-        pytest.importorskip(frozen.PACKAGES[precision])
+    if precision in frozen.QUANTISATION_PACKAGES:
+        pytest.importorskip(frozen.QUANTISATION_PACKAGES[precision])
 
 
 def layer(precision: str, shape: tuple[int, int] = (96, 160)) -> tuple[nn.Linear, FrozenLinear]:
@@ -311,7 +311,7 @@ def test_refused(root, tmp_path, monkeypatch):
     ):
         with pytest.raises(ditmesh.ConfigError, match=said):
             check_settings(TrainConfig.read(run_of(root, tmp_path / "out", **more)))
-    monkeypatch.setitem(frozen.PACKAGES, "nf4", "no_such_package")
+    monkeypatch.setitem(frozen.QUANTISATION_PACKAGES, "nf4", "no_such_package")
     with pytest.raises(ditmesh.InputError, match="needs no_such_package, which is not installed; pip install"):
         frozen.check_precision("nf4")
 

@@ -16,7 +16,7 @@ from ditmesh.errors import ConfigError
 from ditmesh.train.checkpoints.export import export
 from ditmesh.train.config import TrainConfig
 from ditmesh.train.data.own_pictures import own_picture
-from ditmesh.train.families import family_of, rows_of, stacked
+from ditmesh.train.families import family_of, sample_conditions, stacked
 from ditmesh.train.model.adapters import add_adapters
 from ditmesh.train.objective import NoiseObjective
 from ditmesh.train.observed.base import base_class
@@ -72,7 +72,7 @@ def test_a_pipeline_without_an_adapter_is_derived(name: str):
     conditions = family.encode(pipe, [CAPTIONS[1], OTHER], None, None if pictures[0] is None else pictures)
     both = family.predict(pipe, pipe.transformer, latents, times, conditions)
     assert both.shape == latents.shape
-    for number, row in enumerate(rows_of(conditions, 2)):
+    for number, row in enumerate(sample_conditions(conditions, 2)):
         one = slice(number, number + 1)
         alone = family.predict(pipe, pipe.transformer, latents[one], times[one], stacked([row]))
         assert float((alone - both[one]).detach().abs().max() / alone.detach().abs().max()) < 1e-5
@@ -357,5 +357,5 @@ def test_rows_of_unlike_lengths_are_told_apart():
     rows = [{"a": torch.ones(2, 3), "b": torch.ones(2)}, {"a": torch.ones(4, 3), "b": torch.ones(2)}]
     both = stacked(rows)
     assert both["a"].shape == (2, 4, 3)
-    assert [row["a"].shape for row in rows_of(both, 2)] == [(2, 3), (4, 3)]
-    assert all(torch.equal(row["b"], torch.ones(2)) for row in rows_of(both, 2))
+    assert [row["a"].shape for row in sample_conditions(both, 2)] == [(2, 3), (4, 3)]
+    assert all(torch.equal(row["b"], torch.ones(2)) for row in sample_conditions(both, 2))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import ditmesh
 from ditmesh.train import TrainConfig
-from ditmesh.train.optimizer.optimizers import NAMES, MuonWithAdamW, check_optimizer, make_optimizer, plain_tensors
+from ditmesh.train.optimizer.optimizers import OPTIMIZERS, MuonWithAdamW, check_optimizer, make_optimizer, plain_tensors
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings
@@ -31,7 +31,7 @@ RARE = [pytest.param(name, marks=pytest.mark.matrix) for name in ("torchao.optim
 
 def rarely(*names):
     """The names of optimizers, of which these are only in the matrix."""
-    return [pytest.param(name, marks=[pytest.mark.matrix] * (name in names)) for name in NAMES]
+    return [pytest.param(name, marks=[pytest.mark.matrix] * (name in names)) for name in OPTIMIZERS]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from rich.console import Console
 import ditmesh
 from ditmesh.cli.train import StepLines
 from ditmesh.train import TrainConfig
-from ditmesh.train.data.held_out import LEVELS
+from ditmesh.train.data.held_out import NUM_LEVELS
 from ditmesh.train.data.samples import Samples, pixels
 from ditmesh.train.logs.charts import HELD_OUT, LOSS, MEAN, NORM, RATE, smoothed, training_chart, validation_grid
 from ditmesh.train.logs.trackers import check_trackers
@@ -93,8 +93,8 @@ def test_the_held_out_loss_is_that_of_a_plain_loop(given, model, data, tmp_path)
             # The autoencoder's deviation is next to nothing.
             latents = pipe.vae.encode(pixels(sample.picture(), (32, 32))[None]).latent_dist.mode() * 0.18
             text, mask, _, _ = pipe.encode_prompt(sample.said, False, max_sequence_length=16)
-            for level in range(LEVELS):
-                time = tables.timesteps[int((level + 0.5) / LEVELS * 1000)][None]
+            for level in range(NUM_LEVELS):
+                time = tables.timesteps[int((level + 0.5) / NUM_LEVELS * 1000)][None]
                 noise = measured._noise(trainer.held_out._batches[0].samples[0].__class__(number, number), level,
                                         latents.shape[1:])[None]  # fmt: skip
                 size = {"resolution": torch.tensor([[32.0, 32.0]]), "aspect_ratio": torch.tensor([[1.0]])}
@@ -103,7 +103,7 @@ def test_the_held_out_loss_is_that_of_a_plain_loop(given, model, data, tmp_path)
                     timestep=time, added_cond_kwargs=size, return_dict=False,
                 )[0].chunk(2, dim=1)[0]  # fmt: skip
                 errors.append(float((prediction - noise).square().mean()))
-    assert len(errors) == 3 * LEVELS
+    assert len(errors) == 3 * NUM_LEVELS
     assert result["validation_loss"] == pytest.approx(np.mean(errors), rel=1e-5)
     rows = read_log(tmp_path / "out" / "loss.csv")
     assert math.isnan(rows[0]["validation_loss"])

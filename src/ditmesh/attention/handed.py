@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core import intercept
 from .kernels import register
 
-NAME = "handed"
+HANDED = "handed"
 
 # What computes attention in the call at hand; None: torch's own function.
 _function: ContextVar[Callable[..., Tensor] | None] = ContextVar("ditmesh_handed_attention", default=None)
@@ -26,7 +26,7 @@ _function: ContextVar[Callable[..., Tensor] | None] = ContextVar("ditmesh_handed
 class HandedKernel:
     """The function of the call at hand, as a kernel (`kernels.Kernel`)."""
 
-    name = NAME
+    name = HANDED
     deterministic = False
 
     def supports(self, q_bhsd: Tensor, mask: Tensor | None) -> bool:
@@ -39,7 +39,7 @@ class HandedKernel:
         """The attention output (B, H, Sq, D)."""
         function = _function.get()
         if function is None or scale not in (None, q_bhsd.shape[-1] ** -0.5):
-            return intercept.plain()(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+            return intercept.original_attention()(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
         with intercept.unhandled():
             return function(q_bhsd, k_bhsd, v_bhsd, mask)
 

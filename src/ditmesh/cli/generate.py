@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 # Maximum number of images that are listed when a job is interrupted.
-NAMED = 8
+MAX_LISTED = 8
 
 # Fields of receipts that are the same for most images of a job.
 SHARED = ("config", "versions", "environment")
@@ -326,8 +326,8 @@ def progress(
             yield report, made, facts
     except (RankFailed, KeyboardInterrupt):
         if made:
-            names = ", ".join(picture.path for picture in made[:NAMED])
-            more = f" and {len(made) - NAMED} more in {job.out}" if len(made) > NAMED else ""
+            names = ", ".join(picture.path for picture in made[:MAX_LISTED])
+            more = f" and {len(made) - MAX_LISTED} more in {job.out}" if len(made) > MAX_LISTED else ""
             print(f"{len(made)} of {job.total} images were generated before: {names}{more}", file=sys.stderr)
         raise
 

@@ -26,7 +26,7 @@ from .options import (
     with_groups,
 )
 from .show import emit
-from .values import check_planned, config_of, parallel_config, parse_size
+from .values import check_planned, parallel_config, parse_config, parse_size
 
 if TYPE_CHECKING:
     from ..forecast.costs.work import Workload
@@ -194,21 +194,21 @@ def _write(layout: TokenLayout, path: Path) -> None:
 def _layout(info: ModelInfo, check: bool) -> tuple[TokenLayout, dict[str, Any]]:
     """The reviewed layout, or what a probe of the class derives; if it is to be checked, what the probe says."""
     from ..layout import known_models
-    from ..layout.describe import as_data, checked
+    from ..layout.describe import as_data, probed_layout
 
     reviewed = known_models().get(info.transformer_class)
     if reviewed is not None and not check:
         return reviewed, {}
-    probed, differences = checked(info.transformer_class, info.transformer)
+    probed, differences = probed_layout(info.transformer_class, info.transformer)
     return reviewed or probed, {"probed": as_data(probed), "differences": differences} if check else {}
 
 
 def _facts(info: ModelInfo, layout: TokenLayout, workload: Workload) -> dict[str, Any]:
     """A model's parameters, token counts and layout, as plain data."""
-    from ..layout.describe import as_data, on_meta
+    from ..layout.describe import as_data, meta_model
     from ..strategies.sharded import parameters_in_pieces
 
-    module = on_meta(info.transformer_class, info.transformer)
+    module = meta_model(info.transformer_class, info.transformer)
     return {
         "model": info.name,
         "pipeline": info.pipeline_class,
@@ -231,9 +231,9 @@ def _anatomy(
 
     from .. import recipe
     from ..forecast.memory.anatomy import anatomy
-    from ..layout.describe import on_meta
+    from ..layout.describe import meta_model
 
-    recipe.check(recipe.RECIPE, config, [(on_meta(transformer, sizes), layout)])
+    recipe.check_recipe(recipe.RECIPE, config, [(meta_model(transformer, sizes), layout)])
     layers, exchanges = anatomy(transformer, sizes, layout, config, workload, getattr(torch, dtype))
     return {
         "config": config.describe(),
@@ -262,7 +262,7 @@ def _say_anatomy(report: Report, facts: dict[str, Any]) -> None:
 def _config_of(config: str | None, devices: int | None, settings: dict[str, Any], heads: int | None) -> ParallelConfig:
     """The configuration, in words or by its settings; without either one that suits so many devices."""
     if config is not None:
-        return config_of(config)
+        return parse_config(config)
     count, chosen = parallel_config(devices, None, settings, heads)
     return chosen or ParallelConfig.auto(count, heads or 1)
 
@@ -272,11 +272,11 @@ def _between(model: str, wanted: dict[str, Any], config: ParallelConfig, hosts: 
     from ..forecast.costs.hardware import machine
     from ..forecast.hosts import better, between_hosts, host_numbers
     from ..forecast.plan.subject import subject
-    from ..forecast.search import SearchLimits, refusal
+    from ..forecast.search import SearchLimits, config_refusal
 
     numbers = host_numbers(hosts, config.world_size)
     asked = subject(model, **wanted)
-    if reason := refusal(config, asked.model, SearchLimits(tested=False)):
+    if reason := config_refusal(config, asked.model, SearchLimits(tested=False)):
         raise ConfigError(reason)
     hardware = machine("h100", config.world_size)
     one = between_hosts(config, asked.model, asked.workload, hardware, numbers)

@@ -24,8 +24,8 @@ from ..request import PIPELINES, PictureRequest, plain_type, request_fields
 Result = TypeVar("Result")
 
 # The order of panels in help.
-COMMON = "Common options"
-common_option = functools.partial(typer.Option, rich_help_panel=COMMON)
+COMMON_PANEL = "Common options"
+common_option = functools.partial(typer.Option, rich_help_panel=COMMON_PANEL)
 picture_option = functools.partial(typer.Option, rich_help_panel="Images and videos")
 rank_option = functools.partial(typer.Option, rich_help_panel="Ranks")
 input_option = functools.partial(typer.Option, rich_help_panel="Inputs and loading")
@@ -281,10 +281,10 @@ class InputOptions:
         """
         from ..generate.files import adapter, input_picture
         from ..generate.receipt import VARIANT
-        from ..generate.schedulers import NAMES
+        from ..generate.schedulers import SCHEDULERS
 
-        if self.scheduler is not None and self.scheduler not in NAMES:
-            raise InputError(f"--scheduler {self.scheduler!r} is none of {', '.join(NAMES)}")
+        if self.scheduler is not None and self.scheduler not in SCHEDULERS:
+            raise InputError(f"--scheduler {self.scheduler!r} is none of {', '.join(SCHEDULERS)}")
         if self.variant is not None and not re.match(VARIANT, self.variant):
             raise InputError(f"--variant {self.variant!r} is no part of a file's name; write it as fp16")
         pictures: dict[Any, str | None] = {

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..forecast.search import Found
 
 ENCODERS = ("whole", "sharded", "rank0", "freed", "before")
-OBJECTIVES = ("latency", "throughput", "cost")
+PLAN_OBJECTIVES = ("latency", "throughput", "cost")
 
 hardware_option, goal_option, cache_option = (
     functools.partial(typer.Option, rich_help_panel=panel) for panel in ("Hardware", "Goal", "Measurements")
@@ -120,7 +120,7 @@ def plan(
         str,
         choice(
             goal_option,
-            OBJECTIVES,
+            PLAN_OBJECTIVES,
             "Optimise the seconds of a request, images per hour, or device-seconds per image.",
         ),
     ] = "latency",
@@ -242,7 +242,7 @@ class _Planned:
 
     def measure(self, exactness: str, device: str, most: int = 3) -> list[dict[str, Any]]:
         """Measure the best configurations of all ranks, and store the fastest."""
-        from ..forecast.plan.measured import keep, measured
+        from ..forecast.plan.measured import keep_fastest, measured
 
         world = self.hardware.world_size
         some = [one for one in self.found.best if one.config.world_size == world and one.config.pipe == 1][:most]
@@ -250,7 +250,7 @@ class _Planned:
             raise InputError(f"no valid configuration has all {world} devices, so there is nothing to measure")
         with launcher(None, world, device, threads=1, timeout=600.0) as pool:
             results = measured(pool, self.subject, some, self.hardware)
-        keep(self.subject, results, self.hardware, exactness)
+        keep_fastest(self.subject, results, self.hardware, exactness)
         return [
             {"words": one.config.describe(), "step_seconds": seconds, "predicted_step_seconds": one.step}
             for one, seconds in results
@@ -260,7 +260,7 @@ class _Planned:
 def _planned(
     model: str, asked: dict[str, Any], settings: dict[str, Any], exactness: Any, deadline: float | None, objective: Any
 ) -> _Planned:
-    from ..forecast.explain import table
+    from ..forecast.explain import comparison_table
     from ..forecast.plan.subject import subject
     from ..forecast.search import search
 
@@ -269,7 +269,7 @@ def _planned(
     about = subject(model, dtype=dtype, **asked)
     room = None if settings["memory"] is None else settings["memory"] * 1e9
     found = search(about.model, about.workload, chosen, about.limits(chosen, exactness, room, deadline), objective)
-    return _Planned(about, chosen, found, table(found, chosen, objective))
+    return _Planned(about, chosen, found, comparison_table(found, chosen, objective))
 
 
 def _hardware(settings: dict[str, Any]) -> Hardware:

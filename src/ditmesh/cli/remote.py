@@ -175,7 +175,7 @@ def _written(
 
 def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> Iterator[tuple[str, Receipt]]:
     """Write the results of a succeeded job, the first with number ``index``; returns paths and receipts."""
-    from ..generate.receipt import CHUNK, STRIP, Receipt, copied_free, write_free, write_png
+    from ..generate.receipt import PNG_KEYWORD, STRIP, Receipt, copied_free, write_free, write_png
     from ..generate.run import file_name
     from ..generate.video import copy_mp4, strip
     from ..media.videos import check_video_library, read_frames
@@ -196,6 +196,6 @@ def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> I
     for place, (receipt, path) in enumerate(named):
         with tempfile.TemporaryDirectory(prefix="ditmesh-video-") as folder:
             source = Path(folder) / path.name
-            copy_mp4(client.file(job.id, place), source, job.id, {CHUNK: receipt.model_dump_json()})
+            copy_mp4(client.file(job.id, place), source, job.id, {PNG_KEYWORD: receipt.model_dump_json()})
             write_png(strip(read_frames(source, job.id)), source.with_suffix(STRIP), receipt)
             yield str(copied_free(source, path, overwrite)), receipt

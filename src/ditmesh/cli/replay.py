@@ -17,8 +17,8 @@ from ..report.report import Report, Styled
 from .generate import progress
 from .options import AsJson, Device, Devices, Overwrite, Threads, Timeout, common_option, with_groups
 from .show import emit
-from .values import config_of as config_of_words
 from .values import fetched
+from .values import parse_config as config_of_words
 
 if TYPE_CHECKING:
     from ..generate.job import Generated, PictureJob
@@ -71,13 +71,13 @@ def replay(
     from ..forecast.candidates import resized
     from ..generate.job import check_folder, check_job
     from ..generate.receipt import read_receipt
-    from ..generate.replay import config_of, job_of, model_of, place_of
+    from ..generate.replay import job_of, place_of, receipt_config, receipt_model
 
     was = read_receipt(image)
     if was.frames is not None and not is_video(image):
         raise InputError(f"{str(image)!r} is the strip of a video; give the MP4 next to it")
-    info = model_of(was, model)
-    own = config_of(was)
+    info = receipt_model(was, model)
+    own = receipt_config(was)
     chosen = config_of_words(config) if config is not None else None
     kind, there = _where(was, device, devices or (chosen.world_size if chosen else was.devices), devices, chosen)
     chosen = chosen or resized(own, there, keep="strategy", heads=info.heads)
@@ -128,18 +128,18 @@ def _compared(
 ) -> tuple[Path, Replay]:
     """The path of the new image, and its differences."""
     from ..generate.receipt import copied_free, write_free
-    from ..generate.replay import compare
+    from ..generate.replay import compare_replay
 
-    before, after = opened(image), opened(again.path)
+    before, after = read_media(image), read_media(again.path)
     name = out / f"{image.stem}-replayed{Path(again.path).suffix}"
     if was.frames is None:
         path = write_free(Picture(after), name, again.receipt, overwrite)
     else:
         path = copied_free(again.path, name, overwrite)
-    return path, compare(before, after, was, again.receipt, sampled)
+    return path, compare_replay(before, after, was, again.receipt, sampled)
 
 
-def opened(path: str | Path) -> Any:
+def read_media(path: str | Path) -> Any:
     """An image, or the frames of a video."""
     from PIL import Image
 

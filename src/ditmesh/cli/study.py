@@ -271,7 +271,7 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any], backen
 
 
 def _say(result: dict[str, Any]) -> Report:
-    from ..quality.perceptual import NAME
+    from ..quality.perceptual import METRIC
     from ..report.formatting import number_text
     from ..report.report import Report
     from ..tools.study.analysis import Mean
@@ -294,7 +294,7 @@ def _say(result: dict[str, Any]) -> Report:
         ]
 
     report = Report()
-    names = ("N", "warm-up", "synchronous", "PSNR dB", "SSIM", NAME, "nearest", "time s", "sent MB")
+    names = ("N", "warm-up", "synchronous", "PSNR dB", "SSIM", METRIC, "nearest", "time s", "sent MB")
     for pair in dict.fromkeys((row["sampler"], row["strategy"]) for row in result["table"]):
         rows = [cells(row) for row in result["table"] if (row["sampler"], row["strategy"]) == pair]
         report.table(names, rows, f"{pair[1]}, {pair[0]}", keys=2)

@@ -97,7 +97,7 @@ def parallel_config(
     return devices, config
 
 
-def config_of(text: str) -> ParallelConfig:
+def parse_config(text: str) -> ParallelConfig:
     """A configuration from words, ``"ulysses=2 cfg=2 reproducible"``, or from the YAML file of that name.
 
     Raises:
@@ -108,10 +108,10 @@ def config_of(text: str) -> ParallelConfig:
         raise ConfigError(f"the configuration {text!r} is empty; write words such as 'ulysses=2 ring=2'")
     if len(words) == 1 and "=" not in words[0] and (words[0].endswith((".yaml", ".yml")) or Path(words[0]).is_file()):
         return ParallelConfig.read(words[0])
-    return ParallelConfig(**settings_of(text))
+    return ParallelConfig(**parse_settings(text))
 
 
-def settings_of(text: str) -> dict[str, Any]:
+def parse_settings(text: str) -> dict[str, Any]:
     """Settings of a configuration by name, from words such as ``"ulysses=2 reproducible"``; none, from no words.
 
     Raises:
@@ -137,8 +137,8 @@ def _words(text: str) -> list[str]:
 
 
 def configs_of(texts: Sequence[str]) -> list[ParallelConfig]:
-    """The configurations of several texts (see `config_of`), without duplicates."""
-    return list(dict.fromkeys(config_of(text) for text in texts))
+    """The configurations of several texts (see `parse_config`), without duplicates."""
+    return list(dict.fromkeys(parse_config(text) for text in texts))
 
 
 def _value(text: str) -> Any:

@@ -170,11 +170,11 @@ def _checked(
     """The configurations to verify; raises an error for empty ones or those that do not fit."""
     from ..generate.job import check_config
     from ..recipe import RECIPE
-    from ..strategies.support import check as check_support
-    from ..tools.verify.runs import reference_of, sensible
+    from ..strategies.support import check_tested as check_support
+    from ..tools.verify.runs import reference_config, sensible
 
     for config in asked:
-        if config == (reference_of(config) or ParallelConfig()):
+        if config == (reference_config(config) or ParallelConfig()):
             raise ConfigError(f"{config.describe()!r} compares one device with itself; write such as 'ulysses=2'")
         check_config(config, info, config.world_size, job.size, job.frames or 1)
         check_support(info.transformer_class, config, RECIPE)

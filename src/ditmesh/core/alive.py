@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Tensors that consist of no others, with values or without.
-PLAIN = (Tensor, Parameter, FakeTensor)
+PLAIN_TENSORS = (Tensor, Parameter, FakeTensor)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
         return 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in PLAIN for kind in types):
+        if any(kind not in PLAIN_TENSORS for kind in types):
             # A tensor that consists of others: what it does with those is seen.
             return NotImplemented
         out = func(*args, **(kwargs or {}))

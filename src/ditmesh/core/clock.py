@@ -13,7 +13,7 @@ from torch import nn
 
 from .arguments import Arguments, covers, parameter_names
 from .kept import KeptStates
-from .values import Seen, Values, plain, seen
+from .values import Seen, Values, is_plain, seen
 
 # Argument names of the timestep.
 TIMESTEPS = ("timestep", "t", "timesteps")
@@ -253,7 +253,7 @@ class CallClock:
     def _place(self, time: Seen) -> Any:
         """Which of the scheduler's timesteps a tensor is a view of, repeated; None: it is not."""
         tensor, all_ = time.value, getattr(self._of.value.at[0], "timesteps", None)
-        if not plain(tensor) or not plain(all_) or all_.dim() != 1 or not tensor.numel():
+        if not is_plain(tensor) or not is_plain(all_) or all_.dim() != 1 or not tensor.numel():
             return None
         if (tensor.dtype, tensor.device) != (all_.dtype, all_.device) or not all_.is_contiguous():
             return None

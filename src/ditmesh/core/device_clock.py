@@ -12,11 +12,11 @@ import torch
 
 # Spans that are launched and not finished, the one in progress included. With one the device would be idle while the
 # host launches the next; more make a cancel wait for all of them.
-AHEAD = 2
+MAX_LAUNCHED_SPANS = 2
 
 
 class DeviceClock:
-    """Times spans of work by name, and waits before one for the one `AHEAD` places earlier.
+    """Times spans of work by name, and waits before one for the one `MAX_LAUNCHED_SPANS` places earlier.
 
     A host only launches what a GPU computes: without a bound it is a whole request ahead, what it measures are
     launches, and a cancelled request goes on until everything launched is done. On a CPU the host computes, and nothing
@@ -26,7 +26,8 @@ class DeviceClock:
         device: where the work is done, on its current stream.
 
     Attributes:
-        seconds: of the latest span of each name that has finished; on a GPU that may be up to `AHEAD` spans ago.
+        seconds: of the latest span of each name that has finished; on a GPU up to
+            `MAX_LAUNCHED_SPANS` spans ago.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +45,7 @@ class DeviceClock:
             finally:
                 self.seconds[name] = time.perf_counter() - began
             return
-        while len(self._under_way) >= AHEAD:
+        while len(self._under_way) >= MAX_LAUNCHED_SPANS:
             self._under_way[0][2].synchronize()
             self._collect()
         # The host sleeps where it waits, and leaves the processor to others.

@@ -96,14 +96,14 @@ class _Feeder:
         elif isinstance(value, (set, frozenset)):
             self._all(f"set {len(value)}", sorted(value, key=digest))
         elif callable(value):
-            self._put("function", name_of(value).encode())
+            self._put("function", qualified_name(value).encode())
         else:
             # By what pickle would keep of it, but part by part: its bytes also show who shares what.
             try:
                 kept = value.__reduce_ex__(4)
             except Exception:
                 # A lock, an open file, a stream: whatever it holds, it does not show.
-                self._put("object", name_of(type(value)).encode())
+                self._put("object", qualified_name(type(value)).encode())
                 self.complete = False
                 return
             for part in kept if isinstance(kept, tuple) else (kept,):
@@ -115,7 +115,7 @@ class _Feeder:
             self.feed(item)
 
 
-def name_of(value: Any) -> str:
+def qualified_name(value: Any) -> str:
     """Where a function or class is defined; an object that can be called by its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
@@ -131,7 +131,7 @@ def tensor_digest(tensor: Tensor) -> bytes:
     """
     state = hashlib.sha256()
     with torch.no_grad():
-        for path, part in leaves_of(tensor):
+        for path, part in strided_leaves(tensor):
             state.update(f"{path} {tuple(part.shape)} {part.dtype} {part.is_meta};".encode())
             if not part.is_meta:
                 _feed_bytes(state.update, part)
@@ -184,12 +184,12 @@ def digest_of_parts(
     return state.digest()
 
 
-def leaves_of(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def strided_leaves(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """The plain strided tensors that a tensor is made of, each with where it is in there."""
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         for name in names:
-            yield from leaves_of(getattr(tensor, name), f"{path}/{type(tensor).__name__} {digest(context)}.{name}")
+            yield from strided_leaves(getattr(tensor, name), f"{path}/{type(tensor).__name__} {digest(context)}.{name}")
         return
     with torch._C.DisableTorchFunctionSubclass():
         tensor = tensor.detach()
@@ -389,7 +389,7 @@ def _sign_of(tensor: Tensor, offloaded: bool) -> tuple[Any, ...]:
     """What changes when a weight is replaced, resized or written to."""
     sign: list[Any] = [version_of(tensor), tensor.shape, tensor.dtype]
     with suppress(RuntimeError, NotImplementedError):
-        for _, leaf in leaves_of(tensor) if not tensor.is_quantized else ():
+        for _, leaf in strided_leaves(tensor) if not tensor.is_quantized else ():
             sign += [version_of(leaf)] if offloaded else [version_of(leaf), leaf.data_ptr(), leaf.device]
     return tuple(sign)
 
@@ -428,7 +428,7 @@ def sampled_fingerprint(pipe: Any) -> str:
     for component, module in getattr(pipe, "components", {}).items():
         for name, weight in module.state_dict().items() if isinstance(module, nn.Module) else ():
             state.update(f"{component}.{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            for path, part in leaves_of(weight):
+            for path, part in strided_leaves(weight):
                 flat = part.reshape(-1)
                 sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
                 state.update(path.encode())

@@ -96,7 +96,7 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 # How fast two GPUs reach one another, as nvidia-smi topo -m writes it; NV with a number is that many NVLinks.
-LINKS = ("SYS", "NODE", "PHB", "PXB", "PIX")
+GPU_LINKS = ("SYS", "NODE", "PHB", "PXB", "PIX")
 
 
 def better_order(topology: str) -> list[int] | None:
@@ -112,7 +112,9 @@ def better_order(topology: str) -> list[int] | None:
 
     def speed(one: int, other: int) -> int:
         kind = rows[one][other]
-        return 100 + int(kind[2:]) if re.fullmatch(r"NV\d+", kind) else LINKS.index(kind) if kind in LINKS else 0
+        return (
+            100 + int(kind[2:]) if re.fullmatch(r"NV\d+", kind) else GPU_LINKS.index(kind) if kind in GPU_LINKS else 0
+        )
 
     def pairs(order: Sequence[int]) -> int:
         return sum(speed(*order[place : place + 2]) for place in range(0, count - 1, 2))

@@ -222,7 +222,7 @@ def handled_by(handler: AttentionHandler | None) -> Iterator[None]:
         uninstall()
 
 
-def plain() -> Callable[..., Tensor]:
+def original_attention() -> Callable[..., Tensor]:
     """The attention function in force outside of blocks: torch's own, or what a plug-in has put in its place."""
     return F.scaled_dot_product_attention if _interceptor is None else _interceptor.original
 
@@ -355,7 +355,7 @@ def _plain_attention(call: tuple[Any, ...]) -> Tensor:
     query, key, value, *rest, backend = call
     given = dict(zip(_TAKEN, rest, strict=True))
     if backend is None:
-        return plain()(query, key, value, **given)
+        return original_attention()(query, key, value, **given)
     return call_backend(backend, query, key, value, **given)
 
 

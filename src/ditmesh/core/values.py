@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 # Types of tensors that are their memory, and nothing more.
-PLAIN: tuple[type, ...] = (Tensor, nn.Parameter)
+PLAIN_TYPES: tuple[type, ...] = (Tensor, nn.Parameter)
 
 
-def plain(value: Any) -> TypeGuard[Tensor]:
+def is_plain(value: Any) -> TypeGuard[Tensor]:
     """Whether a value is a tensor that is nothing but its memory, unlike patches that are still on their way."""
-    return type(value) in PLAIN
+    return type(value) in PLAIN_TYPES
 
 
 class Seen(NamedTuple):
@@ -43,7 +43,7 @@ def seen(value: Any, copied: bool = False) -> Seen:
     if not isinstance(value, Tensor):
         return Seen(value, None)
     version = version_of(value)
-    if not plain(value):
+    if not is_plain(value):
         return Seen(value, (id(value), version))
     if copied and version is None:
         value = value.clone()
@@ -88,7 +88,7 @@ class Values:
             return type(a) is type(b) and a == b
         if one.key == other.key:
             return True
-        if not (plain(a) and plain(b)) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        if not (is_plain(a) and is_plain(b)) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
             return False
         pair = ("same", frozenset((one.key, other.key)))
         return self.found(pair, lambda: _unwritten(one) and _unwritten(other) and torch.equal(a, b), (a, b))

@@ -21,7 +21,7 @@ from ..layout import TokenLayout, layout_of
 from ..layout.derive import block_lists
 from ..layout.types import GIVEN
 from ..recipe import RECIPE, Recipe, checking
-from ..recipe import check as check_all
+from ..recipe import check_recipe as check_all
 from ..strategies import support
 from ..strategies.heads import heads_of
 from .controls import ControlNets
@@ -101,7 +101,7 @@ def parallelize(
     recipe = checking(recipe, config) if check else recipe
     check_all(recipe, config, pairs)
     for model in models:
-        support.check(type(model).__name__, config, recipe, published=layout_of(model) is not None)
+        support.check_tested(type(model).__name__, config, recipe, published=layout_of(model) is not None)
     owns_mesh = mesh is None
     if mesh is None:
         mesh = Mesh(config, device_of(models[0]), timeout)

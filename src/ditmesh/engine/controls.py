@@ -19,7 +19,7 @@ from .first_call import FirstCall
 from .targets import ENGINE, controls
 
 # The strategies of a ControlNet: its tokens are split, and gathered wherever the transformer reads them.
-CONTROLS: Recipe = (ExactSequence, KnownForms)
+CONTROL_RECIPE: Recipe = (ExactSequence, KnownForms)
 
 
 class ControlNets(Strategy):
@@ -35,7 +35,7 @@ class ControlNets(Strategy):
     def attach(self, pipe: Any, undo: ExitStack) -> None:
         for network in controls(pipe):
             if ENGINE not in vars(network):
-                first = FirstControl([network], [], self.context.config, self.context.job, False, CONTROLS)
+                first = FirstControl([network], [], self.context.config, self.context.job, False, CONTROL_RECIPE)
                 undo.callback(first.detach, network)
 
 

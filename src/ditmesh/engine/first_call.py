@@ -19,11 +19,11 @@ from ..core.request import PipelineCall
 from ..errors import InputError, LayoutError
 from ..layout import TokenLayout
 from ..layout.between import fresh
-from ..layout.derive import bare, derive, derive_rows
+from ..layout.derive import derive_layout, derive_rows, without_hooks
 from ..layout.forms import form_of
 from ..layout.types import CallForm
-from ..recipe import Recipe, check
-from ..strategies.checked import LayoutCheck, check_same, difference
+from ..recipe import Recipe, check_recipe
+from ..strategies.checked import LayoutCheck, check_same, result_error
 from ..strategies.inputs import default_states, set_default_states
 from ..strategies.tokens import KnownForms
 from .engine import Engine
@@ -110,7 +110,7 @@ class FirstCall:
         """Open the engine for these layouts; it compares later calls with what one device returned."""
         self._undo.close()
         pairs = list(zip(self.models, layouts, strict=True))
-        check(self._recipe, self.config, pairs)
+        check_recipe(self._recipe, self.config, pairs)
         engine = Engine(pairs, self.config, self.mesh, self._owns_mesh, self._recipe)
         target, *others = self._pipes or self.models[:1]
         engine.open(target)
@@ -170,13 +170,13 @@ class FirstCall:
                 answer = self._layouts[self.models.index(model)]
                 with torch.no_grad():
                     output = forward(**fresh(told))
-                with torch.no_grad(), bare(model):
+                with torch.no_grad(), without_hooks(model):
                     parts = in_parts(model, answer, fresh(told), self.mesh.device)
-                check_same(type(model).__name__, [difference(parts, output)])
+                check_same(type(model).__name__, [result_error(parts, output)])
             elif self._tokens_whole:
                 answer = derive_rows(model, None, told, forward)
             else:
-                _, answer = derive(model, told, forward)
+                _, answer = derive_layout(model, told, forward)
         except LayoutError as error:
             answer = str(error)
         except Exception as error:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..core.alignment import rounded_up
 from ..core.mapped import files_of
 from ..errors import InputError, first_line
-from .rooms import Place, Room, opened, state_of
+from .rooms import Place, Room, file_state, map_place
 from .sent import NumberedTensors, dumped, from_bytes, loaded
 
 
@@ -58,14 +58,14 @@ class Parcel(NamedTuple):
 
 
 @contextmanager
-def packed(
+def pack_parcel(
     value: Any,
     device: str,
     modules: dict[int, int] | None = None,
     rooms: Sequence[Place] = (),
     place_of: Callable[[Tensor], tuple[int, int] | None] | None = None,
 ) -> Iterator[Parcel]:
-    """An object for other processes of this machine, which `unpacked` it within the ``with`` block.
+    """An object for other processes of this machine, which `open_parcel` it within the ``with`` block.
 
     Args:
         value: anything that can be pickled, modules with all their weights included.
@@ -108,7 +108,7 @@ def packed(
             parameter = isinstance(tensor, nn.Parameter)
             places.append(_Place(start, tuple(tensor.shape), tensor.dtype, near, parameter, handle, file))
         room.finish()
-        named = [Place(0, path, os.stat(path).st_size, state_of(path)) for path in paths]
+        named = [Place(0, path, os.stat(path).st_size, file_state(path)) for path in paths]
         yield Parcel(data, places, [room.place, *rooms, *named])
 
 
@@ -141,16 +141,16 @@ def _opened(tensor: Tensor) -> Any:
     return None
 
 
-def unpacked(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] = ()) -> Any:
+def open_parcel(parcel: Parcel, device: torch.device, modules: Sequence[nn.Module] = ()) -> Any:
     """The object of a parcel of another process of this machine.
 
     Args:
-        parcel: what `packed` yields; its ``with`` block must still be open.
+        parcel: what `pack_parcel` yields; its ``with`` block must still be open.
         device: where tensors go that belong on a rank's own.
         modules: that stand in the parcel as numbers.
     """
     used = {place.file for place in parcel.places if place.start is not None}
-    memory = {number: opened(parcel.files[number]) for number in used if parcel.files[number].size}
+    memory = {number: map_place(parcel.files[number]) for number in used if parcel.files[number].size}
     nothing = torch.empty(0, dtype=torch.uint8)
     tensors = []
     for place in parcel.places:

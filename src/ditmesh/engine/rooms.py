@@ -157,7 +157,7 @@ def address_of(place: Place) -> str:
     return place.file if isinstance(place.file, str) else f"/proc/{place.process}/fd/{place.file}"
 
 
-def opened(place: Place) -> Tensor:
+def map_place(place: Place) -> Tensor:
     """A private view of a file or of another process's `Room`: (size,) uint8.
 
     Raises:
@@ -165,7 +165,7 @@ def opened(place: Place) -> Tensor:
     """
     number = os.open(address_of(place), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
-        if place.state and state_of(number) != place.state:
+        if place.state and file_state(number) != place.state:
             raise OSError(f"{str(place.file)!r} has changed meanwhile")
         # What is written to stays here, and the rest is shared among all that have opened it.
         return _mapped(number, place.size, huge=isinstance(place.file, int))
@@ -173,7 +173,7 @@ def opened(place: Place) -> Tensor:
         os.close(number)
 
 
-def state_of(file: int | str) -> tuple[int, ...]:
+def file_state(file: int | str) -> tuple[int, ...]:
     """What shows that a file is still the one that it was."""
     about = os.stat(file)
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

@@ -15,7 +15,7 @@ from ..config import ParallelConfig
 from ..core.unexpected import MISTAKES, unexpected
 from ..errors import DitmeshError, InputError
 from ..layout import TokenLayout
-from ..layout.describe import on_meta
+from ..layout.describe import meta_model
 from . import measurements as cache
 from .costs.hardware import Hardware, known_devices, machine
 from .costs.work import Workload
@@ -25,7 +25,7 @@ from .search import Model, SearchLimits, search
 log = logging.getLogger(__name__)
 
 # Axes with whole weights on every rank and exact steps.
-AXES = ("cfg", "ring", "ulysses")
+EXACT_AXES = ("cfg", "ring", "ulysses")
 # Default numbers of image and text tokens.
 IMAGE, TEXT = 4096, 256
 # Argument names for the number of text tokens.
@@ -75,13 +75,15 @@ def chosen(
     if world_size == 1 or layout is None or layout.source != "reviewed":
         return simple
     try:
-        twin = on_meta(transformer, dict(config))
+        twin = meta_model(transformer, dict(config))
         work, workload = work_of(twin, layout), usual_workload(config, call)
         hardware = hardware_here(world_size, device)
         measured = cache.entries().get(cache.key_of(work, workload, hardware.device.name, world_size))
         if measured is not None and measured.get("exactness") == "exact":
             return measured["config"]
-        found = search(Model(twin, layout, work), workload, hardware, SearchLimits(memory=float("inf"), axes=AXES))
+        found = search(
+            Model(twin, layout, work), workload, hardware, SearchLimits(memory=float("inf"), axes=EXACT_AXES)
+        )
     except DitmeshError:
         # A model that cannot be analysed is parallelised without a prediction.
         return simple

@@ -13,7 +13,7 @@ from .prediction import Prediction
 from .search import Found, Objective, score
 
 # Configurations that a table shows besides the obvious ones that lose.
-SHOWN = 5
+MAX_ROWS = 5
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Line:
     fits: bool = True
 
 
-def table(found: Found, hardware: Hardware, objective: Objective) -> list[Line]:
+def comparison_table(found: Found, hardware: Hardware, objective: Objective) -> list[Line]:
     """The best configurations, then common alternatives with their disadvantages."""
     best = found.best[0]
-    shown = [one for at, one in enumerate(found.best) if at < SHOWN or _obvious(one, hardware)]
+    shown = [one for at, one in enumerate(found.best) if at < MAX_ROWS or _obvious(one, hardware)]
     lines: dict[str, Line] = {}
     for one in (*shown, *(one for one in found.too_large if _obvious(one, hardware))):
         if one.memory > found.room:
             line = Line(one, too_large(one, hardware), fits=False)
         else:
-            line = Line(one, why(one, hardware) if one is best else against(one, best, hardware, objective))
+            line = Line(one, best_reasons(one, hardware) if one is best else against(one, best, hardware, objective))
         lines.setdefault(one.config.describe(), line)
     return sorted(lines.values(), key=lambda line: not line.fits)
 
@@ -47,7 +47,7 @@ def _obvious(one: Prediction, hardware: Hardware) -> bool:
     return config.world_size in (1, hardware.world_size) and len(several) <= 1 and usual
 
 
-def why(one: Prediction, hardware: Hardware) -> str:
+def best_reasons(one: Prediction, hardware: Hardware) -> str:
     """The terms of the best configuration's time."""
     most = max((term for term in one.stale if term.kind not in ("transfer", "idle", "request")), key=_of_seconds)
     sentence = f"{_ms(most.seconds)} of {_ms(one.step)} a step are {most.name}"

@@ -16,7 +16,7 @@ MOMENT = 1e-2
 ROUNDS = 20
 
 
-def fitted(hardware: Hardware, measured: Sequence[tuple[Sequence[Term], int, float]]) -> Hardware:
+def fit_profile(hardware: Hardware, measured: Sequence[tuple[Sequence[Term], int, float]]) -> Hardware:
     """The profile with the factors under which predictions are closest to measured steps, in relative terms.
 
     Two figures of the profile are fitted too, as single operations say less about them than a model's steps: how much

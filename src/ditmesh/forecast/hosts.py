@@ -15,14 +15,14 @@ from ..config import AXES, ParallelConfig
 from ..core.unexpected import MISTAKES, unexpected
 from ..errors import ConfigError, DitmeshError
 from ..layout import TokenLayout
-from ..layout.describe import on_meta
+from ..layout.describe import meta_model
 from .auto import UsualCall, hardware_here, usual_workload
 from .costs.hardware import Hardware
 from .costs.step import SHARD, Route, Term
 from .costs.work import Workload
 from .model_work import work_of
 from .prediction import predict
-from .search import Model, SearchLimits, refusal
+from .search import Model, SearchLimits, config_refusal
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def better(one: Across, model: Model, workload: Workload, hardware: Hardware, ho
     found = [
         between_hosts(config, model, workload, hardware, hosts)
         for config in _others(one.config, workload)
-        if refusal(config, model, SearchLimits(tested=False)) is None
+        if config_refusal(config, model, SearchLimits(tested=False)) is None
     ]
     found = [other for other in found if not other.busy and other.total < one.total]
     # Weights that are shared out may have to be.
@@ -208,7 +208,7 @@ def advice(
     if layout is None or layout.source != "reviewed":
         return f"{reaches}, where its ranks exchange something in every layer; {inside}"
     try:
-        twin = on_meta(transformer, dict(config))
+        twin = meta_model(transformer, dict(config))
         model, workload = Model(twin, layout, work_of(twin, layout)), usual_workload(config, call)
         hardware = hardware_here(chosen.world_size, device)
         one = between_hosts(chosen, model, workload, hardware, hosts)

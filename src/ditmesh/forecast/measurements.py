@@ -13,7 +13,7 @@ from ..config import ParallelConfig
 from ..errors import InputError
 from .costs.work import Work, Workload, as_data
 
-LIBRARIES = ("torch", "diffusers")
+TIMED_LIBRARIES = ("torch", "diffusers")
 
 
 def folder() -> Path:
@@ -30,11 +30,11 @@ def key_of(work: Work, workload: Workload, device: str, devices: int) -> str:
     sizes = (workload.image, workload.text, workload.pictures, workload.branches, workload.element)
     together = workload.batched or workload.branches == 1
     parts: list[Any] = [as_data(work), sizes, together, device, devices]
-    parts.append(dict(sorted(library_versions(LIBRARIES).items())))
+    parts.append(dict(sorted(library_versions(TIMED_LIBRARIES).items())))
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def keep(key: str, entry: dict[str, Any]) -> Path:
+def write_entry(key: str, entry: dict[str, Any]) -> Path:
     """Write an entry: ``config``, ``seconds``, and further facts.
 
     Raises:

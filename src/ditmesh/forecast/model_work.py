@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..core.alive import PLAIN
+from ..core.alive import PLAIN_TENSORS
 from ..core.partition import Partition, even_cut
 from ..errors import DitmeshError, LayoutError, first_line
 from ..layout import Region, Stream, TokenLayout
@@ -35,7 +35,7 @@ from ..strategies.heads import heads_of
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.sequence import result_of, with_result
 from ..strategies.sharded import groups_outside, parameters_outside
-from ..strategies.tensor.slices import plan
+from ..strategies.tensor.slices import plan_slices
 from .costs.work import AttentionWork, BlockWork, Cut, Gather, Linear, Operation, Pointwise, TokenCount, Work
 
 # Rows of the image and text tokens. Some models want squares and multiples of 32 tokens.
@@ -119,7 +119,7 @@ class _Recorder(TorchDispatchMode):
         self.records.append(_OperationRecord(kind, self.block, path, amounts, widths))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in PLAIN for kind in types):
+        if any(kind not in PLAIN_TENSORS for kind in types):
             # A tensor that consists of others: what it does with those is seen.
             return NotImplemented
         out = func(*args, **(kwargs or {}))
@@ -144,7 +144,7 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
     """The work of a transformer.
 
     Args:
-        model: on the meta device, as `ditmesh.layout.describe.on_meta` makes it. Left as it was.
+        model: on the meta device, as `ditmesh.layout.describe.meta_model` makes it. Left as it was.
         layout: where its tokens are.
 
     Raises:
@@ -402,7 +402,7 @@ def _cuts(
     cuts: dict[str, Cut] = {}
     sliced: dict[int, tuple[int, set[str]]] = {kind: (0, set()) for kind in numbers.values()}
     try:
-        sites = plan(model, 2).sites
+        sites = plan_slices(model, 2).sites
     except DitmeshError:
         # Not for this model; the search asks, too.
         return cuts, sliced, norms

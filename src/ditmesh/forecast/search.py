@@ -12,10 +12,10 @@ from torch import nn
 from ..config import AXES, ParallelConfig, TextEncoderPolicy
 from ..errors import DitmeshError, InputError
 from ..layout import TokenLayout
-from ..recipe import RECIPE, Recipe, check, promise_of
+from ..recipe import RECIPE, Recipe, check_recipe, promise_of
 from ..strategies import support
 from ..strategies.base import Exactness, VariantLimits, variant
-from ..strategies.tensor.slices import plan as tensor_plan
+from ..strategies.tensor.slices import plan_slices as tensor_plan
 from .candidates import grids
 from .costs.hardware import Hardware
 from .costs.work import Work, Workload
@@ -114,7 +114,7 @@ def search(
     room = hardware.device.memory if limits.memory is None else limits.memory
     found, predictions = Found(room=room), list[Prediction]()
     for config in candidates(model, workload, hardware.world_size, limits):
-        reason = refusal(config, model, limits)
+        reason = config_refusal(config, model, limits)
         if reason is not None:
             found.refused[reason] += 1
             continue
@@ -188,13 +188,13 @@ def _settings(degrees: dict[str, int], workload: Workload, limits: SearchLimits)
             yield from strategy.variants(plain, VariantLimits(limits.exactness, workload.image))
 
 
-def refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -> str | None:
+def config_refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -> str | None:
     """Why a configuration is not for a model, as the engine would say; None: it is."""
     # A model that ships is an outline of its class, and a user's class may only have the name of a tested one: the
     # reviewed layout is given to neither by mistake.
     name, reviewed = type(model.module).__name__, model.layout.source == "reviewed"
     key = support.combination(config, limits.recipe)
-    outcome = (support.table().get(name, {}).get(key, {}) if reviewed else {}) if key else {"error": 0.0}
+    outcome = (support.support_table().get(name, {}).get(key, {}) if reviewed else {}) if key else {"error": 0.0}
     if "refused" in outcome:
         return str(outcome["refused"])
     if "wrong" in outcome:
@@ -202,7 +202,7 @@ def refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -> str |
     if limits.tested and "error" not in outcome:
         return f"{name} with {key} has not been tested"
     try:
-        check(limits.recipe, config, [(model.module, model.layout)])
+        check_recipe(limits.recipe, config, [(model.module, model.layout)])
     except DitmeshError as error:
         return str(error)
     return model.why_not_cut(config.tensor) if config.tensor > 1 else None

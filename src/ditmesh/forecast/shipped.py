@@ -19,7 +19,7 @@ from .._version import library_versions
 from ..core.clock import timestep_of
 from ..errors import InputError
 from ..layout import known_models
-from ..layout.describe import on_meta
+from ..layout.describe import meta_model
 from .catalogue import Shape
 from .costs.work import Work, as_data, from_data
 from .model_work import work_of
@@ -28,7 +28,7 @@ from .search import Model
 WORKS = Path(__file__).with_name("works")
 
 
-def model_of(shape: Shape) -> Model:
+def shipped_model(shape: Shape) -> Model:
     """A model that ships: as it was derived beforehand, or from its class.
 
     Raises:
@@ -58,7 +58,7 @@ def derived(transformer: str, config: Mapping[str, Any]) -> Model:
             f"{transformer} has no reviewed token layout, so its work is not known before it has run; plan knows "
             f"{', '.join(sorted(known_models()))}"
         )
-    module = on_meta(transformer, dict(config))
+    module = meta_model(transformer, dict(config))
     return Model(module, layout, work_of(module, layout))
 
 
@@ -79,7 +79,7 @@ def _diffusers() -> str | None:
 
 
 def _outline(name: str, work: Work, timestep: str | None) -> nn.Module:
-    """A stub module with the attributes that `ditmesh.recipe.check` reads of a transformer.
+    """A stub module with the attributes that `ditmesh.recipe.check_recipe` reads of a transformer.
 
     That is its class's name and what it calls its timestep, how many blocks its lists have, and their heads.
     """

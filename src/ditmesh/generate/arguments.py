@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..request import FieldError, PictureRequest, request_fields
-from .files import PICTURES
+from .files import IMAGE_ARGUMENTS
 from .video import FPS
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _of_inputs(job: PictureJob, images: int, pictures: Mapping[str, Any]) -> dic
             given["controlnet_conditioning_scale"] = file.scale
     for name, picture in pictures.items():
         # One for each generated image: pipelines encode them with a generator of its own. These they repeat.
-        many = images > 1 and name not in (PICTURES["ip-image"], PICTURES["control"])
+        many = images > 1 and name not in (IMAGE_ARGUMENTS["ip-image"], IMAGE_ARGUMENTS["control"])
         given[name] = [picture] * images if many else picture
     return given
 
@@ -135,7 +135,7 @@ def check_call(job: PictureJob, name: str, parameters: Any) -> None:
     elif "prompt" not in parameters:
         raise InputError(f"{name} takes no prompt; give a text-to-image model")
     given = {file.role for file in job.files}
-    for role, needed in PICTURES.items():
+    for role, needed in IMAGE_ARGUMENTS.items():
         if needed in parameters and parameters[needed].default is inspect.Parameter.empty and role not in given:
             what = "video" if role == "video" else "picture"
             raise InputError(f"{name} needs an input {what} ({needed}); give one with --{role}")
@@ -177,4 +177,4 @@ def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
 
 def video_call(parameters: Mapping[str, Any]) -> bool:
     """Whether a pipeline's call generates videos, by its parameter names."""
-    return "num_frames" in parameters or PICTURES["video"] in parameters
+    return "num_frames" in parameters or IMAGE_ARGUMENTS["video"] in parameters

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ..core.alignment import rounded_up
-from ..engine.rooms import Place, Room, address_of, opened
+from ..engine.rooms import Place, Room, address_of, map_place
 from ..engine.sent import from_bytes
 
 # Names of dtypes in safetensors files.
-NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Conversion(NamedTuple):
@@ -59,7 +59,7 @@ class Conversions:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                     stored = tensors.get_slice(name)
-                    kind, shape = NAMES.get(stored.get_dtype()), tuple(stored.get_shape())
+                    kind, shape = SAFETENSORS_DTYPES.get(stored.get_dtype()), tuple(stored.get_shape())
                     if kind is not None and (wanted := dtype_of(name, kind)) != kind:
                         found.append((prod(shape) * wanted.itemsize, str(file), name, shape, wanted))
         places: list[tuple[int, int, str, tuple[int, ...], torch.dtype]] = []
@@ -79,7 +79,7 @@ class Conversions:
         place = self.rooms[rank]
         os.truncate(address_of(place), self._used[rank])
         self.rooms[rank] = place._replace(size=self._used[rank])
-        found = opened(self.rooms[rank])
+        found = map_place(self.rooms[rank])
         self._views.append((rank, found))
         return found
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Role = Literal["image", "mask", "control", "ip-image", "video", "lora", "ip-adapter", "controlnet"]
 
 # Input images, and the argument of a pipeline's call for each.
-PICTURES = {
+IMAGE_ARGUMENTS = {
     "image": "image",
     "mask": "mask_image",
     "control": "control_image",
@@ -49,7 +49,7 @@ VIDEO_PIPELINES: dict[str, tuple[str, ...]] = {
 # Input channels of the transformers that an inpainting pipeline of diffusers works with, where it has a list.
 MASK_CHANNELS = {"StableDiffusion3InpaintPipeline": (16, 33)}
 # Adapters, the method of a pipeline that loads each, and the file's name in a folder or a hub repository.
-ADAPTERS = {
+ADAPTER_LOADERS = {
     "lora": ("load_lora_weights", "pytorch_lora_weights.safetensors"),
     "ip-adapter": ("load_ip_adapter", "ip-adapter.safetensors"),
 }
@@ -121,7 +121,7 @@ def adapter(role: Role, text: str) -> InputFile:
 
 
 def _adapter_file(role: Role, name: str) -> Path:
-    usual, path = ADAPTERS[role][1], Path(name).expanduser()
+    usual, path = ADAPTER_LOADERS[role][1], Path(name).expanduser()
     if os.path.isdir(path):
         files = sorted(path.glob("*.safetensors"))
         if path / usual not in files and len(files) != 1:
@@ -139,7 +139,7 @@ def _adapter_file(role: Role, name: str) -> Path:
 
 def usual_lora() -> str:
     """The name of an adapter's file in a folder."""
-    return ADAPTERS["lora"][1]
+    return ADAPTER_LOADERS["lora"][1]
 
 
 def _controlnet_folder(name: str) -> Path:
@@ -352,7 +352,7 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     if not isinstance(own, type):
         options = ", ".join(f"--{file.role}" for file in files) or "--strength"
         raise InputError(f"{options}: {name} is no class of diffusers; call the pipeline from Python")
-    wanted = {PICTURES[file.role]: file.role for file in files if file.role in PICTURES}
+    wanted = {IMAGE_ARGUMENTS[file.role]: file.role for file in files if file.role in IMAGE_ARGUMENTS}
     if strength is not None:
         wanted["strength"] = "strength"
     kinds = [own, *_beside(own, "mask_image" in wanted)]
@@ -364,27 +364,27 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     if fitting is None:
         raise _takes_no(kinds[-1].__name__, takes[kinds[-1]], wanted)
     for file in files:
-        if file.role in ADAPTERS and not _takes_adapter(fitting, file.role):
-            raise InputError(f"--{file.role}: {fitting.__name__} has no {ADAPTERS[file.role][0]}; leave it out")
+        if file.role in ADAPTER_LOADERS and not _takes_adapter(fitting, file.role):
+            raise InputError(f"--{file.role}: {fitting.__name__} has no {ADAPTER_LOADERS[file.role][0]}; leave it out")
     return fitting.__name__
 
 
 def _takes_adapter(kind: type[Any], role: str) -> bool:
-    return takes_loras(kind) if role == "lora" else hasattr(kind, ADAPTERS[role][0])
+    return takes_loras(kind) if role == "lora" else hasattr(kind, ADAPTER_LOADERS[role][0])
 
 
 def _takes_no(pipeline: str, parameters: Mapping[str, Any], wanted: Mapping[str, str]) -> InputError:
     """The error of a pipeline that lacks one of the ``wanted`` arguments, given with their options."""
     missing = next(argument for argument in wanted if argument not in parameters)
-    takes = [p for p in parameters if p in (*PICTURES.values(), "prompt", "class_labels", "strength")]
+    takes = [p for p in parameters if p in (*IMAGE_ARGUMENTS.values(), "prompt", "class_labels", "strength")]
     return InputError(
         f"--{wanted[missing]}: {pipeline} takes no {missing} (it takes {', '.join(takes)}, and "
         f"{len(parameters) - 1 - len(takes)} others); leave --{wanted[missing]} out, or give "
-        f"{'a ControlNet with --controlnet' if missing == PICTURES['control'] else 'a model that does'}"
+        f"{'a ControlNet with --controlnet' if missing == IMAGE_ARGUMENTS['control'] else 'a model that does'}"
     )
 
 
-def check_mask(pipeline: str, files: Iterable[InputFile], channels: Any) -> None:
+def check_mask_support(pipeline: str, files: Iterable[InputFile], channels: Any) -> None:
     """Reject a mask that the pipeline class accepts but its transformer does not support.
 
     Args:
@@ -457,9 +457,9 @@ def _with_controlnet(kinds: list[type[Any]], network: type[Any]) -> list[type[An
 def pictures_of(files: Iterable[InputFile], frames: int | None = None) -> dict[str, Any]:
     """The input images, and of a video the first ``frames``, by the argument of the call that takes each."""
     return {
-        PICTURES[file.role]: open_video(file, frames) if file.role == "video" else open_picture(file)
+        IMAGE_ARGUMENTS[file.role]: open_video(file, frames) if file.role == "video" else open_picture(file)
         for file in files
-        if file.role in PICTURES
+        if file.role in IMAGE_ARGUMENTS
     }
 
 
@@ -535,7 +535,7 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
     """
     names: dict[str, float] = {}
     for file in files:
-        if file.role not in ADAPTERS:
+        if file.role not in ADAPTER_LOADERS:
             continue
         _check_same(file, file_digest(file.path))
         folder, weights = str(Path(file.path).parent), Path(file.path).name

@@ -22,7 +22,7 @@ from ..request import MOST_TOGETHER, FieldConfigError, FieldError, PictureReques
 from ..strategies import support
 from ..strategies.heads import check_heads
 from .arguments import check_output, video_call
-from .files import InputFile, check_encoder, check_mask, check_roles, open_video, pipeline_for
+from .files import InputFile, check_encoder, check_mask_support, check_roles, open_video, pipeline_for
 from .model_info import ModelInfo
 from .receipt import MOST_PIXELS, Dtype, Offload, Receipt
 from .shape import input_size
@@ -226,7 +226,7 @@ def check_content(job: PictureJob, model: ModelInfo, devices: int) -> None:
     check_roles(job.files, job.strength)
     if job.files:
         kind = pipeline_for(model.pipeline_class, job.files, job.strength)
-        check_mask(kind, job.files, model.transformer.get("in_channels"))
+        check_mask_support(kind, job.files, model.transformer.get("in_channels"))
         check_encoder(job.files, model.index)
     _check_kind(model)
     _check_video(job, model)
@@ -339,12 +339,12 @@ def check_layout(model: ModelInfo) -> None:
         LayoutError: the class has no reviewed layout and the probe failed.
         InputError: the installed diffusers has no such class.
     """
-    if model.transformer_class not in support.table():
+    if model.transformer_class not in support.support_table():
         from ..layout import known_models
-        from ..layout.describe import checked
+        from ..layout.describe import probed_layout
 
         if model.transformer_class not in known_models():
-            checked(model.transformer_class, model.transformer)
+            probed_layout(model.transformer_class, model.transformer)
 
 
 def check_config(

@@ -31,10 +31,10 @@ from ..forecast.auto import UsualCall, chosen
 from ..forecast.memory.check import check_memory as check_fits
 from ..layout import layout_of
 from ..layout.table import known_models
-from ..strategies.pipefusion.stages import ABSENT, IN_PIECES, elsewhere, first_cut, is_away, shape_of
-from ..strategies.sharded import UNITS, GatherGroup, Packed, ShardedWeights, Unit, arranged, gathered, groups_of
+from ..strategies.pipefusion.stages import ABSENT_ATTRIBUTE, IN_PIECES, elsewhere, first_cut, is_away, shape_of
+from ..strategies.sharded import UNITS, GatherGroup, Packed, ShardedWeights, Unit, arranged, gather_unit, groups_of
 from ..strategies.tensor.parallel import already_cut
-from ..strategies.tensor.slices import base_of, plan
+from ..strategies.tensor.slices import base_layer_of, plan_slices
 from .conversions import Conversions
 from .model_info import ModelInfo, find_model
 from .one_copy import shared_components, to_be_shared
@@ -278,7 +278,7 @@ def load_transformer(
     """
     model = build_empty(kind, Path(folder), torch_dtype)
     rank, device = mesh.tensor.rank, mesh.device
-    sliced = plan(model, mesh.tensor.size).parameters() if mesh.tensor.size > 1 else ()
+    sliced = plan_slices(model, mesh.tensor.size).parameters() if mesh.tensor.size > 1 else ()
     cuts = {name: (dim, cut) for name, dim, cut in sliced}
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     for name, (dim, cut) in cuts.items():
@@ -302,7 +302,7 @@ def load_transformer(
     model = fill_weights(model, Path(folder), torch_dtype, variant, device, read)
     for name, parameter in model.named_parameters():
         if name in absent:
-            setattr(parameter, ABSENT, torch.Size(shapes[name]))
+            setattr(parameter, ABSENT_ATTRIBUTE, torch.Size(shapes[name]))
     pieces.bind(model)
     return model
 
@@ -403,12 +403,12 @@ def _elsewhere(model: nn.Module, config: ParallelConfig, mesh: Mesh, shapes: Map
     if layout is None:
         return set()
     for name, parameter in model.named_parameters():
-        setattr(parameter, ABSENT, torch.Size(shapes[name]))
+        setattr(parameter, ABSENT_ATTRIBUTE, torch.Size(shapes[name]))
     try:
         return elsewhere(model, layout, first_cut(model, layout, config), mesh.pipe.rank)
     finally:
         for parameter in model.parameters():
-            delattr(parameter, ABSENT)
+            delattr(parameter, ABSENT_ATTRIBUTE)
 
 
 # --- what is spread ----------------------------------------------------------------------------------------------
@@ -419,8 +419,8 @@ def _slices(pipe: Any, mesh: Mesh) -> dict[int, tuple[int | None, Partition | No
     found: dict[int, tuple[int | None, Partition | None]] = {}
     for model in denoisers(pipe) if mesh.tensor.size > 1 else ():
         cut = already_cut(model, mesh.tensor.size)
-        for site in plan(model, mesh.tensor.size).sites:
-            for name, parameter in base_of(model.get_submodule(site.path)).named_parameters(recurse=False):
+        for site in plan_slices(model, mesh.tensor.size).sites:
+            for name, parameter in base_layer_of(model.get_submodule(site.path)).named_parameters(recurse=False):
                 if f"{site.path}.{name}" in cut:
                     dim = site.dim_of(name)
                     found[id(parameter)] = dim, None if dim is None else site.cut
@@ -475,13 +475,13 @@ def fingerprint(pipe: Any, mesh: Mesh) -> str:
 
 def _held(pipe: Any, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Name and values of the weights that this rank's stage holds; pieces are whole while one looks at them."""
-    named = [(name, tensor) for name, tensor, _ in weights_of(pipe) if not hasattr(tensor, ABSENT)]
+    named = [(name, tensor) for name, tensor, _ in weights_of(pipe) if not hasattr(tensor, ABSENT_ATTRIBUTE)]
     names = {id(tensor): name for name, tensor in named}
     yield from ((name, tensor) for name, tensor in named if not is_away(tensor))
     for model in denoisers(pipe):
         for unit in _units(model):
             with torch.no_grad():
-                unit.fill(gathered(unit, mesh.shard))
+                unit.fill(gather_unit(unit, mesh.shard))
                 yield from ((names[id(parameter)], parameter) for parameter in unit.parameters)
                 unit.empty()
 

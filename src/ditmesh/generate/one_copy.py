@@ -22,7 +22,7 @@ from torch import nn
 
 from ..comm.hosts import Hosts, find_hosts
 from ..comm.objects import gather_objects
-from ..engine.parcels import Parcel, packed, unpacked
+from ..engine.parcels import Parcel, open_parcel, pack_parcel
 from ..engine.rooms import Place, Room
 from ..errors import InputError
 from .conversions import Conversion, Conversions, convert
@@ -31,7 +31,7 @@ from .model_info import ModelInfo
 log = logging.getLogger(__name__)
 
 # Bytes of the largest component's weights, as they are saved, from which on sharing is worth the meeting of all ranks.
-LEAST = 16 << 20
+MIN_SHARED_BYTES = 16 << 20
 
 
 def to_be_shared(info: ModelInfo, without: Collection[str] = ()) -> list[tuple[str, int]]:
@@ -49,7 +49,7 @@ def to_be_shared(info: ModelInfo, without: Collection[str] = ()) -> list[tuple[s
         files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
         if size := sum(path.stat().st_size for path in files):
             found.append((name, size))
-    return found if max((size for _, size in found), default=0) >= LEAST else []
+    return found if max((size for _, size in found), default=0) >= MIN_SHARED_BYTES else []
 
 
 def shared_components(
@@ -115,7 +115,7 @@ def _loaded(
     own = {name: one for name in names if isinstance(one := getattr(pipe, name, None), nn.Module)}
     gradients = {name: [p.requires_grad for p in one.parameters()] for name, one in own.items()}
     try:
-        return pipe, files.enter_context(packed((own, gradients), "meta", None, plan.rooms, plan.place_of))
+        return pipe, files.enter_context(pack_parcel((own, gradients), "meta", None, plan.rooms, plan.place_of))
     except (InputError, OSError) as error:
         log.info("every rank of this host holds weights of its own: %s", error)
         return pipe, None
@@ -129,7 +129,7 @@ def _give_back() -> None:
 
 def _opened(parcel: Parcel) -> dict[str, nn.Module]:
     try:
-        found, gradients = unpacked(parcel, torch.device("cpu"))
+        found, gradients = open_parcel(parcel, torch.device("cpu"))
     except Exception as error:
         log.info("this rank holds weights of its own: %s", error)
         return {}

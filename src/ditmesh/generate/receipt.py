@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from PIL.PngImagePlugin import PngInfo
 
 # The keyword of the PNG text chunk.
-CHUNK = "ditmesh"
+PNG_KEYWORD = "ditmesh"
 # How the name of the strip beside a video ends.
 STRIP = ".strip.png"
 
 # Bytes of a receipt.
-LARGEST = 2**22
+MAX_RECEIPT_BYTES = 2**22
 # A part of file names.
 VARIANT = r"^[A-Za-z0-9_-]{1,64}$"
 
@@ -190,7 +190,7 @@ def write_video(frames: Sequence[Image], path: str | Path, receipt: Receipt, rep
     path, beside = Path(path), Path(path).with_suffix(STRIP)
     try:
         with written_whole(path, replace) as temporary:
-            write_mp4(frames, temporary, receipt.fps or FPS, {CHUNK: receipt.model_dump_json()})
+            write_mp4(frames, temporary, receipt.fps or FPS, {PNG_KEYWORD: receipt.model_dump_json()})
         if not beside.exists() or holds_receipt(beside):
             write_png(strip(frames), beside, receipt)
     except FileExistsError:
@@ -206,7 +206,7 @@ def text_chunk(receipt: Receipt) -> PngInfo:
 
     info = PngInfo()
     # International text: prompts are written in every script there is.
-    info.add_itxt(CHUNK, receipt.model_dump_json())
+    info.add_itxt(PNG_KEYWORD, receipt.model_dump_json())
     return info
 
 
@@ -247,7 +247,7 @@ def copied_free(source: str | Path, path: str | Path, overwrite: bool = False) -
 def holds_receipt(path: str | Path) -> bool:
     """Whether a file is an image or video that ditmesh has written."""
     try:
-        return CHUNK in _texts(Path(path))
+        return PNG_KEYWORD in _texts(Path(path))
     except InputError:
         return False
 
@@ -259,14 +259,16 @@ def read_receipt(path: str | Path) -> Receipt:
         InputError: the file cannot be read, is neither, or holds no (valid) receipt.
     """
     texts = _texts(Path(path))
-    if CHUNK not in texts:
+    if PNG_KEYWORD not in texts:
         raise InputError(
             f"{str(path)!r} holds no receipt; only files that ditmesh wrote and no other program has saved again do"
         )
-    if len(texts[CHUNK]) > LARGEST:
-        raise InputError(f"the receipt in {str(path)!r} has {len(texts[CHUNK])} characters; ditmesh wrote none so long")
+    if len(texts[PNG_KEYWORD]) > MAX_RECEIPT_BYTES:
+        raise InputError(
+            f"the receipt in {str(path)!r} has {len(texts[PNG_KEYWORD])} characters; ditmesh wrote none so long"
+        )
     try:
-        return Receipt.model_validate_json(texts[CHUNK])
+        return Receipt.model_validate_json(texts[PNG_KEYWORD])
     except (ValidationError, RecursionError) as error:
         problems = error.errors(include_url=False, include_input=False) if isinstance(error, ValidationError) else []
         fields = ", ".join(_named(problem) for problem in problems[:5]) or "JSON"

@@ -66,7 +66,7 @@ class Replay:
     changes: tuple[Change, ...]
 
 
-def model_of(receipt: Receipt, model: str | None = None) -> ModelInfo:
+def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
     """The model of a receipt, or another one in its place.
 
     A model embedded in ditmesh is found wherever ditmesh is installed. An image may come from a stranger: a hub model
@@ -94,7 +94,7 @@ def model_of(receipt: Receipt, model: str | None = None) -> ModelInfo:
         raise InputError(f"{error}; the receipt names it: give its current place with --model") from None
 
 
-def config_of(receipt: Receipt) -> ParallelConfig:
+def receipt_config(receipt: Receipt) -> ParallelConfig:
     """The configuration that a receipt names. What it does not say is as usual.
 
     Raises:
@@ -161,7 +161,7 @@ def _alone(receipt: Receipt, config: ParallelConfig) -> bool:
     return config.reproducible and all(file.role != "control" for file in receipt.files)
 
 
-def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: str | None = None) -> Replay:
+def compare_replay(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: str | None = None) -> Replay:
     """Two images (PIL images), or the frames of two videos, and their receipts.
 
     Videos are equal when what was compressed is; how far others are apart is measured after compression.
@@ -174,7 +174,7 @@ def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: st
     changes = tuple(changes_of(was, now, sampled))
     old, new = (_values(made) for made in (picture, replayed))
     promised = (
-        config_of(was).reproducible
+        receipt_config(was).reproducible
         and was.environment is not None
         and (was.weights_digest or was.weights) is not None
         and not any(change.decides for change in changes)
@@ -194,7 +194,7 @@ def _values(made: Any) -> np.ndarray:
 
 
 def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[Change]:
-    """Everything that two receipts of one image do not share, what decides first; ``sampled``: see `compare`."""
+    """Everything that two receipts of one image do not share, what decides first; ``sampled``: see `compare_replay`."""
     changes: list[Change] = []
 
     def compare(what: str, old: Any, new: Any, decides: bool = True, text: Callable[[Any], str] = str) -> None:
@@ -226,7 +226,7 @@ def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[C
     compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")
     compare("frames", was.frames, now.frames, text=known)
     compare("frames per second", was.fps, now.fps, text=known)
-    old, new = config_of(was), config_of(now)
+    old, new = receipt_config(was), receipt_config(now)
     for name in ParallelConfig.model_fields:
         if setting(name).decides:
             compare(name, getattr(old, name), getattr(new, name))

@@ -121,7 +121,7 @@ class PipelineRunner:
         runner = cls.load(job, device, share, together=True)
         for note in partial_fits(runner.pipe, job.files).values():
             report(Noted(note))
-        runner.facts, runner._peaks = facts_of(job.config, runner.pipe, device, share), peaks
+        runner.facts, runner._peaks = receipt_facts(job.config, runner.pipe, device, share), peaks
         runner.sampled = sampled_fingerprint(runner.pipe) if job.sampled and rank_of_process() == 0 else None
         runner.parallelize(job, mesh)
         runner.load_seconds = time.perf_counter() - started
@@ -376,7 +376,7 @@ def share_of(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | Non
     return (mesh, None) if why is None else (None, why)
 
 
-def facts_of(
+def receipt_facts(
     config: ParallelConfig | Literal["auto"], pipe: Any, device: torch.device, share: Mesh | None
 ) -> dict[str, Any]:
     """The facts about weights and environment for receipts, on rank 0; empty on other ranks. Collective.
@@ -399,11 +399,11 @@ def facts_of(
 
 
 def facts_on_rank(pipe: Any) -> dict[str, Any]:
-    """The facts of a parallelised pipeline's receipts; see `facts_of`."""
+    """The facts of a parallelised pipeline's receipts; see `receipt_facts`."""
     from ..engine import engine_of
 
     mesh, config = engine_of(pipe).mesh, engine_of(pipe).config
-    facts = facts_of(config, pipe, mesh.device, mesh if config.cuts_weights else None)
+    facts = receipt_facts(config, pipe, mesh.device, mesh if config.cuts_weights else None)
     return facts | {"config": config.model_dump(), "devices": config.world_size} if facts else {}
 
 

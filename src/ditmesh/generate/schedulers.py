@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import InputError
 
 # Schedulers of diffusers that can take the place of a flow-matching one as they are.
-FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
+FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 # Those that can when they are told that the model predicts a flow. Not DEIS and SA: diffusers' end before all noise is
 # gone.
 FLOW_BY_SETTING = ("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "UniPCMultistepScheduler")
@@ -18,7 +18,7 @@ NOISE = (
     *("DDIMScheduler", "DDPMScheduler", "EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler"),
     *("HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "PNDMScheduler"),
 )
-NAMES = (*FLOW, *FLOW_BY_SETTING, *NOISE)
+SCHEDULERS = (*FLOW_SCHEDULERS, *FLOW_BY_SETTING, *NOISE)
 
 
 def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
@@ -30,24 +30,24 @@ def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
         config: settings of the pipeline's own.
 
     Raises:
-        InputError: it is none of `NAMES`, or solves another equation than the model was trained for.
+        InputError: it is none of `SCHEDULERS`, or solves another equation than the model was trained for.
     """
     import diffusers
 
-    kind: Any = getattr(diffusers, name, None) if name in (*NAMES, own) else None
+    kind: Any = getattr(diffusers, name, None) if name in (*SCHEDULERS, own) else None
     if not isinstance(kind, type):
-        raise InputError(f"scheduler {name!r} is none of {', '.join(NAMES)}")
+        raise InputError(f"scheduler {name!r} is none of {', '.join(SCHEDULERS)}")
     if name == own:
         return kind.from_config(config)
     known = inspect.signature(kind.__init__).parameters
     plain = {key: value for key, value in config.items() if key in known}
-    flows = own in FLOW or config.get("prediction_type") == "flow_prediction"
+    flows = own in FLOW_SCHEDULERS or config.get("prediction_type") == "flow_prediction"
     if flows and name in FLOW_BY_SETTING:
         shift = config.get("flow_shift", config.get("shift", 1.0))
         more = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
         return kind.from_config(plain, **more)
-    fitting = FLOW + FLOW_BY_SETTING if flows else NOISE + FLOW_BY_SETTING
-    related = name in FLOW if own in FLOW else name in {one.__name__ for one in _compatible(own)}
+    fitting = FLOW_SCHEDULERS + FLOW_BY_SETTING if flows else NOISE + FLOW_BY_SETTING
+    related = name in FLOW_SCHEDULERS if own in FLOW_SCHEDULERS else name in {one.__name__ for one in _compatible(own)}
     if name not in fitting or not related:
         others = [one for one in fitting if one != own]
         what = "a flow" if flows else "noise"

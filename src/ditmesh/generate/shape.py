@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
-from .files import PICTURES, InputFile, open_picture, open_video, pipeline_for
+from .files import IMAGE_ARGUMENTS, InputFile, open_picture, open_video, pipeline_for
 from .model_info import ModelInfo
 
 # Default pixels of an image if neither the model's files nor the pipeline give a size.
@@ -38,11 +38,11 @@ def input_size(model: ModelInfo, files: Sequence[InputFile], strength: float | N
     file = inputs[role]
     size = (open_video(file, 1)[0] if role == "video" else open_picture(file)).size
     if role == "image" and "mask" in inputs:
-        check_mask(size, open_picture(inputs["mask"]).size)
+        check_mask_shape(size, open_picture(inputs["mask"]).size)
     return model.size_like(*size, _usual_pixels(model, files, strength))
 
 
-def check_mask(image: tuple[int, int], mask: tuple[int, int]) -> None:
+def check_mask_shape(image: tuple[int, int], mask: tuple[int, int]) -> None:
     """Reject a mask of another shape than its image; a mask of the same shape and another size is scaled.
 
     Args:
@@ -67,7 +67,7 @@ def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> 
         step: sides are multiples of it.
     """
     for role in SHAPING:
-        picture = pictures.get(PICTURES[role])
+        picture = pictures.get(IMAGE_ARGUMENTS[role])
         picture = picture[0] if isinstance(picture, Sequence) and picture else picture
         found = getattr(picture, "size", None)
         if found is not None and abs(found[0] * size[1] / found[1] - size[0]) > step:

@@ -11,7 +11,7 @@ from .backend import OnMessage, Watch
 from .failures import Failure
 
 # Seconds to wait for the cause of a failure, and for all ranks to end a failed call.
-GRACE = 2.0
+CAUSE_TIMEOUT = 2.0
 
 
 class Collector:
@@ -28,7 +28,7 @@ class Collector:
         what: str = "answered",
         on_message: OnMessage | None = None,
         watch: Watch | None = None,
-        grace: Callable[[Collection[Failure]], float] = lambda failed: GRACE,
+        grace: Callable[[Collection[Failure]], float] = lambda failed: CAUSE_TIMEOUT,
     ) -> None:
         """Set a deadline of ``seconds`` from the first `tick`; a late rank has not done ``what``.
 

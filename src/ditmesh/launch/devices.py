@@ -20,7 +20,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 DeviceKind = Literal["cpu", "cuda"]
 
 # Seconds: more than any caller waits, and less than what clocks overflow at.
-LONGEST = 1e9
+ENDLESS_SECONDS = 1e9
 
 
 def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
@@ -84,9 +84,10 @@ def default_threads(world_size: int, device: DeviceKind) -> int:
 
 def check_timeout(seconds: float) -> None:
     """Reject a deadline that is not a positive finite number: `ConfigError`."""
-    if not (math.isfinite(seconds) and 0 < seconds <= LONGEST):
+    if not (math.isfinite(seconds) and 0 < seconds <= ENDLESS_SECONDS):
         raise ConfigError(
-            f"a timeout of {seconds:g} seconds is not possible; use more than 0 and at most {LONGEST:g}, such as 600"
+            f"a timeout of {seconds:g} seconds is not possible; use more than 0 and at most "
+            f"{ENDLESS_SECONDS:g}, such as 600"
         )
 
 
@@ -114,7 +115,7 @@ def interface_of(address: str) -> str | None:
     return next((name for name, those in every if any(one.address == address for one in those)), None)
 
 
-def join(
+def join_default_group(
     kind: DeviceKind, rank: int, world_size: int, gpu: int, timeout: float, rendezvous: str | Store
 ) -> torch.device:
     """Join the default process group (gloo or NCCL), unless this process is in one; the device of this rank.

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import ConfigError, RankFailed
 from . import rank as rank_
-from .devices import DeviceChoice, join, stay_on_loopback
+from .devices import DeviceChoice, join_default_group, stay_on_loopback
 from .failures import of_exception
 from .messages import OwnerChannel, RankChannel, Reply
 from .pool import PRELOAD, RankPool
@@ -26,7 +26,7 @@ T = TypeVar("T")
 # Seconds for ranks to meet, all of which have started by then.
 MEET_LIMIT = 60.0
 # Seconds after which a stopped rank counts as lost.
-STOP_LIMIT = 10.0
+STOP_TIMEOUT = 10.0
 
 # What the thread that hears the others tells the one that computes: there is nothing more to do.
 _OVER = pickle.dumps("over")
@@ -94,7 +94,7 @@ class HostedRanks(RankPool):
         device: DeviceChoice = "cpu",
         threads: int | None = None,
         gpus: Sequence[int] | None = None,
-        stop_limit: float = STOP_LIMIT,
+        stop_limit: float = STOP_TIMEOUT,
         preload: Sequence[str] = PRELOAD,
     ) -> None:
         """Start the other ranks, and join them.
@@ -247,4 +247,4 @@ def _join_group(settings: rank_.RankSettings, meeting: str) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     rendezvous = (Path(settings.folder) / meeting).as_uri()
-    join(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)
+    join_default_group(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # The environment variable of a job's secret.
 SECRET = "DITMESH_SECRET"
 # Versions that must be the same on all hosts.
-SAME = ("ditmesh", "torch", "diffusers", "python")
+COMPARED_VERSIONS = ("ditmesh", "torch", "diffusers", "python")
 
 
 class Meeting(NamedTuple):
@@ -207,7 +207,7 @@ def _compare(every: Sequence[dict[str, Any]]) -> None:
     """Reject ranks that cannot work together: `MeetingError`."""
     first = every[0]
     for rank, one in enumerate(every):
-        if other := [name for name in SAME if one["versions"].get(name) != first["versions"].get(name)]:
+        if other := [name for name in COMPARED_VERSIONS if one["versions"].get(name) != first["versions"].get(name)]:
             name = other[0]
             raise MeetingError(
                 f"rank {rank} on {one['host']} has {name} {one['versions'].get(name)}, and rank 0 on {first['host']} "

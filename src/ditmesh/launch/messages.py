@@ -15,7 +15,7 @@ from typing import Any
 
 HEADER = struct.Struct("!Q")
 # Bytes read at once.
-CHUNK = 1 << 20
+READ_BYTES = 1 << 20
 
 
 def encode(content: Any, fn: Any = None, main: bool = True) -> bytes:
@@ -95,7 +95,7 @@ class OwnerChannel:
         try:
             # A closed connection has no number any more.
             while self._outgoing and self._connection.fileno() >= 0:
-                del self._outgoing[: self._connection.send(memoryview(self._outgoing)[:CHUNK])]
+                del self._outgoing[: self._connection.send(memoryview(self._outgoing)[:READ_BYTES])]
         except BlockingIOError:
             return
         except (BrokenPipeError, ConnectionResetError):
@@ -107,7 +107,7 @@ class OwnerChannel:
         data = b"more"
         while data:
             try:
-                data = self._connection.recv(CHUNK)
+                data = self._connection.recv(READ_BYTES)
             except BlockingIOError:
                 break
             except ConnectionResetError:

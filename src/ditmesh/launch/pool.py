@@ -23,7 +23,7 @@ from . import rank as rank_
 from .backend import OnMessage, StayingRanks, Watch
 from .collect import Collector
 from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, may_have_gpus, resolve_device
-from .messages import CHUNK, OwnerChannel, Reply, encode, encode_call
+from .messages import READ_BYTES, OwnerChannel, Reply, encode, encode_call
 from .processes import ctrl_c_waits, fork_server, guarded_folder, main_left_out, start_fork_server
 from .torchrun import from_torchrun
 
@@ -45,7 +45,7 @@ START_LIMIT = 300.0  # for all ranks to import what they need and to find one an
 JOIN_LIMIT = 10.0  # for ranks that wait for calls to join a new process group
 CLOSE_LIMIT = 5.0  # for idle ranks to leave by themselves
 STACK_LIMIT = 1.0  # for a rank that hangs to write down where
-LOOK = 1.0  # between looks at whether ranks are stopped
+POLL_SECONDS = 1.0  # between looks at whether ranks are stopped
 
 STOPPED = "it is stopped by a signal such as SIGSTOP"
 
@@ -311,7 +311,7 @@ class RankPool(StayingRanks):
             selector.register(self._woken, EVENT_READ, None)
             found = {key.data for key, _ in selector.select(timeout)}
         if None in found:
-            self._woken.recv(CHUNK)
+            self._woken.recv(READ_BYTES)
         return sorted(found - {None})
 
     def _hear(self, rank: int, collector: Collector) -> None:
@@ -386,7 +386,7 @@ class _Stops:
 
     def __init__(self, pids: Sequence[int], limit: float) -> None:
         # Seconds between looks.
-        self.interval = min(LOOK, limit / 4)
+        self.interval = min(POLL_SECONDS, limit / 4)
         self._seconds, self._limit = dict.fromkeys(pids, 0.0), limit
         self._last = time.monotonic()
 

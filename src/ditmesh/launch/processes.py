@@ -27,7 +27,7 @@ while os.path.exists(sys.argv[1]) and time.monotonic() < limit:
 
 
 # Seconds between looks at whether an interrupt was swallowed.
-LOOK = 0.2
+INTERRUPT_POLL_SECONDS = 0.2
 
 
 # A process has one fork server, whichever of its threads starts ranks first.
@@ -59,7 +59,7 @@ def interrupts_raise() -> None:
 
         if hasattr(signal, "setitimer"):
             signal.signal(signal.SIGALRM, look)
-            signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)
+            signal.setitimer(signal.ITIMER_REAL, INTERRUPT_POLL_SECONDS, INTERRUPT_POLL_SECONDS)
             if _importing(frame):
                 return
         raise kind

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .chatter import chatter_off
-from .devices import DeviceKind, join, stay_on_loopback
+from .devices import DeviceKind, join_default_group, stay_on_loopback
 from .failures import of_exception
 from .messages import RankChannel, Reply
 from .processes import end_fork_server
@@ -137,7 +137,9 @@ def join_group(settings: RankSettings, meeting: str) -> None:
         dist.destroy_process_group()
     # A file, not a port: nothing to collide with, and no other user of the machine can connect to it.
     rendezvous = (Path(settings.folder) / meeting).as_uri()
-    device = join(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)
+    device = join_default_group(
+        settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous
+    )
     if device.type == "cuda":
         from ..core.gpus import stay_near
 

@@ -22,10 +22,18 @@ from .._version import library_versions
 from ..errors import ConfigError, RankFailed
 from . import failures
 from .backend import OnMessage, StayingRanks, Watch
-from .collect import GRACE, Collector
-from .devices import DeviceChoice, DeviceKind, check_timeout, interface_of, join, stay_on_loopback, use_interface
+from .collect import CAUSE_TIMEOUT, Collector
+from .devices import (
+    DeviceChoice,
+    DeviceKind,
+    check_timeout,
+    interface_of,
+    join_default_group,
+    stay_on_loopback,
+    use_interface,
+)
 from .failures import Failure, of_exception
-from .meeting import SAME
+from .meeting import COMPARED_VERSIONS
 from .messages import encode, encode_call
 
 # Seconds.
@@ -33,7 +41,7 @@ START_LIMIT = 300.0  # for Ray to find room, for all ranks to import what they n
 LOST_LIMIT = 30.0  # for Ray to notice that a host is gone
 CONNECT_LIMIT = 10.0  # for the cluster to answer
 CLOSE_LIMIT = 5.0  # for actors to end
-LOOK = 1.0  # between looks at what is not a message
+POLL_SECONDS = 1.0  # between looks at what is not a message
 WHERE_LIMIT = 2.0  # for a rank to say where it is
 
 
@@ -121,7 +129,7 @@ class RayRanks(StayingRanks):
         facts = self._all([actor.facts.remote() for actor in self._actors], "start")
         ours = library_versions()
         for place in facts:
-            if other := [name for name in SAME if place["versions"].get(name) != ours.get(name)]:
+            if other := [name for name in COMPARED_VERSIONS if place["versions"].get(name) != ours.get(name)]:
                 name = other[0]
                 raise ConfigError(
                     f"host {place['host']} has {name} {place['versions'].get(name)}, and this one {ours.get(name)}; "
@@ -229,7 +237,7 @@ class RayRanks(StayingRanks):
             actor.call.options(num_returns="streaming").remote(call): rank for rank, actor in enumerate(self._actors)
         }
         while seconds := collector.tick(time.monotonic()):
-            ready, _ = self._ray.wait(list(streams), num_returns=1, timeout=min(seconds, LOOK))
+            ready, _ = self._ray.wait(list(streams), num_returns=1, timeout=min(seconds, POLL_SECONDS))
             for stream in ready:
                 kind, content = self._next(stream, streams[stream])
                 collector.take(streams[stream], kind, content)
@@ -266,7 +274,7 @@ def _grace(failed: Collection[Failure]) -> float:
     """Seconds to wait for more after these failures."""
     # A connection that broke may be a host that is gone, which Ray takes a while to notice.
     broken = all(failure.weight and "timed out" not in failure.what.lower() for failure in failed)
-    return LOST_LIMIT if broken else GRACE
+    return LOST_LIMIT if broken else CAUSE_TIMEOUT
 
 
 class _Rank:
@@ -315,7 +323,7 @@ class _Rank:
         self._rank = rank
         store = self._store if rank == 0 else _store()(address, port, is_master=False, timeout=timedelta(0, timeout))
         # Ray shows each rank its own GPU only.
-        join(device, rank, world_size, 0, timeout, store)
+        join_default_group(device, rank, world_size, 0, timeout, store)
 
     def call(self, data: bytes) -> Iterator[tuple[str, Any]]:
         """Answer a call: messages, and then ``("answer", pickled)`` or ``("failure", Failure)``."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError, RankFailed
 from .backend import Launcher, OnMessage, Watch
-from .devices import DeviceChoice, DeviceKind, check_timeout, join, resolve_device, stay_on_loopback
+from .devices import DeviceChoice, DeviceKind, check_timeout, join_default_group, resolve_device, stay_on_loopback
 from .failures import lost_peer
 from .meeting import Meeting, meet, not_joined
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
 
 # Seconds for the rank that has failed to end before those that have only lost it.
-GRACE = 10.0
+EXIT_DELAY = 10.0
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 class TorchrunRank(NamedTuple):
@@ -42,21 +42,21 @@ def torchrun_rank() -> TorchrunRank | None:
     Raises:
         ConfigError: only some of the variables are set, or one is not a number.
     """
-    there = [name for name in NAMES if name in os.environ]
+    there = [name for name in RANK_VARIABLES if name in os.environ]
     if there in ([], ["WORLD_SIZE"], ["RANK", "WORLD_SIZE"]):
         return None
-    missing = [name for name in NAMES if name not in there]
+    missing = [name for name in RANK_VARIABLES if name not in there]
     names = " and ".join(there)
     if missing:
         raise ConfigError(
             f"{names} {'is' if len(there) == 1 else 'are'} set, as in a rank of torchrun, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not; start this with torchrun, or unset {names}"
         )
-    values = {name: os.environ[name] for name in (*NAMES, "LOCAL_WORLD_SIZE") if name in os.environ}
+    values = {name: os.environ[name] for name in (*RANK_VARIABLES, "LOCAL_WORLD_SIZE") if name in os.environ}
     for name, value in values.items():
         if not (value.isascii() and value.isdigit()):
             raise ConfigError(f"{name}={value!r} is not a number; start this with torchrun, or unset {names}")
-    rank, world_size, local_rank = (int(values[name]) for name in NAMES)
+    rank, world_size, local_rank = (int(values[name]) for name in RANK_VARIABLES)
     # Without it all may be here, or on other hosts: then the address at which they meet shows it.
     local_size = int(values.get("LOCAL_WORLD_SIZE", local_rank + 1))
     alone = "LOCAL_WORLD_SIZE" in values and local_size == world_size
@@ -106,7 +106,7 @@ def _join(timeout: float, device: DeviceChoice) -> tuple[torch.device, Meeting |
     met = None if dist.is_initialized() else meet(there.rank, there.world_size, timeout)
     rendezvous = "env://" if met is None else met.store
     try:
-        return join(kind, there.rank, there.world_size, there.local_rank, timeout, rendezvous), met
+        return join_default_group(kind, there.rank, there.world_size, there.local_rank, timeout, rendezvous), met
     except RuntimeError as error:
         raise not_joined(there.rank, error) from error
 
@@ -171,7 +171,7 @@ class TorchrunRanks(Launcher):
             if lost_peer(error):
                 # torchrun takes the rank that ends first for the cause, and ends the others: this one takes its time.
                 if self._heartbeat is None:
-                    time.sleep(GRACE)
+                    time.sleep(EXIT_DELAY)
                 elif silent := self._heartbeat.silent():
                     lost = tuple(silent)
                     raise RankFailed(self._heartbeat.describe(lost), lost[0], lost=lost) from error

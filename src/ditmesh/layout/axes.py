@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError
-from .influence import RecordedBlock, along, checked, facts_of, spoilt, why
+from .influence import RecordedBlock, block_facts, changed_along, checked_facts, error_line, spoilt
 from .types import Fold, Stream
 
 # From so many dimensions on, tokens may stand along several: samples, two of tokens, channels.
@@ -24,10 +24,10 @@ def folds_of(ran: RecordedBlock, streams: tuple[Stream, ...]) -> tuple[Fold, ...
     """
     if any(isinstance(v, Tensor) and v.dim() >= _DIMENSIONS and _returned(ran, v) for v in ran.leaves.values()):
         try:
-            found = facts_of(ran.fresh(), streams)
-            plain = bool(found.streams) and bool(checked(ran.fresh(), found))
+            found = block_facts(ran.fresh(), streams)
+            plain = bool(found.streams) and bool(checked_facts(ran.fresh(), found))
         except Exception as error:
-            why(error)
+            error_line(error)
             plain = False
         main = None if plain else _along_several(ran)
         if main is not None:
@@ -69,17 +69,17 @@ def _follows(ran: RecordedBlock, path: str, value: Tensor, place: int, dim: int)
     except LayoutError:
         raise
     except Exception as error:
-        why(error)
+        error_line(error)
         return False
-    return torch.equal(along(touched.results[place], dim), places) and touched.some_queries
+    return torch.equal(changed_along(touched.results[place], dim), places) and touched.some_queries
 
 
 def _along_one(ran: RecordedBlock, streams: tuple[Stream, ...]) -> Fold | None:
     """The tokens of the main stream, which need not be folded."""
     try:
-        found = streams or facts_of(ran.fresh(), streams).streams
+        found = streams or block_facts(ran.fresh(), streams).streams
     except Exception as error:
-        why(error)
+        error_line(error)
         return None
     if not found or not isinstance(ran.leaves.get(found[0].arg), Tensor) or not found[0].returned:
         return None
@@ -117,12 +117,12 @@ def _for_several(ran: RecordedBlock, main: Fold, path: str, value: Tensor, dim: 
         try:
             touched = ran.touched({path: spoilt(value, dim, places)})
         except Exception as error:
-            why(error)
+            error_line(error)
             return False
         changed = touched.results[main.results[0]]
         if changed is None or changed.dim() != tokens.dim():
             return False
-        there = along(changed.flatten(main.dim, main.dim + main.axes - 1), main.dim)
+        there = changed_along(changed.flatten(main.dim, main.dim + main.axes - 1), main.dim)
         if not torch.equal(there, places.repeat_interleave(length // size)):
             return False
     return True

@@ -25,7 +25,7 @@ from ..core.patching import Patch
 from ..parts.own_tokens import PerToken
 from .folds import Folding
 from .forms import objects_in
-from .influence import along, differs, off_by, spoilt, tolerance
+from .influence import changed_along, differs, off_by, spoilt, tolerance
 from .types import Cut, Region, Stream
 
 _RANKS = 2
@@ -225,7 +225,7 @@ class _ListsInOne:
     def _hit(self, after: Mapping[str, Tensor], old: Mapping[str, Tensor], dims: Mapping[str, int]) -> Tensor:
         """The main stream's tokens with which something differs that a block is given."""
         # A block that does not return the stream shows nothing of it: the last one may leave it out.
-        changed = [along(differs(after[name], old[name]), dim) for name, dim in dims.items() if name in old]
+        changed = [changed_along(differs(after[name], old[name]), dim) for name, dim in dims.items() if name in old]
         fitting = [hit for hit in changed if len(hit) == self.length]
         return torch.stack(fitting).any(0) if fitting else torch.zeros(self.length, dtype=torch.bool)
 

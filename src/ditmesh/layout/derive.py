@@ -27,17 +27,17 @@ from .influence import (
     Facts,
     Listener,
     RecordedBlock,
-    checked,
+    block_facts,
+    checked_facts,
     computed,
     differs,
-    facts_of,
+    error_line,
     length_of,
     off_by,
     spoilt,
     tolerance,
-    why,
 )
-from .outside import LeftBehind, Traces, leaves_of, name_of
+from .outside import LeftBehind, Traces, name_of_memory, tensor_leaves
 from .types import LOCAL, Attention, Count, Cut, Fold, Leaf, Region, Stream, TokenLayout
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class _Observer:
             self._refuse_outside(site, put, traces)
             # Before other runs have something else kept in its place.
             asked = [t for one in listener.asked for t in (one.q, one.k, one.v, one.mask, one.out)]
-            suspect = traces is not None and bool(traces.kept(leaves_of((output, asked))))
+            suspect = traces is not None and bool(traces.kept(tensor_leaves((output, asked))))
             self._look(RecordedBlock(site, block, arguments.copy(), output, listener.asked, written), path, sources)
             if traces is not None and not hasattr(block, "_diffusers_hook"):
                 again = RecordedBlock(site, block, arguments, None, [], written)
@@ -138,7 +138,9 @@ class _Observer:
         except LayoutError as error:
             self.failed[path] = error
         except Exception as error:
-            self.failed[path] = LayoutError(f"{site} cannot be run with other arguments ({why(error)}); {WAY_OUT}")
+            self.failed[path] = LayoutError(
+                f"{site} cannot be run with other arguments ({error_line(error)}); {WAY_OUT}"
+            )
         finally:
             self._busy = False
 
@@ -150,8 +152,8 @@ class _Observer:
             )
         if traces is not None and traces.written:
             raise LayoutError(
-                f"{site} writes to {name_of(self.model, traces.written[0])}, where every rank would leave what it has "
-                f"made of its own tokens; {WAY_OUT}"
+                f"{site} writes to {name_of_memory(self.model, traces.written[0])}, where every rank would leave "
+                f"what it has made of its own tokens; {WAY_OUT}"
             )
 
     def leave(self) -> Traces | None:
@@ -198,7 +200,7 @@ class _Observer:
         self.lengths[site] = {stream.name: length_of(ran, stream) for stream in facts.streams}
         if facts.streams:
             self._note_written(ran, path, [stream.arg for stream in returned])
-            facts = self._known[key] = checked(ran, facts)
+            facts = self._known[key] = checked_facts(ran, facts)
             self._note_tokens(ran, path, facts, sources)
         kinds = tuple(
             (p, dtype_class(v.dtype), v.dim()) if isinstance(v, Tensor) else (p, "count", 0)
@@ -215,7 +217,7 @@ class _Observer:
             for mixer in self._known[key].mixers:
                 ran.mix(*mixer)
             return self._known[key]
-        facts = self._known[key] = facts_of(ran, key[1])
+        facts = self._known[key] = block_facts(ran, key[1])
         if ran.note and not facts.streams:
             self.notes.append(ran.note)
         return facts
@@ -258,7 +260,7 @@ def _changed(value: Tensor, version: Tensor | int) -> bool:
     return value._version != version
 
 
-def derive(
+def derive_layout(
     model: nn.Module,
     call: Mapping[str, Any],
     run: Callable[..., Any] | None = None,
@@ -309,7 +311,7 @@ def derive(
 
 
 @contextlib.contextmanager
-def bare(model: nn.Module) -> Iterator[None]:
+def without_hooks(model: nn.Module) -> Iterator[None]:
     """The model without hooks and without replaced forwards, so that trial calls have no side effects in them.
 
     Hooks that bring weights, which have a true ``brings_weights``, stay: without them there is nothing to try.
@@ -339,13 +341,13 @@ def bare(model: nn.Module) -> Iterator[None]:
 
 
 def derive_anew(model: nn.Module, lists: Sequence[str], call: Mapping[str, Any]) -> TokenLayout:
-    """The layout of a call of a model that runs in parallel already, with blocks of these lists; see `derive`.
+    """The layout of a call of a model that runs in parallel already, with blocks of these lists; see `derive_layout`.
 
     Raises:
         LayoutError: also if other lists carry the tokens.
     """
-    with bare(model):
-        layout = derive(model, call, lists=lists)[1]
+    with without_hooks(model):
+        layout = derive_layout(model, call, lists=lists)[1]
     found = [region.blocks for region in layout.regions]
     if found != list(lists):
         raise LayoutError(f"the tokens run through {', '.join(found)} instead of {', '.join(lists)}; {WAY_OUT}")
@@ -361,10 +363,10 @@ def derive_rows(
         model: the transformer.
         base: what else is known of it.
         call: the arguments of its forward by name.
-        run: as for `derive`.
+        run: as for `derive_layout`.
     """
     parameters = parameter_names(type(model).forward)
-    with torch.no_grad(), bare(model) if run is None else contextlib.nullcontext():
+    with torch.no_grad(), without_hooks(model) if run is None else contextlib.nullcontext():
         output = (run or model)(**fresh(dict(call)))
         rows = _batch(call, parameters, run or model, output)
     return replace(
@@ -404,8 +406,8 @@ def _layout(
             skeleton = IdentityBlocks(model, regions, observer.ran, run, call)
         except Exception as error:
             raise LayoutError(
-                f"{name} cannot be run with blocks that return the tokens that they are given ({why(error)}), so it "
-                f"reads something of them besides what they return; {WAY_OUT}"
+                f"{name} cannot be run with blocks that return the tokens that they are given ({error_line(error)}), "
+                f"so it reads something of them besides what they return; {WAY_OUT}"
             ) from error
         regions, residuals = examine(skeleton, regions)
         for region in regions:
@@ -667,7 +669,7 @@ def _without_rows(
             with torch.no_grad():
                 after = run(**arguments.kwargs)
         except Exception as error:
-            why(error)
+            error_line(error)
             return set()
         pairs = [(n, pair) for n in range(samples) for pair in zip(_row(output, n), _row(after, n), strict=False)]
         return {n for n, (old, new) in pairs if (changed := differs(new, old)) is not None and changed.any()}
@@ -699,7 +701,7 @@ def _row_holds(
         with torch.no_grad():
             alone = run(**arguments.kwargs)
     except Exception as error:
-        why(error)
+        error_line(error)
         return False
     mine, its = _row(output, number), _row(alone, 0)
     # A result without such a row (a list of fewer items) shows nothing.

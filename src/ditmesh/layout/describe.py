@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from .probe import differences, probe
+from .probe import layout_differences, probe
 from .table import known_models
 from .types import TokenLayout
 
@@ -31,13 +31,13 @@ def model_class(name: str) -> type[Any]:
     return cls
 
 
-def on_meta(name: str, config: dict[str, Any]) -> nn.Module:
+def meta_model(name: str, config: dict[str, Any]) -> nn.Module:
     """The model without storage for its weights: parameters can be counted, nothing can run."""
     with torch.device("meta"):
         return model_class(name).from_config(config)
 
 
-def shortened(name: str, config: dict[str, Any]) -> nn.Module:
+def short_model(name: str, config: dict[str, Any]) -> nn.Module:
     """The model with at most two blocks per list and random weights: enough to probe its layout."""
     short = {key: min(value, 2) if key in DEPTHS and isinstance(value, int) else value for key, value in config.items()}
     generator_state = torch.get_rng_state()
@@ -48,15 +48,15 @@ def shortened(name: str, config: dict[str, Any]) -> nn.Module:
         torch.set_rng_state(generator_state)
 
 
-def checked(name: str, config: dict[str, Any]) -> tuple[TokenLayout, list[str]]:
+def probed_layout(name: str, config: dict[str, Any]) -> tuple[TokenLayout, list[str]]:
     """The layout that a probe of the class derives; sentences on what the reviewed one, if any, says differently.
 
     Raises:
         LayoutError: the probe failed.
     """
-    probed = probe(shortened(name, config))
+    probed = probe(short_model(name, config))
     reviewed = known_models().get(name)
-    return probed, differences(reviewed, probed) if reviewed else []
+    return probed, layout_differences(reviewed, probed) if reviewed else []
 
 
 def as_data(layout: TokenLayout) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..core.arguments import MISSING, Arguments, fields_of
 from ..errors import LayoutError
-from .types import GIVEN, CallForm, Kind, Region, TokenLayout
+from .types import GIVEN, ArgumentKind, CallForm, Region, TokenLayout
 
 WAY_OUT = "write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
 
@@ -51,11 +51,11 @@ def dtype_class(dtype: torch.dtype) -> str:
 
 # Shapes repeat from step to step, and a call is to be recognised in microseconds.
 @lru_cache(maxsize=4096)
-def _kind_of_tensor(dtype: torch.dtype, shape: torch.Size) -> Kind:
+def _kind_of_tensor(dtype: torch.dtype, shape: torch.Size) -> ArgumentKind:
     return (dtype_class(dtype), len(shape), *(size == 1 for size in shape[1:]))
 
 
-def kind_of(value: Any, within: tuple[int, ...] = ()) -> Kind:
+def argument_kind(value: Any, within: tuple[int, ...] = ()) -> ArgumentKind:
     """The kind of an argument: of a tensor its class of dtype and, per dimension but the first, whether it has size 1.
 
     The first is mostly the batch, which may have any size. Flags and texts are of the kind of their value, numbers of
@@ -74,17 +74,17 @@ def kind_of(value: Any, within: tuple[int, ...] = ()) -> Kind:
         return ("itself", len(within) - within.index(id(value)))
     inside = (*within, id(value))
     if isinstance(value, dict):
-        items = ((str(key), kind_of(item, inside)) for key, item in value.items() if item is not None)
+        items = ((str(key), argument_kind(item, inside)) for key, item in value.items() if item is not None)
         return ("dict", tuple(sorted(items)))
     if isinstance(value, list):
         numbers = sum(type(item) is int for item in value)
-        kinds = tuple(sorted({kind_of(item, inside) for item in value}, key=repr))
+        kinds = tuple(sorted({argument_kind(item, inside) for item in value}, key=repr))
         return ("list", kinds, numbers) if numbers else ("list", kinds)
     if isinstance(value, tuple):
-        return ("tuple", tuple(kind_of(item, inside) for item in value))
+        return ("tuple", tuple(argument_kind(item, inside) for item in value))
     if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
         # A cache in another mode is another form.
-        return (type(value).__name__, kind_of(vars(value), inside))
+        return (type(value).__name__, argument_kind(vars(value), inside))
     return type(value).__name__
 
 
@@ -97,7 +97,7 @@ def samples_of(arguments: Arguments) -> int:
 def objects_in(value: Any, within: tuple[int, ...] = ()) -> list[Any]:
     """The custom objects in an argument: what is no tensor, number, text, date, function or collection of them.
 
-    A dataclass is a collection of its fields, unless it keeps more. ``within`` as in `kind_of`.
+    A dataclass is a collection of its fields, unless it keeps more. ``within`` as in `argument_kind`.
     """
     if id(value) in within:
         return []
@@ -173,13 +173,13 @@ def form_of(arguments: Arguments) -> CallForm:
     names = arguments.names
     passed = [(names[n] if n < len(names) else f"*{n}", value) for n, value in enumerate(arguments.args)]
     return frozenset(
-        (name, kind_of(value))
+        (name, argument_kind(value))
         for name, value in (*passed, *arguments.kwargs.items())
         if not (value is None or name in _OF_THE_RESULT or (type(value) is dict and not value))
     ) | {(_SAMPLES, "one" if samples_of(arguments) == 1 else "several")}
 
 
-def in_words(kind: Kind) -> str:
+def in_words(kind: ArgumentKind) -> str:
     """A kind as a message names it."""
     if isinstance(kind, tuple):
         what, *rest = kind

@@ -91,7 +91,7 @@ class Listener(intercept.Observer):
 
 
 def computed(_: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    return intercept.plain()(q, k, v, attn_mask=mask, scale=scale)
+    return intercept.original_attention()(q, k, v, attn_mask=mask, scale=scale)
 
 
 @dataclass
@@ -341,7 +341,7 @@ def _changed_rows(new: Tensor, old: Tensor, keys: Tensor) -> Any:
     return changed.any(3, keepdim=True).expand(*changed.shape[:3], keys.shape[3])
 
 
-def along(changed: Tensor | None, dim: int) -> Tensor:
+def changed_along(changed: Tensor | None, dim: int) -> Tensor:
     """Which places along a dimension have changed, on the CPU."""
     if changed is None:
         return torch.zeros(0, dtype=torch.bool)
@@ -363,7 +363,7 @@ def spoilt(value: Tensor, dim: int, places: Tensor) -> Tensor:
     return value.clone().index_copy_(dim, index, other)
 
 
-def why(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """What a model has raised, in a line; what says nothing of its inputs (lost ranks, full memory) is raised again."""
     if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
         raise error
@@ -373,7 +373,7 @@ def why(error: Exception) -> str:
 # --- one block ---------------------------------------------------------------------------------------------------
 
 
-def facts_of(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
+def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
     """What is to be known of a block's arguments.
 
     Args:
@@ -520,7 +520,7 @@ def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) ->
         edits = {path: spoilt(value, dim, places)}
         while True:
             touched = block.touched(edits)
-            changed = along(touched.results[position], dim)
+            changed = changed_along(touched.results[position], dim)
             if not changed[places].all():
                 break
             if (changed & ~places).any() or any(
@@ -564,10 +564,10 @@ def _culprit(block: RecordedBlock, edits: Mapping[str, Any], places: Tensor) -> 
         results = [differs(new, old) for new, old in zip(made_now, made, strict=False)]
         for changed in (differs(new, old) for new, old in zip(given_now, given, strict=False)):
             for dim in range(0 if changed is None else changed.dim()):
-                if changed is None or not torch.equal(along(changed, dim), places):
+                if changed is None or not torch.equal(changed_along(changed, dim), places):
                     continue
                 follow = [one for one in results if one is not None and one.dim() > dim]
-                if any((along(one, dim) & ~places).any() for one in follow if one.shape[dim] == len(places)):
+                if any((changed_along(one, dim) & ~places).any() for one in follow if one.shape[dim] == len(places)):
                     return name, dim
     return None
 
@@ -664,12 +664,12 @@ def _note_rows(
             ("queries", call.queries, all_of_it.q[number], some_of_it.q[number]),
             ("keys", call.keys, all_of_it.k[number], some_of_it.k[number]),
         ):
-            where = along(by_all, 2).nonzero().flatten().tolist()
+            where = changed_along(by_all, 2).nonzero().flatten().tolist()
             if not where or stream.name in rows:
                 continue
             start, there = where[0], len(where)
             whole = where == list(range(start, start + there))
-            follows = there < length or torch.equal(along(by_some, 2)[start : start + there], places)
+            follows = there < length or torch.equal(changed_along(by_some, 2)[start : start + there], places)
             if not whole or there > length or not follows:
                 raise LayoutError(
                     f"{block.site}: the {stream.name} tokens are not a run of the {what} of attention call {number + 1}"
@@ -695,9 +695,9 @@ def _given_only(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[_
             dim = value.dim() - 2
             everything = torch.ones(value.shape[dim], dtype=torch.bool)
             touched = block.touched({path: spoilt(value, dim, everything)})
-            where = along(touched.k[number], 2).nonzero().flatten().tolist()
+            where = changed_along(touched.k[number], 2).nonzero().flatten().tolist()
             fits = where and where == list(range(where[0], where[0] + value.shape[dim]))
-            if fits and not known[where].any() and not any(along(r, 0).any() for r in touched.results):
+            if fits and not known[where].any() and not any(changed_along(r, 0).any() for r in touched.results):
                 name = "text" if all(s.name != "text" for s in (*streams, *found)) else path
                 stream = Stream(name, path, None, dim, used_after=False, replicate=True, returned=False)
                 found.append(stream)
@@ -764,14 +764,14 @@ def _tokens(block: RecordedBlock, facts: Facts, touched: _Touched, without: Coll
     hits = {stream.name: torch.zeros(length_of(block, stream), dtype=torch.bool) for stream in facts.streams}
     for stream in facts.streams:
         if stream.returned:
-            changed = along(touched.results[stream.out or 0], stream.dim)
+            changed = changed_along(touched.results[stream.out or 0], stream.dim)
             if len(changed):
                 hits[stream.name] |= changed
     for number, call in enumerate(facts.calls):
         if number in without:
             continue
         for rows, changed in ((call.queries, touched.q[number]), (call.keys, touched.k[number])):
-            _note(hits, rows, along(changed, 2))
+            _note(hits, rows, changed_along(changed, 2))
         mask, asked = touched.masks[number], block.asked[number]
         if mask is None or mask.dim() < 1 or mask.shape[-1] != asked.k.shape[2]:
             continue
@@ -830,7 +830,7 @@ def _count(block: RecordedBlock, facts: Facts, path: str, value: int) -> Count |
 # --- the check ---------------------------------------------------------------------------------------------------
 
 
-def checked(block: RecordedBlock, facts: Facts) -> Facts:
+def checked_facts(block: RecordedBlock, facts: Facts) -> Facts:
     """Run a block as each of two ranks would, and compare with all of its tokens.
 
     Returns:
@@ -888,7 +888,9 @@ class _RankCheck:
         except LayoutError:
             raise
         except Exception as error:
-            raise LayoutError(f"{block.site} cannot run on some of its tokens ({why(error)}); {WAY_OUT}") from error
+            raise LayoutError(
+                f"{block.site} cannot run on some of its tokens ({error_line(error)}); {WAY_OUT}"
+            ) from error
         for stream in self.facts.streams:
             if stream.returned and isinstance(whole := block.results[stream.out or 0], Tensor):
                 here = self._part(whole, stream.dim, stream.name)

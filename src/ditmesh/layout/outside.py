@@ -92,7 +92,7 @@ class LeftBehind:
     ) -> None:
         self.site = block.site
         self._block, self._traces, self._streams, self._suspect = block, traces, streams, suspect
-        self._results = leaves_of(output)
+        self._results = tensor_leaves(output)
 
     def where(self, model: nn.Module) -> str:
         """Where tensors are kept that depend on the block's tokens, in words; empty: nowhere."""
@@ -113,7 +113,7 @@ class LeftBehind:
         return found
 
 
-def leaves_of(value: Any) -> list[Tensor]:
+def tensor_leaves(value: Any) -> list[Tensor]:
     """The tensors in a value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -127,7 +127,7 @@ def _place(model: nn.Module, memory: set[int | None]) -> str:
     return "something outside of the model's modules"
 
 
-def name_of(model: nn.Module, tensor: Tensor) -> str:
+def name_of_memory(model: nn.Module, tensor: Tensor) -> str:
     """Name of the model's parameter or buffer that shares a tensor's memory, or what it is otherwise."""
     key = _memory(tensor)
     for name, one in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,4 +1,4 @@
-"""The layout of a transformer without a real call: `derive` on small generated inputs."""
+"""The layout of a transformer without a real call: `derive_layout` on small generated inputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from ..core.arguments import covers
 from ..errors import LayoutError
 from .conventions import CallVariant, Conventions, call_variants
-from .derive import bare, block_lists, derive
-from .influence import why
+from .derive import block_lists, derive_layout, without_hooks
+from .influence import error_line
 from .types import Cut, Region, TokenLayout
 
-# What a model raises when inputs do not fit it. Lost ranks and full memory are RuntimeErrors, too: see `why`.
+# What a model raises when inputs do not fit it. Lost ranks and full memory are RuntimeErrors, too: see `error_line`.
 _MISFITS = (
     RuntimeError,
     ValueError,
@@ -42,15 +42,15 @@ def probe(model: nn.Module) -> TokenLayout:
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), bare(model):
+        with torch.no_grad(), without_hooks(model):
             conventions = _first_way(model, name)
-            layout = derive(model, conventions.inputs(conventions.size))[1]
+            layout = derive_layout(model, conventions.inputs(conventions.size))[1]
             return replace(_joined(layout, _with_timestep_per_token(model, conventions.way)), source="probed")
     except LayoutError:
         raise
     except _MISFITS as error:
         raise LayoutError(
-            f"the probe of {name} cannot follow its blocks ({why(error)}); write a layout "
+            f"the probe of {name} cannot follow its blocks ({error_line(error)}); write a layout "
             "(see docs/layouts.md) and pass it as parallelize(..., layout=...)"
         ) from error
     finally:
@@ -74,7 +74,7 @@ def _first_way(model: nn.Module, name: str) -> Conventions:
         except LayoutError as error:
             missing = missing or str(error)
         except _MISFITS as error:
-            reason = why(error)
+            reason = error_line(error)
             if len(ran) > farthest[0]:
                 left = ", ".join(conventions.left_out(conventions.size))
                 described = f"with {way}" + (f", without {left}" if left else "")
@@ -91,9 +91,9 @@ def _with_timestep_per_token(model: nn.Module, way: CallVariant) -> TokenLayout 
     """The layout of calls with a timestep per token, for models that take one."""
     try:
         conventions = Conventions(model, replace(way, per_token=True))
-        return derive(model, conventions.inputs(conventions.size))[1]
+        return derive_layout(model, conventions.inputs(conventions.size))[1]
     except (LayoutError, *_MISFITS) as error:
-        why(error)
+        error_line(error)
         # Most models take one timestep per sample, and say no to more in many ways.
         return None
 
@@ -113,7 +113,7 @@ def _joined(layout: TokenLayout, other: TokenLayout | None) -> TokenLayout:
     return replace(layout, regions=tuple(regions), calls=tuple(dict.fromkeys((*layout.calls, *other.calls))))
 
 
-def differences(reviewed: TokenLayout, probed: TokenLayout) -> list[str]:
+def layout_differences(reviewed: TokenLayout, probed: TokenLayout) -> list[str]:
     """The differences between two layouts of one class, one sentence each; empty if they agree.
 
     A reviewed layout may know arguments that the probe's inputs did not bring up; it may not miss one.

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from ..errors import InputError
 
-# What an argument is, as far as a model may treat it otherwise for it (`ditmesh.layout.forms.kind_of`).
-Kind = Hashable
+# What an argument is, as far as a model may treat it otherwise for it (`ditmesh.layout.forms.argument_kind`).
+ArgumentKind = Hashable
 # Name and kind of every argument of one call of a transformer.
-CallForm = frozenset[tuple[str, Kind]]
+CallForm = frozenset[tuple[str, ArgumentKind]]
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class TokenLayout:
     residuals: tuple[tuple[str, Cut], ...] = ()
     between: tuple[str, ...] = ()
     rows: bool = True
-    calls: tuple[tuple[tuple[str, Kind], ...], ...] = ()
+    calls: tuple[tuple[tuple[str, ArgumentKind], ...], ...] = ()
     source: str = "reviewed"
 
     def save(self, path: str | Path) -> None:

@@ -11,12 +11,12 @@ from typing import BinaryIO
 from ..errors import InputError, reason_of
 
 # Bytes of an image or video, at most.
-MOST_BYTES = 2**30
+MAX_FILE_BYTES = 2**30
 # Bytes read at a time where little is asked for: heads of images are short.
 _BUFFER = 4096
 
 
-def open_part(path: str | Path, name: str, offset: int = 0, length: int = -1, most: int = MOST_BYTES) -> BinaryIO:
+def open_part(path: str | Path, name: str, offset: int = 0, length: int = -1, most: int = MAX_FILE_BYTES) -> BinaryIO:
     """A regular file, or ``length`` bytes of it from ``offset`` on, for reading and seeking; nothing is read yet.
 
     Args:
@@ -54,7 +54,7 @@ def open_part(path: str | Path, name: str, offset: int = 0, length: int = -1, mo
     return io.BufferedReader(_Part(file, offset, size), _BUFFER)
 
 
-def read_whole(path: str | Path, name: str, most: int = MOST_BYTES) -> bytes:
+def read_whole(path: str | Path, name: str, most: int = MAX_FILE_BYTES) -> bytes:
     """The bytes of a regular file. Raises as `open_part` does."""
     with open_part(path, name, most=most) as file:
         try:

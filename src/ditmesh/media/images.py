@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Names that images have. Animated ones are videos as well.
-SUFFIXES = (
+IMAGE_SUFFIXES = (
     ".png", ".apng", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm"
 )  # fmt: skip
 # Pillow's formats that are read. Some other formats start programs (EPS), or are not single images.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000", "PPM")
+READ_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000", "PPM")
 # Pixels of an image, at most.
 MOST_PIXELS = 2**27
 
@@ -54,7 +54,7 @@ def is_image(head: bytes) -> bool:
 
 
 def read_image(
-    file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = FORMATS
+    file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = READ_FORMATS
 ) -> Image:
     """The image in a file, upright sRGB; of an animation the first frame.
 
@@ -73,7 +73,7 @@ def read_image(
 
 
 def read_mask(
-    file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = FORMATS
+    file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = READ_FORMATS
 ) -> Image:
     """The mask in a file, L: white is what is generated. Arguments and errors as of `read_image`.
 
@@ -139,7 +139,7 @@ def as_mask(image: Image, name: str) -> Image:
 
 @contextmanager
 def opened_image(
-    file: BinaryIO, name: str, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = FORMATS
+    file: BinaryIO, name: str, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = READ_FORMATS
 ) -> Iterator[Any]:
     """Pillow's image of which the head is read; what Pillow raises in the block becomes an `InputError`."""
     from PIL import Image, UnidentifiedImageError

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 # Names of files that PyAV reads; animated images are Pillow's.
-SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v")
 # Pixels of all frames of a video.
 MOST_VIDEO_PIXELS = 2**30
 

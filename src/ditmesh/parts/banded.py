@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from ..comm import Link
 from ..errors import DitmeshError
 from .band import Band
-from .families import family_of, is_composite, is_view
-from .part import PartOperation, PartTensor, on_meta
+from .families import is_composite, is_view, op_family
+from .part import PartOperation, PartTensor, meta_like
 
 
 class Uncut(DitmeshError, RuntimeError):
@@ -36,7 +36,7 @@ class Held(NamedTuple):
 
 # What a rule returns: for each result its part, or the whole tensor; None: the operation needs whole tensors.
 Outcome = Any
-Rule = Callable[["Operation"], Outcome]
+BandRule = Callable[["Operation"], Outcome]
 
 
 class Bands:
@@ -52,7 +52,7 @@ class Bands:
     """
 
     def __init__(
-        self, link: Link, rules: Mapping[Any, Rule], functions: Mapping[str, Callable[..., Any]] | None = None
+        self, link: Link, rules: Mapping[Any, BandRule], functions: Mapping[str, Callable[..., Any]] | None = None
     ) -> None:
         self.link, self.rules, self.functions = link, rules, functions or {}
         self.whole: Counter[str] = Counter()
@@ -84,7 +84,7 @@ class Bands:
     def cut(self, whole: Tensor, dim: int, rows: tuple[int, ...]) -> Banded:
         """This rank's rows of a tensor that every rank has."""
         band = Band(dim, rows)
-        return Banded(band.partition.copy(whole, dim, self.rank), band, on_meta(whole), self)
+        return Banded(band.partition.copy(whole, dim, self.rank), band, meta_like(whole), self)
 
     def joined(self, local: Tensor, band: Band) -> Tensor:
         """The whole tensor of which this rank holds ``local``. Collective."""
@@ -174,7 +174,7 @@ class Banded(PartTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = Operation(func, args, kwargs or {})
         rules = operation.bands.rules
-        rule = rules.get(func.overloadpacket) or rules.get(family_of(func))
+        rule = rules.get(func.overloadpacket) or rules.get(op_family(func))
         if rule is None and is_composite(func):
             # Inference mode hands operations that consist of others over whole.
             return func.decompose(*args, **(kwargs or {}))
@@ -248,7 +248,7 @@ class Operation(PartOperation[Banded]):
             if one.shape != first.shape or one.layout != torch.strided:
                 return bands.lend(one) if is_view(self.func) else one
             local = first.band.partition.copy(one, first.band.dim, bands.rank)
-            return Banded(local, first.band, on_meta(one), bands, is_view(self.func))
+            return Banded(local, first.band, meta_like(one), bands, is_view(self.func))
 
         return tree_map(cut, result)
 

@@ -1,6 +1,6 @@
 """The rules of torch operations on bands of rows, as data where possible.
 
-`RULES` maps operations of aten to rules. Most operations are in one of a few families:
+`BAND_RULES` maps operations of aten to rules. Most operations are in one of a few families:
 
 - *pointwise*: a rank computes its own rows (everything that torch itself tags as pointwise, and `_LIKE_POINTWISE`);
 - *along*: the operation works along some dimensions, which it names in an argument; local if rows are not among them;
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.intercept import sdpa
 from .band import Band
-from .banded import Banded, Bands, Held, Operation, Outcome, Rule
+from .banded import Banded, BandRule, Bands, Held, Operation, Outcome
 from .families import OpFamily, aten, packets
 from .part import dims_of, whole_of
 
@@ -70,7 +70,7 @@ def pointwise(op: Operation) -> Outcome:
 # --- along some dimensions ----------------------------------------------------------------------------------
 
 
-def along(name: str) -> Rule:
+def along(name: str) -> BandRule:
     """Rule of an operation along the dimensions in an argument (a number, several, or None: all of them)."""
     return lambda op: _beside_rows(op, dims_of(op[name], op.parts[0].dim()))
 
@@ -217,7 +217,7 @@ def enlarged(op: Operation) -> Outcome:
 # --- windows ------------------------------------------------------------------------------------------------
 
 
-def padded(name: str) -> Rule:
+def padded(name: str) -> BandRule:
     """Rule of a padding with sizes in an argument: rows are put before the first and behind the last.
 
     Those that are copies of rows ("reflect") have to be on one rank with these.
@@ -460,7 +460,7 @@ _POOLS = {aten.avg_pool2d: 2, aten.avg_pool3d: 3}
 _REFLECTIONS = {aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d}
 
 
-RULES: dict[Any, Rule] = {
+BAND_RULES: dict[Any, BandRule] = {
     OpFamily.POINTWISE: pointwise,
     OpFamily.REDUCTION: along("dim"),
     OpFamily.PRODUCT: multiplied,
@@ -501,4 +501,4 @@ RULES: dict[Any, Rule] = {
 }
 
 # Functions of torch as they are called, before it takes them apart.
-FUNCTIONS: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": attention}
+FUNCTION_RULES: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": attention}

@@ -56,7 +56,7 @@ _FAMILIES = {
     for packet in packets(names)
 }
 # Of functions and methods as a program calls them.
-FUNCTIONS: dict[Callable[..., Any], OpFamily] = {
+FUNCTION_FAMILIES: dict[Callable[..., Any], OpFamily] = {
     getattr(home, name): family
     for home, family, names in (
         (
@@ -82,7 +82,7 @@ FUNCTIONS: dict[Callable[..., Any], OpFamily] = {
 
 
 @cache
-def family_of(func: Any) -> OpFamily | None:
+def op_family(func: Any) -> OpFamily | None:
     """The family of an operation of aten."""
     pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     return _FAMILIES.get(func.overloadpacket, OpFamily.POINTWISE if pointwise else None)

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .families import OpFamily, family_of, is_composite, is_view
-from .part import PartOperation, PartTensor, dims_of, on_meta, whole_of
+from .families import OpFamily, is_composite, is_view, op_family
+from .part import PartOperation, PartTensor, dims_of, meta_like, whole_of
 
 # Owner of an element that all versions have: it depends on no patch.
-COMMON = -1
+SHARED_OWNER = -1
 
 # A chain of operations that was not read is computed when it gets this long: Python's stack is finite.
 _LONGEST_CHAIN = 100
@@ -67,7 +67,7 @@ class Owners:
     """Which patch every element of a tensor belongs to.
 
     Attributes:
-        of: int16, of the tensor's shape: number of the patch, or `COMMON`.
+        of: int16, of the tensor's shape: number of the patch, or `SHARED_OWNER`.
         patches: how many patches there are, M.
         lasting: whether the same map comes again in every step. One that does not (tokens picked by a tensor of
             indices) is not remembered by those that do.
@@ -83,12 +83,12 @@ class Owners:
     @cached_property
     def present(self) -> tuple[int, ...]:
         """The patches that own an element, in order."""
-        return tuple(patch for patch in self.of.unique().tolist() if patch != COMMON)
+        return tuple(patch for patch in self.of.unique().tolist() if patch != SHARED_OWNER)
 
     def indices(self, patch: int) -> Tensor:
         """Where the elements of a patch, and those common to all, are in the flattened tensor: int64 (n,)."""
         flat = self.of.reshape(-1)
-        return self.made(("indices", patch), lambda: ((flat == patch) | (flat == COMMON)).nonzero().flatten())
+        return self.made(("indices", patch), lambda: ((flat == patch) | (flat == SHARED_OWNER)).nonzero().flatten())
 
     def made(self, key: Any, make: Callable[[], Any], others: Sequence[Owners] = ()) -> Any:
         """The result of ``make`` from this map and others, remembered under ``key`` unless one of those is passing."""
@@ -116,7 +116,7 @@ class Owners:
         def make() -> Owners | None:
             if torch.equal(self.of, other.of):
                 return self
-            clash = (self.of != other.of) & (self.of != COMMON) & (other.of != COMMON)
+            clash = (self.of != other.of) & (self.of != SHARED_OWNER) & (other.of != SHARED_OWNER)
             return None if bool(clash.any()) else Owners(torch.maximum(self.of, other.of), self.patches)
 
         return self if self is other else self.made(("union", id(other)), make, [other])
@@ -126,7 +126,7 @@ class Owners:
 
         def make() -> Owners | None:
             top = self.of.amax(dims, keepdim=True)
-            if not bool(((self.of == top) | (self.of == COMMON)).all()):
+            if not bool(((self.of == top) | (self.of == SHARED_OWNER)).all()):
                 return None
             return Owners(top if keepdim else self.of.amax(dims), self.patches)
 
@@ -218,7 +218,7 @@ class LazyPatches(PartTensor):
     def shared_out(self, function: Callable[[Tensor], list[Tensor]], count: int) -> list[Tensor]:
         """As `sent_through`, for a function that returns ``count`` tensors like this one, with the same owners."""
         return [
-            LazyPatches(on_meta(self), self.device, self.owners, versions, self._assemble)
+            LazyPatches(meta_like(self), self.device, self.owners, versions, self._assemble)
             for versions in _deferred(function, [self], count)
         ]
 
@@ -257,7 +257,7 @@ class LazyPatches(PartTensor):
             return _in_place(func, args, kwargs)
         operation = _Operation(func, args, kwargs)
         if operation.parts and not mutated:
-            family = family_of(func)
+            family = op_family(func)
             if family is OpFamily.SHAPE:
                 lazy = operation.args[0]
                 stand_in = torch.empty_strided(lazy.shape, _dense(lazy), dtype=lazy.dtype, device=lazy.device)
@@ -338,7 +338,7 @@ class _Operation(PartOperation[LazyPatches]):
 
     def by_version(self) -> Any:
         """The result as lazy tensors; None if it cannot be computed version by version."""
-        rule = _RULES.get(family_of(self.func)) if self.of_one_source else None
+        rule = _RULES.get(op_family(self.func)) if self.of_one_source else None
         if rule is None:
             return None
         try:
@@ -394,7 +394,7 @@ class _Operation(PartOperation[LazyPatches]):
         """Rule of an operation that only moves elements: the map moves alike."""
         first = self.parts[0].owners
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        joins = family_of(self.func) is OpFamily.JOIN
+        joins = op_family(self.func) is OpFamily.JOIN
         if not joins and (tensors[0] is not self.parts[0] or len(self.parts) > 1):
             # A plain tensor that is indexed by a lazy one.
             return None
@@ -405,7 +405,7 @@ class _Operation(PartOperation[LazyPatches]):
             if isinstance(leaf, LazyPatches):
                 return leaf.owners.of
             if isinstance(leaf, Tensor) and joins:
-                return torch.full(leaf.shape, COMMON, dtype=torch.int16, device=leaf.device)
+                return torch.full(leaf.shape, SHARED_OWNER, dtype=torch.int16, device=leaf.device)
             return leaf
 
         def make() -> list[Owners] | None:
@@ -464,7 +464,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
     alone = target._origin is None and not any(reference() is not None for reference in target._views)
     if target._whole is None and alone:
         operation = _Operation(func, args, kwargs)
-        if family_of(func) is OpFamily.POINTWISE and operation.of_one_source:
+        if op_family(func) is OpFamily.POINTWISE and operation.of_one_source:
             owners = operation.elementwise([target])
             if owners is not None:
 

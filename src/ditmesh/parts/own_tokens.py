@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..core.partition import Partition
-from .families import FUNCTIONS, OpFamily
+from .families import FUNCTION_FAMILIES, OpFamily
 from .part import PartTensor, dims_of, whole_of
 
 # What is answered without any elements.
@@ -119,7 +119,7 @@ class OwnTokens(PartTensor):
 
     def _by_token(self, func: Callable[..., Any], args: Any, kwargs: Any) -> OwnTokens | None:
         """The result of a function that acts on every token by itself; None of one that may not."""
-        family = FUNCTIONS.get(func)
+        family = FUNCTION_FAMILIES.get(func)
         if family is OpFamily.POINTWISE:
             parts = [self._beside(value) for value in args]
             if any(part is None for part in parts):

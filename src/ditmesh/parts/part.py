@@ -95,14 +95,14 @@ class PartOperation(Generic[P]):
     def likes(self) -> Any:
         """The results on one device: shapes, strides and dtypes, as tensors without memory."""
         if self._likes is None:
-            args, kwargs = tree_unflatten([on_meta(leaf) for leaf in self.leaves], self.form)
+            args, kwargs = tree_unflatten([meta_like(leaf) for leaf in self.leaves], self.form)
             kwargs.pop("device", None)
             kwargs.pop("pin_memory", None)
             self._likes = self.func(*args, **kwargs)
         return self._likes
 
 
-def on_meta(value: Any) -> Any:
+def meta_like(value: Any) -> Any:
     """A tensor's shape, strides and dtype, without memory; anything else as it is."""
     if not isinstance(value, Tensor):
         return value

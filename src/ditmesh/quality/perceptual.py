@@ -18,7 +18,7 @@ from .pictures import as_picture
 if TYPE_CHECKING:
     import torch
 
-NAME = "ST-LPIPS"
+METRIC = "ST-LPIPS"
 HINT = "no perceptual distance: its weights are not installed; pip install stlpips-pytorch==0.0.2"
 
 

@@ -21,11 +21,11 @@ from ..core.patching import put_aside
 from ..core.request import PipelineCall
 from ..engine import ConfigLike, engine_of, parallelize, restore
 from ..engine.follow import CallFollower, CallLead, FollowerFailure, raise_first
-from ..engine.parcels import Parcel, packed, unpacked
+from ..engine.parcels import Parcel, open_parcel, pack_parcel
 from ..engine.targets import device_of
 from ..errors import ConfigError, InputError
 from ..launch import DeviceChoice, HostedRanks
-from ..launch.hosted import STOP_LIMIT
+from ..launch.hosted import STOP_TIMEOUT
 from .copies import CopiedModule, ModuleChange, applied
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Followers:
         timeout: float = DEFAULT_DEADLINE,
         *,
         gpus: Sequence[int] | None = None,
-        stop_limit: float = STOP_LIMIT,
+        stop_limit: float = STOP_TIMEOUT,
         prepare: Callable[[], Any] | None = None,
     ) -> None:
         """Start the other ranks.
@@ -209,7 +209,7 @@ class FollowedModule(ABC):
     def __init__(self, followers: Followers, module: nn.Module) -> None:
         self.followers, self.closed = followers, False
         self._key, self._copied = uuid.uuid4().hex, CopiedModule(module)
-        with packed(module, followers.device) as parcel:
+        with pack_parcel(module, followers.device) as parcel:
             followers.both(_nothing, _take_model, self._key, parcel)
 
     def _begin(
@@ -264,7 +264,7 @@ class FollowedModule(ABC):
                 "restore it and parallelize it again"
             )
         if changes := copied.changes(rewritten):
-            with packed(changes, self.followers.device, copied.numbers) as parcel:
+            with pack_parcel(changes, self.followers.device, copied.numbers) as parcel:
                 self.followers.both(_nothing, _change_model, self._key, parcel)
             copied.note()
 
@@ -490,13 +490,13 @@ def _outcome(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 @reported
 def _take_model(key: str, parcel: Parcel) -> None:
     device = device_of_rank()
-    copies[key] = Copy(unpacked(parcel, device), device)
+    copies[key] = Copy(open_parcel(parcel, device), device)
 
 
 @reported
 def _change_model(key: str, parcel: Parcel) -> None:
     copy = copies[key]
-    changes: list[ModuleChange] = unpacked(parcel, copy.device, list(copy.model.modules()))
+    changes: list[ModuleChange] = open_parcel(parcel, copy.device, list(copy.model.modules()))
     applied(copy.model, changes)
 
 

@@ -19,7 +19,7 @@ from ..launch import DeviceChoice, RankPool
 from ..launch.failures import Failure, rank_failed
 from ..launch.messages import encode_call
 from .pipeline import RemoteCall, RemotePipeline
-from .rank import free, load_pipeline, outcome
+from .rank import free, load_named_pipeline, outcome
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -101,7 +101,7 @@ class Ranks:
             key, generation = uuid.uuid4().hex, self._pool.generation
             try:
                 # Not as an outcome: ranks that wait for one that has failed are ended soon, and not at the timeout.
-                names = self._pool.run(load_pipeline, key, str(folder), config, os.getcwd(), options)[0]
+                names = self._pool.run(load_named_pipeline, key, str(folder), config, os.getcwd(), options)[0]
             except RankFailed as failed:
                 if self._loaded and self._pool.generation != generation:
                     self._pool.close("loading failed on the ranks one by one, which cost other pipelines their groups")

@@ -19,11 +19,11 @@ from .rank import (
     CALLBACK,
     SentArguments,
     call_method,
-    derive,
+    call_pipeline,
+    derive_pipeline,
     free,
-    generate,
-    loaded,
     on_cpu,
+    pipeline_of,
     scheduler_of,
     set_scheduler,
 )
@@ -85,7 +85,7 @@ class RemotePipeline:
         with self._ranks._alone():
             self._check_open()
             owner = RemoteCall(self._ranks._pool, self._bar, self._name, callback, self._on_update)
-            call = encode_call(generate, (self, sent, callback is not None), {})
+            call = encode_call(call_pipeline, (self, sent, callback is not None), {})
             with owner.interruptible():
                 output, states = self._ranks._outcomes(call, owner)[0]
             for generator, state in zip(sent.generators, states, strict=True):
@@ -112,7 +112,7 @@ class RemotePipeline:
             InputError: diffusers has no such pipeline, or it needs components that this one has not.
         """
         key = uuid.uuid4().hex
-        made, parameters = self._run(derive, key, name)
+        made, parameters = self._run(derive_pipeline, key, name)
         self._ranks._loaded.add(key)
         return RemotePipeline(self._ranks, key, made, parameters)
 
@@ -153,7 +153,7 @@ class RemotePipeline:
         self._run(set_scheduler, value)
 
     def __reduce__(self) -> Any:
-        return loaded, (self._key,)
+        return pipeline_of, (self._key,)
 
     def __repr__(self) -> str:
         state = f"on {self._ranks!r}" if self._key in self._ranks._loaded else "closed"

@@ -116,7 +116,7 @@ def outcome(folder: str, call: bytes, report: RankChannel | None = None) -> byte
         return of_exception(dist.get_rank(), error)
 
 
-def load_pipeline(
+def load_named_pipeline(
     key: str, model: str, config: Any, folder: str, options: dict[str, Any]
 ) -> tuple[str, tuple[str, ...]]:
     """Load a pipeline; returns the name of its class and the parameters of its call."""
@@ -126,13 +126,13 @@ def load_pipeline(
     return type(pipe).__name__, parameter_names(type(pipe).__call__)
 
 
-def derive(pipe: Any, key: str, name: str) -> tuple[str, tuple[str, ...]]:
+def derive_pipeline(pipe: Any, key: str, name: str) -> tuple[str, tuple[str, ...]]:
     """Create a pipeline of another class with the same components; returns its name and call parameters."""
     made = _pipelines[key] = PipelineRunner(pipe).as_class(name).pipe
     return name, parameter_names(type(made).__call__)
 
 
-def loaded(key: str) -> Any:
+def pipeline_of(key: str) -> Any:
     """The pipeline of this rank that a `RemotePipeline` stands for."""
     if key not in _pipelines:
         raise ConfigError("this pipeline was closed, or is of other Ranks; use one that these Ranks have loaded")
@@ -161,7 +161,9 @@ def set_scheduler(pipe: Any, scheduler: Any) -> None:
     pipe.scheduler = scheduler
 
 
-def generate(pipe: Any, arguments: SentArguments, steps: bool, report: RankChannel) -> tuple[Any, list[Tensor]] | None:
+def call_pipeline(
+    pipe: Any, arguments: SentArguments, steps: bool, report: RankChannel
+) -> tuple[Any, list[Tensor]] | None:
     """Call the pipeline; returns rank 0's output, and the final states of the generators."""
     rank, device = dist.get_rank(), engine_of(pipe).mesh.device
     say: Callable[[Any], None] = report if rank == 0 else lambda message: None

@@ -28,7 +28,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 46
 LETTER, LINE = 6.4, 13.0
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 4", "10 4")
 MARKS = ("circle", "square", "diamond", "triangle")
-COLOURS = 6
+NUM_COLOURS = 6
 # Points of a line that have room for a mark and a bar each.
 CROWDED = 20
 # Colours of a difference, from none to the largest; lightness rises all the way, so that they are told apart in grey.
@@ -36,7 +36,7 @@ RAMP = ((0, 0, 0), (58, 15, 110), (150, 30, 115), (225, 75, 60), (250, 165, 45),
 # The line between the ranks' parts of an image, (red, green, blue) from 0 to 1.
 BORDER = (0.0, 0.75, 0.75)
 # Letters of a row's name; of a longer one the end is shown.
-LONGEST = 24
+MAX_LABEL = 24
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _stretches(points: Sequence[tuple[float, float, float, float]], log: bool) -
 
 def _drawn(line: Series, number: int, across: _Scale, up: _Scale, x_label: str) -> Iterator[str]:
     """One line of a chart: bands and stretches first, then bars and marks above them."""
-    colour, crowded = f"s{number % COLOURS}", len(line.x) > CROWDED
+    colour, crowded = f"s{number % NUM_COLOURS}", len(line.x) > CROWDED
     bars = zip(line.low, line.high, strict=True) if line.low else repeat((nan, nan), len(line.x))
     points = [(x, y, *ends) for x, y, ends in zip(line.x, line.y, bars, strict=True)]
     for places in _stretches(points, up.log):
@@ -194,7 +194,7 @@ def scatter_chart(points: Sequence[Point], title: str, x_label: str, y_label: st
         tip = escape(f"{number + 1}: {point.name}: {x_label} {point.x:.4g}, {y_label} {point.y:.4g}")
         if number in front:
             parts.append(f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="6"/>')
-        parts.append(_mark(MARKS[group % len(MARKS)], x, y, f"s{group % COLOURS}", tip))
+        parts.append(_mark(MARKS[group % len(MARKS)], x, y, f"s{group % NUM_COLOURS}", tip))
         text = _placed(x, y, (f"{number + 1} · {point.short}", f"{number + 1}"), taken)
         parts.append(text.replace('"label"', '"label point"') if number in front else text)
     header = ("no.", "what", x_label, y_label, "Pareto front")
@@ -272,7 +272,7 @@ def heat_map(grid: ValueGrid, title: str, x_label: str, y_label: str, *, log: bo
     """
     values = [value for row in grid.values for value in row if isfinite(value)]
     shade = _scale(values, 0, 1, True) if log else _Scale(min([0.0, *values]), max([0.0, *values]) or 1.0, 0, 1)
-    names = [name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}" for name in grid.rows]
+    names = [name if len(name) <= MAX_LABEL else f"…{name[1 - MAX_LABEL :]}" for name in grid.rows]
     left = 12 + LETTER * max(map(len, names), default=0)
     cell = min(28.0, max(9.0, 240 / max(1, len(grid.rows))))
     wide = (WIDTH - left - RIGHT) / max(1, len(grid.columns))
@@ -353,7 +353,7 @@ def _dashes(number: int) -> str:
 def _legend(names: Sequence[str], lines: bool = True) -> str:
     items = []
     for number, name in enumerate(names):
-        colour = f"s{number % COLOURS}"
+        colour = f"s{number % NUM_COLOURS}"
         key = f'<path class="line {colour}" d="M0 6H28"{_dashes(number)}/>' if lines else ""
         key += _mark(MARKS[number % len(MARKS)], 14, 6, colour, "")
         drawing = f'<svg width="28" height="12" viewBox="0 0 28 12" aria-hidden="true">{key}</svg>'

@@ -57,15 +57,15 @@ def spelled_out(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
             for number, item in enumerate(value, 1):
                 yield from spelled_out({str(number): item}, full)
         elif value is not None:
-            yield full, plain(value)
+            yield full, setting_text(value)
 
 
-def plain(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """A setting for people: yes and no, numbers, what a list holds; none for None."""
     if value is None or isinstance(value, bool):
         return "none" if value is None else "yes" if value else "no"
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(plain, value))
+        return ", ".join(map(setting_text, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .charts import RAMP, Chart, picture_source
 from .formatting import number_text
-from .report import Report, ReportTable, table
+from .report import Report, ReportTable, filled_table
 
 # Sections of a page that is worth a list of them.
 LISTED = 4
@@ -42,4 +42,4 @@ def as_html(report: Report) -> str:
 
 
 def _numbers(chart: Chart, caption: str) -> ReportTable:
-    return table(chart.header, chart.rows, caption)
+    return filled_table(chart.header, chart.rows, caption)

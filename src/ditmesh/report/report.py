@@ -207,12 +207,12 @@ class Report:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "", keys: int = 1) -> None:
         """A table; the first ``keys`` cells of a row name it. A column without a single entry is left out."""
-        self.blocks.append(table(header, rows, caption, "cards", keys))
+        self.blocks.append(filled_table(header, rows, caption, "cards", keys))
 
     def facts(self, facts: Mapping[str, Any], caption: str = "") -> None:
         """Names and values, settings inside of settings spelled out line by line."""
         rows = [(name, Styled(value, "words")) for name, value in spelled_out(facts)]
-        self.blocks.append(table(("what", "value"), rows, caption, "facts"))
+        self.blocks.append(filled_table(("what", "value"), rows, caption, "facts"))
 
     def downloads(self, files: Sequence[Download]) -> None:
         """Links that save files which lie in the page itself."""
@@ -248,7 +248,7 @@ class Report:
         return path
 
 
-def table(
+def filled_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, look: str = "", keys: int = 1
 ) -> ReportTable:
     """A table without the columns in which no row has anything; the columns that name a row stay."""

@@ -10,7 +10,7 @@ from .report import Paragraph, Points, Report, ReportTable, Section, Styled
 if TYPE_CHECKING:
     from rich.console import Console
 
-COLOURS = {"good": "green", "bad": "red", "unsure": "yellow", "strong": "bold"}
+STYLE_COLOURS = {"good": "green", "bad": "red", "unsure": "yellow", "strong": "bold"}
 
 
 def print_report(report: Report) -> None:
@@ -23,7 +23,7 @@ def print_report(report: Report) -> None:
         if isinstance(block, Section):
             console.print(Text("\n" * (place > 0) + block.title, "bold"), soft_wrap=True)
         elif isinstance(block, Paragraph):
-            parts = ((part, COLOURS.get(part.kind, "")) for part in block.parts)
+            parts = ((part, STYLE_COLOURS.get(part.kind, "")) for part in block.parts)
             console.print(Text.assemble(*parts, style="dim" if block.note else ""), soft_wrap=True)
         elif isinstance(block, Points):
             for text in block.texts:
@@ -48,7 +48,7 @@ def _print_facts(console: Console, table: ReportTable) -> None:
 def _markup(cell: Styled) -> str:
     from rich.markup import escape
 
-    colour = COLOURS.get(cell.kind)
+    colour = STYLE_COLOURS.get(cell.kind)
     return f"[{colour}]{escape(cell)}[/]" if colour else escape(cell)
 
 

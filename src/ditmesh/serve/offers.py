@@ -59,7 +59,7 @@ class ModelSpec:
     memory_limit: float | None = None
 
 
-def kind_of(spec: ModelSpec, card: Mapping[str, Any], request: JobRequest) -> Kind:
+def request_kind(spec: ModelSpec, card: Mapping[str, Any], request: JobRequest) -> Kind:
     """What the steps of a request cost, as far as the request and the model's card say before inputs are read."""
     width, height = request.width or card.get("width") or SIDE, request.height or card.get("height") or SIDE
     frames = (request.frames or card.get("frames") or 1) if card.get("video") else 1
@@ -67,7 +67,7 @@ def kind_of(spec: ModelSpec, card: Mapping[str, Any], request: JobRequest) -> Ki
     return Kind(spec.name, width, height, frames, guidance > 1)
 
 
-def steps_of(spec: ModelSpec, card: Mapping[str, Any], request: JobRequest) -> int:
+def request_steps(spec: ModelSpec, card: Mapping[str, Any], request: JobRequest) -> int:
     """The denoising steps of a request."""
     return request.steps or spec.steps or card.get("steps") or STEPS
 
@@ -151,7 +151,7 @@ class ServedModel:
                 )
         if (request.frames or request.fps) and not self.card.video:
             raise InputError(f"{self.spec.name} generates images, not videos; leave frames and fps out")
-        check_frames(request, self.card)
+        check_format(request, self.card)
 
     def task(self, id: str, job: Job, step: int, owner: str) -> Task:
         """A picture of a job as a scheduler sees it.
@@ -163,10 +163,10 @@ class ServedModel:
             owner: of the job.
         """
         card, request = self.card.model_dump(), job.request
-        total = steps_of(self.spec, card, request)
+        total = request_steps(self.spec, card, request)
         within = request.deadline_ms
         due = None if within is None else job.created + within / 1000
-        kind = kind_of(self.spec, card, request)
+        kind = request_kind(self.spec, card, request)
         left = max(0, total - step)
         return Task(id, kind, left, step > 0, job.created, total, due, owner, priority=request.priority)
 
@@ -176,7 +176,7 @@ class ServedModel:
         return (request.steps or self.card.steps or STEPS) * side[0] * side[1] / 1e6 * (request.frames or 1)
 
 
-def check_frames(request: JobRequest, card: ModelCard) -> None:
+def check_format(request: JobRequest, card: ModelCard) -> None:
     """Reject a file format, or a number of frames, that the model does not generate: pipelines would change it.
 
     Raises:

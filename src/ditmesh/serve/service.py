@@ -20,7 +20,7 @@ from .queue.dispatch import Dispatcher
 from .queue.jobs import JobStore
 from .settings import ServiceSettings
 from .types import Job, JobRequest, ModelCard, ServerState
-from .worker.replicas import LONGEST_BACKOFF, serve_pool
+from .worker.replicas import LONGEST_BACKOFF, serve_adaptive
 
 
 class Service(JobStore):
@@ -60,7 +60,7 @@ class Service(JobStore):
                 spec.config.check_world_size(1 if pooled else settings.devices)
         self._devices = 1 if pooled else settings.devices
         if function is None and pooled:
-            function = serve_pool
+            function = serve_adaptive
         super().__init__(served, folder, settings)
         self._undo = ExitStack()
         ranks = [partial(_ranks, settings, number) for number in range(settings.replicas)]

@@ -19,7 +19,7 @@ from .policy import Decision, Outlook, Past, WarmupPolicy
 from .schedule import even_levels
 
 # Seconds that a failed request waits for pending messages of other ranks.
-PATIENCE = 20.0
+MESSAGE_TIMEOUT = 20.0
 
 
 @dataclass
@@ -201,7 +201,7 @@ class WarmupControl:
         of = self._of.value
         if failed:
             with suppress(RuntimeError):
-                self._forget(timedelta(seconds=PATIENCE))
+                self._forget(timedelta(seconds=MESSAGE_TIMEOUT))
             of.coming.clear()
         elif of.sent < len(of.log.steps):
             self._send()

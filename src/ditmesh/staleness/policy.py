@@ -304,7 +304,7 @@ NEXT_TO_NOTHING = 1.005
 # The least share of news: a second evaluation at one noise level sees other latents, too.
 LEAST_NEWS = 0.05
 # Spread of images around what is being drawn, in units of the latents.
-SPREAD = 0.5
+IMAGE_SPREAD = 0.5
 
 
 def _weight(noise: Sequence[float], step: int) -> float:
@@ -314,7 +314,7 @@ def _weight(noise: Sequence[float], step: int) -> float:
     if here in (after, noise[step - 1] if step else None):
         # A second evaluation at one level: each has half of the move on either side.
         move = (move + abs(noise[step - 1] - here)) / 2 if step else move
-    return move / sqrt((SPREAD * (1 - here)) ** 2 + here**2)
+    return move / sqrt((IMAGE_SPREAD * (1 - here)) ** 2 + here**2)
 
 
 def _news(noise: Sequence[float], step: int) -> float:

@@ -14,7 +14,7 @@ from ..core.patching import Proceed
 from ..errors import LayoutError
 from ..layout import TokenLayout
 from ..layout.between import fresh
-from ..layout.derive import bare
+from ..layout.derive import without_hooks
 from ..layout.forms import form_of, news
 from ..layout.influence import off_by, tolerance
 from ..layout.types import GIVEN, CallForm
@@ -95,10 +95,10 @@ class LayoutCheck:
                 "any more; make the first call after parallelize with these arguments, or use ulysses or ring"
             )
         else:
-            with torch.no_grad(), bare(model):
+            with torch.no_grad(), without_hooks(model):
                 truth = model(*fresh(arguments.args), **fresh(arguments.kwargs))
         output = proceed(arguments)
-        check_same(name, self._context.mesh.world.all_gather_object(difference(output, truth)), self._passed)
+        check_same(name, self._context.mesh.world.all_gather_object(result_error(output, truth)), self._passed)
         self._seen.add(form)
         return output
 
@@ -116,7 +116,7 @@ class LayoutCheck:
 
 
 def check_same(model: str, differences: list[tuple[float, str]], passed: str = PASSED) -> None:
-    """Reject a layout by the `difference` from one device on every rank.
+    """Reject a layout by the `result_error` from one device on every rank.
 
     Args:
         model: the transformer's class.
@@ -141,7 +141,7 @@ def check_same(model: str, differences: list[tuple[float, str]], passed: str = P
         )
 
 
-def difference(output: Any, truth: Any) -> tuple[float, str]:
+def result_error(output: Any, truth: Any) -> tuple[float, str]:
     """The error of a result as a multiple of its dtype's tolerance, and a description of the largest."""
     found, expected = (dict(Arguments((), (value,), {}).leaves()) for value in (output, truth))
     found, expected = ({p: v for p, v in one.items() if isinstance(v, Tensor)} for one in (found, expected))

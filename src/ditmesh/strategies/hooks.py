@@ -25,7 +25,7 @@ from ..layout import Leaf, Region, TokenLayout, layout_of
 from ..layout.derive import derive_anew, derive_rows
 from ..layout.folds import Folding
 from ..layout.forms import Forms, Processors
-from ..layout.influence import why
+from ..layout.influence import error_line
 from ..parts.own_tokens import OwnTokens
 from ..parts.part import whole_of
 from .balance import Balance
@@ -331,7 +331,7 @@ class ModelHooks:
             raise
         except Exception as error:
             # It may lack what earlier calls have left on other ranks.
-            raise LayoutError(f"one rank cannot run it alone ({why(error)})") from error
+            raise LayoutError(f"one rank cannot run it alone ({error_line(error)})") from error
 
     def _sites_of(self, layout: TokenLayout) -> dict[str, BlockSite]:
         """Every block's place by its path, as a layout has it."""

@@ -28,7 +28,7 @@ from ..comm import Link
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.arguments import Arguments, parameter_names
-from ..core.digests import WeightDigests, compared, digest, name_of
+from ..core.digests import WeightDigests, compared, digest, qualified_name
 from ..core.generators import default_states, set_default_states
 from ..errors import InputDifferenceWarning, InputError, shortened
 from .base import CallArguments, Context, Strategy
@@ -41,7 +41,7 @@ from .text_encoders import TextEncoders
 Sections = dict[str, dict[str, str]]
 
 # A message names so many of the things that differ.
-NAMED = 4
+MAX_NAMED = 4
 # Settings about the origin of a component, which do not affect its results.
 _PLACES = ("name_or_path", "transformers_version", "hf_device_map", "deprecation_warnings", "files_loaded")
 
@@ -148,17 +148,17 @@ class AgreedInputs:
         wrong: list[str] = []
         places = [other.place for other in every]
         for which, mine, among in (("pipeline", sections, None), ("parts", parts, places)):
-            differing = differences([getattr(other, which) for other in every], link.ranks, among)
+            differing = rank_differences([getattr(other, which) for other in every], link.ranks, among)
             if differing:
                 # Rare, so another message may find the difference.
                 details = link.all_gather_object({name: mine.get(name, {}) for name in differing})
                 for name, phrase in differing.items():
-                    inside = list(differences([each[name] for each in details], link.ranks, among))
+                    inside = list(rank_differences([each[name] for each in details], link.ranks, among))
                     wrong.append(f"{name} ({phrase}){_in_words(inside)}")
         if self.policy == "strict":
             random = "the default random generator"
             strict = [{**{f"argument {n}": i for n, i in o.inputs.items()}, random: o.generators} for o in every]
-            wrong += [f"{name} ({phrase})" for name, phrase in differences(strict, link.ranks).items()]
+            wrong += [f"{name} ({phrase})" for name, phrase in rank_differences(strict, link.ranks).items()]
         if wrong:
             raise InputError(
                 f"the ranks disagree on {'; '.join(wrong)}. Load the same pipeline and pass the same inputs on every "
@@ -198,7 +198,7 @@ class AgreedInputs:
             else:
                 weights[name] = weight
         return {
-            "pipeline class": {"": name_of(type(self.pipe))},
+            "pipeline class": {"": qualified_name(type(self.pipe))},
             "weights": weights,
             **self._settings(),
             "LoRA adapters": _digests(adapters(self.pipe)),
@@ -218,7 +218,7 @@ class AgreedInputs:
         return sections
 
     def _component(self, value: Any) -> dict[str, Any]:
-        settings = {"": name_of(type(value)), **_configuration(value)}
+        settings = {"": qualified_name(type(value)), **_configuration(value)}
         if hasattr(value, "set_timesteps"):
             hidden = {"_internal_dict", *_passing(type(value))}
             return {**settings, **{name: own for name, own in vars(value).items() if name not in hidden}}
@@ -249,7 +249,7 @@ class AgreedInputs:
     def _warn(self, every: list[_Digests], link: Link) -> None:
         """Say once that inputs were given which are not used."""
         inputs = [{name: given for name, given in other.inputs.items() if given is not None} for other in every]
-        differing = differences(inputs, link.ranks)
+        differing = rank_differences(inputs, link.ranks)
         names = tuple(sorted(differing))
         if link.rank > 0 or not names or names in self._warned:
             return
@@ -307,7 +307,7 @@ def _refuse_failed(failed: Sequence[str], link: Link) -> None:
         raise InputError(f"the ranks cannot compare their calls: {'; '.join(wrong)}; pass plain values and tensors")
 
 
-def differences(
+def rank_differences(
     every: Sequence[Mapping[str, Any]], ranks: Sequence[int], places: Sequence[Any] | None = None
 ) -> dict[str, str]:
     """For every field the ranks disagree on, a phrase that names the ranks.
@@ -340,8 +340,8 @@ def _arguments_in_words(differing: Mapping[str, str]) -> str:
 
 def _in_words(names: Sequence[str]) -> str:
     names = [name for name in names if name]
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f": {', '.join(names[:NAMED])}{more}" if names else ""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f": {', '.join(names[:MAX_NAMED])}{more}" if names else ""
 
 
 def _digest_of(section: Mapping[str, str]) -> str:
@@ -531,7 +531,7 @@ class SameInputs(Strategy):
         """
         link = self.context.mesh.world
         given = {**{f"number {n}": value for n, value in enumerate(arguments.args, 1)}, **arguments.kwargs}
-        return _arguments_in_words(differences(link.all_gather_object({**_digests(given), **others}), link.ranks))
+        return _arguments_in_words(rank_differences(link.all_gather_object({**_digests(given), **others}), link.ranks))
 
     def before_training(self, model: nn.Module, arguments: Arguments) -> None:
         # Exchanges in backward are made where something requires a gradient.

@@ -35,12 +35,12 @@ SUMMED, CERTAIN, HISTORY = 5.0, 3.0, 32
 # with a core it does for some tens of milliseconds.
 SPAN = 0.25
 # Of its share a rank keeps at least this in one move.
-LEAST = 0.5
+MIN_KEPT_SHARE = 0.5
 # Of how much longer the slowest rank took, what may be left once tokens have moved: else they move back, and stay for
 # so many steps at least, and at most.
 HELPED, PAUSE, LONGEST = 0.7, 50, 800
 # Seconds that a failed request waits for times of other ranks.
-PATIENCE = 20.0
+TIMES_TIMEOUT = 20.0
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Watch:
         self._slowest = slowest
         self._before = tuple(share / whole for share in shares), excess
         found = [share / one for share, one in zip(shares, took, strict=True)]
-        least = [share / whole * sum(found) * LEAST for share in shares]
+        least = [share / whole * sum(found) * MIN_KEPT_SHARE for share in shares]
         return evened([max(one, bound) for one, bound in zip(found, least, strict=True)], DEAD_BAND)
 
     def _is_slow(self, over: Sequence[float]) -> bool:
@@ -240,7 +240,7 @@ class StepLoads:
         if coming is not None:
             if failed:
                 with suppress(RuntimeError):
-                    coming(timedelta(seconds=PATIENCE))
+                    coming(timedelta(seconds=TIMES_TIMEOUT))
             else:
                 self._read(coming)
 

@@ -290,7 +290,7 @@ class TiledSequence(SequenceParallel):
                 continue
             if not here.select((stream.name,)).replicated:
                 if tracked(*values):
-                    value = tiled.join(values, stream.dim)
+                    value = tiled.join_tiles(values, stream.dim)
                 else:
                     value = values[0] if here.parts == 1 else torch.cat(values, dim=stream.dim)
                 output = with_result(output, stream, value)

@@ -28,12 +28,12 @@ from ..core.arguments import MISSING, Arguments, covers
 from ..core.clock import CallClock, TransformerCall, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
-from ..core.values import Seen, plain, seen, tracked
+from ..core.values import Seen, is_plain, seen, tracked
 from ..errors import ConfigError, InputError, LayoutError
 from ..forecast.costs.step import Share, StepForecast, Term
 from ..forecast.costs.work import Work, Workload
 from ..layout import TokenLayout
-from ..layout.forms import holds_tensors, kind_of
+from ..layout.forms import argument_kind, holds_tensors
 from ..parts.banded import Banded
 from ..parts.lazy import LazyPatches, Owners
 from .base import Context, ParallelModel, Request, Strategy
@@ -256,7 +256,7 @@ class BatchParallel:
             # Modules do not come and go within a request.
             of.modules = list(self.model.named_modules())
         objects = [(path, value) for path, value in arguments.others() if not isinstance(value, _PLAIN)]
-        state: list[Any] = [(path, kind_of(value)) for path, value in objects]
+        state: list[Any] = [(path, argument_kind(value)) for path, value in objects]
         stateful = any(callable(value) or holds_tensors(value) for _, value in objects)
         for path, module in of.modules:
             # Keys of torch's hooks are never used twice: a hook that is registered again is another one.
@@ -447,7 +447,7 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
 def _alike(one: Seen, other: Seen) -> bool:
     """Whether both are plain tensors of one shape."""
     a, b = one.value, other.value
-    return plain(a) and plain(b) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return is_plain(a) and is_plain(b) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 class BatchRows(Strategy):

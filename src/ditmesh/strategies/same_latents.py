@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..config import ParallelConfig
 from ..core.arguments import MISSING, Arguments
 from ..core.patching import Proceed
-from ..core.values import plain
+from ..core.values import is_plain
 from ..errors import InputError
 from .base import CallArguments, Context, Strategy
 
@@ -28,7 +28,7 @@ SUMS = 13
 LOOKED_AT = 1 << 20
 # How far apart sums of ranks may be, relative to the norm of all elements. Ranks need not round alike: their devices
 # may differ, and some kernels of autoencoders add up in any order.
-TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+SUM_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 ROUGH = 3e-2
 # Where bits are promised: sums of equal bits, on devices that add up in other orders.
 EXACT = 1e-6
@@ -94,8 +94,8 @@ class SameLatents(Strategy):
             latents = arguments.get(arguments.names[0])
             for number, value in enumerate(tree_leaves(latents) if latents is not MISSING else ()):
                 # Patches that are on their way have a type of their own: no rank has all of them.
-                if plain(value) and value.is_floating_point() and value.numel() and not value.is_meta:
-                    self._noted[call.step, number] = sums_of(value), TOLERANCE.get(value.dtype, ROUGH)
+                if is_plain(value) and value.is_floating_point() and value.numel() and not value.is_meta:
+                    self._noted[call.step, number] = sums_of(value), SUM_TOLERANCE.get(value.dtype, ROUGH)
         return proceed(arguments)
 
     def result(self, value: Any) -> Any:
@@ -152,7 +152,7 @@ def _images_in(value: Any) -> Iterator[Tensor]:
             leaf = np.asarray(leaf)
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fui":
             leaf = torch.from_numpy(np.ascontiguousarray(leaf).astype(np.float32, copy=False))
-        if plain(leaf) and leaf.numel() and not leaf.is_complex() and not leaf.is_meta:
+        if is_plain(leaf) and leaf.numel() and not leaf.is_complex() and not leaf.is_meta:
             flat = leaf.detach().reshape(-1)
             step = max(1, flat.numel() // LOOKED_AT)
             yield flat[:: step + (step + 1) % 2].float()

@@ -50,7 +50,7 @@ GATHERING = 3
 # Attention kernels of GPUs take heads of multiples of this width.
 KERNEL_WIDTH = 8
 # One measurement of a block says of ranks that differ by less than this that they are equal: see `loads.evened`.
-UNEVEN = 0.2
+EQUAL_SPEEDS = 0.2
 # A long sequence is cut between multiples of this many tokens: kernels like it, and their edges stay the same.
 UNIT = 16
 
@@ -105,7 +105,9 @@ class SequenceParallel:
         self.passive = self.link.size == 1 and not self.keeps_keys and config.attention in (None, "native")
         # Ranks with slices of the same weights work on the same tokens: all of them have to agree.
         agree = mesh.sequence if mesh.tensor.size == 1 else mesh.world
-        self.balance = Balance(config.speeds, agree, mesh.device, mesh.sequence.size, mesh.sequence.rank, band=UNEVEN)
+        self.balance = Balance(
+            config.speeds, agree, mesh.device, mesh.sequence.size, mesh.sequence.rank, band=EQUAL_SPEEDS
+        )
         # Whether the call in progress has the arguments, timestep and latents apart, of the step before.
         self.steady: Callable[[], bool] = lambda: False
         self._call = _CutTensors()
@@ -432,7 +434,7 @@ class SequenceParallel:
 
         if leaf.rule == "gathered":
             return leaves.gathered(module, self.link, leaf, tokens)
-        undo = leaves.RULES[leaf.rule](
+        undo = leaves.MIXER_RULES[leaf.rule](
             module, self.mesh.sequence, f"{site.path}: {type(module).__name__}", leaf.processor
         )
         if not leaf.processor:
@@ -671,7 +673,7 @@ class ExactSequence(TokenStrategy):
             if one.width % KERNEL_WIDTH:
                 # Queries, keys and values are filled up for every kernel.
                 yield from step.exchanged(3 * config.ring, times)
-        yield from gathered(step)
+        yield from gather_stream(step)
 
 
 def traded(step: StepForecast, pieces: int = 1) -> Iterator[Term]:
@@ -697,7 +699,7 @@ def traded(step: StepForecast, pieces: int = 1) -> Iterator[Term]:
                 yield step.transfer(name, ("ulysses",), "all_to_all", sent, calls * (chunks - 1), beside)
 
 
-def gathered(step: StepForecast) -> Iterator[Term]:
+def gather_stream(step: StepForecast) -> Iterator[Term]:
     """Tokens of all sequence ranks, where a list of blocks ends.
 
     What is sent is what the model makes of every token by itself before it needs them all, of most models the

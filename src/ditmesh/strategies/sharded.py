@@ -25,7 +25,7 @@ from ..comm.link import Transfer
 from ..comm.state import Spec
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, memory, offset_of, rounded_up
-from ..core.alive import PLAIN
+from ..core.alive import PLAIN_TENSORS
 from ..core.arguments import Arguments
 from ..core.patching import CallChain, Patch, Proceed, refuse_loading, refuse_saving
 from ..errors import ConfigError, InputError
@@ -35,14 +35,14 @@ from ..layout import TokenLayout
 from .base import Strategy
 from .caches import diffusers_hooks
 from .pipefusion.passes import StageDone
-from .pipefusion.stages import ABSENT, IN_PIECES, kept_parameters, parts_of, shape_of, whole_or_refused
+from .pipefusion.stages import ABSENT_ATTRIBUTE, IN_PIECES, kept_parameters, parts_of, shape_of, whole_or_refused
 
 # Outside of blocks, linears, convolutions and embeddings from this share of a model's bytes on are in pieces, too.
-LARGE = 1e-3
+MIN_SHARDED_SHARE = 1e-3
 # How much more than its share a rank may hold of a unit, so that no tensor lies on two ranks.
-UNEVEN = 0.02
+MAX_EXCESS = 0.02
 # Gathers that may be under way or waiting for their block.
-AHEAD = 2
+MAX_PENDING_GATHERS = 2
 # The attribute of a model that was read in pieces.
 UNITS = "_ditmesh_units"
 
@@ -80,7 +80,7 @@ class Packed:
         bounds = [0]
         for even in (min(total, rank * share) for rank in range(1, self.ranks)):
             nearest = min(edges, key=lambda edge: abs(edge - even))
-            bounds.append(nearest if bounds[-1] <= nearest and abs(nearest - even) <= UNEVEN * share else even)
+            bounds.append(nearest if bounds[-1] <= nearest and abs(nearest - even) <= MAX_EXCESS * share else even)
         return (*bounds, total)
 
     @cached_property
@@ -171,7 +171,7 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
             own = {n: p for n, p in own.items() if all(other.startswith(f"{path}.") for other in holders[id(p)])}
             runs_with = (path,)
         else:
-            large = isinstance(module, _LAYERS) and sum(map(_bytes_of, own.values())) >= LARGE * total
+            large = isinstance(module, _LAYERS) and sum(map(_bytes_of, own.values())) >= MIN_SHARDED_SHARE * total
             runs_with = tuple(dict.fromkeys(name.rpartition(".")[0] for p in own.values() for name in holders[id(p)]))
             if not large or not all(isinstance(modules[home], _LAYERS) for home in runs_with):
                 continue
@@ -291,7 +291,7 @@ def units_of(model: nn.Module, groups: Iterable[GatherGroup], link: Link) -> lis
         _check_plain(name, model.get_parameter(name), link)
     for group in groups:
         every = [model.get_parameter(name) for name in group.parameters]
-        parameters = [one for one in every if not any(hasattr(part, ABSENT) for part in parts_of(one))]
+        parameters = [one for one in every if not any(hasattr(part, ABSENT_ATTRIBUTE) for part in parts_of(one))]
         found = [part for p in parameters for part in parts_of(p) if part.numel() and part.is_contiguous()]
         parts = [found[number] for number in arranged([part.nbytes for part in found], link.size)]
         if parts:
@@ -312,7 +312,7 @@ def _check_plain(name: str, parameter: Tensor, link: Link) -> None:
             "CPU offloading, or load the model with ditmesh.load()"
         )
     for part in parts_of(parameter):
-        if type(part) not in PLAIN or part.layout is not torch.strided:
+        if type(part) not in PLAIN_TENSORS or part.layout is not torch.strided:
             raise InputError(
                 f"{name} is a {type(part).__name__}, which ranks cannot share out in pieces; use torchao's or plain "
                 "weights, or leave shard out"
@@ -443,7 +443,7 @@ class ShardedWeights:
 
     def _start(self, unit: Unit) -> None:
         """Send this rank's piece, and let the others' come; in the same order on all ranks."""
-        while len(self._pending) >= AHEAD:
+        while len(self._pending) >= MAX_PENDING_GATHERS:
             # Foreseen, and not wanted after all.
             self._take()
         if spare := self._spare.get(unit.packed.sizes):
@@ -486,7 +486,7 @@ class ShardedWeights:
     def _gather(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for unit in self.units:
-                unit.fill(gathered(unit, self.link), own=True)
+                unit.fill(gather_unit(unit, self.link), own=True)
 
     def close(self) -> None:
         """Give every rank all weights again, bit for bit. Collective over the link; needs room for all of them.
@@ -507,7 +507,7 @@ class ShardedWeights:
             self.units.clear()
 
 
-def gathered(unit: Unit, link: Link) -> list[Tensor]:
+def gather_unit(unit: Unit, link: Link) -> list[Tensor]:
     """All ranks' pieces of a unit. Collective."""
     return [part for (part,) in link.all_gather_list([unit.piece], [[(size,)] for size in unit.packed.sizes])]
 

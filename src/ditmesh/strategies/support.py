@@ -37,14 +37,14 @@ def combination(config: ParallelConfig, recipe: Iterable[type[Strategy]]) -> str
 
 
 @cache
-def table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+def support_table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """Class -> combination -> outcome: ``{"error": 3e-7}``, ``{"refused": why}`` or ``{"wrong": error}``."""
     if not TABLE.exists():
         return {}
     return json.loads(TABLE.read_text(encoding="utf-8"))["classes"]
 
 
-def check(model: str, config: ParallelConfig, recipe: Iterable[type[Strategy]], published: bool = True) -> None:
+def check_tested(model: str, config: ParallelConfig, recipe: Iterable[type[Strategy]], published: bool = True) -> None:
     """Reject combinations that are known to be wrong, and warn about untested ones.
 
     Args:
@@ -59,7 +59,7 @@ def check(model: str, config: ParallelConfig, recipe: Iterable[type[Strategy]], 
     key = combination(config, recipe)
     if not key:
         return
-    row = table().get(model, {}) if published else {}
+    row = support_table().get(model, {}) if published else {}
     # Weights in pieces are the same numbers.
     outcome = row.get(key, row.get(key.removesuffix("+shard")))
     if outcome is None:

@@ -151,7 +151,7 @@ class _Split(torch.autograd.Function):
         return ctx.here.join(grads, ctx.dim), None, None
 
 
-def join(pieces: Sequence[Tensor], dim: int) -> Tensor:
+def join_tiles(pieces: Sequence[Tensor], dim: int) -> Tensor:
     """The tokens of a rank's tiles as one tensor; tiles get their gradients as they lie on any number of ranks."""
     return cast(Tensor, _Join.apply(dim, *pieces))
 

@@ -25,7 +25,7 @@ from ..core.patching import Patch
 from ..errors import ConfigError, LayoutError
 from ..layout import Leaf
 
-Rule = Callable[..., Callable[[], None]]
+MixerRule = Callable[..., Callable[[], None]]
 
 
 def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str = "") -> Callable[[], None]:
@@ -191,4 +191,4 @@ def gathered(
     return patch
 
 
-RULES: dict[str, Rule] = {"conv_rows": conv_rows, "linear_attention": linear_attention}
+MIXER_RULES: dict[str, MixerRule] = {"conv_rows": conv_rows, "linear_attention": linear_attention}

@@ -317,7 +317,7 @@ def stacked(rows: Sequence[Conditions]) -> Conditions:
     return found
 
 
-def rows_of(conditions: Conditions, count: int) -> list[Conditions]:
+def sample_conditions(conditions: Conditions, count: int) -> list[Conditions]:
     """Conditions of every sample: what `stacked` was given."""
     names = [name for name in conditions if not name.endswith(_SHAPES)]
     rows = []

@@ -19,7 +19,7 @@ from .gradients.stages import TrainedStages, warn_of_bubble
 from .gradients.sync import GradientSync, TensorSlicesOf
 from .model.adapters import add_adapters
 from .model.compiling import compile_blocks_of
-from .model.dropout import TokenDropout, dropping, refusal
+from .model.dropout import TokenDropout, dropout_refusal, dropping
 from .model.frozen import freeze, host_digest
 from .model.token_subset import TokenSubset
 
@@ -87,7 +87,7 @@ class ParallelTraining:
         self.subset = TokenSubset(model, layout_of(model)) if config.token_share < 1 else None
         if self.subset is not None:
             undo.callback(self.subset.close)
-        problem = refusal(model, mesh)
+        problem = dropout_refusal(model, mesh)
         if problem is not None:
             raise ConfigError(problem)
         if config.base_offload and len(set(mesh.world.all_gather_object(host_digest(model)))) > 1:

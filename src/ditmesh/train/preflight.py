@@ -131,7 +131,7 @@ def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -
         return
     import diffusers
 
-    from ..layout.describe import on_meta
+    from ..layout.describe import meta_model
     from .model.adapters import check_base, check_modules, targets_of
     from .model.frozen import check_precision
 
@@ -143,7 +143,7 @@ def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -
     settings = info.part(config.denoiser)
     transformer = str(settings.get("_class_name", "transformer"))
     if hasattr(diffusers, transformer):
-        targets_of(on_meta(transformer, settings), lora)
+        targets_of(meta_model(transformer, settings), lora)
 
 
 def _check_stages(run: TrainConfig, info: ModelInfo) -> None:
@@ -152,15 +152,15 @@ def _check_stages(run: TrainConfig, info: ModelInfo) -> None:
     if config.pipe == 1:
         return
     from ..layout import layout_of
-    from ..layout.describe import on_meta
+    from ..layout.describe import meta_model
     from ..strategies.pipefusion.stages import first_cut
-    from .gradients.stages import refusal
+    from .gradients.stages import stages_refusal
 
     settings = info.part(run.denoiser)
     name = str(settings.get("_class_name", "transformer"))
-    model = on_meta(name, settings)
+    model = meta_model(name, settings)
     layout = layout_of(model)
-    problem = refusal(name, layout, config)
+    problem = stages_refusal(name, layout, config)
     if problem is not None or layout is None:
         raise ConfigError(problem or name)
     first_cut(model, layout, config)

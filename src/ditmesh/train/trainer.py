@@ -31,10 +31,10 @@ from ..core.staging import onto
 from ..engine import restore
 from ..errors import InputError
 from ..strategies.determinism import deterministic
-from .checkpoints.checkpoint import Checkpoints, facts_of
-from .checkpoints.export import bytes_of, check_room
-from .checkpoints.folder import RunFolder, settings_of
-from .checkpoints.resuming import Differences, ResumeReport, differences
+from .checkpoints.checkpoint import Checkpoints, checkpoint_facts
+from .checkpoints.export import check_room, export_bytes
+from .checkpoints.folder import RunFolder, run_settings
+from .checkpoints.resuming import Differences, ResumeReport, run_differences
 from .config import TrainConfig
 from .data.held_out import HeldOutLoss
 from .data.order import MicroBatch, shares
@@ -48,7 +48,7 @@ from .logs.training_log import TrainingLog
 from .model.frozen import freeze_encoders
 from .model.token_subset import on_grid, random_tokens
 from .objective import NoiseObjective, sample_losses
-from .optimizer.optimizers import begin_state, facts_of_state, fill_state, known_state, rate_of, state_of
+from .optimizer.optimizers import begin_state, facts_of_state, fill_state, known_state, optimizer_tensors, rate_of
 from .optimizer.precision import AUTOCAST
 from .optimizer.update import WeightUpdate
 from .parallel import ParallelTraining, trained_modules
@@ -209,7 +209,7 @@ class Trainer:
         self._fingerprint = sampled_fingerprint(pipe) if config.archipelago is not None else ""
         self.trained = trained_modules(pipe, config)
         # Weights are whole only until ranks have their shares of them.
-        self._bytes = bytes_of(pipe, config)
+        self._bytes = export_bytes(pipe, config)
         self.model = getattr(pipe, config.denoiser)
         self.parallel = ParallelTraining(self.trained, self.model, config, self.mesh, self._undo, self._restore)
         self.update = WeightUpdate(self.trained, config, self.mesh, self.data.steps)
@@ -464,7 +464,7 @@ class Trainer:
         """The tensors that the next step depends on, whole but for shards. Collective."""
         options = StateDictOptions(ignore_frozen_params=True)
         whole = self.parallel.slices.whole
-        optimizer = state_of(self.update.optimizer, self.update.named)
+        optimizer = optimizer_tensors(self.update.optimizer, self.update.named)
         state: dict[str, Any] = {
             "model": self.parallel.slices.mapped(get_model_state_dict(self.trained, options=options), whole),
             "optimizer": {"state": self.parallel.slices.mapped(optimizer, whole)},
@@ -499,7 +499,7 @@ class Trainer:
         """The other state of the next step, and the run's identity; on the first rank. Collective."""
         facts: dict[str, Any] = {
             "schedule": self.update.schedule.last_epoch,
-            "settings": settings_of(self.config, self.data.digest),
+            "settings": run_settings(self.config, self.data.digest),
             "optimizer": facts_of_state(self.update.optimizer, self.update.named),
         }
         if self.parallel.stages is not None:
@@ -555,10 +555,10 @@ class Trainer:
         if folder is None:
             on_first(self.mesh.world, lambda: here and here.begin(None, 0, None))
             return []
-        facts = on_first(self.mesh.world, lambda: facts_of(folder))
-        now = settings_of(self.config, self.data.digest)
+        facts = on_first(self.mesh.world, lambda: checkpoint_facts(folder))
+        now = run_settings(self.config, self.data.digest)
         found: Differences = on_first(
-            self.mesh.world, lambda: differences(facts.get("settings", {}), now, self.config.resume_allow_changed)
+            self.mesh.world, lambda: run_differences(facts.get("settings", {}), now, self.config.resume_allow_changed)
         )
         self._load(folder, facts)
         if self._report_preparing is not None:

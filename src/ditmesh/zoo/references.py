@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 THUMBNAIL = 32
-COLUMNS = 16
+THUMBNAIL_COLUMNS = 16
 
 
 def nearest(pictures: np.ndarray, references: np.ndarray) -> np.ndarray:
@@ -24,7 +24,7 @@ def shrink(pictures: np.ndarray, size: int = THUMBNAIL) -> np.ndarray:
     return np.stack([np.asarray(Image.fromarray(p).resize((size, size), Image.Resampling.BOX)) for p in pictures])
 
 
-def read_sheet(file: Path, count: int, size: int = THUMBNAIL, columns: int = COLUMNS) -> np.ndarray:
+def read_sheet(file: Path, count: int, size: int = THUMBNAIL, columns: int = THUMBNAIL_COLUMNS) -> np.ndarray:
     """The first images of a sheet of ``columns`` columns: (count, size, size, 3) ``uint8``."""
     page = np.asarray(Image.open(file).convert("RGB"))
     places = [divmod(i, columns) for i in range(count)]
@@ -48,5 +48,5 @@ def views(pictures: np.ndarray, size: int = 64) -> np.ndarray:
 def read_references(model: Path, classes: int, size: int) -> np.ndarray:
     """All views of all training images at half of ``size`` pixels: (classes, views, size / 2, size / 2, 3)."""
     with Image.open(model / "thumbnails.png") as page:
-        side = page.width // COLUMNS
+        side = page.width // THUMBNAIL_COLUMNS
     return views(read_sheet(model / "thumbnails.png", classes, side), size // 2)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.values import tracked
 from ...errors import ConfigError, LayoutError, did_you_mean
-from .backends import DiffusersKernel, backend_kernel, backends_of, known
+from .backends import DiffusersKernel, backend_kernel, backends_of, known_backends
 from .builtin import Math, Native
 from .functions import FunctionKernel, FunctionWithLse, function_kernel
 from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_, merge_out_, unrounded
@@ -241,7 +241,7 @@ def _usable(name: str, ring: int, reproducible: bool) -> Kernel:
     """
     kernel = KERNELS.get(name) or backend_kernel(name)
     if kernel is None:
-        backends = known()
+        backends = known_backends()
         raise ConfigError(
             f"attention={name!r} is no kernel here; use {' or '.join(map(repr, KERNELS))}, or an attention backend of "
             f"diffusers ({', '.join(backends)}), or register it on every rank with ditmesh.attention.kernels.register "

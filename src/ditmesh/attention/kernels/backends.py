@@ -204,7 +204,7 @@ class BackendWithLse(DiffusersKernel):
         return lse if order == "bhs" else lse.transpose(1, 2)
 
 
-def known() -> list[str]:
+def known_backends() -> list[str]:
     """Names of diffusers' attention backends that can be kernels."""
     from diffusers.models.attention_dispatch import AttentionBackendName
 

@@ -17,7 +17,7 @@ class Native:
 
     def replaced(self) -> str | None:
         """The function with which the program replaced torch's before the interception; None: none."""
-        found = intercept.plain()
+        found = intercept.original_attention()
         if found is intercept.sdpa:
             return None
         name = getattr(found, "__qualname__", type(found).__qualname__)
@@ -31,7 +31,7 @@ class Native:
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """See `Kernel.attend`."""
-        return intercept.plain()(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+        return intercept.original_attention()(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
 
     def attend_with_lse(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None

@@ -63,7 +63,7 @@ class Pointwise:
 
 Operation = Linear | AttentionWork | Pointwise
 # As the works that ship call them.
-NAMES: dict[type, str] = {Linear: "Linear", AttentionWork: "Attention", Pointwise: "Pointwise"}
+OPERATION_NAMES: dict[type, str] = {Linear: "Linear", AttentionWork: "Attention", Pointwise: "Pointwise"}
 
 
 @dataclass(frozen=True)
@@ -212,13 +212,13 @@ def as_data(work: Work) -> dict[str, Any]:
     data = asdict(work)
     for block, made in zip(work.everything(), [*data["blocks"], data["rest"]], strict=True):
         for one, entry in zip(block.operations, made["operations"], strict=True):
-            entry["kind"] = NAMES[type(one)]
+            entry["kind"] = OPERATION_NAMES[type(one)]
     return data
 
 
 def from_data(data: dict[str, Any]) -> Work:
     """The inverse of `as_data`."""
-    kinds = {name: kind for kind, name in NAMES.items()}
+    kinds = {name: kind for kind, name in OPERATION_NAMES.items()}
 
     def tokens(entry: dict[str, Any]) -> dict[str, Any]:
         return {key: TokenCount(*value) if isinstance(value, list) else value for key, value in entry.items()}

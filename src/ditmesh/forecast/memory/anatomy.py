@@ -20,12 +20,12 @@ from ...engine.explain import Layer
 from ...errors import DitmeshError
 from ...layout import TokenLayout
 from ...layout.conventions import Conventions, Size, call_variants
-from ...layout.describe import on_meta
+from ...layout.describe import meta_model
 from ...strategies.pipefusion.stages import blocks_of, kinds_of
 from ..costs.work import Workload
 from ..model_work import WithoutValues, kept_blocks
 from .phantom import phantom_mesh
-from .walk import FAILURES, STEPS, fake_weights, run_steps
+from .walk import FAILURES, WALKED_STEPS, fake_weights, run_steps
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def anatomy(
     Raises:
         ConfigError: the transformer cannot run with the configuration.
     """
-    model = on_meta(transformer, dict(settings)).eval()
+    model = meta_model(transformer, dict(settings)).eval()
     batch, calls = workload.calls(workload.pictures, workload.branches)
     size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
     with kept_blocks(model, layout, [1] * (max(kinds_of(model, layout)) + 1)):
@@ -96,7 +96,7 @@ def anatomy(
                     with _noted(model, layout, place):
                         inputs = make.inputs(size)
                         with WithoutValues():
-                            engine.begin_request(STEPS)
+                            engine.begin_request(WALKED_STEPS)
                             # What is left are the exchanges of the last step, which is stale if any is.
                             run_steps(engine, model, inputs, calls, seen.clear)
                             engine.end_request()

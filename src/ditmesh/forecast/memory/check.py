@@ -23,7 +23,7 @@ from ...engine import DENOISERS, Engine, engine_of
 from ...errors import DitmeshError, InputError
 from ...generate.model_info import ModelInfo
 from ...layout import known_models
-from ...layout.describe import on_meta
+from ...layout.describe import meta_model
 from ..catalogue import Shape
 from ..costs.hardware import machine
 from ..costs.work import Workload
@@ -36,7 +36,7 @@ from .phases import Component, Components, fullest, needs
 log = logging.getLogger(__name__)
 
 # More than an image's activations take, in bytes a pixel and sample: what is far from a limit is not looked at.
-LARGEST = 16e3
+MAX_PIXEL_BYTES = 16e3
 # Numbers of devices that are tried for a configuration that would fit, and how many of their configurations.
 _DEVICES, _TRIED = (1, 2, 4, 8, 16), 2
 
@@ -113,7 +113,7 @@ def check_memory(
         rooms, sizes = zip(*gather_objects((room, stored)), strict=True)
         room, stored = min(rooms), max(sizes)
     # Files may hold half of what float32 takes.
-    if stored * (2 if dtype == torch.float32 else 1) + 2 * LARGEST * pixels < room:
+    if stored * (2 if dtype == torch.float32 else 1) + 2 * MAX_PIXEL_BYTES * pixels < room:
         return
     sentence = None
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
@@ -209,7 +209,7 @@ class _MemoryFit:
         """The smallest configuration that fits: devices first, then seconds; ``whole``: what all ranks share."""
         part, asked = self.components.denoisers[0], self.workload or self.usual
         layout = known_models()[part.kind]
-        module = on_meta(part.kind, dict(part.settings))
+        module = meta_model(part.kind, dict(part.settings))
         model = Model(module, layout, work_of(module, layout))
         sized = replace(asked, element=self.dtype.itemsize)
         for devices in _DEVICES:

@@ -12,16 +12,16 @@ import torch
 from ...config import ParallelConfig
 from ...errors import InputError
 from ...layout import known_models
-from ...layout.describe import on_meta
+from ...layout.describe import meta_model
 from ...strategies.pipefusion.stages import first_cut, kinds_of, stage_of
 from ..costs.hardware import machine
 from ..costs.work import Workload
 from ..model_work import work_of
 from ..prediction import predict
 from .cache import Needs, kept
-from .walk import WalkOptions, decode, denoise, encode
+from .walk import WalkOptions, decode, denoise, walk_encoder
 
-PhaseName = Literal["load", "encode", "denoise", "decode"]
+PicturePhase = Literal["load", "encode", "denoise", "decode"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Phase:
         process: what a process has without a model.
     """
 
-    name: PhaseName
+    name: PicturePhase
     weights: float
     activations: float = 0.0
     kept: float = 0.0
@@ -230,10 +230,10 @@ def _encoding(
 ) -> _EncoderMemory:
     """The memory of a rank that encodes."""
     alone, parts = ParallelConfig(), components.encoders.values()
-    whole = [encode(part.kind, part.settings, alone, workload.text, how) for part in parts]
+    whole = [walk_encoder(part.kind, part.settings, alone, workload.text, how) for part in parts]
     cut = config.text_encoder == "sharded" and config.world_size > 1
     among = _settings(config, "text_encoder", "shared_memory", ring=config.world_size)
-    every = [encode(part.kind, part.settings, among, workload.text, how) for part in parts] if cut else whole
+    every = [walk_encoder(part.kind, part.settings, among, workload.text, how) for part in parts] if cut else whole
     most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
     if offloaded:
         return _EncoderMemory(0.0, most.weights, 0.0, most.activations, most.shared)
@@ -291,7 +291,7 @@ def _stages(part: Component, config: ParallelConfig, workload: Workload, how: Wa
     # In synchronous steps every stage has the whole image, and nothing needs more. Keys of a stage's blocks stay.
     whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "shared_memory", "vae")
     one = denoise(part.kind, part.settings, layout, whole, workload, how)
-    model = on_meta(part.kind, dict(part.settings))
+    model = meta_model(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
     keys = predict(config, work_of(model, layout), workload, machine("cpu", config.world_size)).keys
     found = []

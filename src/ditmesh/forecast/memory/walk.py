@@ -32,7 +32,7 @@ from ...engine import Engine
 from ...errors import DitmeshError, LayoutError, first_line
 from ...layout import TokenLayout
 from ...layout.conventions import CallVariant, Conventions, Size, call_variants
-from ...layout.describe import on_meta
+from ...layout.describe import meta_model
 from ...recipe import RECIPE, keeps_between_steps
 from ...strategies.base import Context, Request, Strategy
 from ...strategies.pipefusion.stages import blocks_of, kinds_of
@@ -52,7 +52,7 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 # torch's own convolution is taken for small inputs of small kernels: elements of its first four dimensions.
 _SMALL = 20480
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
-STEPS = 3
+WALKED_STEPS = 3
 # The form of call with which the walk of a model has succeeded; every other form fails again.
 _VARIANTS: WeakKeyDictionary[nn.Module, CallVariant] = WeakKeyDictionary()
 
@@ -128,7 +128,7 @@ def denoise(
 @lru_cache(maxsize=2)
 def model_on_meta(kind: str, settings: str) -> nn.Module:
     """A transformer for walks, which leave its blocks as they were; ``settings`` is its configuration as JSON."""
-    return on_meta(kind, json.loads(settings)).eval()
+    return meta_model(kind, json.loads(settings)).eval()
 
 
 @contextmanager
@@ -166,9 +166,9 @@ def _step(model: nn.Module, layout: TokenLayout, config: ParallelConfig, workloa
             for tensor in (*model.parameters(), *model.buffers()):
                 # What is cut has memory of its own.
                 alive.hold(tensor)
-            weights = bytes_of(model, units)
+            weights = weight_bytes(model, units)
             firsts = dict(zip(reversed(kinds_of(model, layout)), reversed(blocks_of(model, layout)), strict=True))
-            blocks = tuple(bytes_of(firsts[kind][1], units) for kind in sorted(firsts))
+            blocks = tuple(weight_bytes(firsts[kind][1], units) for kind in sorted(firsts))
             try:
                 make = Conventions(model, way)
                 # The first parameter may be one that stays in float32.
@@ -200,7 +200,7 @@ def _some_steps(engine: Engine, model: nn.Module, alive: LiveBytes, make: Conven
     with WithoutValues(), alive:
         inputs = make.inputs(size)
         gc.collect()
-        engine.begin_request(STEPS)
+        engine.begin_request(WALKED_STEPS)
         before = alive.now
         outputs = run_steps(engine, model, inputs, calls)
         del outputs
@@ -224,7 +224,7 @@ def run_steps(
         The results of the last step.
     """
     outputs = []
-    for step in range(STEPS if engine.control is not None else 1):
+    for step in range(WALKED_STEPS if engine.control is not None else 1):
         begin()
         for name in inputs.keys() & TIMESTEPS:
             # The scheduler's count is not there: steps are told apart by their times.
@@ -269,7 +269,7 @@ def fake_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 held[name] = tensor
 
 
-def bytes_of(model: nn.Module, units: Sequence[Unit] = ()) -> float:
+def weight_bytes(model: nn.Module, units: Sequence[Unit] = ()) -> float:
     """Bytes of a model's weights on this rank; shared tensors count once.
 
     Args:
@@ -309,7 +309,7 @@ def decode(
     Raises:
         LayoutError: it cannot run without values.
     """
-    vae: Any = on_meta(kind, dict(settings)).eval()
+    vae: Any = meta_model(kind, dict(settings)).eval()
     # With what the class has by default.
     channels = vae.config.get("latent_channels") or vae.config.get("z_dim") or 4
     video = any(parameter.dim() == 5 for parameter in getattr(vae, "decoder", vae).parameters())
@@ -333,7 +333,7 @@ def decode(
             raise LayoutError(
                 f"{kind} cannot run without values, so what decoding needs is not known: {first_line(error)}"
             ) from error
-        return Needs(bytes_of(vae), alive.peak, shared=pools.bytes if pools else 0.0)
+        return Needs(weight_bytes(vae), alive.peak, shared=pools.bytes if pools else 0.0)
 
 
 def encoder_on_meta(kind: str, settings: Mapping[str, Any]) -> Any:
@@ -352,7 +352,7 @@ def encoder_on_meta(kind: str, settings: Mapping[str, Any]) -> Any:
 
 
 @kept
-def encode(
+def walk_encoder(
     kind: str,
     settings: Mapping[str, Any],
     config: ParallelConfig,
@@ -376,7 +376,7 @@ def encode(
             sharded = in_pieces(model, phantom_mesh(config, pools).world)
             for tensor in model.parameters():
                 alive.hold(tensor)
-        weights = bytes_of(model, _units(sharded, alive))
+        weights = weight_bytes(model, _units(sharded, alive))
         for several in (True, False):
             try:
                 with alive:

@@ -19,12 +19,12 @@ from ...layout.conventions import Conventions, Size
 from ...layout.describe import model_class
 from .. import measurements as kept
 from ..costs.hardware import Hardware
-from ..fit import fitted
+from ..fit import fit_profile
 from ..prediction import Prediction, predict
 from .subject import PlanSubject
 
 # Steps of each configuration, of which the first two do not count.
-STEPS = 5
+MEASURED_STEPS = 5
 
 
 def measured(
@@ -53,11 +53,11 @@ def measured(
     return sorted(zip(some, times, strict=True), key=lambda pair: pair[1])
 
 
-def keep(
+def keep_fastest(
     subject: PlanSubject, results: Sequence[tuple[Prediction, float]], hardware: Hardware, exactness: str
 ) -> tuple[Hardware, float]:
     """Keep the fastest configuration, and the profile that the measured steps fit; returns that and its mean error."""
-    refined = fitted(hardware, [(one.stale, one.config.world_size, seconds) for one, seconds in results])
+    refined = fit_profile(hardware, [(one.stale, one.config.world_size, seconds) for one, seconds in results])
     errors = [
         abs(predict(one.config, subject.model.work, subject.workload, refined).step / seconds - 1)
         for one, seconds in results
@@ -66,7 +66,7 @@ def keep(
     refined = refined.model_copy(update={"error": round(error, 4)})
     best, seconds = results[0]
     key = kept.key_of(subject.model.work, subject.workload, hardware.device.name, best.config.world_size)
-    kept.keep(
+    kept.write_entry(
         key,
         {
             "model": subject.name,
@@ -104,8 +104,8 @@ def _seconds(
     parallel = ParallelConfig(**{**settings, **({"warmup": "fixed(1)"} if _late(settings) else {})})
     times = []
     with parallelized(model, parallel), torch.no_grad():
-        engine_of(model).begin_request(STEPS)
-        for step in range(STEPS):
+        engine_of(model).begin_request(MEASURED_STEPS)
+        for step in range(MEASURED_STEPS):
             made = dict(inputs)
             name = timestep_among(made)
             if name is not None:

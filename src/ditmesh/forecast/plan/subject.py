@@ -18,14 +18,14 @@ from ..costs.work import Workload
 from ..memory.check import components_of, components_of_shape
 from ..memory.phases import Components, fullest
 from ..search import Exactness, Model, SearchLimits
-from ..shipped import derived, model_of
+from ..shipped import derived, shipped_model
 from ..workload import workload_of
 
 Encoders = Literal["whole", "sharded", "rank0", "freed", "before"]
 # Bytes of an element.
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Denoising steps where only a folder is known.
-STEPS = 28
+FOLDER_STEPS = 28
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,17 @@ def subject(
     key, known = name.lower(), shapes()
     shipped = key in known and not Path(name).exists()
     source = known[key] if shipped else _found(name, list(known))
-    workload = workload_of(source, pictures=pictures, element=DTYPES[dtype], **sizes)
+    workload = workload_of(source, pictures=pictures, element=DTYPE_BYTES[dtype], **sizes)
     if isinstance(source, Shape):
         transformer, config, usual, said = source.transformer, source.config, source.steps, source.source
-        model, components = model_of(source), components_of_shape(source)
+        model, components = shipped_model(source), components_of_shape(source)
     else:
-        transformer, config, usual, said = source.transformer_class, source.transformer, STEPS, "the pipeline's folder"
+        transformer, config, usual, said = (
+            source.transformer_class,
+            source.transformer,
+            FOLDER_STEPS,
+            "the pipeline's folder",
+        )
         model, components = derived(transformer, config), components_of(source)
     workload = replace(workload, steps=steps or usual)
     return PlanSubject(name, transformer, config, model, workload, said, components, encoders, offloaded)

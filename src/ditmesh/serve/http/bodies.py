@@ -29,7 +29,7 @@ STRUCTURE, OWN = b'",[{\\', 4096
 # Maximum members of an object or a list.
 MOST_MEMBERS = 64
 # Maximum number of unknown fields that an error names.
-NAMED = 3
+MAX_NAMED_FIELDS = 3
 
 
 # Fields with a limit set by the operator: the setting, and the counted value.
@@ -135,7 +135,7 @@ def check_limits(fields: Mapping[str, Any], settings: ApiSettings) -> None:
 
 def unknown_fields(unknown: Collection[str], known: Collection[str]) -> Refused:
     """The error message for fields that do not exist."""
-    names = enumerated((repr(name[:80]) for name in unknown), NAMED, "more")
+    names = enumerated((repr(name[:80]) for name in unknown), MAX_NAMED_FIELDS, "more")
     first = next(iter(unknown))[:80]
     means = did_you_mean(first, known) if len(unknown) == 1 else ""
     words = f"there is no field {names}; leave {'it' if len(unknown) == 1 else 'them'} out{means}"

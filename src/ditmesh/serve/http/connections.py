@@ -44,7 +44,7 @@ AT_ONCE, BACKLOG = 16, 1024
 # Seconds between checks of all connections, and before the next attempt when no descriptor is left.
 LOOK, BACK_OFF = 0.5, 0.2
 # Minimum seconds that a connection has for its request under any load.
-GRACE = 0.1
+MIN_HEADER_SECONDS = 0.1
 # Seconds between two log lines about the same shortage.
 TOLD = 60.0
 PROBES = ("/healthz", "/readyz")
@@ -318,7 +318,7 @@ class Connections:
         if len(self._all) < min(self.limits.most, self.limits.per_address):
             return 0.0
         oldest = self._oldest()
-        return 0.0 if oldest is None else max(0.0, oldest.since + GRACE - time.monotonic())
+        return 0.0 if oldest is None else max(0.0, oldest.since + MIN_HEADER_SECONDS - time.monotonic())
 
     def _oldest(self, party: str | None = None) -> ClientConnection | None:
         """The oldest idle connection of a party, or of the party with the most."""

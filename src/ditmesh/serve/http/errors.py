@@ -137,7 +137,7 @@ def wait_header(seconds: float) -> dict[str, str]:
 
 
 # What pydantic says of a field, as a sentence that ends with the way out; {input} is what was sent.
-SENTENCES = {
+FIELD_ERRORS = {
     "missing": "it is missing; send it",
     "extra_forbidden": "there is no such field; leave it out",
     "greater_than_equal": "{input} is too small; use {ge} or more",
@@ -161,7 +161,7 @@ SENTENCES = {
 
 def _sentence(problem: Any) -> str:
     """The message about a wrong field."""
-    known = SENTENCES.get(problem["type"])
+    known = FIELD_ERRORS.get(problem["type"])
     if known is not None:
         given = repr(problem.get("input"))
         given = given if len(given) <= 80 else f"{given[:77]}..."

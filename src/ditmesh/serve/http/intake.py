@@ -306,7 +306,7 @@ def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
         raise as_refused(error) from None
 
 
-def known(id: str, request: Request) -> str:
+def known_job(id: str, request: Request) -> str:
     """The job's id, which is also added to the log.
 
     Raises:
@@ -341,7 +341,7 @@ async def result_file(request: Request, id: str, index: int, download: bool = Fa
         StorageError: it cannot be read.
     """
     server: Server = request.app.state.server
-    found = await server.backend.result(known(id, request), index, request.state.owner)
+    found = await server.backend.result(known_job(id, request), index, request.state.owner)
     try:
         status = await asyncio.to_thread(readable, found.path)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ LINE = re.compile(r"(?P<hash>[0-9a-f]{64})(?:\s+(?P<name>\S.*))?")
 # At the end of a line: the deadline of the key's requests that name none, in milliseconds.
 DEADLINE = re.compile(r"(?:^|\s)deadline_ms=(?P<value>\S*)\s*$")
 # Seconds between two checks whether the file has changed.
-LOOK = 1.0
+RELOAD_SECONDS = 1.0
 
 
 def digest_of_key(key: str) -> str:
@@ -150,7 +150,7 @@ class Keys:
 
     def _refresh(self) -> None:
         now = time.monotonic()
-        if now < self._looked + LOOK:
+        if now < self._looked + RELOAD_SECONDS:
             return
         self._looked = now
         if (stamp := self._look()) == self._stamp:

@@ -17,7 +17,7 @@ from .intake import Server
 from .streams import ended
 
 # Seconds for sending the last responses.
-LAST = 5
+SHUTDOWN_SECONDS = 5
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -88,7 +88,7 @@ class HttpServer(uvicorn.Server):
                 http=ClientConnection,
                 h11_max_incomplete_event_size=LONGEST_HEADER,
                 ws="none",
-                timeout_graceful_shutdown=LAST,
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
             )
         )
         self._server: Server = app.state.server

@@ -31,7 +31,7 @@ PictureFormat = Literal["png", "jpeg", "webp"]
 # Steps of a pipeline without a default in its card.
 USUAL_STEPS = 50
 # The HTTP status of a job's error; other errors are 500.
-STATUSES = {"invalid_request": 400, "no_space": 507}
+ERROR_STATUSES = {"invalid_request": 400, "no_space": 507}
 
 # Fields of OpenAI's clients without an equivalent in diffusers: only the value without effect is accepted.
 NOT_HERE = {
@@ -195,12 +195,12 @@ class StreamedImage(BaseModel):
     usage: Usage | None = None
 
 
-NAMES = [f"image_{kind}.{what}" for kind in ("generation", "edit") for what in ("partial_image", "completed")]
+STREAM_EVENTS = [f"image_{kind}.{what}" for kind in ("generation", "edit") for what in ("partial_image", "completed")]
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ImagesResponse,
         "description": "The pictures; with `stream` events.",
-        "content": {"text/event-stream": {"schema": event_schema([*NAMES, "error"])}},
+        "content": {"text/event-stream": {"schema": event_schema([*STREAM_EVENTS, "error"])}},
     },
     **described(401, 403, 404, 409, 413, 422, 429, 503, 507),
 }
@@ -423,7 +423,7 @@ def _failure(job: Job) -> Refused | None:
     if job.status == "cancelled":
         return Refused(409, f"{job.id} was cancelled", headers=never)
     if job.error is not None:
-        return Refused(STATUSES.get(job.error.code, 500), job.error.message, job.error.code, headers=never)
+        return Refused(ERROR_STATUSES.get(job.error.code, 500), job.error.message, job.error.code, headers=never)
     return None
 
 

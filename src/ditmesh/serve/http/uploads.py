@@ -15,7 +15,7 @@ from .errors import Refused
 # A data URL; nothing that a client sends is ever fetched or opened as a path.
 DATA_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,(?P<data>[A-Za-z0-9+/=]*)", re.ASCII)
 # Photographs of phones may be MPO, which is JPEG with additional data.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP")
+UPLOAD_FORMATS = ("PNG", "JPEG", "MPO", "WEBP")
 # Images that are decoded at the same time.
 TOGETHER = 2
 
@@ -65,7 +65,7 @@ class Uploads:
     def _png(self, data: bytes, param: str, mask: bool) -> tuple[bytes, tuple[int, int]]:
         try:
             read = read_mask if mask else read_image
-            image = read(BytesIO(data), param, most_pixels=self._most_pixels, formats=FORMATS)
+            image = read(BytesIO(data), param, most_pixels=self._most_pixels, formats=UPLOAD_FORMATS)
         except InputError as error:
             raise Refused(400, str(error), "invalid_image", param) from None
         out = BytesIO()

@@ -23,7 +23,7 @@ from .intake import (
     JobId,
     Server,
     file_response,
-    known,
+    known_job,
     result_file,
     validated,
 )
@@ -32,7 +32,7 @@ router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
 # Maximum seconds of a video, and number of jobs searched for a list.
 LONGEST, MOST = 600.0, 1000
-STATUSES: dict[str, Literal["queued", "in_progress", "completed", "failed"]] = {
+VIDEO_STATUSES: dict[str, Literal["queued", "in_progress", "completed", "failed"]] = {
     "queued": "queued",
     "running": "in_progress",
     "succeeded": "completed",
@@ -165,7 +165,7 @@ async def get_videos(
 async def get_video(request: Request, id: JobId) -> Video:
     """The current state of a video job."""
     server: Server = request.app.state.server
-    job = await server.backend.job(known(id, request), request.state.owner)
+    job = await server.backend.job(known_job(id, request), request.state.owner)
     return _video(job, server.model(job.request.model))
 
 
@@ -173,7 +173,7 @@ async def get_video(request: Request, id: JobId) -> Video:
 async def delete_video(request: Request, id: JobId) -> dict[str, Any]:
     """Cancel a video job at the next step. The file of a finished job is deleted only when it expires."""
     server: Server = request.app.state.server
-    owner, id = request.state.owner, known(id, request)
+    owner, id = request.state.owner, known_job(id, request)
     if (job := await server.backend.job(id, owner)).status in ENDED:
         raise Refused(400, f"{id} has {job.status}; its file is deleted when it expires", "already_ended")
     await server.backend.cancel(id, owner)
@@ -206,7 +206,7 @@ def _video(job: Job, card: ModelCard) -> Video:
     return Video(
         id=job.id,
         model=asked.model,
-        status=STATUSES[job.status],
+        status=VIDEO_STATUSES[job.status],
         progress=100 if job.status == "succeeded" else min(99, int(100 * share)),
         created_at=int(job.created),
         completed_at=int(job.finished) if job.finished and job.status == "succeeded" else None,

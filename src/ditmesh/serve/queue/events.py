@@ -9,8 +9,8 @@ from typing import Any
 from ..types import ENDED, Event, EventName
 
 # Maximum number of events of a job. Beyond that the oldest events that later ones supersede are dropped.
-MOST = 512
-PASSING = frozenset({"queued", "step", "paused"})
+MAX_EVENTS = 512
+SUPERSEDED_EVENTS = frozenset({"queued", "step", "paused"})
 
 
 class EventLog:
@@ -43,8 +43,8 @@ class EventLog:
                 self.events.remove(last)
         self.events.append(Event(id=self._next, event=name, data=data))
         self._next += 1
-        if len(self.events) > MOST:
-            past = [one for one in self.events if one.event in PASSING][: MOST // 4]
+        if len(self.events) > MAX_EVENTS:
+            past = [one for one in self.events if one.event in SUPERSEDED_EVENTS][: MAX_EVENTS // 4]
             gone = {one.id for one in past}
             self.events = [one for one in self.events if one.id not in gone]
         if name in ENDED:

@@ -29,7 +29,7 @@ from ..errors import IdempotencyKey, KeyReused, QueueFull, UnknownJob
 from ..settings import ServiceSettings
 from ..types import Job, JobError, JobImage, JobRequest, Status
 from .results import INPUTS, RESULTS
-from .storage import kind_of, storage_error
+from .storage import failure_kind, storage_error
 
 FILE, LOCK = "queue.sqlite", "lock"
 # Of the file's tables and the JSON in them: raised when an older server must not touch them. A field of a request that
@@ -176,7 +176,7 @@ class Queue:
             try:
                 self._db = self._open()
             except sqlite3.DatabaseError as error:
-                if kind_of(error) != "broken" and "malformed" not in str(error):
+                if failure_kind(error) != "broken" and "malformed" not in str(error):
                     raise storage_error(f"cannot open {self.path}", error) or error from error
                 self.aside = self._move_aside()
                 self._db = self._open()

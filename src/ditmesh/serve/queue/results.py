@@ -19,14 +19,14 @@ from .storage import storage_error
 RESULTS, INPUTS = "results", "inputs"
 
 # First bytes of files, file extensions, and media types.
-KINDS = (
+FILE_KINDS = (
     (0, b"\x89PNG", "png", "image/png"),
     (0, b"\xff\xd8\xff", "jpg", "image/jpeg"),
     (8, b"WEBP", "webp", "image/webp"),
     (4, b"ftyp", "mp4", "video/mp4"),
     (0, b"GIF8", "gif", "image/gif"),
 )
-MEDIA = {suffix: media for *_, suffix, media in KINDS}
+MEDIA = {suffix: media for *_, suffix, media in FILE_KINDS}
 OTHER = "application/octet-stream"
 
 
@@ -93,7 +93,7 @@ class ResultFiles:
         Raises:
             StorageError: it cannot be written; `NoSpace`: as the disk is full.
         """
-        kind = next((kind for at, mark, kind, _ in KINDS if data[at : at + len(mark)] == mark), "bin")
+        kind = next((kind for at, mark, kind, _ in FILE_KINDS if data[at : at + len(mark)] == mark), "bin")
         path = self._results / job / f"{picture}.{kind}"
         try:
             path.parent.mkdir(exist_ok=True)

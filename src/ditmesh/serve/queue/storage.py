@@ -31,10 +31,10 @@ WAYS_OUT = {
     "memory": "free memory",
 }
 # Temporary failures.
-PASSING = ("descriptors", "locked", "memory")
+TEMPORARY_FAILURES = ("descriptors", "locked", "memory")
 
 
-def kind_of(error: OSError | sqlite3.Error) -> str | None:
+def failure_kind(error: OSError | sqlite3.Error) -> str | None:
     """The kind of failure, a key of ``WAYS_OUT``; None: a mistake in a statement, not a system failure.
 
     Args:
@@ -59,11 +59,11 @@ def storage_error(what: str, error: OSError | sqlite3.Error) -> StorageError | N
     Returns:
         None: it is a mistake in a statement.
     """
-    kind = kind_of(error)
+    kind = failure_kind(error)
     if kind is None:
         return None
     words = (error.strerror if isinstance(error, OSError) else None) or str(error)
     message = f"{what} ({words}); {WAYS_OUT[kind]}"
     if kind == "full":
         return NoSpace(message)
-    return StorageError(message, passes=kind in PASSING, broken=kind == "broken")
+    return StorageError(message, passes=kind in TEMPORARY_FAILURES, broken=kind == "broken")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..offers import ModelSpec, kind_of
+from ..offers import ModelSpec, request_kind
 from ..schedule.core import Run, Scheduler
 from ..schedule.costs import ALONE, Kind
 from ..types import RankState
@@ -327,7 +327,7 @@ class PoolWorker:
             done.parts.append((id, False, time.perf_counter() - since))
 
     def _kind(self, work: RunningTask, model: LoadedModel) -> Kind:
-        return kind_of(model.spec, model.card, work.task.request)
+        return request_kind(model.spec, model.card, work.task.request)
 
     def _make_alone(
         self, event: Assigned, works: list[RunningTask], model: LoadedModel, batcher: PoolBatcher, done: RunDone

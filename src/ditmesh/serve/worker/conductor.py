@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..offers import ModelSpec, kind_of, steps_of
+from ..offers import ModelSpec, request_kind, request_steps
 from ..schedule.core import Run, Scheduler, Task
 from ..schedule.costs import AFTER, ALONE, BEFORE, Kind, Mode, StepCosts
 from ..types import RankState
@@ -196,11 +196,11 @@ class Conductor:
                 return
             known = spec, {}
         spec, card = known
-        steps = steps_of(spec, card, task.request)
+        steps = request_steps(spec, card, task.request)
         now = time.monotonic()
         deadline = None if task.within is None else now + task.within
         self._lives[task.id] = Live(
-            task, kind_of(spec, card, task.request), now, deadline, TaskAfter(0, steps, narrow=True, ended=False)
+            task, request_kind(spec, card, task.request), now, deadline, TaskAfter(0, steps, narrow=True, ended=False)
         )
 
     @property
@@ -221,7 +221,7 @@ class Conductor:
         self.scheduler.modes = self._modes
         for live in self._lives.values():
             if live.task.model == message.name and live.run is None and not live.after.step:
-                live.kind = kind_of(load.spec, message.card, live.task.request)
+                live.kind = request_kind(load.spec, message.card, live.task.request)
 
     # ---- results
 

@@ -20,21 +20,21 @@ from ...engine import Engine, denoisers, engine_of, parallelize
 from ...engine.first_call import FirstCall
 from ...errors import ConfigError, InputError, shortened
 from ...generate.arguments import check_call
-from ...generate.files import PICTURES, InputFile, adapter, check_mask, partial_fits, pipeline_for
+from ...generate.files import IMAGE_ARGUMENTS, InputFile, adapter, check_mask_support, partial_fits, pipeline_for
 from ...generate.job import PictureJob, check_config, check_content, check_layout, job_for
 from ...generate.loras import LAYERS
 from ...generate.made import Made
 from ...generate.model_info import ModelInfo, find_model
 from ...generate.preview import latent_colours
 from ...generate.receipt import Receipt
-from ...generate.runner import PipelineRunner, Prepared, check_job_memory, facts_of, rank_of_process, share_of
+from ...generate.runner import PipelineRunner, Prepared, check_job_memory, rank_of_process, receipt_facts, share_of
 from ...generate.shape import input_size
 from ...generate.video import FPS
 from ...media.videos import check_video_library
 from ...recipe import RECIPE
 from ...request import PictureRequest
 from ...strategies.vae.parallel import BandedVae
-from ..offers import ModelSpec, check_frames
+from ..offers import ModelSpec, check_format
 from ..schedule.costs import ALONE, Mode
 from ..types import ModelCard
 from .batching import Batcher, PipelineTask, copied
@@ -197,7 +197,7 @@ class LoadedModel:
         # Digests with some of the adapters are made of whole weights.
         share = None if self._files else share_of(job, self._mesh)[0]
         runner = PipelineRunner.load(job, self.device, share, checked=False, together=True)
-        runner.facts = facts_of(job.config, runner.pipe, self.device, share)
+        runner.facts = receipt_facts(job.config, runner.pipe, self.device, share)
         digests = WeightDigests(runner.pipe).look() if job.files else {}
         self._weights = {name: value for name, (value, _) in digests.items()}
         if self.spec.pool:
@@ -227,7 +227,7 @@ class LoadedModel:
             job = job.changed(width=min(size[0], most), height=min(size[1], most))
         pictures = {
             name: Image.new("L" if role == "mask" else "RGB", job.size or size or (64, 64), "grey")
-            for role, name in PICTURES.items()
+            for role, name in IMAGE_ARGUMENTS.items()
             if name in parameters and parameters[name].default is inspect.Parameter.empty
         }
         return runner.prepare(job, 0, pictures, **more)
@@ -341,7 +341,7 @@ class LoadedModel:
         if role == "mask":
             files.append(InputFile("image", "", "0" * 64))
         try:
-            check_mask(pipeline_for(self.kind, files), files, self.info.transformer.get("in_channels"))
+            check_mask_support(pipeline_for(self.kind, files), files, self.info.transformer.get("in_channels"))
             return True
         except InputError:
             return False
@@ -391,7 +391,7 @@ class LoadedModel:
         runner, template = self._runners_for(job)
         check_call(job, runner.kind.__name__, runner.parameters)
         card = ModelCard.model_validate({"id": self.spec.name, "created": 0, **self.card})
-        check_frames(request, card)
+        check_format(request, card)
         if request.format == "mp4":
             check_video_library()
         prepared = (runner if self.batcher.alone else template).prepare(job)

@@ -21,7 +21,7 @@ from ...config import ParallelConfig
 from ...engine import Engine
 from ...errors import ConfigError
 from ...layout import TokenLayout
-from ...recipe import Recipe, check
+from ...recipe import Recipe, check_recipe
 from ..schedule.costs import ALONE, Mode, modes_of
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -183,7 +183,7 @@ class Placements:
         for mode, copies in self._copies.items():
             try:
                 chosen = shared_config(config, mode, self._ranks, self._heads)
-                check(recipe, chosen, [(model, layouts[key]) for key, model in copies.items()])
+                check_recipe(recipe, chosen, [(model, layouts[key]) for key, model in copies.items()])
             except ConfigError:
                 continue
             way = self.ways[mode] = Placement(copies, layouts, chosen, device, timeout, recipe)

@@ -13,14 +13,14 @@ from typing import Any, Literal, cast
 from ...errors import ConfigError, RankFailed
 from ...launch import Launcher
 from ...launch.backend import Conversing
-from ...launch.pool import LOOK
+from ...launch.pool import POLL_SECONDS
 from ..settings import ServiceSettings
 from .protocol import Beat, Command, Load, Message, ModelFailed, ModelReady, Stop
 
 # Seconds between attempts to start ranks: the first and the longest pause.
 BACKOFF, LONGEST_BACKOFF = 0.2, 60.0
 # Seconds for ranks to obey `Stop`, and for their thread to end after that.
-STOP_LIMIT = 5.0
+JOIN_TIMEOUT = 5.0
 
 # Where each rank was, in the text of a `RankFailed`: of its stack the innermost place, without folders.
 WHERE = re.compile(
@@ -66,7 +66,7 @@ def serve(function: Callable[..., None] | None, *, report: Any) -> None:
     serve_rank((), report=report)
 
 
-def serve_pool(specs: Any, *, report: Any) -> None:
+def serve_adaptive(specs: Any, *, report: Any) -> None:
     """Serve with ranks that change between the steps of a request; see `adaptive.serve_pool`."""
     from . import adaptive
 
@@ -131,11 +131,11 @@ class Replica:
         self._stopping.set()
         self.send(Stop())
 
-    def join(self, seconds: float = STOP_LIMIT) -> None:
+    def join(self, seconds: float = JOIN_TIMEOUT) -> None:
         """Wait until the ranks have stopped; kill them if they do not."""
         self._thread.join(seconds)
         self._killed = True
-        self._thread.join(STOP_LIMIT)
+        self._thread.join(JOIN_TIMEOUT)
 
     def _run(self) -> None:
         pause = BACKOFF
@@ -199,7 +199,7 @@ class Replica:
         if self._killed or (self._stopping.is_set() and self._pool is None):
             return "stopped when they were told to"
         now, slow = time.monotonic(), self._starting or self._loading
-        if (away := now - self._looked) > 2 * LOOK:
+        if (away := now - self._looked) > 2 * POLL_SECONDS:
             # This process was stopped itself, and its ranks perhaps with it (Ctrl-Z): that time does not count.
             self._heard, self._worked = min(now, self._heard + away), min(now, self._worked + away)
         self._looked = now

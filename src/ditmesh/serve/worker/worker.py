@@ -554,14 +554,14 @@ def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) ->
         InputError: the format cannot hold what is to be in there.
     """
     from ...errors import InputError
-    from ...generate.receipt import CHUNK
+    from ...generate.receipt import PNG_KEYWORD
     from ...generate.video import write_mp4
 
     if form == "mp4":
         # A file: its index goes first, so that players begin before they have all of it, and is known last.
         with TemporaryDirectory(prefix="ditmesh-") as folder:
             path = Path(folder) / "video.mp4"
-            write_mp4(images, path, fps, {CHUNK: receipt.model_dump_json()})
+            write_mp4(images, path, fps, {PNG_KEYWORD: receipt.model_dump_json()})
             return path.read_bytes()
     more: dict[str, Any] = {}
     if len(images) > 1:

@@ -22,7 +22,7 @@ from ...core.partition import Partition
 from ...core.patching import Proceed
 from ...errors import InputError, LayoutError
 from ...layout import Region, Stream
-from ...parts.lazy import COMMON, Owners
+from ...parts.lazy import SHARED_OWNER, Owners
 from ..balance import median_seconds
 from ..hooks import BlockSite
 from ..sequence import result_of, shared
@@ -304,9 +304,9 @@ def runs_of(marked: list[Tensor], model: str, blocks: str) -> tuple[int, ...]:
 
 def owners_of(marked: list[Tensor], model: str) -> Owners:
     """Which patch owns which element of an output, from the elements that each patch marks."""
-    of = torch.full(marked[0].shape, COMMON, dtype=torch.int16, device=marked[0].device)
+    of = torch.full(marked[0].shape, SHARED_OWNER, dtype=torch.int16, device=marked[0].device)
     for patch, mark in enumerate(marked):
-        if bool((of[mark] != COMMON).any()):
+        if bool((of[mark] != SHARED_OWNER).any()):
             raise LayoutError(
                 f"what {model} does after its last block mixes tokens, so its output does not fall into patches; "
                 "use ulysses, ring or tensor"

@@ -35,7 +35,7 @@ from ..base import ParallelModel
 from ..heads import check_heads, heads_of
 from ..hooks import BlockSite, Handler
 from ..reproducible import check_tiles
-from ..sequence import MIN_TEXT_TOKENS, ExactSequence, SequenceParallel, gathered, replicated, shared, traded
+from ..sequence import MIN_TEXT_TOKENS, ExactSequence, SequenceParallel, gather_stream, replicated, shared, traded
 from ..stale.warmup import numbered
 from ..tokens import TokenStrategy
 from .stages import PipeStrategy
@@ -166,8 +166,8 @@ class PatchLink:
         whole.narrow(dim, start, piece.shape[dim]).copy_(piece)
         seen = written(seen, self)
         kept.masks[stream] = (whole, seen)
-        everything = {WHOLE} if self.patches == 1 else set(range(self.patches))
-        if not (everything if WHOLE in kept.seen else kept.seen) <= seen:
+        everything = {ALL_PATCHES} if self.patches == 1 else set(range(self.patches))
+        if not (everything if ALL_PATCHES in kept.seen else kept.seen) <= seen:
             raise LayoutError(
                 f"an attention mask over {stream} tokens has another form, {tuple(shape)}, than in the steps "
                 "before; it cannot be put together from its patches"
@@ -355,7 +355,7 @@ class PatchParallel(SequenceParallel):
         link, (batch, heads, _, dim) = self.patch_link, k.shape
         if kept.k_bhsd is None or kept.v_bhsd is None or kept.k_bhsd.shape != (batch, heads, keys.total, dim):
             return
-        if not {WHOLE, link.patch if link.patches > 1 else self.patches - 1} & kept.seen:
+        if not {ALL_PATCHES, link.patch if link.patches > 1 else self.patches - 1} & kept.seen:
             return
         places = keys.places(link.group)
         fresh = zip(*(tensor.split([length for _, length in places], dim=2) for tensor in (k, v)), strict=True)
@@ -403,18 +403,18 @@ def _keep_mask(kept: KVBuffer, mask: Tensor, keys: Partition) -> None:
             return
     mask = mask[:, :1] if mask.stride(1) == 0 else mask
     for name, part in zip(keys.names, mask.split(keys.totals, dim=-1), strict=True):
-        kept.masks[name] = (part.clone(), {WHOLE})
+        kept.masks[name] = (part.clone(), {ALL_PATCHES})
 
 
 def written(seen: set[int], link: PatchLink) -> set[int]:
     """The patches that have written their part, after this one has, too."""
     if link.patches == 1:
-        return {WHOLE}
-    return (set(range(link.patches)) if WHOLE in seen else seen) | {link.patch}
+        return {ALL_PATCHES}
+    return (set(range(link.patches)) if ALL_PATCHES in seen else seen) | {link.patch}
 
 
 # Stands for all patches: a synchronous step writes everything at once.
-WHOLE = -1
+ALL_PATCHES = -1
 
 
 def _of_patches(whole: Tensor, keys: Partition, link: PatchLink, seen: set[int], dim: int) -> Tensor:
@@ -479,4 +479,4 @@ class PatchTokens(PipeStrategy, TokenStrategy):
                 yield step.transfer("keys gathered (ring)", ("ring",), "all_gather", sent, times * share.pieces)
             yield from step.pointwise("copies of keys", 2 * keys / step.workload.element, times)
             yield Term("keys kept", "memory", memory=keys * times)
-        yield from gathered(step)
+        yield from gather_stream(step)

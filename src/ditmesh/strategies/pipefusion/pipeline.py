@@ -37,9 +37,9 @@ from ...errors import ConfigError, LayoutError
 from ...forecast.costs.step import Share, StepForecast, Term
 from ...forecast.costs.work import Work, Workload
 from ...layout import Region
-from ...parts.lazy import COMMON, Deferred, LazyPatches, settled_of
+from ...parts.lazy import SHARED_OWNER, Deferred, LazyPatches, settled_of
 from ...parts.part import whole_of
-from ...staleness.control import PATIENCE, WarmupControl
+from ...staleness.control import MESSAGE_TIMEOUT, WarmupControl
 from ..base import ParallelModel, Request
 from .passes import (
     DryRun,
@@ -147,7 +147,7 @@ class PipeFusion:
         of = self._of.value
         of.buffers = {}
         try:
-            of.drain(timedelta(seconds=PATIENCE) if failed else None)
+            of.drain(timedelta(seconds=MESSAGE_TIMEOUT) if failed else None)
         except RuntimeError:
             # The other side is gone: the launcher reports it.
             of.sent.clear()
@@ -402,7 +402,7 @@ class PipeFusion:
                 if not isinstance(leaf, LazyPatches):
                     return leaf
                 of = leaf.owners.of
-                return _blank(leaf).masked_fill((of != patch) & (of != COMMON), torch.nan)
+                return _blank(leaf).masked_fill((of != patch) & (of != SHARED_OWNER), torch.nan)
 
             good = True
             for patch in range(tokens.parts):

@@ -266,7 +266,7 @@ class StageWeights:
         }
         stages = stage_of(lengths)
         for number, parameter in self._parameters():
-            if stages[number] == link.rank and hasattr(parameter, ABSENT):
+            if stages[number] == link.rank and hasattr(parameter, ABSENT_ATTRIBUTE):
                 raise InputError(
                     "this model was loaded for other stages; load it with the configuration it is to run with"
                 )
@@ -300,7 +300,7 @@ class StageWeights:
                     take_back(parameter, received.clone())
             self._held([])
             for stage, parameter in weights:
-                if rank != stage and not hasattr(parameter, ABSENT):
+                if rank != stage and not hasattr(parameter, ABSENT_ATTRIBUTE):
                     give_up(parameter)
 
     def close(self) -> None:
@@ -335,7 +335,9 @@ class StageWeights:
         Raises:
             PeerError: no stage has one of them.
         """
-        have = torch.tensor([[1, *(not hasattr(parameter, ABSENT) for parameter in parameters)]], dtype=torch.int8)
+        have = torch.tensor(
+            [[1, *(not hasattr(parameter, ABSENT_ATTRIBUTE) for parameter in parameters)]], dtype=torch.int8
+        )
         table = self.link.all_gather(have.to(self._device), (1,) * self.link.size, 0).bool().cpu()
         if not table.any(0).all():
             raise PeerError("no stage has some of the blocks any more")
@@ -366,7 +368,7 @@ def kept_parameters(model: nn.Module, layout: TokenLayout) -> set[int]:
 
 
 # The attribute of a parameter that is not on this rank; holds its shape.
-ABSENT = "_ditmesh_absent"
+ABSENT_ATTRIBUTE = "_ditmesh_absent"
 # The same of one of which this rank holds a part, elsewhere; it is whole while its module runs.
 IN_PIECES = "_ditmesh_in_pieces"
 
@@ -382,15 +384,15 @@ def parts_of(parameter: Tensor) -> Iterator[Tensor]:
 
 def give_up(parameter: Tensor) -> None:
     """Let go of a parameter's values; its shape stays known."""
-    setattr(parameter, ABSENT, parameter.shape)
+    setattr(parameter, ABSENT_ATTRIBUTE, parameter.shape)
     parameter.data = parameter.data.new_empty(0)
 
 
 def take_back(parameter: Tensor, value: Tensor) -> None:
     """The inverse of `give_up`."""
     parameter.data = value
-    if hasattr(parameter, ABSENT):
-        delattr(parameter, ABSENT)
+    if hasattr(parameter, ABSENT_ATTRIBUTE):
+        delattr(parameter, ABSENT_ATTRIBUTE)
 
 
 @contextmanager
@@ -400,7 +402,7 @@ def filled(block: nn.Module) -> Iterator[None]:
     Time does not depend on values.
     """
     parts = (part for parameter in block.parameters() for part in parts_of(parameter))
-    absent = [part for part in parts if hasattr(part, ABSENT)]
+    absent = [part for part in parts if hasattr(part, ABSENT_ATTRIBUTE)]
     try:
         for parameter in absent:
             parameter.data = parameter.data.new_zeros(shape_of(parameter))
@@ -412,12 +414,12 @@ def filled(block: nn.Module) -> Iterator[None]:
 
 def shape_of(parameter: Tensor) -> torch.Size:
     """The shape of a parameter, here or on another stage, whole or in pieces."""
-    return getattr(parameter, ABSENT, getattr(parameter, IN_PIECES, parameter.shape))
+    return getattr(parameter, ABSENT_ATTRIBUTE, getattr(parameter, IN_PIECES, parameter.shape))
 
 
 def is_away(parameter: Tensor) -> bool:
     """Whether a parameter's values are not in it: on another stage, or in pieces."""
-    return hasattr(parameter, ABSENT) or hasattr(parameter, IN_PIECES)
+    return hasattr(parameter, ABSENT_ATTRIBUTE) or hasattr(parameter, IN_PIECES)
 
 
 def elsewhere(model: nn.Module, layout: TokenLayout, lengths: Sequence[int], stage: int) -> set[str]:
@@ -433,7 +435,7 @@ def elsewhere(model: nn.Module, layout: TokenLayout, lengths: Sequence[int], sta
 
 def spread_parameters(model: nn.Module, layout: TokenLayout) -> set[str]:
     """Names of the parameters that some stage lacks, if this model was loaded stage by stage; else none."""
-    if not any(hasattr(parameter, ABSENT) for parameter in model.parameters()):
+    if not any(hasattr(parameter, ABSENT_ATTRIBUTE) for parameter in model.parameters()):
         return set()
     return {f"{path}.{name}" for path, block in blocks_of(model, layout) for name, _ in block.named_parameters()}
 

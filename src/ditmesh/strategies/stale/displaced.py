@@ -34,7 +34,7 @@ from ...forecast.costs.work import Work, Workload
 from ...staleness.control import WarmupControl
 from ..base import ParallelModel, Request, VariantLimits, variant
 from ..hooks import Handler
-from ..sequence import ExactSequence, SequenceParallel, gathered
+from ..sequence import ExactSequence, SequenceParallel, gather_stream
 from ..tokens import TokenStrategy
 from .warmup import numbered
 
@@ -444,4 +444,4 @@ class Displaced(StaleStrategy):
                     "prediction", 11 * keys / step.workload.element, times, 4 * streams * config.ring
                 )
             yield from step.exchanged(2 * streams, times)
-        yield from gathered(step)
+        yield from gather_stream(step)

@@ -15,7 +15,7 @@ from ...attention.mixer import AttentionCall
 from ...config import ParallelConfig
 from ...forecast.costs.step import Share, StepForecast, Term
 from ...forecast.costs.work import Work, Workload
-from ..sequence import ExactSequence, SequenceParallel, gathered
+from ..sequence import ExactSequence, SequenceParallel, gather_stream
 from .displaced import Key, StaleSequence, StaleStrategy
 
 
@@ -43,4 +43,4 @@ class Naive(StaleStrategy):
     @classmethod
     def terms(cls, step: StepForecast) -> Iterator[Term]:
         """Nothing, but in synchronous steps what exact attention exchanges."""
-        return gathered(step) if step.stale else ExactSequence.terms(step)
+        return gather_stream(step) if step.stale else ExactSequence.terms(step)

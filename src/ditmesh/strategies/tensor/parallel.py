@@ -34,7 +34,7 @@ from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of
 from ..pipefusion.stages import shape_of, whole_or_refused
-from .slices import Site, TensorPlan, base_of, norm_width, plan, share_cut
+from .slices import Site, TensorPlan, base_layer_of, norm_width, plan_slices, share_cut
 
 # Of the parameters in a model's blocks: less cut than this is refused, less than that is said.
 LEAST_SHARE, USUAL_SHARE = 0.1, 0.4
@@ -60,7 +60,7 @@ class TensorParallel:
     def __init__(self, model: nn.Module, link: Link) -> None:
         self.model = model
         self.link = link
-        self.plan: TensorPlan = plan(model, link.size)
+        self.plan: TensorPlan = plan_slices(model, link.size)
         self._check_share()
         # Whether query, key and value projections were fused since: the fused ones have a rank's width.
         self._fused = False
@@ -140,7 +140,7 @@ class TensorParallel:
     # --- weights -----------------------------------------------------------------------------------------
 
     def _base(self, site: Site) -> nn.Module:
-        return base_of(self.model.get_submodule(site.path))
+        return base_layer_of(self.model.get_submodule(site.path))
 
     def _linears(self) -> Iterator[tuple[Site, nn.Module]]:
         """Every linear that is cut, as it is now: adapters wrap it and go away again."""
@@ -277,7 +277,7 @@ class TensorParallel:
             for parameter, whole in _adapter_gradients(site, outer):
                 self._complete(parameter, self._added_once if whole else self.link.all_reduce)
             if site.kind == "row":
-                self._complete_in_calls(site.path, base_of(outer), "bias", self._added_once)
+                self._complete_in_calls(site.path, base_layer_of(outer), "bias", self._added_once)
         for name in self.plan.between:
             path, _, own = name.rpartition(".")
             self._complete_in_calls(path, self.model.get_submodule(path), own, self.link.all_reduce)
@@ -357,8 +357,8 @@ def _norm_over_ranks(norm: nn.Module, link: Link) -> Callable[[Tensor], Tensor]:
 def already_cut(model: nn.Module, degree: int) -> set[str]:
     """Names of parameters that hold one rank's slice, as `ditmesh.load` leaves them."""
     found: set[str] = set()
-    for site in plan(model, degree).sites:
-        base = base_of(model.get_submodule(site.path))
+    for site in plan_slices(model, degree).sites:
+        base = base_layer_of(model.get_submodule(site.path))
         weight = base._parameters.get("weight")
         if weight is not None and shape_of(weight)[site.dim] != site.cut.total:
             # With the weight its bias is cut too, or zero on all ranks but one.
@@ -404,7 +404,7 @@ def adapter_cuts(model: nn.Module, made: TensorPlan) -> Iterator[tuple[str, int 
 
 def _adapter_parameters(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Parameter, int | None]]:
     """The parameters of a layer's adapters, if it has any, that follow its cut."""
-    if outer is base_of(outer):
+    if outer is base_layer_of(outer):
         return
     lora_a, lora_b = outer._modules.get("lora_A"), outer._modules.get("lora_B")
     variants = getattr(outer, "lora_variant", None)
@@ -427,7 +427,7 @@ def _adapter_parameters(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Param
 def _adapter_gradients(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
     """Adapters' parameters of a layer, and whether only the first rank has their gradient; else each has a part."""
     cut = {id(parameter): dim for parameter, dim in _adapter_parameters(site, outer)}
-    if outer is base_of(outer):
+    if outer is base_layer_of(outer):
         return
     for name in ("lora_A", "lora_B"):
         for parameter in outer.get_submodule(name).parameters():

@@ -71,7 +71,7 @@ _PROJECTIONS = {
 }
 
 # Ordered: later rules skip the modules of earlier ones.
-RULES: tuple[Rule, ...] = (
+SLICE_RULES: tuple[Rule, ...] = (
     # Attention and feed-forward side by side; one projection reads [attention, hidden].
     Rule(
         name="parallel block",

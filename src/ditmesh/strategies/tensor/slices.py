@@ -17,12 +17,12 @@ from ...core.library import library_name
 from ...core.partition import Partition, even_cut
 from ...errors import ConfigError, InputError
 from ...layout import Table, known_tables
-from .rules import ATTRIBUTES, NORMS, RULES, Rule
+from .rules import ATTRIBUTES, NORMS, SLICE_RULES, Rule
 
 # Shares of a hidden width are multiples of this where possible: matrix kernels are slow on odd widths.
 WIDTH_UNIT = 16
 
-Kind = Literal["column", "gathered", "row", "norm"]
+SliceKind = Literal["column", "gathered", "row", "norm"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Site:
     """
 
     path: str
-    kind: Kind
+    kind: SliceKind
     cut: Partition
 
     @property
@@ -80,7 +80,7 @@ class TensorPlan:
                 yield f"{site.path}.{name}", dim, None if dim is None else site.cut
 
 
-def plan(model: nn.Module, degree: int) -> TensorPlan:
+def plan_slices(model: nn.Module, degree: int) -> TensorPlan:
     """Work out how ``degree`` ranks share a model's weights. Reads module attributes only, never weights.
 
     A linear that no rule covers stays whole on every rank: exact, only not smaller.
@@ -95,7 +95,7 @@ def plan(model: nn.Module, degree: int) -> TensorPlan:
     claimed: set[str] = set()
     blocks = {path: module for path, module in modules.items() if not _inside_adapter(path)}
     # An attention without an output projection may be cut only when its block has one: those blocks come first.
-    for rule in RULES:
+    for rule in SLICE_RULES:
         for path, module in blocks.items():
             if path not in claimed and rule.fits(partial(_linear_at, module), module._modules) and _wired(rule, module):
                 _apply(made, rule, path, module, degree, claimed)
@@ -171,7 +171,7 @@ def _refuse_unknown(rule: Rule, module: nn.Module, path: str, attention: nn.Modu
     """
     known = {id(_linear_at(module, name)) for name in (*rule.column, *rule.row)}
     for name, child in attention.named_modules():
-        linear = base_of(child)
+        linear = base_layer_of(child)
         if not isinstance(linear, nn.Linear) or id(linear) in known or _inside_adapter(_join(path, name)):
             continue
         if queries in (linear.out_features, linear.in_features) and "." not in name.removesuffix(".0"):
@@ -189,7 +189,7 @@ def share_cut(model: nn.Module, made: TensorPlan) -> float:
     numbers = {
         id(base.weight): base.in_features * base.out_features
         for site in made.sites
-        if isinstance(base := base_of(model.get_submodule(site.path)), nn.Linear)
+        if isinstance(base := base_layer_of(model.get_submodule(site.path)), nn.Linear)
     }
     inside = {id(p): p for blocks in model.modules() if isinstance(blocks, nn.ModuleList) for p in blocks.parameters()}
     cut = sum(number for key, number in numbers.items() if key in inside)
@@ -285,7 +285,7 @@ def _expect(path: str, name: str, found: int, expected: int, side: str, rule: Ru
         )
 
 
-def base_of(module: nn.Module) -> nn.Module:
+def base_layer_of(module: nn.Module) -> nn.Module:
     """The layer under any adapters (peft wraps the layer it adapts)."""
     while isinstance(inner := module._modules.get("base_layer"), nn.Module):
         module = inner
@@ -305,7 +305,7 @@ def _child(module: nn.Module, path: str) -> nn.Module | None:
 
 def _linear_at(module: nn.Module, path: str) -> nn.Linear | None:
     found = _child(module, path)
-    base = None if found is None else base_of(found)
+    base = None if found is None else base_layer_of(found)
     return base if isinstance(base, nn.Linear) else None
 
 

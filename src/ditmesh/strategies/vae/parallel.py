@@ -25,7 +25,7 @@ from ...core.patching import Patch
 from ...errors import UntestedWarning
 from ...parts.band import bands_of
 from ...parts.banded import Banded, Bands, Uncut
-from ...parts.banded_rules import FUNCTIONS, RULES
+from ...parts.banded_rules import BAND_RULES, FUNCTION_RULES
 from ...parts.part import whole_of
 from ..base import Context, Request, Strategy
 from .tested import TESTED
@@ -77,7 +77,7 @@ class InBands:
     """
 
     def __init__(self, vae: nn.Module, link: Link) -> None:
-        self.bands = Bands(link, RULES, FUNCTIONS)
+        self.bands = Bands(link, BAND_RULES, FUNCTION_RULES)
         # As they are now: those that are patched later call these.
         self.calls: dict[str, Callable[..., Any]] = {name: getattr(vae, name) for name in _ROWS if hasattr(vae, name)}
 

@@ -76,7 +76,7 @@ def capped(psnr: float | None) -> float:
     return CAP if psnr is None else min(psnr, CAP)
 
 
-def difference(pairs: Iterable[tuple[ByPicture, ByPicture]]) -> Mean:
+def mean_difference(pairs: Iterable[tuple[ByPicture, ByPicture]]) -> Mean:
     """Mean difference in dB between two ways to generate, each pair measured alike, by prompt and seed.
 
     One figure a picture: what was done to one picture in several ways is not independent.
@@ -175,7 +175,7 @@ class StudyResults:
         real = next((result for result in self.real if tuple(result["cell"][axis] for axis in axes) == at), {})
         return Row(
             *at,
-            synchronous=mean(synchronous_steps(result) for result in results),
+            synchronous=mean(logged_synchronous_steps(result) for result in results),
             evaluations=results[0]["evaluations"],
             psnr=mean(capped(p["psnr"]) for p in pictures),
             ssim=mean(p["ssim"] for p in pictures),
@@ -285,7 +285,7 @@ class StudyResults:
 
     def _counts(self, at: Combination) -> dict[tuple[str, int], int | None]:
         """Synchronous steps by prompt and seed."""
-        return {(p["prompt"], p["seed"]): synchronous_steps(r) for r in self.by[at] for p in r["pictures"]}
+        return {(p["prompt"], p["seed"]): logged_synchronous_steps(r) for r in self.by[at] for p in r["pictures"]}
 
     @staticmethod
     def _synchronous(result: Mapping[str, Any]) -> list[bool]:
@@ -368,7 +368,7 @@ class StudyResults:
         return [mean(value for errors in step for value in errors) for step in steps]
 
 
-def synchronous_steps(result: Mapping[str, Any]) -> int | None:
+def logged_synchronous_steps(result: Mapping[str, Any]) -> int | None:
     """Synchronous steps of a cell; None when it has no log."""
     steps = result.get("steps")
     return None if steps is None else sum(step["synchronous"] for step in steps)
@@ -472,7 +472,7 @@ def fit_root(points: Mapping[int, float]) -> tuple[float | None, float | None]:
 # In words
 
 # What findings say; a difference comes with its verdict.
-SENTENCES = {
+FINDINGS = {
     "all": "Every figure is {over}. PSNR compares with the synchronous picture from the same seed.",
     "root": "{pair}: {many} devices with {longer} warm-up steps against {devices} with {warmup}, which "
     "a warm-up of base · √N takes for equal: {difference:+.2f} dB: {verdict}.",
@@ -508,7 +508,7 @@ def findings(results: StudyResults, rules: Mapping[Pair, Mapping[str, Any] | Non
         if pictures > 1
         else "of one picture, and has no standard error"
     )
-    said = [SENTENCES["all"].format(over=over)]
+    said = [FINDINGS["all"].format(over=over)]
     for pair in plan.pairs:
         said += _of_strategy(results, pair)
         rule = rules.get(pair)
@@ -518,7 +518,7 @@ def findings(results: StudyResults, rules: Mapping[Pair, Mapping[str, Any] | Non
             apart = Mean(**roots["difference"])
             facts = {**roots, "difference": apart, "verdict": apart.verdict("closer", "farther off")}
             facts |= {"many": 4 * roots["devices"], "longer": 2 * roots["warmup"]}
-            said.append(SENTENCES["root"].format(pair=pair, **facts))
+            said.append(FINDINGS["root"].format(pair=pair, **facts))
     for ours, theirs in pairwise(plan.strategies):
         said += _compared(results, f"{ours} against {theirs}", 1, ours, theirs)
     for ours, theirs in pairwise(plan.samplers):
@@ -530,7 +530,7 @@ def findings(results: StudyResults, rules: Mapping[Pair, Mapping[str, Any] | Non
             known = {step: one for step, one in steps if one.value is not None}
             if known:
                 step = most(known, key=lambda step: known[step].value or 0.0)
-                said.append(SENTENCES[name].format(step=step, mean=known[step], **single))
+                said.append(FINDINGS[name].format(step=step, mean=known[step], **single))
     return said + _real_text(results)
 
 
@@ -553,7 +553,7 @@ def _real_text(results: StudyResults) -> list[str]:
             "alone": "" if alone is None else f", one device {alone:.2f} s",
             "share": _range([100 * r["in_collectives"] / r["seconds"] for result in some for r in result["ranks"]], 0),
         }
-        said.append(SENTENCES["real"].format(sampler=sampler, strategy=strategy, devices=devices, **facts))
+        said.append(FINDINGS["real"].format(sampler=sampler, strategy=strategy, devices=devices, **facts))
     return said
 
 
@@ -567,13 +567,13 @@ def policy_findings(results: StudyResults) -> list[str]:
     said = []
     for policy in results.against_fixed():
         means = {name: Mean(**policy[name]) for name in ("psnr", "fixed_psnr", "difference")}
-        said.append(SENTENCES["fixed"].format_map({**policy, **means, "verdict": means["difference"].verdict()}))
+        said.append(FINDINGS["fixed"].format_map({**policy, **means, "verdict": means["difference"].verdict()}))
     for policy in results.against_others():
         best = policy["others"][0]
         apart = Mean(**best["difference"])
         verdict = "the same steps" if best["same_steps"] else apart.verdict()
         facts = {**policy, "other": best["warmup"], "difference": apart, "verdict": verdict}
-        said.append(SENTENCES["other"].format_map(facts))
+        said.append(FINDINGS["other"].format_map(facts))
     return said
 
 
@@ -595,7 +595,7 @@ def _of_strategy(results: StudyResults, pair: Pair) -> list[str]:
             "difference": gain,
             "verdict": gain.verdict("helped", "hurt", "made no difference that can be told"),
         }
-        said.append(SENTENCES["warm-up"].format(pair=pair, **facts))
+        said.append(FINDINGS["warm-up"].format(pair=pair, **facts))
     few, many = min(plan.devices), max(plan.devices)
     if few < many:
         said += _compared(results, f"{pair}: {few} devices against {many}", 2, few, many, pair)
@@ -608,12 +608,12 @@ def _compared(
     """One sentence over all pairs of combinations that begin with ``of`` and differ on one axis only."""
     mine = [at for at in results.by if at[axis] == ours and at[: len(of)] == of and not has_given_steps(at[3])]
     pairs: list[tuple[Combination, Any]] = [(at, (*at[:axis], theirs, *at[axis + 1 :])) for at in mine]
-    apart = difference((results.psnr_of(at), results.psnr_of(other)) for at, other in pairs)
+    apart = mean_difference((results.psnr_of(at), results.psnr_of(other)) for at, other in pairs)
     if apart.value is None:
         return []
     facts = {"difference": apart, "verdict": apart.verdict("closer", "farther off")}
     facts["count"] = count(apart.count, "picture")
-    return [SENTENCES["compared"].format(what=what, **facts)]
+    return [FINDINGS["compared"].format(what=what, **facts)]
 
 
 def _rule_text(sampler: str, strategy: str, rule: Mapping[str, Any]) -> str:
@@ -621,11 +621,11 @@ def _rule_text(sampler: str, strategy: str, rule: Mapping[str, Any]) -> str:
         f"{'none of those measured' if warmup is None else f'{warmup:.1f}'} at N = {devices}"
         for devices, warmup in rule["needed"].items()
     )
-    text = SENTENCES["needed"].format(sampler=sampler, strategy=strategy, steps=steps, **rule)
+    text = FINDINGS["needed"].format(sampler=sampler, strategy=strategy, steps=steps, **rule)
     fit, root = rule["fit"], rule["sqrt"]
     if fit is None:
-        return text + SENTENCES["no fit"].format(numbers=len(rule["needed"]), fitted=FITTED, **rule)
+        return text + FINDINGS["no fit"].format(numbers=len(rule["needed"]), fitted=FITTED, **rule)
     interval = fit["b_interval"]
-    sure = "" if interval is None else SENTENCES["sure"].format(*interval)
+    sure = "" if interval is None else FINDINGS["sure"].format(*interval)
     facts = {**rule, **fit, **root, "residual": fit["residual"], "root_residual": root["residual"], "sure": sure}
-    return text + SENTENCES["fit"].format_map(facts)
+    return text + FINDINGS["fit"].format_map(facts)

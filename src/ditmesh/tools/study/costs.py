@@ -10,7 +10,7 @@ from ...report.curves import Point, Series
 from ...report.formatting import number_text
 from ...report.report import Report
 from .analysis import StudyResults
-from .predicted import SIDES, CostModel, PredictedCost
+from .predicted import SIDE_FACTORS, CostModel, PredictedCost
 
 
 class Costs:
@@ -76,7 +76,7 @@ class Costs:
             "Predicted, with the synchronous steps that were measured.",
         )
         sizes = self._sizes()
-        tokens = {side: side * side for side in SIDES}
+        tokens = {side: side * side for side in SIDE_FACTORS}
         for what, unit, value in (
             ("Time of a step", "seconds", lambda found: found.step),
             ("Memory of a rank", "GB", lambda found: found.memory / 1e9),
@@ -84,8 +84,8 @@ class Costs:
             lines = [
                 Series(
                     "one device" if devices == 1 else f"N = {devices}",
-                    tuple(float(tokens[side]) for side in SIDES if (side, devices) in sizes),
-                    tuple(value(sizes[side, devices]) for side in SIDES if (side, devices) in sizes),
+                    tuple(float(tokens[side]) for side in SIDE_FACTORS if (side, devices) in sizes),
+                    tuple(value(sizes[side, devices]) for side in SIDE_FACTORS if (side, devices) in sizes),
                 )
                 for devices in (1, *self._plan.devices)
             ]
@@ -100,7 +100,7 @@ class Costs:
         strategy, warmup = self._plan.strategies[0], self._plan.warmups[0]
         found = {
             (side, devices): self._model.cost(strategy, devices, warmup, 1, self._evaluations, side)
-            for side in SIDES
+            for side in SIDE_FACTORS
             for devices in (1, *self._plan.devices)
         }
         return {at: one for at, one in found.items() if one is not None}

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from ...core.files import without_folder
-from ...quality.perceptual import HINT, NAME, available
+from ...quality.perceptual import HINT, METRIC, available
 from ...quality.pictures import as_picture, eight_bits
 from ...report.charts import Chart, bar_chart, brightest, coloured, heat_map, line_chart, scatter_chart
 from ...report.curves import Point, Series, grid
@@ -28,8 +28,8 @@ from .analysis import (
     StudyResults,
     findings,
     latency,
+    logged_synchronous_steps,
     policy_findings,
-    synchronous_steps,
 )
 from .costs import Costs
 from .maps import layer_charts, load_charts, place_maps
@@ -100,7 +100,7 @@ def csv_of(results: StudyResults) -> str:
         synchronous = cell["strategy"] == SYNCHRONOUS
         request = {name: cell[name] for name in ("sampler", "strategy", "devices", "warmup", "real")} | {
             "evaluations": result["evaluations"],
-            "synchronous_steps": result["evaluations"] if synchronous else synchronous_steps(result),
+            "synchronous_steps": result["evaluations"] if synchronous else logged_synchronous_steps(result),
             "seconds": latency(result),
             "one_device_seconds": result.get("one_device_seconds"),
         }
@@ -215,7 +215,7 @@ PREDICTION = (
 def _table(report: Report, results: StudyResults, pair: Pair) -> None:
     mine = [row for row in results.rows() if (row.sampler, row.strategy) == pair]
     axes = sorted({axis for row in mine for axis in row.sent or ()})
-    header = ["configuration", "synchronous", "PSNR dB", "SSIM", NAME, "nearest picture", "time s", "one device s"]
+    header = ["configuration", "synchronous", "PSNR dB", "SSIM", METRIC, "nearest picture", "time s", "one device s"]
     header += ["sent MB", *(f"{axis} MB" for axis in axes if len(axes) > 1)]
     rows, exact = [], ""
     for row in mine:

@@ -13,7 +13,7 @@ from .analysis import Row
 from .plan import Cell, Setup
 
 # Sides of a picture, in those of the study's, over which time and memory are predicted.
-SIDES = (1, 2, 4, 8)
+SIDE_FACTORS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)

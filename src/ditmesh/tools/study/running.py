@@ -59,7 +59,7 @@ class Runner:
         began = time.perf_counter()
         result: dict[str, Any] = {"key": key, "cell": asdict(cell)}
         if cell.strategy == SYNCHRONOUS:
-            pictures, predictions = generate(pipe, self.setup, cell)
+            pictures, predictions = run_cell(pipe, self.setup, cell)
             kept = {"predictions": torch.stack(predictions), "pictures": torch.from_numpy(pictures)}
             with written_whole(self.folder / f"{key}{SUFFIX}") as temporary:
                 torch.save(kept, temporary)
@@ -67,7 +67,7 @@ class Runner:
             pictures, result["ranks"] = generate_on_ranks(self.setup, cell, self._launcher)
             simulated = replace(cell, real=False)
             with stale(pipe, simulated), _one_thread():
-                expected, _ = generate(pipe, self.setup, simulated)
+                expected, _ = run_cell(pipe, self.setup, simulated)
             result["one_device_seconds"] = self._seconds_alone(cell, pipe)
             result["sent"] = dict(sum((Counter(rank["sent"]) for rank in result["ranks"]), Counter()))
             result["equal_to_simulation"] = bool(np.array_equal(pictures, expected))
@@ -76,7 +76,7 @@ class Runner:
             with stale(pipe, cell) as engine:
                 taps = Taps(pipe, engine) if cell.detail else None
                 with taps or nullcontext():
-                    pictures, predictions = generate(pipe, self.setup, cell)
+                    pictures, predictions = run_cell(pipe, self.setup, cell)
                 log = engine.staleness
                 # Patches in one process send nothing, unlike patches on several ranks.
                 result["sent"] = None if cell.strategy == "pipefusion" else dict(engine.mesh.traffic.bytes_sent)
@@ -105,7 +105,7 @@ class Runner:
     def pipe(self, sampler: str) -> Any:
         """The pipeline with a sampler."""
         if self._pipe is None:
-            self._pipe = load(self.setup)
+            self._pipe = load_study_pipeline(self.setup)
             self._plain = self._pipe.scheduler
         set_sampler(self._pipe, sampler, self._plain)
         return self._pipe
@@ -116,7 +116,7 @@ class Runner:
         if self._alone is None or self._alone[0] != key:
             with _one_thread():
                 began = time.perf_counter()
-                generate(pipe, self.setup, cell.reference)
+                run_cell(pipe, self.setup, cell.reference)
                 self._alone = key, time.perf_counter() - began
         return self._alone[1]
 
@@ -157,7 +157,7 @@ def _as_one(made: np.ndarray) -> np.ndarray:
     return np.concatenate([np.concatenate(list(made[row]), axis=1) for row in rows])
 
 
-def load(setup: Setup) -> Any:
+def load_study_pipeline(setup: Setup) -> Any:
     """The pipeline of a study, quiet, on its device."""
     import diffusers
 
@@ -168,7 +168,7 @@ def load(setup: Setup) -> Any:
     return load_pipeline(setup.model, setup.name, setup.dtype, setup.device)
 
 
-def generate(
+def run_cell(
     pipe: Any, setup: Setup, cell: Cell, on_step: Callable[[], object] | None = None
 ) -> tuple[np.ndarray, list[Tensor]]:
     """The images of a cell, and the sampler's input in every evaluation, at each of which ``on_step`` is called.
@@ -404,11 +404,11 @@ def rank_of_cell(setup: Setup, cell: Cell) -> tuple[np.ndarray | None, dict[str,
 
     from ...engine import engine_of, parallelize, restore
 
-    pipe = load(setup)
+    pipe = load_study_pipeline(setup)
     set_sampler(pipe, cell.sampler, pipe.scheduler)
     parallelize(pipe, cell.config())
     try:
-        generate(pipe, setup, cell)
+        run_cell(pipe, setup, cell)
         pictures, times = timed_request(pipe, setup, cell, engine_of(pipe).mesh)
     finally:
         restore(pipe)
@@ -427,7 +427,7 @@ def timed_request(pipe: Any, setup: Setup, cell: Cell, mesh: Any) -> tuple[np.nd
         dist.barrier()
         mesh.traffic.reset()
         marks = [_Mark.now(spent)]
-        pictures, _ = generate(pipe, setup, cell, on_step=lambda: marks.append(_Mark.now(spent)))
+        pictures, _ = run_cell(pipe, setup, cell, on_step=lambda: marks.append(_Mark.now(spent)))
         total = time.perf_counter() - marks[0].seconds
     sent = dict(mesh.traffic.bytes_sent)
     steps = [

@@ -11,7 +11,7 @@ from ...errors import InputError
 OWN = "own"
 
 # Samplers of flow-matching and other models: diffusers' class, and its settings.
-FLOW: dict[str, tuple[str, dict[str, Any]]] = {
+FLOW_SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "euler": ("FlowMatchEulerDiscreteScheduler", {}),
     "heun": ("FlowMatchHeunDiscreteScheduler", {}),
     "dpm": ("DPMSolverMultistepScheduler", {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}),
@@ -35,7 +35,7 @@ def check_sampler(name: str, model: Path) -> None:
     kind = scheduler_class(OWN, model)
     known = _table(kind)
     if name != OWN and name not in known:
-        what = "a flow-matching model" if known is FLOW else "a DDPM model"
+        what = "a flow-matching model" if known is FLOW_SAMPLERS else "a DDPM model"
         raise InputError(
             f"--sampler {name!r} does not go with {what} ({kind or 'unknown scheduler'}); use {', '.join(known)}, or "
             f"{OWN!r} for the pipeline's own"
@@ -68,4 +68,4 @@ def set_sampler(pipe: Any, name: str, plain: Any) -> None:
 
 
 def _table(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    return FLOW if "FlowMatch" in kind else DDPM
+    return FLOW_SAMPLERS if "FlowMatch" in kind else DDPM

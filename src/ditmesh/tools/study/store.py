@@ -15,7 +15,7 @@ from .running import SUFFIX, Runner
 
 # Cells, one JSON object a line, in the order they were finished.
 CELLS = "cells.jsonl"
-PICTURES = "cells"
+IMAGE_FOLDER = "cells"
 
 # Called before a cell runs (with how many are to run in all), and with None when it is done.
 OnCell = Callable[[Cell | None, int], None]
@@ -35,8 +35,8 @@ class Store:
         from ...generate.job import check_folder
 
         check_folder(folder)
-        check_folder(folder / PICTURES)
-        self.pictures = folder / PICTURES
+        check_folder(folder / IMAGE_FOLDER)
+        self.pictures = folder / IMAGE_FOLDER
         self._file = folder / CELLS
         self._cells: dict[str, dict[str, Any]] = {}
         lines = self._file.read_bytes().splitlines() if self._file.exists() else []

@@ -10,7 +10,7 @@ from ...config import ParallelConfig
 from ...generate.job import PictureJob
 from ...quality import perceptual
 from .ranks import VerifyRanks
-from .runs import RankRun, RunTask, budget_of, name_of, reference_of
+from .runs import RankRun, RunTask, budget_of, config_name, reference_config
 from .timeline import RankTimeline
 from .verdicts import Verdict, judge
 
@@ -40,7 +40,7 @@ class Comparison:
     ) -> None:
         self._job, self._configs, self._ranks = job, configs, ranks
         self._folder, self._timed, self._said = folder, timed, said
-        references = dict.fromkeys(reference_of(config) for config in configs)
+        references = dict.fromkeys(reference_config(config) for config in configs)
         self._traces = {reference: f"{folder}/trace-{number}" for number, reference in enumerate(references)}
         self._runs: dict[str, list[RankRun]] = {}
         self.alone: dict[str, RankRun] = {}
@@ -59,7 +59,7 @@ class Comparison:
                 os.mkdir(trace)
         tasks = [RunTask(reference, trace, True, budget, self._timed) for reference, trace in self._traces.items()]
         for reference, (done,) in zip(self._traces, self._run(1, tasks), strict=True):
-            self.alone[name_of(reference)] = done
+            self.alone[config_name(reference)] = done
         for devices in sorted({config.world_size for config in self._configs}):
             # A request that fails on one device is not run on several.
             able = [
@@ -67,9 +67,9 @@ class Comparison:
                 for config in self._configs
                 if config.world_size == devices and not self._reference(config).refused
             ]
-            tasks = [RunTask(config, self._traces[reference_of(config)], timeline=self._timed) for config in able]
+            tasks = [RunTask(config, self._traces[reference_config(config)], timeline=self._timed) for config in able]
             for config, of_ranks in zip(able, self._run(devices, tasks) if able else [], strict=True):
-                self._runs[name_of(config)] = of_ranks
+                self._runs[config_name(config)] = of_ranks
 
     def _run(self, devices: int, tasks: Sequence[RunTask]) -> list[list[RankRun]]:
         """For each task every rank's run."""
@@ -81,7 +81,7 @@ class Comparison:
         return self._ranks.run(devices, self._job, tasks, begin)
 
     def _reference(self, config: ParallelConfig) -> RankRun:
-        return self.alone[name_of(reference_of(config))]
+        return self.alone[config_name(reference_config(config))]
 
     def verdicts(self, tolerance: float | None) -> list[Verdict]:
         """The verdict on each configuration; see `judge`."""
@@ -90,9 +90,9 @@ class Comparison:
             judge(
                 self._job,
                 config,
-                self._runs.get(name_of(config), [self._reference(config)]),
+                self._runs.get(config_name(config), [self._reference(config)]),
                 self._reference(config),
-                self._traces[reference_of(config)],
+                self._traces[reference_config(config)],
                 tolerance,
                 learned,
             )

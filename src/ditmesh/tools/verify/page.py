@@ -17,13 +17,13 @@ from ...quality.pictures import as_picture
 from ...report import charts as figures
 from ...report import curves
 from ...report.curves import Series
-from ...report.formatting import as_csv, number_text, plain
+from ...report.formatting import as_csv, number_text, setting_text
 from ...report.report import Download, Report, Shown, Styled
 from .runs import RankRun
 from .verdicts import TOLERANCES, Verdict
 
 # Maximum number of images of a configuration on the page.
-SHOWN = 4
+MAX_IMAGES = 4
 
 
 def page_of(
@@ -111,7 +111,7 @@ def _axes(verdicts: Sequence[Verdict]) -> list[str]:
 def _outcomes(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     axes = _axes(verdicts)
     axes = axes if len(axes) > 1 else []
-    header = ["configuration", "verdict", "same bits", "largest", "mean", "PSNR (dB)", "SSIM", perceptual.NAME]
+    header = ["configuration", "verdict", "same bits", "largest", "mean", "PSNR (dB)", "SSIM", perceptual.METRIC]
     header += ["latents", "seconds", "one device (s)", "speed-up", "sent (MB)", *(f"{axis} (MB)" for axis in axes)]
     # Without differences there is no PSNR column.
     equal = "equal" if any(one.accuracy.psnr is not None for one in verdicts) else ""
@@ -148,7 +148,7 @@ def _settings(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     rows: list[list[str]] = []
     for verdict in verdicts:
         settings = verdict.settings
-        values = [plain(settings[name]) if settings[name] != usual[name] else "" for name in changed]
+        values = [setting_text(settings[name]) if settings[name] != usual[name] else "" for name in changed]
         rows.append([verdict.config, str(verdict.devices), *(Styled(value, "name") for value in values)])
     return ["configuration", "devices", *changed], rows
 
@@ -211,10 +211,10 @@ def _sentences(verdict: Verdict) -> str:
 
 def _pictures(report: Report, job: PictureJob, verdict: Verdict, pairs: Sequence[tuple[Any, Any]], each: int) -> None:
     """Images, or frames of the first video: of the configuration, of one device, and their difference."""
-    first = range(len(pairs))[:SHOWN]
+    first = range(len(pairs))[:MAX_IMAGES]
     if each > 1:
         # Evenly spaced.
-        first = [round(place * (each - 1) / (SHOWN - 1)) for place in range(SHOWN)]
+        first = [round(place * (each - 1) / (MAX_IMAGES - 1)) for place in range(MAX_IMAGES)]
     shown = dict.fromkeys(first)
     apart = {number: np.abs(as_picture(pairs[number][0]) - as_picture(pairs[number][1])) for number in shown}
     # One scale serves all of a configuration's images.
@@ -246,7 +246,7 @@ def _frames(report: Report, job: PictureJob, verdict: Verdict, each: int) -> Non
             steps,
             tuple(one.mean for one in verdict.accuracy.pictures[video * each : (video + 1) * each]),
         )
-        for video in range(job.total)[:SHOWN]
+        for video in range(job.total)[:MAX_IMAGES]
     ]
     title = f"Mean absolute difference of every frame, {verdict.config}"
     chart = figures.line_chart(lines, title, "frame", "mean absolute difference", log_y=True)

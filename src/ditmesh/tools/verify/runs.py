@@ -46,12 +46,12 @@ TRACE_BUDGET = 4e9
 LEAST_BUDGET = 64e6
 
 
-def reference_of(config: ParallelConfig) -> ParallelConfig | None:
+def reference_config(config: ParallelConfig) -> ParallelConfig | None:
     """The one-device reference: the same settings for a reproducible configuration, else None (plain diffusers)."""
     return resized(config, 1) if config.reproducible else None
 
 
-def name_of(config: ParallelConfig | None) -> str:
+def config_name(config: ParallelConfig | None) -> str:
     """A configuration in words, with every non-default setting; None: one device."""
     if config is None:
         return "one device"
@@ -225,7 +225,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
                 pipe = None if share else pipe
                 continue
         if report is not None and rank == 0:
-            report(RunBegan(name_of(task.config)))
+            report(RunBegan(config_name(task.config)))
         runs.append(_run(job, pipe, task, rank))
         if mesh is not None:
             if share:

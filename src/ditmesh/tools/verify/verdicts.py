@@ -15,7 +15,7 @@ from ...generate.job import PictureJob
 from ...quality import metrics
 from ...recipe import promise_of
 from ...strategies.base import Promise
-from .runs import RankRun, name_of, reference_of
+from .runs import RankRun, config_name, reference_config
 from .timeline import Overlap, overlaps
 from .tracing import SCHEDULER, Compared, Trace, merge
 
@@ -212,10 +212,10 @@ def judge(
     if tolerance is None and promise == "tolerance":
         tolerance = TOLERANCES[job.dtype]
     verdict = Verdict(
-        config=name_of(config),
+        config=config_name(config),
         settings=config.model_dump(mode="json"),
         devices=config.world_size,
-        reference=name_of(reference_of(config)),
+        reference=config_name(reference_config(config)),
         promise=promise,
         tolerance=tolerance,
         refused=runs[0].refused,

@@ -30,7 +30,7 @@ from ...comm.mesh import Mesh
 from ...comm.objects import on_first
 from ...core.files import digest_of_file, written_whole
 from ...errors import InputError
-from .storage import TensorPlanner, names_in, reader, sizes_of, writer
+from .storage import TensorPlanner, names_in, reader, tensor_bytes, writer
 
 MANIFEST = "manifest.json"
 # torch's warning when a single process saves.
@@ -65,7 +65,7 @@ class Checkpoints:
         Args:
             step: optimizer steps done.
             state: nested mappings of tensors and DTensors; of a stage its own.
-            facts: what is no tensor, as JSON can hold it; `facts_of` returns it.
+            facts: what is no tensor, as JSON can hold it; `checkpoint_facts` returns it.
             background: copy the state to host memory (pinned where there is a GPU) and return; a thread writes the
                 copy. After the first one the same memory is used again.
         """
@@ -92,7 +92,9 @@ class Checkpoints:
             self._settle(step, problem)
             return
         # Stages have tensors of their own.
-        sizes = {name: size for one in self._mesh.pipe.all_gather_object(sizes_of(state)) for name, size in one.items()}
+        sizes = {
+            name: size for one in self._mesh.pipe.all_gather_object(tensor_bytes(state)) for name, size in one.items()
+        }
         options: dict[str, Any] = {"storage_writer": writer(part, sizes), "process_group": self._group}
         options["no_dist"] = self._mesh.world_size == 1
         if not background:
@@ -200,7 +202,7 @@ class Checkpoints:
         Args:
             wanted: which.
             runs: of ``latest``: the runs with checkpoints that count, each up to a step (None: all of its); by
-                `facts_of` under ``"run"``. None: any.
+                `checkpoint_facts` under ``"run"``. None: any.
 
         Returns:
             Its folder; None when there is none yet.
@@ -223,7 +225,7 @@ class Checkpoints:
         for step, folder in self._newest_first():
             problem = broken(folder)
             if problem is None and runs is not None:
-                its = facts_of(folder).get("run")
+                its = checkpoint_facts(folder).get("run")
                 if not any(its == run and (until is None or step <= until) for run, until in runs):
                     logger.warning("%s is left aside: another run has written it", folder)
                     continue
@@ -252,7 +254,7 @@ class Checkpoints:
                 )
         except CheckpointException as error:
             raise InputError(f"{folder} does not fit this run: {_cause(error)}") from None
-        return int(facts_of(folder)["step"])
+        return int(checkpoint_facts(folder)["step"])
 
     def names(self, folder: Path) -> set[str]:
         """The names of all tensors in a checkpoint, the same on all ranks. Collective.
@@ -263,7 +265,7 @@ class Checkpoints:
         return on_first(self._mesh.world, lambda: names_in(folder))
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
+def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """The data of a checkpoint besides tensors: ``step``, and what was given to `Checkpoints.save`."""
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     return {name: value for name, value in found.items() if name != "files"}

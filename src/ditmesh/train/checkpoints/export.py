@@ -25,7 +25,7 @@ from .checkpoint import MANIFEST, broken
 logger = logging.getLogger(__name__)
 
 
-def bytes_of(pipe: Any, config: TrainConfig) -> tuple[int, int]:
+def export_bytes(pipe: Any, config: TrainConfig) -> tuple[int, int]:
     """Bytes of one checkpoint, and of the export.
 
     Args:
@@ -45,7 +45,7 @@ def check_room(config: TrainConfig, checkpoint: int, exported: int, step: int, s
 
     Args:
         config: the run; its output folder exists.
-        checkpoint, exported: bytes, as `bytes_of` returns them.
+        checkpoint, exported: bytes, as `export_bytes` returns them.
         step, steps: done, and in all.
 
     Raises:

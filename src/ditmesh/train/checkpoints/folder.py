@@ -184,7 +184,7 @@ class RunFolder:
         self._lock.close()
 
 
-def settings_of(config: TrainConfig, data: str) -> dict[str, Any]:
+def run_settings(config: TrainConfig, data: str) -> dict[str, Any]:
     """A run's settings for its checkpoints, as JSON data.
 
     Args:

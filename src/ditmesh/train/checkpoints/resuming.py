@@ -48,7 +48,7 @@ HARMLESS: dict[str, str] = {
     "gradient_checkpointing": "memory and time change, the curve does not",
 }
 # Mappings of which entries come and go.
-WHOLE = {"optimizer_args"}
+OPEN_MAPPINGS = {"optimizer_args"}
 # They say how to resume, and are no part of what is trained; accumulation follows from the batch.
 UNSAID = {"resume_from_checkpoint", "resume_allow_changed", "gradient_accumulation_steps", "global_batch_size"}
 
@@ -87,7 +87,7 @@ class ResumeReport:
         return ResumeReport(tuple(lines))
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str]) -> Differences:
+def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str]) -> Differences:
     """The differences of a resumed run from its checkpoint.
 
     Args:
@@ -145,7 +145,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
         if name not in before or before[name] == new:
             continue
         old = before[name]
-        if isinstance(old, Mapping) and isinstance(new, Mapping) and f"{prefix}{name}" not in WHOLE:
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and f"{prefix}{name}" not in OPEN_MAPPINGS:
             found += _differing(old, new, f"{prefix}{name}.")
         else:
             found.append((f"{prefix}{name}", old, new))

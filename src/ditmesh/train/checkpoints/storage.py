@@ -33,7 +33,7 @@ except ImportError:
 # The index of a checkpoint of an earlier version.
 INDEX = ".metadata"
 # A rank's file is assembled in memory before it is written.
-MOST_BYTES = 2 << 30
+MAX_SHARD_BYTES = 2 << 30
 
 _CLASSES = {
     *((metadata.__name__, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -47,7 +47,7 @@ _CLASSES = {
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath"}
 
 
-def sizes_of(state: dict[str, Any]) -> dict[str, int]:
+def tensor_bytes(state: dict[str, Any]) -> dict[str, int]:
     """Bytes of every tensor of ``state``, by its name in a checkpoint."""
     return {".".join(str(cast(Any, key).key) for key in path): v.nbytes for path, v in tree_flatten_with_path(state)[0]}
 
@@ -60,7 +60,7 @@ def writer(folder: Path, sizes: dict[str, int]) -> HuggingFaceStorageWriter:
     """
     places, file, filled = dict[str, int](), 1, 0
     for name, size in sizes.items():
-        if filled and filled + size > MOST_BYTES:
+        if filled and filled + size > MAX_SHARD_BYTES:
             file, filled = file + 1, 0
         filled += size
         places[name] = file

@@ -18,10 +18,10 @@ from ...report.formatting import enumerated
 from .samples import Sample, Samples
 
 # Samples of each kind of difference that are named.
-NAMED = 3
+MAX_NAMED_SAMPLES = 3
 
 
-def bytes_of(sample: Sample) -> int:
+def sample_bytes(sample: Sample) -> int:
     """The number of bytes of a sample in its file.
 
     Raises:
@@ -76,7 +76,7 @@ def agreed_samples(mesh: Mesh, find: Callable[[Callable[[int], None]], Samples],
 
 
 def _identity(sample: Sample) -> str:
-    about: tuple[Any, ...] = (sample.name, sample.said, tuple(sample.size), bytes_of(sample))
+    about: tuple[Any, ...] = (sample.name, sample.said, tuple(sample.size), sample_bytes(sample))
     mask, references = sample.attached.mask, sample.attached.references
     if mask is not None or references:
         parts = (mask, *references)
@@ -94,11 +94,13 @@ def _differences(mesh: Mesh, samples: Sequence[Sample], identities: Sequence[str
     other = [name for name in mine if first.get(name, mine[name]) != mine[name]]
     parts = []
     if lacking:
-        parts.append(f"lacks {enumerated(map(repr, lacking), NAMED, 'more')}")
+        parts.append(f"lacks {enumerated(map(repr, lacking), MAX_NAMED_SAMPLES, 'more')}")
     if besides:
-        parts.append(f"has {enumerated(map(repr, besides), NAMED, 'more')} besides")
+        parts.append(f"has {enumerated(map(repr, besides), MAX_NAMED_SAMPLES, 'more')} besides")
     if other:
-        parts.append(f"has another size, caption or length in bytes of {enumerated(map(repr, other), NAMED, 'more')}")
+        parts.append(
+            f"has another size, caption or length in bytes of {enumerated(map(repr, other), MAX_NAMED_SAMPLES, 'more')}"
+        )
     if not parts and pairs != wanted:
         parts.append("has the samples in another order")
     return mesh.world.all_gather_object(f" {' and '.join(parts)}" if parts else None)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from ...errors import InputError
 from ...media.files import open_part
-from ...media.images import SUFFIXES, image_size, read_image, read_mask
+from ...media.images import IMAGE_SUFFIXES, image_size, read_image, read_mask
 from ..config import TrainConfig
 
 Read = TypeVar("Read")
@@ -227,13 +227,13 @@ def _files_of(folder: str, setting: str) -> dict[str, Part]:
         folders[:] = sorted(one for one in folders if not one.startswith("."))
         for one in sorted(files):
             name = os.path.normpath(os.path.join(os.path.relpath(where, place), one))
-            if one.startswith(".") or not one.lower().endswith(SUFFIXES):
+            if one.startswith(".") or not one.lower().endswith(IMAGE_SUFFIXES):
                 continue
             twin = found.setdefault(os.path.splitext(name)[0], Part(name, place / name))
             if twin.name != name:
                 raise InputError(f"{setting}={folder!r} has {twin.name} and {name} for one image; leave one there")
     if not found:
-        raise InputError(f"{setting}={folder!r} has no image ({', '.join(SUFFIXES)} are looked for)")
+        raise InputError(f"{setting}={folder!r} has no image ({', '.join(IMAGE_SUFFIXES)} are looked for)")
     return found
 
 

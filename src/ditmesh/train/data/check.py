@@ -16,15 +16,15 @@ from ...errors import InputError
 from ...media.images import opened_image
 from ..config import TrainConfig
 from ..families import FAMILIES, family_of
-from .agreement import bytes_of
+from .agreement import sample_bytes
 from .contact_sheet import SeenSample, write_sheet
 from .encoded import EncodedSamples
 from .held_out import with_held_out
 from .order import Drawn, SampleOrder
-from .references import reference_of
-from .samples import Sample, Samples, fitted
+from .references import reference_image
+from .samples import Sample, Samples, crop_to_fill
 from .sources import Sources, found_samples, sources_of
-from .training_data import check_frames
+from .training_data import check_video_length
 
 # Samples that are decoded.
 MOST_DECODED = 1000
@@ -46,7 +46,7 @@ def checked_data(config: TrainConfig, pipe: Any, sheet: str | Path | None = None
         ConfigError, InputError: as the run would.
     """
     family = family_of(pipe, config)
-    check_frames(pipe, family, config)
+    check_video_length(pipe, family, config)
     found = found_samples(config, family.conditioned_by)
     found.check(config)
     mesh = Mesh(ParallelConfig())
@@ -199,7 +199,7 @@ def _duplicates(samples: Sequence[Sample]) -> list[list[str]]:
     """Names of samples with the same bytes in other files: of files that are as long as another one's."""
     by_length: dict[int, list[Sample]] = {}
     for sample in samples:
-        by_length.setdefault(bytes_of(sample), []).append(sample)
+        by_length.setdefault(sample_bytes(sample), []).append(sample)
     found: dict[str, dict[str, None]] = {}
     for alike in by_length.values():
         # Lines of a listing are samples of one file, which is no duplicate.
@@ -228,10 +228,10 @@ def _seen(encoded: EncodedSamples, sources: Sources, drawn: Drawn, size: tuple[i
     }
     try:
         whole = sample.picture() if config.num_frames is None else sample.frames(config.num_frames)[0]
-        mask = None if sample.attached.mask is None else fitted(sample.attached.mask.mask(), size)
-        picture = fitted(whole, size)
+        mask = None if sample.attached.mask is None else crop_to_fill(sample.attached.mask.mask(), size)
+        picture = crop_to_fill(whole, size)
         if flip:
             picture, mask = ImageOps.mirror(picture), None if mask is None else ImageOps.mirror(mask)
-        return SeenSample(**about, picture=picture, mask=mask, reference=reference_of(sample, size, flip))
+        return SeenSample(**about, picture=picture, mask=mask, reference=reference_image(sample, size, flip))
     except OSError as error:
         return SeenSample(**about, problem=str(error))

@@ -32,8 +32,8 @@ from .cut_captions import cut_captions
 from .masks import mask_of, stacked_masks
 from .order import Drawn, MicroBatch
 from .own_pictures import HOLE, own_picture, own_picture_of
-from .references import check_references, conditions_of, reference_of
-from .samples import Sample, fitted, pixels
+from .references import check_references, conditions_of, reference_image
+from .samples import Sample, crop_to_fill, pixels
 from .wording import Wording
 
 logger = logging.getLogger(__name__)
@@ -344,10 +344,10 @@ class EncodedSamples:
     def _reference(self, sample: Sample, index: int, flip: bool, seed: int, seen: Tensor | None = None) -> Image | None:
         """The image beside a sample's caption; None: there is none. Raises `OSError` if it is corrupt."""
         if self._own_picture is None:
-            return reference_of(sample, self._sizes[index], flip)
+            return reference_image(sample, self._sizes[index], flip)
         hole = None
         if self._own_picture == HOLE and sample.attached.mask is not None:
-            hole = fitted(sample.attached.mask.mask(), self._sizes[index])
+            hole = crop_to_fill(sample.attached.mask.mask(), self._sizes[index])
             hole = ImageOps.mirror(hole) if flip else hole
         return own_picture(self._own_picture, self._pixels(sample, index, flip) if seen is None else seen, seed, hole)
 

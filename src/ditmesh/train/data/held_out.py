@@ -27,9 +27,9 @@ from .encoded import EncodedSamples
 from .order import Drawn, MicroBatch, buckets_of
 from .samples import Sample, Samples
 
-LEVELS = 8
+NUM_LEVELS = 8
 # Of which the noise levels and the target at any moment are known.
-KINDS = ("flow", "epsilon", "v_prediction")
+OBJECTIVE_KINDS = ("flow", "epsilon", "v_prediction")
 
 Predict = Callable[[Tensor, Tensor, Conditions], Tensor]
 
@@ -103,7 +103,7 @@ def _first(samples: tuple[Sample, ...], count: int) -> tuple[Sample, ...]:
 
 
 class HeldOutLoss:
-    """The mean squared error on held-out samples at `LEVELS` noise levels, the same on any mesh.
+    """The mean squared error on held-out samples at `NUM_LEVELS` noise levels, the same on any mesh.
 
     Args:
         samples: of all ranks alike.
@@ -128,7 +128,7 @@ class HeldOutLoss:
     ) -> None:
         scheduler = getattr(family, "scheduler", pipe.scheduler)
         objective = NoiseObjective(scheduler, config)
-        if objective.kind not in KINDS:
+        if objective.kind not in OBJECTIVE_KINDS:
             raise ConfigError(
                 f"objective={objective.kind!r} has noise levels that are not known, at which a held-out loss is "
                 "measured; leave validation_data_dir and validation_split out"
@@ -160,14 +160,14 @@ class HeldOutLoss:
             predict: the transformer's prediction for noisy latents (B, C, ...), timesteps (B,) and conditions.
         """
         data = self._mesh.data
-        sums = torch.zeros(len(self._batches), LEVELS, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(len(self._batches), NUM_LEVELS, dtype=torch.float64, device=self._device)
         # As many on every rank: a forward of sharded weights is a collective of all of them.
         for turn in range(-(-len(self._batches) // data.size)):
             number = turn * data.size + data.rank
             micro = self._batches[min(number, len(self._batches) - 1)]
             latents, conditions, mask = self._batch(min(number, len(self._batches) - 1))
-            for level in range(LEVELS):
-                time = self._times[int((level + 0.5) / LEVELS * len(self._times))]
+            for level in range(NUM_LEVELS):
+                time = self._times[int((level + 0.5) / NUM_LEVELS * len(self._times))]
                 noise = torch.stack([self._noise(drawn, level, latents.shape[1:]) for drawn in micro.samples])
                 noise = noise.to(latents)
                 noisy = self._tables.noisy_of(latents, noise, float(time))
@@ -178,7 +178,7 @@ class HeldOutLoss:
                 if number < len(self._batches):
                     sums[number, level] = errors.double().sum()
         # Each is one rank's; the zeros of the others change no bit of it.
-        return sum(data.all_reduce(sums).flatten().tolist()) / (self._count * LEVELS)
+        return sum(data.all_reduce(sums).flatten().tolist()) / (self._count * NUM_LEVELS)
 
     def _noise(self, drawn: Drawn, level: int, shape: torch.Size) -> Tensor:
         generator = torch.Generator().manual_seed(self._encoded.seed_of(drawn, "held out", str(level)))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attached import Part
-from .samples import fitted
+from .samples import crop_to_fill
 
 
 def mask_of(part: Part, size: tuple[int, int], shape: tuple[int, int], least: float) -> Tensor:
@@ -25,7 +25,7 @@ def mask_of(part: Part, size: tuple[int, int], shape: tuple[int, int], least: fl
     Raises:
         OSError: it is corrupt, or black throughout with a ``least`` of 0; names it.
     """
-    levels = np.asarray(fitted(part.mask(), size))
+    levels = np.asarray(crop_to_fill(part.mask(), size))
     values = torch.from_numpy(levels.copy()).float() / 255
     weights = least + (1 - least) * F.adaptive_avg_pool2d(values[None], shape)[0]
     mean = weights.mean()

@@ -15,7 +15,7 @@ from ..families import Family
 # What `own_picture` calls an image with a part that is to be painted.
 HOLE = "hole"
 # Sides of a hole that is drawn, in shares of the image's.
-SIDES = (0.25, 0.75)
+HOLE_SIDES = (0.25, 0.75)
 
 
 def own_picture_of(family: Family) -> str | None:
@@ -42,7 +42,7 @@ def own_picture(kind: str, values: Tensor, seed: int, hole: Image.Image | None =
         return found
     drawn = torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
     sides = [
-        max(1, round(side * (SIDES[0] + (SIDES[1] - SIDES[0]) * one)))
+        max(1, round(side * (HOLE_SIDES[0] + (HOLE_SIDES[1] - HOLE_SIDES[0]) * one)))
         for side, one in zip(found.size, drawn[:2], strict=True)
     ]
     left, top = (round((side - hole) * one) for side, hole, one in zip(found.size, sides, drawn[2:], strict=True))

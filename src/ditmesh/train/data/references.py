@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from ...errors import ConfigError, InputError
 from ..config import TrainConfig
 from ..families import Conditions, Family
-from .samples import Sample, fitted
+from .samples import Sample, crop_to_fill
 
 
 def takes_references(family: Family) -> bool:
@@ -57,7 +57,7 @@ def check_references(pipe: Any, family: Family, config: TrainConfig, samples: Se
             )
 
 
-def reference_of(sample: Sample, size: tuple[int, int], flip: bool) -> Image.Image | None:
+def reference_image(sample: Sample, size: tuple[int, int], flip: bool) -> Image.Image | None:
     """The reference image of a sample, cut to its bucket as its image is, and mirrored with it; None: it has none.
 
     Raises:
@@ -65,7 +65,7 @@ def reference_of(sample: Sample, size: tuple[int, int], flip: bool) -> Image.Ima
     """
     if not sample.attached.references:
         return None
-    found = fitted(sample.attached.references[0].picture(), size)
+    found = crop_to_fill(sample.attached.references[0].picture(), size)
     return ImageOps.mirror(found) if flip else found
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...media.files import open_part, read_whole
-from ...media.images import SUFFIXES as IMAGES
+from ...media.images import IMAGE_SUFFIXES as IMAGES
 from ...media.images import image_size
-from ...media.videos import SUFFIXES as VIDEOS
+from ...media.videos import VIDEO_SUFFIXES as VIDEOS
 from ...media.videos import frame_size, read_frames
 from ...report.formatting import count, enumerated
 from ..config import TrainConfig
@@ -646,7 +646,7 @@ def _nothing(said: Any) -> bool:
     return said is None or (isinstance(said, str) and not said.strip())
 
 
-def fitted(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
+def crop_to_fill(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
     """An image scaled to cover ``size``, (height, width) in pixels, and cut in its middle."""
     height, width = size
     factor = max(height / picture.height, width / picture.width)
@@ -665,6 +665,6 @@ def fitted(picture: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 def pixels(picture: Image.Image, size: tuple[int, int], flip: bool = False) -> Tensor:
     """An image as (3, H, W) in [-1, 1]: scaled to cover ``size`` and cut in its middle."""
-    array = np.asarray(fitted(picture, size))
+    array = np.asarray(crop_to_fill(picture, size))
     values = torch.from_numpy(array.copy()).permute(2, 0, 1).float() / 127.5 - 1
     return values.flip(2) if flip else values

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import InputError, first_line
 from ...media.files import read_whole
-from ...media.images import SUFFIXES, image_size
+from ...media.images import IMAGE_SUFFIXES, image_size
 from ..config import TrainConfig
 from .attached import AttachedImages, Part
 from .captions import Wanted, is_listing
@@ -35,7 +35,7 @@ def holds_tables(folder: Path) -> bool:
     for _, folders, files in os.walk(folder):
         folders[:] = [one for one in folders if not one.startswith(".")]
         shown = [one.lower() for one in files if not one.startswith(".")]
-        if any(one.endswith((*SUFFIXES, ".tar")) for one in shown):
+        if any(one.endswith((*IMAGE_SUFFIXES, ".tar")) for one in shown):
             return False
         there = there or any(one.endswith(_TABLES) and not is_listing(one) for one in shown)
     return there

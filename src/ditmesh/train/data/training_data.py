@@ -53,7 +53,7 @@ class TrainingData:
         device: torch.device,
         show: Callable[[str, list[RankProgress]], None],
     ) -> None:
-        check_frames(pipe, family, config)
+        check_video_length(pipe, family, config)
         found = agreed_samples(
             mesh,
             lambda advance: found_samples(config, family.conditioned_by, advance),
@@ -101,7 +101,7 @@ class TrainingData:
         raise InputError(f"samples {names} cannot be encoded together ({cause})") from cause
 
 
-def check_frames(pipe: Any, family: Family, config: TrainConfig) -> None:
+def check_video_length(pipe: Any, family: Family, config: TrainConfig) -> None:
     """Reject a number of frames that the pipeline cannot have.
 
     Raises:

@@ -21,7 +21,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from .reduce import BUCKET
 
 # A gradient from so many bytes on is sent by itself.
-LARGE = 1 << 20
+MIN_SINGLE_BYTES = 1 << 20
 
 
 @dataclass
@@ -125,7 +125,7 @@ def _bucketed(parameters: Iterable[nn.Parameter]) -> list[_Bucket]:
     found: list[_Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
     for parameter in parameters:
-        if parameter.nbytes >= LARGE:
+        if parameter.nbytes >= MIN_SINGLE_BYTES:
             found.append(_Bucket([parameter]))
             continue
         key = (parameter.dtype, parameter.device)

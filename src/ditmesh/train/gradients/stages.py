@@ -33,7 +33,7 @@ from ...errors import ConfigError, LayoutError
 from ...layout import Region, Stream, TokenLayout, layout_of
 from ...strategies.hooks import ModelHooks
 from ...strategies.pipefusion.patches import passed_over
-from ...strategies.pipefusion.stages import ABSENT, StageWeights, blocks_of, first_cut, stage_of
+from ...strategies.pipefusion.stages import ABSENT_ATTRIBUTE, StageWeights, blocks_of, first_cut, stage_of
 from ...strategies.sequence import result_of, with_result
 from ..model.dropout import dropping
 from .reduce import buckets
@@ -47,7 +47,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _FORMS = 4096
 
 
-def refusal(name: str, layout: TokenLayout | None, config: ParallelConfig) -> str | None:
+def stages_refusal(name: str, layout: TokenLayout | None, config: ParallelConfig) -> str | None:
     """Why a transformer cannot be trained on stages, a sentence; None: it can.
 
     Args:
@@ -121,7 +121,7 @@ class TrainedStages:
 
     def __init__(self, trained: nn.ModuleDict, model: nn.Module, config: ParallelConfig, mesh: Mesh) -> None:
         layout, name = layout_of(model), type(model).__name__
-        problem = refusal(name, layout, config)
+        problem = stages_refusal(name, layout, config)
         if problem is not None or layout is None:
             raise ConfigError(problem or name)
         self.link, self._back, self._device = mesh.pipe, mesh.pipe_back, mesh.device
@@ -143,7 +143,7 @@ class TrainedStages:
         self._undo = ExitStack()
         self._weights = StageWeights(model, layout, self.lengths, self.link, self._device)
         self._undo.callback(self._weights.close)
-        absent = [p for p in trained.parameters() if hasattr(p, ABSENT) and p.requires_grad]
+        absent = [p for p in trained.parameters() if hasattr(p, ABSENT_ATTRIBUTE) and p.requires_grad]
         for parameter in absent:
             # It is in no optimizer, average or checkpoint of this rank.
             parameter.requires_grad_(False)
@@ -292,7 +292,7 @@ class TrainedStages:
     @property
     def absent(self) -> set[str]:
         """Names of the trained modules' parameters that other stages have."""
-        return {name for name, p in self._trained.named_parameters() if hasattr(p, ABSENT)}
+        return {name for name, p in self._trained.named_parameters() if hasattr(p, ABSENT_ATTRIBUTE)}
 
     def of_last(self, tensor: Tensor) -> Tensor:
         """The last stage's tensor, on all stages. Collective."""

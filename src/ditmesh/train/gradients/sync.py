@@ -23,7 +23,7 @@ from ...errors import ConfigError
 from ...layout import layout_of
 from ...strategies.pipefusion.stages import kept_parameters
 from ...strategies.tensor.parallel import adapter_cuts
-from ...strategies.tensor.slices import plan
+from ...strategies.tensor.slices import plan_slices
 from ..config import SECOND, Sharding
 from .ordered import OrderedGradients, weight_gradients
 from .overlap import OverlappedSum
@@ -197,7 +197,7 @@ class TensorSlicesOf:
         self._link = mesh.tensor
         self._cuts: dict[str, tuple[int | None, Partition | None]] = {}
         if self._link.size > 1:
-            made = plan(model, self._link.size)
+            made = plan_slices(model, self._link.size)
             cuts = (*made.parameters(), *adapter_cuts(model, made))
             self._cuts = {prefix + name: (dim, cut) for name, dim, cut in cuts}
         self._ids: set[int] = set()

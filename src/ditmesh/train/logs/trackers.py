@@ -17,7 +17,7 @@ from ..config import TrainConfig
 logger = logging.getLogger(__name__)
 
 # Packages that are not called as their tracker is.
-PACKAGES = {"comet_ml": "comet-ml"}
+TRACKER_PACKAGES = {"comet_ml": "comet-ml"}
 CSV = "csv"
 
 
@@ -44,7 +44,9 @@ def check_trackers(config: TrainConfig) -> None:
         if name not in known:
             raise ConfigError(f"report_to: {name!r} is no tracker{did_you_mean(name, known)}; use {', '.join(known)}")
         if name not in there:
-            raise InputError(f"report_to: {name} is not installed; pip install {PACKAGES.get(name, name)}, or use csv")
+            raise InputError(
+                f"report_to: {name} is not installed; pip install {TRACKER_PACKAGES.get(name, name)}, or use csv"
+            )
 
 
 class Trackers:

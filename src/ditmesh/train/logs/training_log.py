@@ -22,7 +22,7 @@ COLUMNS = (
     "validation_loss",
 )
 # Defaults of columns that files of earlier versions lack.
-ABSENT = {"overflowed": 0, "loss_scale": 1.0, "validation_loss": math.nan}
+COLUMN_DEFAULTS = {"overflowed": 0, "loss_scale": 1.0, "validation_loss": math.nan}
 
 
 class TrainingLog:
@@ -96,7 +96,7 @@ def read_log(path: Path) -> list[dict[Any, float]]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             try:
-                there = {**ABSENT, **{name: value for name, value in row.items() if value is not None}}
+                there = {**COLUMN_DEFAULTS, **{name: value for name, value in row.items() if value is not None}}
                 there["validation_loss"] = there["validation_loss"] or math.nan
                 rows.append({name: float(there[name]) for name in COLUMNS})
             except (TypeError, ValueError, KeyError):

@@ -17,7 +17,7 @@ from ...forecast.catalogue import Shape, shapes
 from ...forecast.costs.hardware import device
 from ...forecast.costs.work import Workload
 from ...forecast.memory.available import free_memory
-from ...forecast.memory.check import LARGEST, components_of, components_of_shape
+from ...forecast.memory.check import MAX_PIXEL_BYTES, components_of, components_of_shape
 from ...forecast.memory.phases import Components
 from ...forecast.workload import workload_of
 from ...generate.model_info import ModelInfo, find_model
@@ -25,7 +25,7 @@ from ...report.memory import memory_report
 from ...report.report import Report
 from ..config import TrainConfig
 from ..data.order import bucket_sizes
-from ..model.frozen import PACKAGES
+from ..model.frozen import QUANTISATION_PACKAGES
 from .needs import TrainingPhase, tokens_of, training_needs
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ def _others(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     if config.train_batch_size > 1:
         changes.append(("train_batch_size: 1", {"train_batch_size": 1, "global_batch_size": config.batch}))
     if config.lora is not None and config.base_precision is None:
-        precision = "nf4" if find_spec(PACKAGES["nf4"]) is not None else "bf16"
+        precision = "nf4" if find_spec(QUANTISATION_PACKAGES["nf4"]) is not None else "bf16"
         changes.append((f"base_precision: {precision}", {"base_precision": precision}))
     if config.lora is None and config.sharding == "auto" and config.parallel.world_size > 1:
         changes.append(("sharding: fsdp", {"sharding": "fsdp"}))
@@ -190,7 +190,7 @@ def _bound(config: TrainConfig, info: ModelInfo, workload: Workload) -> float:
     tokens = 2 * config.train_batch_size * tokens_of(workload)
     activations = tokens * _KEPT * model / (_SQUARES * width)
     pixels = workload.width * workload.height * (config.num_frames or 1)
-    return stored + _COPIES * model + activations * config.parallel.pipe + LARGEST * pixels
+    return stored + _COPIES * model + activations * config.parallel.pipe + MAX_PIXEL_BYTES * pixels
 
 
 def training_report(result: dict[str, Any]) -> Report:

@@ -14,10 +14,10 @@ from ...errors import LayoutError, first_line
 from ...forecast.costs.work import Workload
 from ...forecast.memory.cache import Needs, kept
 from ...forecast.memory.phases import Component, Components, RankNeeds
-from ...forecast.memory.walk import FAILURES, WalkOptions, bytes_of, encode, encoder_on_meta, fake_weights
+from ...forecast.memory.walk import FAILURES, WalkOptions, encoder_on_meta, fake_weights, walk_encoder, weight_bytes
 from ...layout import known_models
 from ...layout.conventions import Size
-from ...layout.describe import on_meta
+from ...layout.describe import meta_model
 from ...strategies.pipefusion.stages import first_cut, kinds_of, stage_of
 from ..config import SECOND, TrainConfig
 from ..gradients.reduce import BUCKET
@@ -25,7 +25,7 @@ from ..model.frozen import encoders_to_freeze, layers_to_freeze
 from ..optimizer.optimizers import optimizer_name, state_per_weight
 from .walk import StepNeeds, StepSettings, bytes_of_parts, step_needs
 
-PhaseName = Literal["load", "encode", "step", "update"]
+TrainingPhaseName = Literal["load", "encode", "step", "update"]
 # Tensors of a weight's size that an update makes beside the state, one weight at a time on a CPU.
 TEMPORARIES = 2
 
@@ -44,7 +44,7 @@ class TrainingPhase:
         process: what a process has without a model.
     """
 
-    name: PhaseName
+    name: TrainingPhaseName
     trained: float
     frozen: float
     others: float
@@ -121,7 +121,7 @@ def _others(components: Components, config: TrainConfig, workload: Workload) -> 
         weights -= sum(one.weights for one in less)
     how, alone = WalkOptions(torch.float32), ParallelConfig()
     texts = components.encoders.values()
-    weights += sum(encode(one.kind, one.settings, alone, workload.text, how).weights for one in texts)
+    weights += sum(walk_encoder(one.kind, one.settings, alone, workload.text, how).weights for one in texts)
     for name in encoders_to_freeze(components.encoders, config):
         part, precision = components.encoders[name], config.encoder_precision
         assert precision is not None
@@ -137,7 +137,7 @@ def _denoisers(components: Components, config: TrainConfig) -> tuple[Component, 
 @kept
 def saved_bytes_of_transformer(kind: str, settings: Mapping[str, Any], precision: str) -> Needs:
     """Bytes that a transformer's linear layers take less in a precision than in float32; as `Needs.weights`."""
-    return Needs(_less(on_meta(kind, dict(settings)), precision), 0.0)
+    return Needs(_less(meta_model(kind, dict(settings)), precision), 0.0)
 
 
 def _less(model: Any, precision: str) -> float:
@@ -155,14 +155,14 @@ def saved_bytes(kind: str, settings: Mapping[str, Any], precision: str) -> Needs
 
 
 def _weights(kind: str, settings: Mapping[str, Any]) -> float:
-    model = on_meta(kind, dict(settings))
+    model = meta_model(kind, dict(settings))
     return 4.0 * sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _encoding(components: Components, config: TrainConfig, workload: Workload) -> float:
     """Tensors beside weights while a sample is encoded."""
     how, alone = WalkOptions(torch.float32, kernels=True), ParallelConfig()
-    most = [encode(one.kind, one.settings, alone, workload.text, how) for one in components.encoders.values()]
+    most = [walk_encoder(one.kind, one.settings, alone, workload.text, how) for one in components.encoders.values()]
     found = max((one.activations for one in most), default=0.0)
     if components.vae is not None:
         sizes = (1, config.num_frames or 0, workload.height, workload.width)
@@ -182,7 +182,7 @@ def encode_picture(kind: str, settings: Mapping[str, Any], sizes: tuple[int, int
     Raises:
         LayoutError: it cannot run without values.
     """
-    vae: Any = on_meta(kind, dict(settings)).eval()
+    vae: Any = meta_model(kind, dict(settings)).eval()
     video = any(parameter.dim() == 5 for parameter in getattr(vae, "encoder", vae).parameters())
     pictures, frames, *plane = sizes
     channels = vae.config.get("in_channels") or vae.config.get("input_channels") or 3
@@ -195,7 +195,7 @@ def encode_picture(kind: str, settings: Mapping[str, Any], sizes: tuple[int, int
             raise LayoutError(
                 f"{kind} cannot run without values, so what encoding needs is not known: {first_line(error)}"
             ) from None
-        return Needs(bytes_of(vae), alive.peak)
+        return Needs(weight_bytes(vae), alive.peak)
 
 
 def _stages(part: Component, config: TrainConfig) -> list[list[int] | None]:
@@ -205,7 +205,7 @@ def _stages(part: Component, config: TrainConfig) -> list[list[int] | None]:
     layout = known_models().get(part.kind)
     if layout is None:
         raise LayoutError(f"{part.kind} has no reviewed token layout, so what it needs is not known before it has run")
-    model = on_meta(part.kind, dict(part.settings))
+    model = meta_model(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config.parallel)
     places = [*zip(order, stage_of(lengths), strict=True)]
     kinds = range(max(order) + 1)

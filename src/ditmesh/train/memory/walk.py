@@ -23,20 +23,20 @@ from ...engine import Engine
 from ...errors import DitmeshError, LayoutError, first_line
 from ...forecast.memory.cache import Needs, kept
 from ...forecast.memory.phantom import phantom_mesh
-from ...forecast.memory.walk import FAILURES, WalkOptions, bytes_of, collected_by_hand, fake_weights, first_of
+from ...forecast.memory.walk import FAILURES, WalkOptions, collected_by_hand, fake_weights, first_of, weight_bytes
 from ...forecast.model_work import WithoutValues, kept_blocks
 from ...layout import TokenLayout, known_models
 from ...layout.conventions import Conventions, Size, call_variants
-from ...layout.describe import on_meta
+from ...layout.describe import meta_model
 from ...strategies.pipefusion.stages import blocks_of, kinds_of
 from ..config import LoraConfig
-from ..gradients.overlap import LARGE
+from ..gradients.overlap import MIN_SINGLE_BYTES
 from ..model.adapters import TRAINED, inject, targets_of
 from ..model.frozen import BLOCK, SCALES, Cast, FrozenLinear, Nf4, layers_to_freeze
 from ..optimizer.precision import AUTOCAST
 
 # Blocks of a kind that a walk has: what the third adds, every further one adds.
-FEW = 2
+WALKED_BLOCKS = 2
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ def _walked(
     """
     layout = known_models()[kind]
     reasons: list[str] = []
-    for way in sorted(call_variants(on_meta(kind, json.loads(settings))), key=lambda way: way.optional):
-        model = on_meta(kind, json.loads(settings)).train()
+    for way in sorted(call_variants(meta_model(kind, json.loads(settings))), key=lambda way: way.optional):
+        model = meta_model(kind, json.loads(settings)).train()
         with (
             kept_blocks(model, layout, blocks),
             _as_in_training(model, given, config.tensor > 1) as elsewhere,
@@ -218,9 +218,9 @@ def _step(
             alive.hold(tensor)
         trained = [p for p in model.parameters() if p.requires_grad]
         mine = float(sum(p.nbytes for p in trained))
-        whole = bytes_of(model) - elsewhere
+        whole = weight_bytes(model) - elsewhere
         kinds = dict(zip(kinds_of(model, layout), (block for _, block in blocks_of(model, layout)), strict=True))
-        most = [bytes_of(kinds[kind]) for kind in sorted(kinds)]
+        most = [weight_bytes(kinds[kind]) for kind in sorted(kinds)]
 
         make.dtype = torch.float32
         gradients = _Gradients(trained, given.sharding)
@@ -266,7 +266,7 @@ class _Gradients:
     def _done(self, parameter: Tensor) -> None:
         if self._sharding == "fsdp":
             parameter.grad = None
-        elif self._sharding == "auto" and parameter.nbytes < LARGE and self.last:
+        elif self._sharding == "auto" and parameter.nbytes < MIN_SINGLE_BYTES and self.last:
             self.small += float(parameter.nbytes)
             self._sent.append(torch.empty_like(parameter))
 
@@ -318,18 +318,18 @@ def step_needs(
     if layout is None:
         raise LayoutError(f"{kind} has no reviewed token layout, so what it needs is not known before it has run")
     text = json.dumps(settings, default=str)
-    order = kinds_of(on_meta(kind, json.loads(text)), layout)
+    order = kinds_of(meta_model(kind, json.loads(text)), layout)
     counts = [order.count(one) for one in range(max(order) + 1)] if lengths is None else [*lengths]
-    few = tuple(min(count, FEW) for count in counts)
+    few = tuple(min(count, WALKED_BLOCKS) for count in counts)
     once = _walked(kind, text, config, size, given, few)
     found = _flat(once)
     for number, count in enumerate(counts):
-        if count <= FEW:
+        if count <= WALKED_BLOCKS:
             continue
-        more = _flat(_walked(kind, text, config, size, given, (*few[:number], FEW + 1, *few[number + 1 :])))
+        more = _flat(_walked(kind, text, config, size, given, (*few[:number], WALKED_BLOCKS + 1, *few[number + 1 :])))
         less = _flat(once)
         for name in ("trained", "frozen", "forward", "peak", "small"):
-            found[name] += (count - FEW) * (more[name] - less[name])
+            found[name] += (count - WALKED_BLOCKS) * (more[name] - less[name])
         found["shared"] = max(found["shared"], more["shared"])
     return StepNeeds(**found)
 

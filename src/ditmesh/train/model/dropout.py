@@ -21,15 +21,15 @@ from ...errors import ConfigError
 from ...layout import Region, layout_of
 from ...strategies.hooks import ModelHooks
 
-KINDS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def dropping(model: nn.Module) -> dict[str, nn.Module]:
     """The dropout modules of a model in training, by path."""
-    return {name: one for name, one in model.named_modules() if isinstance(one, KINDS) and cast(Any, one).p > 0}
+    return {name: one for name, one in model.named_modules() if isinstance(one, DROPOUTS) and cast(Any, one).p > 0}
 
 
-def refusal(model: nn.Module, mesh: Mesh) -> str | None:
+def dropout_refusal(model: nn.Module, mesh: Mesh) -> str | None:
     """Why masks would differ from those of one device; None: they do not.
 
     Args:
@@ -57,7 +57,7 @@ class TokenDropout:
     """The dropout modules of a parallel model, replaced until `close`.
 
     Args:
-        model: parallelised; `refusal` has returned None for it.
+        model: parallelised; `dropout_refusal` has returned None for it.
         mesh: the ranks.
     """
 

@@ -36,7 +36,7 @@ PIECE = 1 << 23
 # Numbers with one scale in NF4, and scales with one scale.
 BLOCK, SCALES = 64, 256
 
-PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+QUANTISATION_PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -163,7 +163,7 @@ def check_precision(precision: str | None, setting: str = "base_precision") -> N
     """
     from importlib.util import find_spec
 
-    package = PACKAGES.get(precision or "")
+    package = QUANTISATION_PACKAGES.get(precision or "")
     if package is not None and find_spec(package) is None:
         raise InputError(f"{setting}={precision!r} needs {package}, which is not installed; pip install {package}")
 

@@ -20,7 +20,7 @@ from .watch import tensors_in
 # Words in the name of a pipeline's class for what is around a transformer that draws from a prompt.
 TASKS = ("ControlNet", "Inpainting", "Inpaint", "Img2Img", "PAG", "VideoToVideo", "Transfer")
 # Parts that reach into the transformer by arguments of their own.
-CONTROLS = ("controlnet",)
+CONTROL_PARTS = ("controlnet",)
 
 
 def base_class(kind: type) -> type | None:
@@ -38,7 +38,7 @@ def base_class(kind: type) -> type | None:
     return found
 
 
-def base_of(pipe: Any) -> Any | None:
+def base_pipeline(pipe: Any) -> Any | None:
     """The pipeline without its task, of the same parts; None: there is none, or it has parts that this one lacks."""
     kind = base_class(type(pipe))
     if kind is None:
@@ -74,7 +74,7 @@ def check_alike(kind: type, own: Mapping[str, Any], base: Mapping[str, Any]) -> 
         if path not in here or not _alike(here[path], there[path]):
             raise ConfigError(f"{kind.__name__} calls its transformer with another {path}")
     beside = [path for path in here if path not in there]
-    steered = [path for path in beside if any(word in path for word in CONTROLS)]
+    steered = [path for path in beside if any(word in path for word in CONTROL_PARTS)]
     if len(steered) != len(beside):
         odd = next(path for path in beside if path not in steered)
         raise ConfigError(f"{kind.__name__} gives its transformer {odd} as well")

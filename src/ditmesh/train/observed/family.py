@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ...core.digests import tensor_digest
 from ...errors import ConfigError
 from ..config import TrainConfig
-from ..families import Conditions, TextFamily, rows_of, stacked
+from ..families import Conditions, TextFamily, sample_conditions, stacked
 from ..objective import NoiseTables
-from .base import base_of, check_alike
-from .recipe import FINE_STEPS, MOST_OFF, Recipe, SeveralBranches, derive, round_trip
+from .base import base_pipeline, check_alike
+from .recipe import FINE_STEPS, MOST_OFF, Recipe, SeveralBranches, derive_recipe, round_trip
 from .watch import PipelineWatcher, replaced, sample_of, values_in
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ OFF: dict[str, Any] = {
 # Captions of unlike length: what they change in the transformer's arguments is a condition.
 CAPTIONS = ("", "a red fox")
 # Arguments of pipelines that take an image beside the caption, the first of them that one has; and its mask.
-PICTURES = ("control_image", "image", "images", "cond_image")
-MASK = "mask_image"
+PICTURE_ARGUMENTS = ("control_image", "image", "images", "cond_image")
+MASK_ARGUMENT = "mask_image"
 # Branches of guidance that pipelines may have for good.
 BRANCHES = (2, 3)
 # Solvers that add noise of their own, and the one without it that samples from the same levels.
@@ -107,7 +107,7 @@ class ObservedFamily(TextFamily):
             raise ConfigError(f"train_modules: {self.name} has no {config.denoiser} here; leave it out")
         self.recipes: dict[tuple[int, ...], Recipe] = {}
         self._config = config
-        self._own, self._base = pipe, base_of(pipe)
+        self._own, self._base = pipe, base_pipeline(pipe)
         self._guidance = WITHOUT_GUIDANCE[0]
         self.captions: list[str] = []
         self.pictured: list[str] = []
@@ -141,7 +141,7 @@ class ObservedFamily(TextFamily):
         """Which image of the sample itself stands beside its caption: ``"first frame"``, ``"hole"``; None: none."""
         if self._picture is None:
             return None
-        return "first frame" if self.videos else "hole" if MASK in self._parameters else None
+        return "first frame" if self.videos else "hole" if MASK_ARGUMENT in self._parameters else None
 
     @property
     def moments_of_training(self) -> tuple[float, float] | None:
@@ -182,10 +182,10 @@ class ObservedFamily(TextFamily):
         found: dict[str, Any] = {self._picture: picture.convert("RGB")}
         if self._picture != "image" and "image" in self._parameters:
             found["image"] = found[self._picture]
-        if MASK in self._parameters:
+        if MASK_ARGUMENT in self._parameters:
             if "A" not in picture.getbands():
                 raise ConfigError(f"{self.name} takes a mask: images need transparent pixels where it is to paint")
-            found[MASK] = picture.getchannel("A").point([255] * 128 + [0] * 128)
+            found[MASK_ARGUMENT] = picture.getchannel("A").point([255] * 128 + [0] * 128)
         return found
 
     def _stand_in(self, size: tuple[int, int], number: int = 0) -> Image | None:
@@ -241,7 +241,7 @@ class ObservedFamily(TextFamily):
             if getattr(pipe, self._config.denoiser, None) is None:
                 continue
             parameters = inspect.signature(type(pipe).__call__).parameters
-            picture = next((name for name in PICTURES if name in parameters), None)
+            picture = next((name for name in PICTURE_ARGUMENTS if name in parameters), None)
             has_pictures = any(one.has_references for one in self._config.data_sets)
             for reference in dict.fromkeys((picture, None) if has_pictures else (None, picture)):
                 for guidance in WITHOUT_GUIDANCE:
@@ -328,10 +328,10 @@ class ObservedFamily(TextFamily):
         self._watcher.branches = 1
         for branches in BRANCHES:
             try:
-                return derive(self._watcher, request)
+                return derive_recipe(self._watcher, request)
             except SeveralBranches:
                 self._watcher.branches = branches
-        return derive(self._watcher, request)
+        return derive_recipe(self._watcher, request)
 
     def _changed(self, recipe: Recipe, request: Mapping[str, Any], given: Sequence[str] = ()) -> list[str]:
         """Paths of what another request changes in the transformer's arguments, beside the sample and the time.
@@ -484,7 +484,7 @@ class ObservedFamily(TextFamily):
         samples = recipe.back.moved(latents)
         noisy = {path: into(samples) for path, into in recipe.inputs}
         calls = []
-        for number, row in enumerate(rows_of(conditions, len(latents))):
+        for number, row in enumerate(sample_conditions(conditions, len(latents))):
             changes: dict[str, Any] = {path: _like(template[path], value) for path, value in row.items()}
             for path, into in recipe.inputs:
                 value = noisy[path][number]

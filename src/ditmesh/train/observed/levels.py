@@ -18,9 +18,9 @@ import numpy as np
 
 # Levels of the table that training draws from. Their logarithms, relative to the latents' deviation, are distributed
 # normally, as are those of rectified flow's logit-normal levels (Esser et al. 2024, arXiv:2403.03206).
-LEVELS = 1000
+TABLE_LEVELS = 1000
 # Tables with fewer levels are not those of training.
-FEW = 100
+MIN_LEVELS = 100
 # The share of levels that are distributed evenly, so that all of the sampler's are among them.
 EVEN = 0.1
 
@@ -58,7 +58,7 @@ class Levels:
             return own * self.data
         if self.kind == "flow":
             return float(self.scheduler.config.num_train_timesteps) * sigma / (1 + sigma)
-        return float(np.interp(np.log(max(sigma, 1e-9)), self.log_sigmas, np.arange(LEVELS)))
+        return float(np.interp(np.log(max(sigma, 1e-9)), self.log_sigmas, np.arange(TABLE_LEVELS)))
 
 
 def levels_of(scheduler: Any) -> Levels | None:
@@ -75,10 +75,10 @@ def levels_of(scheduler: Any) -> Levels | None:
         # A map from any time to any other: from a time to itself it is the flow.
         flow = FlowMatchEulerDiscreteScheduler(config["num_train_timesteps"], shift=config["shift"])
         return Levels("counted", 1.0, 1.0, flow)
-    if "FlowMatch" in type(scheduler).__name__ and config["num_train_timesteps"] < FEW:
+    if "FlowMatch" in type(scheduler).__name__ and config["num_train_timesteps"] < MIN_LEVELS:
         # A scheduler that counts time from 0 to 1 has a table of one level.
-        finer = type(scheduler).from_config(config, num_train_timesteps=LEVELS)
-        return Levels("counted", LEVELS / config["num_train_timesteps"], 1.0, finer)
+        finer = type(scheduler).from_config(config, num_train_timesteps=TABLE_LEVELS)
+        return Levels("counted", TABLE_LEVELS / config["num_train_timesteps"], 1.0, finer)
     if "beta_schedule" in config and not config.get("use_flow_sigmas") and hasattr(scheduler, "sigmas"):
         fresh: Any = type(scheduler).from_config(config)
         fresh.set_timesteps(4)
@@ -97,14 +97,14 @@ def _velocity(scheduler: Any) -> Levels:
     config = scheduler.config
     data = float(config["sigma_data"])
     lowest, highest = np.log(config["sigma_min"]), np.log(config["sigma_max"])
-    grid = np.linspace(lowest, highest, 100 * LEVELS)
+    grid = np.linspace(lowest, highest, 100 * TABLE_LEVELS)
     density = (1 - EVEN) * np.exp(-0.5 * (grid - np.log(data)) ** 2) / np.sqrt(2 * np.pi) + EVEN / (highest - lowest)
     share = np.cumsum(density)
-    log_sigmas = np.interp(np.linspace(0, 1, LEVELS), (share - share[0]) / (share[-1] - share[0]), grid)
+    log_sigmas = np.interp(np.linspace(0, 1, TABLE_LEVELS), (share - share[0]) / (share[-1] - share[0]), grid)
     alphas = data**2 / (data**2 + np.exp(2 * log_sigmas))
     betas = 1 - alphas / np.concatenate([[1.0], alphas[:-1]])
     tables = DDPMScheduler(
-        num_train_timesteps=LEVELS, trained_betas=betas.astype(np.float64), prediction_type="v_prediction"
+        num_train_timesteps=TABLE_LEVELS, trained_betas=betas.astype(np.float64), prediction_type="v_prediction"
     )
     sign = -1.0 if config.get("prediction_type", "epsilon") == "epsilon" else 1.0
     return Levels("velocity", data, sign, tables, log_sigmas)

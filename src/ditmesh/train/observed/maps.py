@@ -18,7 +18,7 @@ from ...errors import ConfigError
 # Places are told in digits of this base: half precision holds them, and their multiples, apart.
 BASE = 32
 # How far off the form a number may be, relative to the largest: float32 of a few operations, and half precision.
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+MAP_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 HALF_TOLERANCE = 2e-2
 
 
@@ -164,7 +164,7 @@ class Fills:
         zeros, ones, *digits, noise = (one.double().cpu() for one in seen)
         scale = ones - zeros
         largest = scale.abs().max()
-        tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
+        tolerance = MAP_TOLERANCE.get(dtype, HALF_TOLERANCE)
         scale[scale.abs() <= tolerance * largest] = 0
         safe = torch.where(scale == 0, 1, scale)
         index, off = torch.zeros_like(scale, dtype=torch.long), torch.zeros_like(scale)

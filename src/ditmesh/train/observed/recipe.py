@@ -35,7 +35,7 @@ ISOLATE = "isolate_modalities"
 # every level of noise.
 STEPS, FINE_STEPS, MANY_STEPS = 4, 40, 120
 # How the noise may spread that is in the sample of a solver which adds noise of its own.
-SPREAD = (0.6, 1.6)
+NOISE_SPREAD = (0.6, 1.6)
 
 
 class SeveralBranches(ConfigError):
@@ -143,7 +143,7 @@ class Recipe:
         }
 
 
-def derive(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recipe:
+def derive_recipe(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recipe:
     """Read a recipe off a pipeline's own loop; not tried yet, see `round_trip`.
 
     Args:
@@ -208,7 +208,7 @@ def round_trip(
     """Run the pipeline's loop with the target of training in the place of every result of the transformer.
 
     Args:
-        watcher, request: as for `derive`.
+        watcher, request: as for `derive_recipe`.
         recipe: what is tried.
         tables: noise levels and target of training.
         renewed: the solver adds noise of its own in every step, so that the path is another one after each.
@@ -233,7 +233,9 @@ def round_trip(
                 # The loop begins with noise; where that is not all, it is what the chosen latents leave of it.
                 noise = tables.noise_of(noisy, chosen, moment) * live
                 spread = float(noise[live].std())
-                worst = worst if not renewed or SPREAD[0] < spread < SPREAD[1] else max(worst, abs(spread - 1))
+                worst = (
+                    worst if not renewed or NOISE_SPREAD[0] < spread < NOISE_SPREAD[1] else max(worst, abs(spread - 1))
+                )
             worst = max(worst, _off(noisy, tables.noisy_of(chosen, noise, moment) * back.scale.bool()))
         wanted = tables.target_of(chosen, noise, moment)
         full = torch.zeros(recipe.prediction.source).flatten()

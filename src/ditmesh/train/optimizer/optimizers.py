@@ -23,7 +23,7 @@ from ...errors import ConfigError, InputError, did_you_mean, first_line
 from ..config import TrainConfig
 
 # The path of a class by its name, and the line that installs its package.
-NAMES: dict[str, tuple[str, str]] = {
+OPTIMIZERS: dict[str, tuple[str, str]] = {
     "AdamW": ("torch.optim.AdamW", ""),
     "Adam": ("torch.optim.Adam", ""),
     "SGD": ("torch.optim.SGD", ""),
@@ -53,8 +53,8 @@ def optimizer_name(config: TrainConfig) -> str:
 
 
 def _named(name: str) -> str:
-    """The entry of `NAMES` that a name means; case does not matter."""
-    return next((known for known in NAMES if known.lower() == name.lower()), name)
+    """The entry of `OPTIMIZERS` that a name means; case does not matter."""
+    return next((known for known in OPTIMIZERS if known.lower() == name.lower()), name)
 
 
 def _class_of(config: TrainConfig) -> type[torch.optim.Optimizer]:
@@ -64,12 +64,12 @@ def _class_of(config: TrainConfig) -> type[torch.optim.Optimizer]:
         ConfigError: there is none of that name, or its package is not installed.
     """
     wanted = config.optimizer
-    path, install = NAMES.get(_named(wanted), (wanted, ""))
+    path, install = OPTIMIZERS.get(_named(wanted), (wanted, ""))
     package, _, name = path.rpartition(".")
     if not package:
         raise ConfigError(
-            f"optimizer={wanted!r} is no optimizer{did_you_mean(wanted, NAMES)}; use {', '.join(NAMES)}, or the path "
-            "of a class such as torchao.optim.AdamW8bit"
+            f"optimizer={wanted!r} is no optimizer{did_you_mean(wanted, OPTIMIZERS)}; use {', '.join(OPTIMIZERS)}, or "
+            "the path of a class such as torchao.optim.AdamW8bit"
         )
     try:
         found = getattr(import_module(package), name, None)
@@ -77,7 +77,7 @@ def _class_of(config: TrainConfig) -> type[torch.optim.Optimizer]:
         top = package.partition(".")[0]
         line = install or f"pip install {top}"
         raise ConfigError(f"optimizer={wanted!r} needs {top}, which cannot be imported ({error}); {line}") from None
-    if found is None and package == "torch.optim" and name in NAMES:
+    if found is None and package == "torch.optim" and name in OPTIMIZERS:
         raise ConfigError(f"optimizer={wanted!r}: torch {torch.__version__} has no {name}; install a later torch")
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
         raise ConfigError(f"optimizer={wanted!r}: {package} has no optimizer class {name!r}; give the path of one")
@@ -106,7 +106,7 @@ def _arguments(kind: type, config: TrainConfig) -> dict[str, Any]:
     """What a class is given: the rate, ``adam_*`` where it has them, and ``optimizer_args``."""
     takes = _takes(kind)
     adam = _adam_arguments(config) if "betas" in takes else {}
-    if config.optimizer.lower() not in {name.lower() for name in NAMES}:
+    if config.optimizer.lower() not in {name.lower() for name in OPTIMIZERS}:
         # The defaults of a class that is given by its path are its own.
         given = {
             "betas": {"adam_beta1", "adam_beta2"},
@@ -381,7 +381,7 @@ def plain_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, value
 
 
-def state_of(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, dict[str, Any]]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, dict[str, Any]]:
     """The tensors of an optimizer's state by the names of parameters: what is quantised under a group of its own."""
     found: dict[str, dict[str, Any]] = {}
     seen = set[int]()
@@ -455,7 +455,7 @@ def known_state(state: Mapping[str, Any], names: set[str], optimizer: str) -> di
     """What a checkpoint has of an optimizer's state.
 
     Args:
-        state: as `state_of` returns it, after `begin_state`.
+        state: as `optimizer_tensors` returns it, after `begin_state`.
         names: of all tensors of the checkpoint.
         optimizer: its name.
 
@@ -489,7 +489,7 @@ def fill_state(
     Args:
         optimizer: after `begin_state`.
         named: its parameters.
-        state: as `state_of` returns it.
+        state: as `optimizer_tensors` returns it.
         facts: as `facts_of_state` returns them; none in checkpoints of earlier versions.
     """
     numbers = facts.get("numbers", {})
