@@ -20,7 +20,7 @@ def library_versions(names: tuple[str, ...] = ("torch", "diffusers", "transforme
 
 
 def source() -> str:
-    """Where this code is from: the git commit of the checkout that the package lies in, else its version.
+    """The origin of this code: the git commit of the checkout that the package lies in, else its version.
 
     Such as ``commit 6b0bc63d4f21, changed since``. A folder that git ignores inside of another checkout, as virtual
     environments are, is none.

@@ -65,7 +65,7 @@ def setting(name: str) -> Setting:
 
 
 class ParallelConfig(BaseModel):
-    """How a pipeline is distributed over ranks.
+    """The distribution of a pipeline over ranks.
 
     Attributes:
         data: degree of data parallelism: ranks that split the rows of a batch (prompts, images).

@@ -162,5 +162,5 @@ def first_line(error: BaseException, otherwise: str = "") -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a file cannot be read or written: the system's message without the file's name."""
+    """The reason why a file cannot be read or written: the system's message without the file's name."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())

@@ -96,7 +96,7 @@ def check_recipe(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[
 
 
 def keeps_between_steps(recipe: Recipe, config: ParallelConfig, models: Iterable[nn.Module] = ()) -> str:
-    """What is kept of one request's step for the next, as a clause; empty: nothing.
+    """A clause that names the state of one request's step for the next; empty: there is none.
 
     Requests then cannot share a batch, or go on on other ranks. Everything that has to know (servers, ``--elastic``,
     predictions) asks here.
@@ -110,7 +110,7 @@ def keeps_between_steps(recipe: Recipe, config: ParallelConfig, models: Iterable
 
 
 def promise_of(config: ParallelConfig, recipe: Recipe = RECIPE) -> Promise:
-    """What a configuration promises of its images, compared with one device.
+    """The promise of a configuration for its images, compared with one device.
 
     ``"bits"`` where a strategy fixes them, ``"none"`` where a strategy reuses what is stale, else ``"tolerance"``. A
     reproducible pipeline is stale and has the same bits: its one device runs as many patches.

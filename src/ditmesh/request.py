@@ -276,7 +276,7 @@ def field_values(given: PictureRequest) -> dict[str, Any]:
 
 
 def option_of(name: str) -> str:
-    """How the command line spells a field of a request, or another option."""
+    """The command line's spelling of a field of a request, or of another option."""
     flags = request_fields()[name].flags if name in PictureRequest.model_fields else ()
     return flags[0] if flags else f"--{name.replace('_', '-')}"
 

@@ -128,7 +128,7 @@ class HeadExchange:
         return alike and not all(tokens.all_replicated for tokens in streams)
 
     def _packed_heads(self, tensors: Sequence[Tensor], streams: Sequence[Partition]) -> _PackedHeads:
-        """What goes to every rank as one buffer: its heads, (n, B, h, D), of the n tokens that travel of all tensors.
+        """The heads for every rank as one buffer, (n, B, h, D): those of the n tokens that travel of all tensors.
 
         Packed by one kernel where all ranks have as many heads; on every other rank by one for each number of heads.
         """
@@ -156,7 +156,7 @@ class HeadExchange:
         return _PackedHeads((packed, outgoing, incoming), here, lengths, (batch, heads[me], dim))
 
     def _packed_tokens(self, out: Tensor, tokens: Partition) -> tuple[Tensor, list[int], list[int]]:
-        """What goes to every rank as one buffer, packed by one kernel: (n, B, h, D) of its n tokens."""
+        """The tokens that go to every rank as one buffer, (n, B, h, D), packed by one kernel."""
         o_sbhd, (batch, heads, _, dim) = out.permute(2, 0, 1, 3), out.shape
         packed = torch.cat(
             [o_sbhd.narrow(0, *place) for peer in range(self.link.size) for place in tokens.places(peer)]

@@ -169,7 +169,7 @@ def _memory(
     hardware: str,
     as_json: bool,
 ) -> tuple[dict[str, Any], bool, Any]:
-    """What `emit` shows with --memory: of a model that generates, or of the file of a training run."""
+    """The report of --memory: of a model that generates, or of the file of a training run."""
     config, devices, settings = ranks
     if Path(model).suffix in (".yaml", ".yml"):
         from ..train.config import TrainConfig

@@ -177,7 +177,7 @@ def _say_imported(result: dict[str, Any]) -> Report:
 
 
 def _checked(config: Path, changes: Sequence[str], samples: Path | None) -> dict[str, Any]:
-    """How the model of a file of settings, or a model that is named in its place, would be trained, and on what."""
+    """The report of --check: how a model would be trained, and on which data, by a file of settings or by name."""
     from ..generate.runner import quieten
     from ..train.config import TrainConfig
     from ..train.observed.check import checked_recipe, loaded_pipeline
@@ -250,7 +250,7 @@ def _memory_words(memory: dict[str, Any]) -> str:
 
 
 def _say_data(report: Report, data: dict[str, Any]) -> None:
-    """What a run is trained on."""
+    """Report the data set of a run."""
     rows = []
     for one in data["sets"]:
         share = "one beside every sample" if one["class_images"] else f"{one['per_epoch']} (weight {one['weight']:g})"

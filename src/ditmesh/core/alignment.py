@@ -1,4 +1,4 @@
-"""Where tensors begin in memory: kernels look at it, and may add in another order elsewhere."""
+"""Alignment of tensors in memory: kernels look at it, and may add in another order elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rounded_up(size: int, multiple: int = ALIGNMENT) -> int:
 
 
 def offset_of(tensor: Tensor) -> int:
-    """How many bytes behind a multiple of `ALIGNMENT` a tensor begins: one that is mapped from a file may anywhere.
+    """Bytes from the last multiple of `ALIGNMENT` to a tensor's first; a tensor mapped from a file may begin anywhere.
 
     One without values begins nowhere, and could with torch's own.
     """

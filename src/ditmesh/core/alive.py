@@ -63,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.now
 
     def size_of(self, tensor: Tensor) -> float:
-        """What a tensor's storage counts: its bytes, and none on the meta device."""
+        """Bytes that a tensor's storage counts; 0 on the meta device."""
         return 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

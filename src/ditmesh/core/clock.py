@@ -50,7 +50,7 @@ class TransformerCall:
 
 @dataclass(frozen=True)
 class _SeenCall:
-    """What a call was made with, by path."""
+    """The arguments of a call, by path."""
 
     model: int
     timestep: Mapping[str, Seen]
@@ -60,7 +60,7 @@ class _SeenCall:
 
 @dataclass
 class _Counted:
-    """What is known of the calls of one request.
+    """The calls of one request, as far as they are known.
 
     Attributes:
         call: the call in progress, or the latest one.
@@ -251,7 +251,7 @@ class CallClock:
         return True
 
     def _place(self, time: Seen) -> Any:
-        """Which of the scheduler's timesteps a tensor is a view of, repeated; None: it is not."""
+        """The place among the scheduler's timesteps of which a tensor is a view, repeated; None: it is not one."""
         tensor, all_ = time.value, getattr(self._of.value.at[0], "timesteps", None)
         if not is_plain(tensor) or not is_plain(all_) or all_.dim() != 1 or not tensor.numel():
             return None
@@ -271,7 +271,7 @@ class CallClock:
 
 
 def timestep_of(model: nn.Module, layout: Any = None) -> str | None:
-    """What a transformer calls its timestep: as its layout says, else one of the usual names; None: it takes none."""
+    """The name of a transformer's timestep: as its layout says, else one of the usual names; None: it takes none."""
     names, known = parameter_names(type(model).forward), getattr(layout, "timestep", None)
     return known if known in names else timestep_among(names)
 

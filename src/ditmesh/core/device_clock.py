@@ -1,4 +1,4 @@
-"""How long work takes on a device, and how far the host may launch ahead of it."""
+"""Times of work on a device, and a bound on how far the host may launch ahead of it."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class _Feeder:
 
 
 def qualified_name(value: Any) -> str:
-    """Where a function or class is defined; an object that can be called by its class."""
+    """The place where a function or class is defined; for a callable object, that of its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
@@ -386,7 +386,7 @@ def _read_together(
 
 
 def _sign_of(tensor: Tensor, offloaded: bool) -> tuple[Any, ...]:
-    """What changes when a weight is replaced, resized or written to."""
+    """A value that changes when a weight is replaced, resized or written to."""
     sign: list[Any] = [version_of(tensor), tensor.shape, tensor.dtype]
     with suppress(RuntimeError, NotImplementedError):
         for _, leaf in strided_leaves(tensor) if not tensor.is_quantized else ():

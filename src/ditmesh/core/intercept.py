@@ -233,7 +233,7 @@ def backend_function(name: str) -> Callable[..., Any]:
 
 
 def call_backend(name: str, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, **given: Any) -> Any:
-    """What an attention backend of diffusers computes, called as diffusers' dispatcher calls it.
+    """Call an attention backend of diffusers as diffusers' dispatcher does.
 
     Args:
         name: of the backend.

@@ -1,4 +1,4 @@
-"""What is kept of a request from one of its steps to the next, as a value that can be put aside and taken up again.
+"""The state of a request between two of its steps, as a value that can be put aside and taken up again.
 
 Several requests can be open on the same ranks if each finds its own keys, counters and messages when its next step
 begins. So nothing of a request lies in the objects that work for all of them: they have a `Keeper` each, which finds

@@ -1,4 +1,4 @@
-"""Which class of a library an object is: what was reviewed of a class holds for that very class, not for its name."""
+"""The library class of an object: a review of a class holds for that very class, not for its name."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Pages = tuple[str, str, int, int]
 
 
 def pages_of(tensors: Iterable[Tensor]) -> list[Pages | None]:
-    """Which bytes of a file each tensor is, equal in processes of one system only if they are the same pages.
+    """The bytes of a file that each tensor maps, equal in processes of one system only if they are the same pages.
 
     None: it is memory of this process, or this process may have written to a page of the mapping (which gives it a page
     of its own), or the system does not say.

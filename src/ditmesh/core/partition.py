@@ -83,7 +83,7 @@ class Partition:
         return self._once(("sizes", part), lambda: [lengths[part] for lengths in self.blocks])
 
     def start(self, part: int, block: int = 0) -> int:
-        """Where a part's run of a block begins in the whole dimension."""
+        """The place in the whole dimension at which a part's run of a block begins."""
         return self._starts[block] + (0 if block in self.replicated else sum(self.blocks[block][:part]))
 
     def places(self, parts: int | range) -> list[tuple[int, int]]:
@@ -110,7 +110,7 @@ class Partition:
         return found
 
     def take(self, whole: Tensor, dim: int, parts: int | range) -> Tensor:
-        """What a part, or consecutive ones, hold of a tensor that is whole along ``dim``: block by block.
+        """The elements of one part, or consecutive ones, of a tensor that is whole along ``dim``, block by block.
 
         A view where there is one block, else a copy.
         """
@@ -118,12 +118,12 @@ class Partition:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def copy(self, whole: Tensor, dim: int, part: int) -> Tensor:
-        """What a part holds of a whole tensor, in memory of its own: a view would keep the whole one."""
+        """A part's elements of a whole tensor, in memory of their own: a view would keep the whole one."""
         pieces = [whole[(slice(None),) * dim + (slice(*run),)] for run in self.runs(part)]
         return pieces[0].clone(memory_format=torch.contiguous_format) if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def split(self, held: Tensor, dim: int, part: int) -> tuple[Tensor, ...]:
-        """What a part holds, block by block."""
+        """A part's elements, block by block."""
         return held.split(self.sizes(part), dim) if len(self.blocks) > 1 else (held,)
 
     def join(self, held: Sequence[Tensor], dim: int) -> Tensor:
@@ -139,7 +139,7 @@ class Partition:
         return torch.cat(pieces, dim)
 
     def first(self, count: int, part: int, block: int = 0) -> int:
-        """How many of a block's first ``count`` elements a part holds."""
+        """The number of a block's first ``count`` elements that a part holds."""
         if block in self.replicated:
             return count
         length = self.blocks[block][part]

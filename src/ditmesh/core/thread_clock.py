@@ -1,4 +1,4 @@
-"""What a thread did with its time: seconds on a core, and seconds in which it was ready and other work had the core.
+"""A thread's time: seconds on a core, and seconds in which it was ready while other work had the core.
 
 A rank that takes long for a step is slow, or shares its core with other work. Both count where it is to be given less.
 Where ranks share the same cores in the same way, though, the system gives every one of them its turn: which one has
@@ -36,7 +36,7 @@ class ThreadTime:
     delayed: float
 
     def own(self, seconds: float, since: ThreadTime) -> float:
-        """How long so many seconds since an earlier reading would have been without other work on the cores.
+        """The length of so many seconds since an earlier reading, had there been no other work on the cores.
 
         Seconds on a core, and what the thread slept or was stopped as well, made shorter as the others are: a thread
         that is stopped for half of the time takes twice as long, however long it waits for its turns. Some of the delay
@@ -83,7 +83,7 @@ class ThreadClock:
 
 
 class CoreShare:
-    """Which cores this thread may run on, and with what priority, as a number that other ranks can compare."""
+    """The cores that this thread may run on, and its priority, as a number that other ranks can compare."""
 
     def __init__(self) -> None:
         try:

@@ -51,7 +51,7 @@ def seen(value: Any, copied: bool = False) -> Seen:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often torch has seen a tensor, or what it is a view of, written to; None: it does not count (inference)."""
+    """The number of times that torch has seen a tensor, or its base, written to; None: not counted (inference)."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -72,7 +72,7 @@ class Values:
         self._now, self._before = {}, self._now
 
     def found(self, key: Any, find: Callable[[], Any], of: tuple[Tensor, ...]) -> Any:
-        """What ``find`` returns, found out once; ``of``: the tensors with keys in ``key``, held meanwhile."""
+        """The result of ``find``, computed once; ``of``: the tensors with keys in ``key``, held meanwhile."""
         if any(tensor.is_inference() for tensor in of):
             # Whether they have been written to since is unknown.
             return find()

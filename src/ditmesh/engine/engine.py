@@ -1,4 +1,4 @@
-"""What `parallelize` has put on transformers: the strategies of a recipe, and the requests they see."""
+"""The engine that `parallelize` puts on transformers: the strategies of a recipe, and the requests they see."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ class Engine:
         return layers_of(self.strategies, self.models)
 
     def parts(self, kind: type[Part]) -> list[Part]:
-        """What a strategy has left with every transformer, by its type: ``engine.parts(PipeFusion)``."""
+        """The objects that a strategy left with every transformer, by their type: ``engine.parts(PipeFusion)``."""
         return [part for model in self.models if (part := model.find(kind)) is not None]
 
     @property
@@ -348,7 +348,7 @@ class Engine:
         return self._shared.world.all_gather_object(self.loads)
 
     def notes(self) -> list[str]:
-        """What strategies have to tell the user of the latest request, in sentences."""
+        """The strategies' messages to the user about the latest request, in sentences."""
         return [note for strategy in self.strategies for note in strategy.notes()]
 
     @property
@@ -358,7 +358,7 @@ class Engine:
 
     @property
     def kept(self) -> KeptStates:
-        """What is kept of requests from step to step."""
+        """The state of requests from step to step."""
         return self.context.kept
 
     @property

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Modes:
-    """What decides in torch how a call computes, beside its arguments."""
+    """Modes of torch that decide how a call computes, beside its arguments."""
 
     inference: bool
     grad: bool
@@ -56,7 +56,7 @@ class Modes:
 
 @dataclass(frozen=True)
 class FollowerFailure:
-    """Why a rank has not made a call to its end.
+    """The reason why a rank did not finish a call.
 
     Attributes:
         rank: which.
@@ -288,7 +288,7 @@ class Following:
             raise PeerError(f"{who} has ended; restart the job") from error
 
     def _met(self, error: BaseException | None) -> list[FollowerFailure]:
-        """What has failed on the other ranks; all ranks fail the request if one of them has. Collective."""
+        """The failures of the other ranks; all ranks fail the request if one of them does. Collective."""
         mine = None if error is None else FollowerFailure.of(self._mesh.rank, error)
         try:
             every = gather_objects(mine, self._answers)

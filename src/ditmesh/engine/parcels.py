@@ -131,7 +131,7 @@ def _is_far(tensor: Tensor, device: str) -> bool:
 
 
 def _opened(tensor: Tensor) -> Any:
-    """How another process opens a GPU's tensor; None where the allocator's memory cannot be opened."""
+    """A handle by which another process opens a GPU's tensor; None where the allocator's memory cannot be opened."""
     if torch.cuda.get_allocator_backend() != "native":
         return None
     from torch.multiprocessing.reductions import reduce_tensor

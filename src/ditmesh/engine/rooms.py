@@ -34,7 +34,7 @@ _CHUNK = 1 << 17
 
 
 class Place(NamedTuple):
-    """Where other processes find a file.
+    """The place where other processes find a file.
 
     Attributes:
         process: that has it open; 0: it has a name.
@@ -75,7 +75,7 @@ class Room:
 
     @property
     def place(self) -> Place:
-        """Where other processes find it."""
+        """The place where other processes find it."""
         return Place(os.getpid(), self._file, self._size)
 
     def grow(self, size: int) -> None:
@@ -174,7 +174,7 @@ def map_place(place: Place) -> Tensor:
 
 
 def file_state(file: int | str) -> tuple[int, ...]:
-    """What shows that a file is still the one that it was."""
+    """A value by which a file is known to be the same as before."""
     about = os.stat(file)
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
 

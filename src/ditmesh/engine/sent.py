@@ -109,7 +109,7 @@ class _StandInUnpickler(pickle.Unpickler):
 
 
 def loaded(data: bytes, original: Callable[[Any], Any]) -> Any:
-    """What `dumped` has pickled; ``original`` returns the object that a stand-in is for."""
+    """The object that `dumped` pickled; ``original`` returns the object that a stand-in is for."""
     return _StandInUnpickler(data, original).load()
 
 
@@ -152,7 +152,7 @@ def from_bytes(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor
 
 
 def _places(facts: Sequence[_Facts]) -> tuple[list[int], int]:
-    """Where in a message every tensor begins that is sent, and its length in bytes."""
+    """The place in a message at which every tensor begins that is sent, and its length in bytes."""
     sizes = [0 if one.of is not None else rounded_up(one.size) for one in facts]
     ends = [*accumulate(sizes)]
     return [end - size for end, size in zip(ends, sizes, strict=True)], ends[-1] if ends else 0

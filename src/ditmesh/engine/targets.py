@@ -1,4 +1,4 @@
-"""What can be made parallel: a pipeline or its transformers, and where the engine of each is found."""
+"""The targets of `parallelize`: a pipeline or its transformers, and the place of the engine of each."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def given_layout(layout: TokenLayout | None, model: nn.Module) -> TokenLayout | 
 
 
 def device_of(model: nn.Module) -> torch.device | None:
-    """Where a transformer computes; its weights lie elsewhere between calls when they are offloaded."""
+    """The device on which a transformer computes; its weights lie elsewhere between calls when they are offloaded."""
     from diffusers.hooks.group_offloading import _get_group_onload_device
 
     for module in model.modules():

@@ -1,1 +1,1 @@
-"""Which configuration, why, and how sure: a model's work, a prediction for a configuration, the search over all."""
+"""The choice of a configuration: a model's work, a prediction for a configuration, the search over all."""

@@ -1,4 +1,4 @@
-"""Why a configuration is the best, and why the others are not, a sentence each."""
+"""The reasons why a configuration is the best, and why the others are not, a sentence each."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def best_reasons(one: Prediction, hardware: Hardware) -> str:
 
 
 def against(one: Prediction, best: Prediction, hardware: Hardware, objective: Objective) -> str:
-    """Why a configuration is slower than the best one."""
+    """The reason why a configuration is slower than the best one."""
     value = score(objective, hardware.world_size)
     ratio = abs(value(one) / value(best)) if objective != "throughput" else abs(value(best) / value(one))
     lead = f"{ratio:.2f} x the best: " if ratio > 1.005 else "as good: "
@@ -81,7 +81,7 @@ def against(one: Prediction, best: Prediction, hardware: Hardware, objective: Ob
 
 
 def too_large(one: Prediction, hardware: Hardware) -> str:
-    """Why a configuration does not fit."""
+    """The reason why a configuration does not fit."""
     most = max(one.kept, key=lambda term: term.memory)
     return (
         f"does not fit: {one.memory / 1e9:.3g} GB on a rank of {hardware.device.memory / 1e9:.3g} GB, "

@@ -17,7 +17,7 @@ TIMED_LIBRARIES = ("torch", "diffusers")
 
 
 def folder() -> Path:
-    """Where it is kept."""
+    """The folder of the measurements."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "ditmesh" / "plans"
 

@@ -192,7 +192,7 @@ def _elements(tensors: Iterable[Tensor]) -> int:
 
 
 def _gathers(runs: list[_Run]) -> tuple[Gather, ...]:
-    """What sequence ranks gather behind lists of blocks, with how it grows."""
+    """The gathers of sequence ranks behind lists of blocks, with how they grow."""
     tokens = [run.tokens for run in runs]
     return tuple(
         Gather(
@@ -394,7 +394,7 @@ def _parameters(module: nn.Module) -> Iterator[str]:
 def _cuts(
     model: nn.Module, numbers: dict[nn.Module, int]
 ) -> tuple[dict[str, Cut], dict[int, tuple[int, set[str]]], Counter[int]]:
-    """How tensor parallelism cuts linears, by path; of every kind the parameters that are cut, and holders' paths.
+    """The cuts of linears under tensor parallelism, by path; per kind the cut parameters, and holders' paths.
 
     And how many norms of every kind are over features of all ranks.
     """
@@ -423,7 +423,7 @@ def _cuts(
 
 
 def _solve(values: list[float], tokens: list[tuple[float, float]]) -> TokenCount:
-    """How an amount grows with tokens, from its values for three numbers of them."""
+    """An amount as a function of tokens, from its values for three numbers of them."""
     (image, text), (more_image, _), (_, more_text) = tokens
     first, wider, longer = values
     per_image = (wider - first) / (more_image - image) if more_image != image else 0.0

@@ -60,7 +60,7 @@ class Prediction:
 
     @cached_property
     def kept(self) -> Sequence[Term]:
-        """What the rank that needs most holds: a walk, which takes a second where no one has made it before.
+        """The memory of the rank that needs most: a walk, which takes a second where none was made before.
 
         Where a walk is impossible, the transformer's weights, by a name that says so.
         """
@@ -138,7 +138,7 @@ def predict(
 
 
 def synchronous_steps(config: ParallelConfig, steps: int) -> int:
-    """How many steps of a request a stale strategy's policy makes synchronous; all of them if it goes by drift."""
+    """The number of synchronous steps that a policy gives a request; all steps if it decides by drift."""
     policy = parse(config.warmup)
     if getattr(policy, "reads_drift", True):
         return steps

@@ -43,7 +43,7 @@ class Model:
     _uncut: dict[int, str | None] = field(default_factory=dict, repr=False, compare=False)
 
     def why_not_cut(self, degree: int) -> str | None:
-        """Why tensor parallelism of a degree is not for the model; looked at in one block of every kind."""
+        """The reason why a degree of tensor parallelism is not for the model; looks at one block of every kind."""
         if degree not in self._uncut:
             self._uncut[degree] = None
             with one_of_a_kind(self.module, self.layout):
@@ -189,7 +189,7 @@ def _settings(degrees: dict[str, int], workload: Workload, limits: SearchLimits)
 
 
 def config_refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -> str | None:
-    """Why a configuration is not for a model, as the engine would say; None: it is."""
+    """The reason why a configuration is not for a model, as the engine would say; None: it is."""
     # A model that ships is an outline of its class, and a user's class may only have the name of a tested one: the
     # reviewed layout is given to neither by mistake.
     name, reviewed = type(model.module).__name__, model.layout.source == "reviewed"
@@ -209,7 +209,7 @@ def config_refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -
 
 
 def _nothing(found: Found, hardware: Hardware, limits: SearchLimits) -> str:
-    """Why nothing is left, and what would fit."""
+    """The reason why no configuration is left, and what would fit."""
     if found.too_slow:
         return (
             f"no configuration for {hardware.describe()} is done in {limits.deadline:g} s; the fastest, "

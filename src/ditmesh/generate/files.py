@@ -489,7 +489,7 @@ def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> d
 
 
 def _encoder_options(pipe: Any, file: InputFile) -> dict[str, Any]:
-    """How a pipeline's ``load_ip_adapter`` is given the folder of the encoder, which is another way in each."""
+    """The arguments for a pipeline's ``load_ip_adapter``: each class takes the encoder's folder in another way."""
     folder = encoder_folder(file)
     path = None if folder is None or getattr(pipe, "image_encoder", None) is not None else str(folder)
     if "image_encoder_folder" in inspect.signature(pipe.load_ip_adapter).parameters:

@@ -240,7 +240,7 @@ def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:
 
 
 def why_whole(info: ModelInfo, variant: str | None = None) -> str | None:
-    """Why a rank cannot read only its share of a saved pipeline's transformers; None: it can."""
+    """The reason why a rank cannot read only its share of a saved pipeline's transformers; None: it can."""
     try:
         for name in _denoisers_in(info):
             weight_files(info.files / name, variant)

@@ -69,7 +69,7 @@ def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) ->
 
 
 def _inject(model: nn.Module, file: Path, name: str) -> None:
-    """What diffusers' ``load_lora_adapter`` does, for transformers that do not have it."""
+    """A stand-in for diffusers' ``load_lora_adapter``, for transformers that do not have it."""
     from peft import LoKrConfig, LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
     from safetensors import safe_open
 

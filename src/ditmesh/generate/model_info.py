@@ -1,4 +1,4 @@
-"""What a pipeline's folder says about the model, read from its JSON files: no weights, no torch."""
+"""Facts about a model from the JSON files of its pipeline's folder: no weights, no torch."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def preview_jpeg(picture: Image) -> tuple[bytes, int, int]:
 
 
 def latent_colours(pipe: Any) -> LatentColours | None:
-    """What the latents of a pipeline mean, by least squares over what its VAE decodes plain ones to.
+    """A linear map from a pipeline's latents to colours, by least squares over the VAE's images of plain latents.
 
     None: it has no VAE that is understood.
     """

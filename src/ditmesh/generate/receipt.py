@@ -59,7 +59,7 @@ else:
 
 
 class Receipt(AddedFields):
-    """How one image or video was generated.
+    """The record of how one image or video was generated.
 
     Attributes:
         prompt: what was asked for (for class-conditional models: the class).

@@ -111,7 +111,7 @@ def job_of(
     timeout: float,
     beside: str | Path = ".",
 ) -> PictureJob:
-    """What to generate so that image `place_of` of it is the receipt's.
+    """The job of which image `place_of` is the receipt's.
 
     Input files that are not where they were are looked for in the folder ``beside``.
 
@@ -152,7 +152,7 @@ def job_of(
 
 
 def place_of(receipt: Receipt, config: ParallelConfig) -> int:
-    """Which of the images of `job_of` is the receipt's."""
+    """The place of the receipt's image among those of `job_of`."""
     return 0 if _alone(receipt, config) else receipt.place
 
 

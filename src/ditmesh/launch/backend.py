@@ -119,12 +119,12 @@ class StayingRanks(Conversing):
 
     @property
     def reason(self) -> str:
-        """Why the ranks are closed; empty while they are open."""
+        """The reason why the ranks are closed; empty while they are open."""
         return self._closed or ""
 
     @property
     def generation(self) -> int:
-        """How often the ranks have joined a process group; groups of an earlier generation are invalid."""
+        """The number of process groups that the ranks have joined; groups of an earlier generation are invalid."""
         return self._meetings
 
 

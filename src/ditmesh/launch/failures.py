@@ -26,7 +26,7 @@ LOST_DEVICE = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank did not answer; ``what`` continues a sentence that begins with the rank."""
+    """The reason why a rank did not answer; ``what`` continues a sentence that begins with the rank."""
 
     rank: int
     # 0: a cause; more: perhaps a consequence of another failure.

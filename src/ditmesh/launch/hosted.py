@@ -57,7 +57,7 @@ class _Here:
 
 
 class Together(Generic[T]):
-    """What this process has returned or raised, and what the other ranks have returned.
+    """The value or exception of this process, and the values of the other ranks.
 
     Attributes:
         value: what was returned here, where nothing was raised.
@@ -160,7 +160,7 @@ class HostedRanks(RankPool):
         return done
 
     def _beside(self, call: Callable[[], Any], first: Callable[[], None] | None) -> Any:
-        """What ``call`` returns, which hears the others in a thread of its own, while this one does rank 0's part.
+        """The result of ``call``, which hears the others in a thread of its own, while this one does rank 0's part.
 
         Args:
             call: asks all ranks for something, and collects their answers.

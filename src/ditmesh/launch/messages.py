@@ -53,7 +53,7 @@ def encode_call(fn: Callable[..., Any], *call: Any, main: bool = True) -> bytes:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the owner says to a rank in the middle of a call, pickled."""
+    """A message of the owner to a rank in the middle of a call, pickled."""
 
     content: bytes
 

@@ -332,7 +332,7 @@ class RankPool(StayingRanks):
         collector.take(rank, "failure", failures.of_death(rank, process.exitcode, self._stack(rank)))
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where in their Python code the ranks are at this moment."""
+        """The places in Python code at which the ranks are at this moment."""
         places = {rank: STOPPED if _stopped(self.pids[rank]) else "" for rank in ranks}
         running = [rank for rank in ranks if not places[rank]]
         if hasattr(signal, "SIGUSR1"):
@@ -351,7 +351,7 @@ class RankPool(StayingRanks):
         return places
 
     def _stack(self, rank: int) -> str:
-        """What the rank's fault handler has written, less what says nothing about the failure."""
+        """The text of the rank's fault handler, less what says nothing about the failure."""
         try:
             text = self._settings[rank].stack_file.read_text(errors="replace")
         except OSError:

@@ -37,7 +37,7 @@ class RankSettings:
 
     @property
     def stack_file(self) -> Path:
-        """Where the rank's fault handler writes."""
+        """The file that the rank's fault handler writes to."""
         return Path(self.folder) / f"stack-{self.rank}"
 
 

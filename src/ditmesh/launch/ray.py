@@ -246,7 +246,7 @@ class RayRanks(StayingRanks):
         return collector.result(self._whereabouts, self._join_anew)
 
     def _next(self, stream: Any, rank: int) -> tuple[str, Any]:
-        """What a rank says next."""
+        """The next message of a rank."""
         try:
             kind, content = self._ray.get(next(stream))
         except StopIteration:
@@ -259,7 +259,7 @@ class RayRanks(StayingRanks):
         return kind, pickle.loads(content) if kind == "answer" else content
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where in their Python code the ranks are at this moment."""
+        """The places in Python code at which the ranks are at this moment."""
         asked = {self._actors[rank].whereabouts.options(concurrency_group="control").remote(): rank for rank in ranks}
         places = dict.fromkeys(ranks, "it is stopped, or its host cannot be reached")
         if asked:
@@ -292,7 +292,7 @@ class _Rank:
         self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def facts(self) -> dict[str, Any]:
-        """Where this is, and with which versions."""
+        """The place of this rank, and its versions."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -352,7 +352,7 @@ class _Rank:
         self._replies.put(data)
 
     def whereabouts(self) -> str:
-        """Where the thread that computes is in its code, the latest call first, as `faulthandler` has it."""
+        """The place of the computing thread in its code, the latest call first, in the form of `faulthandler`."""
         for thread in threading.enumerate():
             if thread.name.startswith("ditmesh-rank") and (frame := sys._current_frames().get(thread.ident or -1)):
                 lines = traceback.extract_stack(frame)[::-1]
@@ -361,7 +361,7 @@ class _Rank:
 
 
 class _Report:
-    """What a function on a rank reports with, and hears the owner by."""
+    """The channel by which a function on a rank reports to the owner, and hears it."""
 
     def __init__(self, out: queue.SimpleQueue[tuple[str, Any]], replies: queue.SimpleQueue[bytes]) -> None:
         self._out, self._replies = out, replies
@@ -469,7 +469,7 @@ def _stdout_kept_clean() -> Iterator[None]:
 
 
 def device_of_cluster(device: DeviceChoice, world_size: int, address: str | None = None) -> DeviceKind:
-    """What ``world_size`` ranks of a Ray cluster run on; see `RayRanks`. Ray is left again."""
+    """The hardware of ``world_size`` ranks of a Ray cluster; see `RayRanks`. Ray is left again."""
     if device == "cpu":
         return "cpu"
     with connected(address):

@@ -16,7 +16,7 @@ _DIMENSIONS = 4
 
 
 def folds_of(ran: RecordedBlock, streams: tuple[Stream, ...]) -> tuple[Fold, ...]:
-    """How a list's arguments are to be folded, seen at its first block; empty: they are as they should be.
+    """The folds of a list's arguments, seen at its first block; empty: they are as they should be.
 
     Args:
         ran: the block as it ran.

@@ -1,4 +1,4 @@
-"""What a model does to its tokens between its blocks and after them.
+"""Operations of a model on its tokens between its blocks and after them.
 
 The model runs with blocks that return what they are given, so that whatever differs between what one block returns and
 the next one gets is the model's own doing: residuals of a ControlNet that it adds, say. As in `influence`, a part of
@@ -38,7 +38,7 @@ Edit = Callable[[str, str, Tensor], Tensor]
 
 @dataclass
 class Ran:
-    """How a block that ran returns its results.
+    """The form in which a block that ran returns its results.
 
     Attributes:
         site: its path.
@@ -98,7 +98,7 @@ class IdentityBlocks:
         return all(a.shape == b.shape and off_by(b, a) <= tolerance(a) for a, b in zip(old, new, strict=True))
 
     def __call__(self, edit: Edit | None = None, call: dict[str, Any] | None = None) -> tuple[Given, Any]:
-        """What every block is given, and what the model returns.
+        """The inputs of every block, and the model's result.
 
         Args:
             edit: what a block is to return for a stream in place of what it was given, by site and stream name.

@@ -254,7 +254,7 @@ class Conventions:
         return {name: value for name, value in made.items() if value is not None}
 
     def missing(self, size: Size) -> str:
-        """What the model wants and cannot be made: an argument, or a width in the config; empty for none."""
+        """The input that the model wants and that cannot be made: an argument or a width of the config; empty: none."""
         made = self.inputs(size)
         for name, parameter in self.parameters.items():
             if name in made or name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

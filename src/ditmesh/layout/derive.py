@@ -249,7 +249,7 @@ class _Observer:
 
 
 def _version(value: Tensor) -> Tensor | int:
-    """What tells whether a tensor is written to: torch's count, or a copy of one made in inference mode."""
+    """A mark that tells whether a tensor is written to: torch's count, or a copy of one made in inference mode."""
     return value.clone() if value.is_inference() else value._version
 
 
@@ -466,7 +466,7 @@ def _is_chained(region: Region, before: Region, observer: _Observer) -> bool:
 
 
 def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
-    """What the blocks of one list have in common.
+    """The facts that the blocks of one list have in common.
 
     Raises:
         LayoutError: they are wired in different ways.
@@ -575,7 +575,7 @@ def _alternating(order: list[str], observer: _Observer) -> bool:
 
 @dataclass(frozen=True)
 class _RowArguments:
-    """Which arguments of a call have rows, as in `TokenLayout`."""
+    """The arguments of a call that have rows, as in `TokenLayout`."""
 
     unbatched: tuple[str, ...]
     batched: tuple[tuple[str, int], ...] = ()
@@ -587,7 +587,7 @@ class _RowArguments:
 def _batch(
     call: Mapping[str, Any], parameters: tuple[str, ...], run: Callable[..., Any], output: Any
 ) -> dict[str, Any]:
-    """Which arguments of a call have rows, and whether its samples can be run apart: attributes of the layout.
+    """The arguments that have rows, and whether samples can be run apart: attributes of the layout.
 
     Sizes may be equal by chance: that the last sample alone comes out the same shows which guess at it is right. A list
     may have as many items as there are samples for another reason (the residuals of as many blocks).
@@ -619,7 +619,7 @@ def _batch(
 def _guesses(
     call: Mapping[str, Any], parameters: tuple[str, ...], tensors: Mapping[str, Tensor], samples: int
 ) -> Iterator[_RowArguments]:
-    """Which arguments of a call may have rows, by their shapes, the likeliest first."""
+    """Guesses of the arguments that have rows, by their shapes, the likeliest first."""
     known = (*parameters[:1], timestep_among(parameters))
     numbers = tuple(
         p for p, v in tensors.items() if v.shape == (samples,) and not v.is_floating_point() and p not in known
@@ -640,7 +640,7 @@ def _guesses(
 
 
 def _lists_of_samples(call: Mapping[str, Any], samples: int) -> Iterator[tuple[str, ...]]:
-    """Which lists of a call may have an item for every sample."""
+    """The lists of a call that may have an item for every sample."""
     listed = [(n, v) for n, v in call.items() if isinstance(v, list) and len(v) == samples]
     yield tuple(n for n, _ in listed)
     # Those of tensors that have rows themselves have none.

@@ -108,7 +108,7 @@ def objects_in(value: Any, within: tuple[int, ...] = ()) -> list[Any]:
 
 
 def _items(value: Any) -> Iterable[Any] | None:
-    """What a collection holds; None: the value is none."""
+    """The content of a collection; None: the value is none."""
     if (fields := fields_of(value)) is not None and set(getattr(value, "__dict__", ())) <= set(fields):
         return fields.values()
     if isinstance(value, dict):
@@ -117,7 +117,7 @@ def _items(value: Any) -> Iterable[Any] | None:
 
 
 def _attributes(value: Any) -> list[Any] | None:
-    """What an object keeps; None: it does not show all of it."""
+    """The attributes of an object; None: it does not show all of them."""
     kinds = [kind for kind in type(value).__mro__ if kind is not object]
     slots = [
         (kind, name)
@@ -189,7 +189,7 @@ def in_words(kind: ArgumentKind) -> str:
 
 
 def news(form: CallForm, known: Iterable[CallForm]) -> str:
-    """What a form has that the most similar known one has not, in words: ``"'fps' (a list)"``."""
+    """The difference of a form from the most similar known one, in words: ``"'fps' (a list)"``."""
     nearest = max(known, key=lambda other: len(form & other), default=frozenset())
     named = dict(form)
     fresh = [f"{name!r} ({in_words(named[name])})" for name, _ in sorted(form - nearest, key=lambda item: item[0])]
@@ -284,7 +284,7 @@ class Forms:
         return found
 
     def _looked_at(self, form: CallForm) -> CallForm:
-        """What of a form can be looked at again: where blocks are on other ranks, rows have to hold as they are."""
+        """The part of a form that can be looked at again: with blocks on other ranks, rows have to hold as they are."""
         return frozenset(item for item in form if item[0] != _SAMPLES) if self._fixed else form
 
     def _gathered(self, path: str) -> TokenLayout:
@@ -342,6 +342,6 @@ def _given(arguments: Arguments, path: str) -> bool:
 
 
 def _essence(layout: TokenLayout) -> tuple[Any, ...]:
-    """What strategies set themselves up by."""
+    """The facts that strategies set themselves up by."""
     regions = tuple(replace(region, known=()) for region in layout.regions)
     return regions, layout.unbatched, layout.batched, layout.listed

@@ -96,7 +96,7 @@ def computed(_: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 
 @dataclass
 class _TokenRows:
-    """Where the tokens of a stream lie in the rows of an attention call's queries or keys.
+    """The places of a stream's tokens in the rows of an attention call's queries or keys.
 
     Attributes:
         start: of the first.
@@ -117,7 +117,7 @@ class _CallStreams:
 
 @dataclass
 class Facts:
-    """What blocks of one form have in common.
+    """The facts that blocks of one form have in common.
 
     Attributes:
         streams: their tensors of tokens.
@@ -254,7 +254,7 @@ class RecordedBlock:
     def touched(
         self, edits: Mapping[str, Any], local: Collection[int] = (), answers: Mapping[int, Tensor] | None = None
     ) -> _Touched:
-        """What other arguments change while attention answers as before.
+        """The changes that other arguments cause while attention answers as before.
 
         Args:
             edits: the arguments.
@@ -305,12 +305,12 @@ def _remembered(mixer: _Mixer, number: int, _: Arguments, __: Callable[..., Any]
 
 
 def _copied(value: Any) -> Any:
-    """What a block may write to while the original is kept."""
+    """A copy that a block may write to while the original is kept."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 class _Touched:
-    """What has changed, as booleans; see `RecordedBlock.touched`."""
+    """The changes in results and attention calls, as booleans; see `RecordedBlock.touched`."""
 
     def __init__(self, block: RecordedBlock, results: list[Any], asked: list[_AttentionCall]) -> None:
         self.results = [differs(new, old) for new, old in zip(results, block.results, strict=False)]
@@ -342,7 +342,7 @@ def _changed_rows(new: Tensor, old: Tensor, keys: Tensor) -> Any:
 
 
 def changed_along(changed: Tensor | None, dim: int) -> Tensor:
-    """Which places along a dimension have changed, on the CPU."""
+    """Changed places along a dimension, on the CPU."""
     if changed is None:
         return torch.zeros(0, dtype=torch.bool)
     if not changed.numel():
@@ -364,7 +364,7 @@ def spoilt(value: Tensor, dim: int, places: Tensor) -> Tensor:
 
 
 def error_line(error: Exception) -> str:
-    """What a model has raised, in a line; what says nothing of its inputs (lost ranks, full memory) is raised again."""
+    """A model's exception in a line; one that says nothing of inputs (lost ranks, full memory) is raised again."""
     if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
         raise error
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -374,7 +374,7 @@ def error_line(error: Exception) -> str:
 
 
 def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
-    """What is to be known of a block's arguments.
+    """The facts about a block's arguments.
 
     Args:
         block: as it ran.
@@ -573,7 +573,7 @@ def _culprit(block: RecordedBlock, edits: Mapping[str, Any], places: Tensor) -> 
 
 
 def _inside(block: RecordedBlock, edits: Mapping[str, Any]) -> list[tuple[str, list[Tensor], list[Tensor]]]:
-    """What every module in a block is given and returns, the innermost first."""
+    """The inputs and results of every module in a block, the innermost first."""
     calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
 
     def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -727,7 +727,7 @@ def _other_arguments(block: RecordedBlock, facts: Facts) -> None:
 
 
 def _cut(block: RecordedBlock, facts: Facts, path: str, value: Tensor) -> Cut | None:
-    """How an argument follows the tokens; None: along no dimension, or along two."""
+    """The dimension by which an argument follows the tokens; None: none, or two."""
     cuts = []
     for dim, size in enumerate(value.shape):
         orders = [order for order in _orders(block, facts) if sum(n for _, n in order) == size]
@@ -1019,5 +1019,5 @@ def off_by(here: Tensor, expected: Tensor) -> float:
 
 
 def tolerance(value: Tensor) -> float:
-    """How far off a block may be on some of its tokens."""
+    """The tolerance for a block on some of its tokens."""
     return _TOLERANCE.get(value.dtype, 5e-2)

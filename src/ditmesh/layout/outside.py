@@ -1,4 +1,4 @@
-"""What a block leaves behind besides what it returns: tensors that it writes to, and tensors that it keeps.
+"""Effects of a block besides its results: tensors that it writes to, and tensors that it keeps.
 
 With some of the tokens it would leave something else behind on every rank. Whether a block does is seen while it runs
 once as it is: every operation of torch passes a mode that notes which memory came into being, and which was there
@@ -55,7 +55,7 @@ class Traces(TorchDispatchMode):
         return key is not None and key not in self._given and key not in self._born
 
     def kept(self, returned: Iterable[Tensor]) -> list[Tensor]:
-        """What came into being, still is there, and is not among what the block returned."""
+        """Tensors that came into being, still exist, and are not among the block's results."""
         without = {_memory(tensor) for tensor in returned}
         return [*self._alive(without)]
 
@@ -69,7 +69,7 @@ class Traces(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """What tells a tensor's memory from any other; None: it has none of its own."""
+    """A key that tells a tensor's memory from any other; None: it has none of its own."""
     try:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
@@ -95,7 +95,7 @@ class LeftBehind:
         self._results = tensor_leaves(output)
 
     def where(self, model: nn.Module) -> str:
-        """Where tensors are kept that depend on the block's tokens, in words; empty: nowhere."""
+        """The places where tensors are kept that depend on the block's tokens, in words; empty: none."""
         if not self._streams or not (self._suspect or self._traces.kept(self._results)):
             return ""
         # Tables that only depend on how many tokens there are may be kept.

@@ -157,7 +157,7 @@ def _region_differences(ours: Region, probed: Region) -> Iterator[str]:
 
 
 def _cut_difference(ours: Region, cut: Cut) -> str:
-    """What a reviewed region says otherwise of a cut that was probed; empty for nothing."""
+    """The difference of a reviewed region from a cut that was probed; empty: none."""
     same = [other for other in ours.cuts if other.arg == cut.arg and other.ndim in (None, cut.ndim)]
     if any((other.dim, other.tokens) != (cut.dim, cut.tokens) for other in same):
         return f"{same} against {cut} probed"

@@ -1,4 +1,4 @@
-"""Which rank has which rows: arithmetic of cuts, without tensors.
+"""Bands of rows: arithmetic of cuts, without tensors.
 
 An image's rows are cut into *bands*, runs of neighbouring rows, one for each rank. What a layer does to the shape of a
 tensor it does to the cut: a band of 5 rows has 10 behind an upsampling by 2, and 5 x 16 elements where rows of 16 are
@@ -22,7 +22,7 @@ _LARGEST_UNIT = 64
 
 @dataclass(frozen=True)
 class Band:
-    """How one dimension of a tensor is cut.
+    """The cut of one dimension of a tensor.
 
     Attributes:
         dim: the dimension.
@@ -68,7 +68,7 @@ class Band:
         return replace(self, rows=tuple(stop - start for start, stop in zip([0, *bounds], bounds, strict=False)))
 
     def margins(self, rank: int, before: int, after: int) -> tuple[int, int]:
-        """What of rows that are put before the first and behind the last one goes to a rank."""
+        """A rank's share of rows that are put before the first and behind the last one."""
         holders = [holder for holder, rows in enumerate(self.rows) if rows]
         return before * (rank == holders[0]), after * (rank == holders[-1])
 

@@ -1,4 +1,4 @@
-"""What operations of torch do to elements: the one table that all part tensors go by.
+"""Families of torch's operations by their effect on elements: the one table that all part tensors go by.
 
 An operation is in a family, or in none: then it is computed on whole tensors, unless a part tensor has a rule for it.
 """
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 class OpFamily(Enum):
-    """What an operation does to the elements of its operands."""
+    """The effect of an operation on the elements of its operands."""
 
     # An element of the result is made of the operands' elements in its place, broadcast.
     POINTWISE = auto()

@@ -52,7 +52,7 @@ class Deferred:
 
     @property
     def depth(self) -> int:
-        """How many values are still to be computed one inside the other."""
+        """The number of values still to be computed one inside the other."""
         return 0 if self._compute is None else self._depth
 
     def get(self) -> Any:
@@ -64,7 +64,7 @@ class Deferred:
 
 
 class Owners:
-    """Which patch every element of a tensor belongs to.
+    """The patch to which every element of a tensor belongs.
 
     Attributes:
         of: int16, of the tensor's shape: number of the patch, or `SHARED_OWNER`.
@@ -86,7 +86,7 @@ class Owners:
         return tuple(patch for patch in self.of.unique().tolist() if patch != SHARED_OWNER)
 
     def indices(self, patch: int) -> Tensor:
-        """Where the elements of a patch, and those common to all, are in the flattened tensor: int64 (n,)."""
+        """The places of a patch's elements, and of those common to all, in the flattened tensor: int64 (n,)."""
         flat = self.of.reshape(-1)
         return self.made(("indices", patch), lambda: ((flat == patch) | (flat == SHARED_OWNER)).nonzero().flatten())
 

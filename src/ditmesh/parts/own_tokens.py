@@ -94,7 +94,7 @@ class OwnTokens(PartTensor):
         return f"{tuple(self.own.shape)} here"
 
     def _like(self, own: Tensor) -> OwnTokens | None:
-        """What a computation of every token by itself has made of ``own``; None if it has not kept them apart."""
+        """The result for ``own`` of a computation on every token by itself; None if it has not kept tokens apart."""
         if own is self.own:
             # As torch does where there is nothing to be done: a write to one is a write to both.
             return self

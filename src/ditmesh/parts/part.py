@@ -1,4 +1,4 @@
-"""What tensors that stand for whole ones have in common, and an operation of torch on them."""
+"""The base of tensors that stand for whole ones, and an operation of torch on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PartTensor(Tensor):
         raise NotImplementedError
 
     def _held(self) -> str:
-        """What is here of it."""
+        """The part of it that is on this rank."""
         raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -22,7 +22,7 @@ _OURS = ("_ditmesh_engine", "_ditmesh_followed")
 
 
 class ModuleChange(NamedTuple):
-    """What is different in one module of a copy: tensors and attributes by name, and the names that are gone."""
+    """The changes in one module of a copy: tensors and attributes by name, and the names that are gone."""
 
     module: int
     parameters: dict[str, Any]
@@ -64,7 +64,7 @@ class CopiedModule:
         return len(order) == len(self._order) and all(a is b for a, b in zip(order, self._order, strict=True))
 
     def changes(self, rewritten: Collection[str] = ()) -> list[ModuleChange]:
-        """What the module has that the copies do not.
+        """The state of the module that the copies do not have.
 
         Args:
             rewritten: names of parameters that may have been written to where nothing shows it: in inference mode torch

@@ -123,7 +123,7 @@ class Followers:
 
     @property
     def reason(self) -> str:
-        """Why they have ended; empty: they have not."""
+        """The reason why they have ended; empty: they have not."""
         return self._pool.reason
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -180,7 +180,7 @@ class Followers:
         return self._pool.threads if self.device == "cpu" else None
 
     def both(self, here: Callable[[], T], fn: Callable[..., Any], *args: Any) -> list[tuple[Any, T]]:
-        """What every other rank has returned, with what was returned here.
+        """The result of every other rank, each with the result of this one.
 
         Raises:
             Exception: what was raised here, or, if it came first, there.
@@ -480,7 +480,7 @@ def reported(fn: Callable[..., None]) -> Callable[..., FollowerFailure | None]:
 
 
 def _outcome(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What a function returns, or its failure."""
+    """The result of a function, or its failure."""
     try:
         return fn(*args)
     except Exception as error:

@@ -18,7 +18,7 @@ from .follow import FollowedModule, Followers, copies, drop_copy, reported
 
 
 class Whole(str):
-    """Why something was not computed in bands."""
+    """The reason why something was not computed in bands."""
 
     __slots__ = ()
 

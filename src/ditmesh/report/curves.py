@@ -1,4 +1,4 @@
-"""What a chart shows: series of points, single points, and grids of values."""
+"""The data of charts: series of points, single points, and grids of values."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class Report:
 
     @property
     def sections(self) -> list[Section]:
-        """Where its sections begin."""
+        """The place where its sections begin."""
         return [block for block in self.blocks if isinstance(block, Section)]
 
     def section(self, title: str) -> None:

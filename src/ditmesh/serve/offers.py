@@ -60,7 +60,7 @@ class ModelSpec:
 
 
 def request_kind(spec: ModelSpec, card: Mapping[str, Any], request: JobRequest) -> Kind:
-    """What the steps of a request cost, as far as the request and the model's card say before inputs are read."""
+    """The kind of a request, by which its steps cost, as far as the request and the model's card say it."""
     width, height = request.width or card.get("width") or SIDE, request.height or card.get("height") or SIDE
     frames = (request.frames or card.get("frames") or 1) if card.get("video") else 1
     guidance = next((one for one in (request.guidance, spec.guidance, card.get("guidance")) if one is not None), 2.0)

@@ -13,7 +13,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class LimitOption(NamedTuple):
-    """How the command line has a setting.
+    """The command line's option for a setting.
 
     Attributes:
         help: of its option.
@@ -79,7 +79,7 @@ class ApiSettings(BaseModel):
 
 
 class ServiceSettings(BaseModel):
-    """What ranks a `Service` has, what they run, and what is kept.
+    """The ranks of a `Service`, their models, and what is kept.
 
     Attributes:
         devices: ranks of each replica.

@@ -80,7 +80,7 @@ class JobImage(BaseModel):
 
 
 class JobError(BaseModel):
-    """Why a job failed: a code for programs, and a message."""
+    """The reason why a job failed: a code for programs, and a message."""
 
     code: Literal["invalid_request", "rank_failed", "stalled", "out_of_memory", "no_space", "storage", "internal"]
     message: str

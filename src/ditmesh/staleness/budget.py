@@ -1,4 +1,4 @@
-"""What the adaptive policy is given in units that people know: decibels of the image, or seconds of the request.
+"""Budgets of the adaptive policy in units that people know: decibels of the image, or seconds of the request.
 
 The policy's own budget is an error on a scale of its own: see `policy.Adaptive`. On the embedded models the root mean
 square of the pixels (0 to 1) is in proportion to it, so that decibels can be had from it, with a margin. Seconds need

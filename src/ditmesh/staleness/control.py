@@ -174,7 +174,7 @@ class WarmupControl:
 
     @property
     def log(self) -> StalenessLog:
-        """What was decided in this request."""
+        """The decisions of this request."""
         return self._of.value.log
 
     @property

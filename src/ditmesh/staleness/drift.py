@@ -1,4 +1,4 @@
-"""How far keys and values move from one step to the next, measured cheaply on every rank and summed over all."""
+"""The drift of keys and values from one step to the next, measured cheaply on every rank and summed over all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Latest(NamedTuple):
 
 @dataclass
 class _Measured:
-    """What is measured of one request: sums of the step in progress, and the latest sample of every key."""
+    """The measurements of one request: sums of the step in progress, and the latest sample of every key."""
 
     sums: Tensor | None = None
     samples: dict[Hashable, _Latest] = field(default_factory=dict)

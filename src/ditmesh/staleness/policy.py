@@ -57,7 +57,7 @@ def in_unit(unit: str) -> Callable[[P], P]:
 
 
 def forms(reads_drift: bool = True) -> str:
-    """How policies are written, for messages; ``reads_drift``: those that decide by drift among them."""
+    """The spellings of policies, for messages; ``reads_drift``: those that decide by drift among them."""
     *most, last = [
         f"'{name}({example})'"
         for name, (cls, examples) in _POLICIES.items()
@@ -78,7 +78,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is known of a request before it runs.
+    """The facts that are known of a request before it runs.
 
     Attributes:
         devices: ranks that share an image.
@@ -308,7 +308,7 @@ IMAGE_SPREAD = 0.5
 
 
 def _weight(noise: Sequence[float], step: int) -> float:
-    """How much of a step's error reaches the image: see `Adaptive`."""
+    """The share of a step's error that reaches the image: see `Adaptive`."""
     here, after = noise[step], noise[step + 1]
     move = abs(here - after)
     if here in (after, noise[step - 1] if step else None):

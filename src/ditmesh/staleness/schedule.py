@@ -1,4 +1,4 @@
-"""How much noise a sampler leaves in the latents, step by step."""
+"""The noise that a sampler leaves in the latents, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast ranks and stages are: given, or measured on a real block."""
+"""Speeds of ranks and stages: given, or measured on a real block."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def mixed(fresh: Sequence[float], before: Sequence[float]) -> list[float]:
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device | str) -> float:
-    """How long ``work`` takes by the clock; see `median_times`."""
+    """The time of ``work`` by the clock; see `median_times`."""
     return median_times(work, device)[0]
 
 
 def median_times(work: Callable[[], Any], device: torch.device | str) -> tuple[float, float]:
-    """How long ``work`` takes, after one run that does not count: by the clock, and without what other work took.
+    """The times of ``work`` after one run that does not count: by the clock, and without that of other work.
 
     The median: a speed that lasts counts, not the best moment nor the worst.
     """

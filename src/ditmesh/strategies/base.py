@@ -114,7 +114,7 @@ class Request:
 
 @dataclass(frozen=True)
 class VariantLimits:
-    """Which configurations are asked of `Strategy.variants`.
+    """The configurations that `Strategy.variants` is asked for.
 
     Attributes:
         exactness: ``"exact"``: the same image; ``"reproducible"``: the same bits; ``"stale"``: keys of the step
@@ -262,7 +262,7 @@ class Strategy:
         return []
 
     def notes(self) -> list[str]:
-        """What the user should know of the latest request, in sentences."""
+        """Messages to the user about the latest request, in sentences."""
         return []
 
     def result(self, value: Any) -> Any:

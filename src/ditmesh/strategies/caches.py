@@ -37,7 +37,7 @@ def stateful_hooks(model: nn.Module) -> Iterator[Any]:
 
 
 def kept_by(model: nn.Module) -> str:
-    """What a model keeps of one request's step for the next, as a clause; see `Strategy.keeps_between_steps`.
+    """A clause that names the state of a model between steps; see `Strategy.keeps_between_steps`.
 
     diffusers (0.42) keeps it in the hooks: some (Faster Cache, Pyramid Attention Broadcast) have one state for all
     calls, others one for every name in `cache_context`, which are branches of guidance, the same for every request.
@@ -157,7 +157,7 @@ class Caches(Strategy):
 
 
 def _refusal(hook: str, config: ParallelConfig, in_patches: bool, on_block: bool) -> str:
-    """Why a cache and a configuration do not go together, and the way out."""
+    """The reason why a cache and a configuration do not go together, and the way out."""
     if in_patches:
         return (
             f"diffusers' cache ({hook}) keeps what a block made of the whole image, and {config.describe()} runs "

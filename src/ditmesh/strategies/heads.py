@@ -1,4 +1,4 @@
-"""How many attention heads a transformer has, and which degrees they allow."""
+"""The number of a transformer's attention heads, and the degrees that they allow."""
 
 from __future__ import annotations
 

@@ -300,7 +300,7 @@ class ModelHooks:
         return output
 
     def _folding(self, site: BlockSite) -> Folding | None:
-        """How a block's arguments are folded; None: they are not."""
+        """The folds of a block's arguments; None: they are not folded."""
         if not site.region.folds:
             return None
         found = self._foldings.pop(site.region.blocks, None)

@@ -444,7 +444,7 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(places: Mapping[Any, Any], device: torch.device, path: Any, value: Any) -> Any:
-    """What `_packed` made, where this rank's own value of that path lies, else where the sender's did."""
+    """The values that `_packed` made: this rank's own value of a path where it lies there, else the sender's."""
     own = places.get(path)
     if not isinstance(value, _Packed):
         alike = isinstance(value, torch.device) and isinstance(own, torch.device) and value.type == own.type
@@ -525,7 +525,7 @@ class SameInputs(Strategy):
         self._call.close()
 
     def _differing(self, arguments: Arguments, **others: str) -> str:
-        """Which arguments of a transformer's call, and which other digests, differ on the ranks, in words. Collective.
+        """The arguments of a transformer's call, and other digests, that differ between ranks, in words. Collective.
 
         Positional ones go by their number.
         """

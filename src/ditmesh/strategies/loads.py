@@ -161,7 +161,7 @@ class Watch:
         return [statistics.median(step[rank] for step, _ in self._recent) for rank in range(self._ranks)]
 
     def _excess(self) -> float:
-        """How much longer than the mean the slowest rank takes."""
+        """The factor by which the slowest rank takes longer than the mean."""
         took = self._took()
         return max(took) * self._ranks / sum(took) - 1
 

@@ -487,7 +487,7 @@ class TiledSequence(SequenceParallel):
         )
 
     def _of_first_tile(self, part: Tensor, dim: int) -> Tensor:
-        """What rank 0, which has the first tile, has along ``dim``; the shapes are the same everywhere."""
+        """The sizes along ``dim`` on rank 0, which has the first tile; the shapes are the same everywhere."""
         lengths = (part.shape[dim],) + (0,) * (self.link.size - 1)
         return self.link.all_gather(part.narrow(dim, 0, lengths[self.link.rank]), lengths, dim)
 

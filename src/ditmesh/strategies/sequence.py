@@ -304,7 +304,7 @@ class SequenceParallel:
         call.entered = site.span
 
     def _lay_out(self, site: BlockSite, streams: list[Stream], arguments: Arguments) -> Partition:
-        """How many of the streams' tokens every rank gets."""
+        """The number of the streams' tokens on every rank."""
         return Partition.beside([self._partition(site, stream, arguments) for stream in streams])
 
     def _partition(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Partition:
@@ -348,7 +348,7 @@ class SequenceParallel:
         return rows, cols
 
     def _own_count(self, site: BlockSite, counted: Count, number: int) -> int:
-        """How many of the ``number`` tokens that an argument counts are this rank's."""
+        """The number of this rank's tokens, of the ``number`` tokens that an argument counts."""
         tokens = self._call.tokens.select((counted.stream,))
         if counted.part == "all" and number != tokens.total:
             raise LayoutError(
@@ -534,7 +534,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def counted_here(counted: Count, number: int, tokens: Partition, part: int) -> int:
-    """How many of the ``number`` tokens of a stream that an argument counts a part holds."""
+    """The number of tokens that a part holds, of the ``number`` tokens of a stream that an argument counts."""
     if tokens.replicated:
         return number
     if counted.part == "last":
@@ -543,7 +543,7 @@ def counted_here(counted: Count, number: int, tokens: Partition, part: int) -> i
 
 
 def _form_of(value: Any) -> Any:
-    """What `_knows` depends on, of every tensor and integer of some arguments."""
+    """The key of `_knows`: a value of every tensor and integer of some arguments."""
     if isinstance(value, Tensor):
         return value.dtype, value.dim()
     if isinstance(value, (list, tuple)):

@@ -49,7 +49,7 @@ UNITS = "_ditmesh_units"
 
 @dataclass(frozen=True)
 class Packed:
-    """How tensors lie one after the other, and how ranks share out that memory.
+    """The order of tensors in memory, and the ranks' shares of that memory.
 
     Args:
         specs: shape and dtype of every tensor.
@@ -64,7 +64,7 @@ class Packed:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where every tensor begins, in bytes, and where the last one ends, rounded up."""
+        """The byte at which every tensor begins, and the one where the last one ends, rounded up."""
         offsets = self.offsets or (0,) * len(self.specs)
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in self.specs]
         room = [rounded_up(offset + size) for offset, size in zip(offsets, sizes, strict=True)]
@@ -73,7 +73,7 @@ class Packed:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """Where every rank's part begins, in bytes, and where the last one ends; between tensors if it may."""
+        """The byte at which every rank's part begins, and the last one's end; between tensors where possible."""
         total = self.starts[-1]
         share = rounded_up(-(-total // self.ranks))
         edges = [start - start % ALIGNMENT for start in self.starts]
@@ -189,7 +189,7 @@ def groups_of(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
 
 
 def parameters_in_pieces(model: nn.Module, layout: TokenLayout) -> int:
-    """How many of a transformer's parameters ``shard`` shares out. Works without memory for them."""
+    """The number of a transformer's parameters that ``shard`` distributes. Works without memory for them."""
     return _parameters(model, groups_of(model, layout))
 
 
@@ -200,7 +200,7 @@ def groups_outside(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
 
 
 def parameters_outside(model: nn.Module, layout: TokenLayout) -> int:
-    """How many parameters those have."""
+    """The number of those parameters."""
     return _parameters(model, groups_outside(model, layout))
 
 

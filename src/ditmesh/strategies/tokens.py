@@ -44,7 +44,7 @@ class TokenStrategy(Strategy):
         self.context.clock.on_step(self._loads.begin_step)
 
     def _watched(self) -> StepLoads:
-        """What notes every step's load and, with ``speeds="auto"``, moves tokens."""
+        """The recorder of every step's load; with ``speeds="auto"`` it moves tokens."""
         context, config, mesh = self.context, self.context.config, self.context.mesh
         handlers = self.handlers()
 

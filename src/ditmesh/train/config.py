@@ -466,7 +466,7 @@ class TrainConfig(BaseModel):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """How often an epoch has each sample of every data set, without class images."""
+        """The number of times that an epoch has each sample of every data set, without class images."""
         return tuple(one.weight for one in self.train_data) or (1.0,)
 
     @property

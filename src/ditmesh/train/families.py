@@ -64,7 +64,7 @@ class Family(Protocol):
 
 
 class _Adapter:
-    """What all adapters have in common: an autoencoder with a scale, latents cut into patches."""
+    """The base of all adapters: an autoencoder with a scale, latents cut into patches."""
 
     def prepare(self, pipe: Any) -> None:
         pass
@@ -107,7 +107,7 @@ class _Adapter:
 
 
 class TextFamily(_Adapter):
-    """What adapters of pipelines with captions have in common."""
+    """The base of adapters of pipelines with captions."""
 
     conditioned_by, videos = "text", False
 
@@ -275,7 +275,7 @@ def is_adapted(pipeline: type | None, transformer: str, several: bool) -> bool:
 
 
 def family_of(pipe: Any, config: TrainConfig) -> Family:
-    """How a pipeline's transformer is called: an adapter, or what is observed of the pipeline.
+    """The family of a pipeline, by which its transformer is called: an adapter, or one observed of the pipeline.
 
     Raises:
         ConfigError: there is no adapter, and the pipeline is none that can be observed.

@@ -287,12 +287,12 @@ class NoiseTables:
         return (noisy - clean_share * clean) / max(noise_share, 1e-6)
 
     def noisy_of(self, clean: Tensor, noise: Tensor, timestep: float) -> Tensor:
-        """What noise makes of latents, at the scheduler's timestep."""
+        """Noisy latents at the scheduler's timestep."""
         clean_share, noise_share = self._shares(timestep)
         return clean_share * clean + noise_share * noise
 
     def target_of(self, clean: Tensor, noise: Tensor, timestep: float) -> Tensor:
-        """What the transformer is to predict."""
+        """The target of the transformer's prediction."""
         if self._kind == "flow":
             return clean - noise if self._inverted else noise - clean
         clean_share, noise_share = self._shares(timestep)

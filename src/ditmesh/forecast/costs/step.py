@@ -222,7 +222,7 @@ class StepForecast:
 
     @cached_property
     def contention(self) -> float:
-        """How much longer computation takes beside that of the other ranks of a host."""
+        """The factor by which computation takes longer beside that of the other ranks of a host."""
         here, most = min(self.config.world_size, self.hardware.devices), self.hardware.devices
         return 1.0 if most == 1 else 1 + (self.hardware.device.contention_factor - 1) * (here - 1) / (most - 1)
 

@@ -141,7 +141,7 @@ def _sentence(
     without: Collection[str],
     offloaded: bool,
 ) -> str | None:
-    """Why a request does not fit; None: it does, or that is not known. For the arguments see `check_memory`."""
+    """The reason why a request does not fit; None: it does, or that is not known. Arguments: see `check_memory`."""
     try:
         fit = _MemoryFit(components_of(info, without), workload, workload_of(info), dtype, offloaded, kind)
         return fit.refusal(config, room)
@@ -187,7 +187,7 @@ class _MemoryFit:
         return worst.total, worst.name
 
     def refusal(self, config: ParallelConfig, room: float) -> str | None:
-        """Why a configuration does not fit, and one that does; None: it fits.
+        """The reason why a configuration does not fit, and one that does; None: it fits.
 
         Args:
             config: the configuration.

@@ -279,7 +279,7 @@ def _settings(config: ParallelConfig, *names: str, **others: Any) -> ParallelCon
 
 @kept
 def _stages(part: Component, config: ParallelConfig, workload: Workload, how: WalkOptions) -> list[Needs]:
-    """What the ranks of every stage need of one transformer."""
+    """The memory that the ranks of every stage need for one transformer."""
     layout = known_models().get(part.kind)
     if layout is None:
         raise InputError(

@@ -59,7 +59,7 @@ _VARIANTS: WeakKeyDictionary[nn.Module, CallVariant] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class WalkOptions:
-    """What all walks are told.
+    """Options of all walks.
 
     Attributes:
         dtype: of the weights.
@@ -72,7 +72,7 @@ class WalkOptions:
     kernels: bool = False
 
     def meters(self, model: nn.Module) -> tuple[LiveBytes, SharedPools | None]:
-        """What counts tensors that are alive beside a model's weights, and messages in shared memory."""
+        """Meters of tensors that are alive beside a model's weights, and of messages in shared memory."""
         alive = LiveBytes((*model.parameters(), *model.buffers()), cpu_workspace if self.kernels else None)
         return alive, SharedPools(alive) if self.shared_memory else None
 
@@ -189,7 +189,7 @@ def _step(model: nn.Module, layout: TokenLayout, config: ParallelConfig, workloa
 
 
 def first_of(reasons: Sequence[str]) -> str:
-    """Why the likeliest way to call a model failed, and how many others did."""
+    """The reason why the likeliest way to call a model failed, and how many others did."""
     if not reasons:
         return "no way to call it was found"
     return reasons[0] + (f"; {len(reasons) - 1} other ways to call it failed too" if len(reasons) > 1 else "")
@@ -283,7 +283,7 @@ def weight_bytes(model: nn.Module, units: Sequence[Unit] = ()) -> float:
 
 
 def _units(sharded: ShardedWeights | None, alive: LiveBytes) -> list[Unit]:
-    """What is in pieces; they are weights, which do not count as alive."""
+    """Units in pieces; they are weights, which do not count as alive."""
     units = [] if sharded is None else sharded.units
     for unit in units:
         alive.hold(unit.piece)

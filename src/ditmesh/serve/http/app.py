@@ -66,7 +66,7 @@ class Alive(BaseModel):
 
 
 def stream_of(*names: str) -> dict[int | str, dict[str, Any]]:
-    """How OpenAPI describes a stream of events of these names."""
+    """The OpenAPI description of a stream of events of these names."""
     content = {"text/event-stream": {"schema": event_schema(names)}}
     return {200: {"description": "Server-sent events; comments say that the stream is alive.", "content": content}}
 
@@ -224,7 +224,7 @@ async def readyz(request: Request) -> Alive:
     summary="Metrics",
 )
 async def get_metrics(request: Request) -> Response:
-    """What Prometheus reads."""
+    """The metrics that Prometheus reads."""
     # Its parameter `version` is of Prometheus; it takes plain text, too.
     return Response(request.app.state.server.metrics.page(), media_type="text/plain; version=1.0.0; charset=utf-8")
 

@@ -199,7 +199,7 @@ class ClientConnection(H11Protocol):
         await answer_to(refused)(scope, receive, send)
 
     def _check(self, scope: Scope) -> Refused | None:
-        """Why the application does not answer a request; None: it does."""
+        """The reason why the application does not answer a request; None: it does."""
         if self.crowded:
             self.cycle.keep_alive = False
             if scope["path"] not in PROBES:

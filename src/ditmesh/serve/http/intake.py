@@ -329,7 +329,7 @@ def readable(path: os.PathLike[str]) -> os.stat_result:
 
 
 def file_response(*kinds: str) -> dict[int | str, dict[str, Any]]:
-    """How OpenAPI describes a file of one of these media types."""
+    """The OpenAPI description of a file of one of these media types."""
     return {200: {"description": "The file.", "content": {kind: {"schema": FILE} for kind in kinds}}}
 
 

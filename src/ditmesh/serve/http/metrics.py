@@ -42,7 +42,7 @@ class StateCollector:
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        """What `prometheus_client` calls."""
+        """The method that `prometheus_client` calls."""
         state = self._state()
         for name, text, value in (
             ("ready", "Whether a replica takes jobs", state.ready),
@@ -114,5 +114,5 @@ class Metrics:
         self.working = seconds("job", "From a job's acceptance to its end")
 
     def page(self) -> bytes:
-        """What Prometheus reads."""
+        """The metrics that Prometheus reads."""
         return generate_latest(self.registry)

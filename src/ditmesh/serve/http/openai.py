@@ -417,7 +417,7 @@ def _error(refused: Refused) -> str:
 
 
 def _failure(job: Job) -> Refused | None:
-    """What a client is told of a job that did not succeed."""
+    """The error that a client receives for a job that did not succeed."""
     # It was begun twice already.
     never = {"x-should-retry": "false"}
     if job.status == "cancelled":

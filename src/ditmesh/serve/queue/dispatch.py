@@ -162,7 +162,7 @@ class Dispatcher:
 
     @property
     def failure_reason(self) -> str:
-        """Why waiting jobs will never run, as a clause; empty: they will, or they wait for another server."""
+        """The reason why waiting jobs will never run, a clause; empty: they will, or they wait for another server."""
         if self._gave_up.is_set() or not all(slot.gave_up for slot in self.slots):
             return ""
         slot = min(self.slots, key=lambda one: one.final)

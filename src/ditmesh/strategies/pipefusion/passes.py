@@ -36,7 +36,7 @@ class StageDone(Exception):
 
 @dataclass
 class PatchPlan:
-    """How the patches of calls of one form lie in streams, inputs and outputs; found by dry runs.
+    """The places of patches in streams, inputs and outputs of calls of one form; found by dry runs.
 
     Attributes:
         tokens: image tokens of every patch, by block list.
@@ -282,7 +282,7 @@ def has_text(region: Region) -> bool:
 
 
 def marked_tokens(stream: Tensor, dim: int) -> Tensor:
-    """Which tokens of a stream hold a NaN: (S,)."""
+    """The tokens of a stream that hold a NaN: (S,)."""
     return torch.isnan(stream).transpose(0, dim).flatten(1).any(1)
 
 
@@ -303,7 +303,7 @@ def runs_of(marked: list[Tensor], model: str, blocks: str) -> tuple[int, ...]:
 
 
 def owners_of(marked: list[Tensor], model: str) -> Owners:
-    """Which patch owns which element of an output, from the elements that each patch marks."""
+    """The patch that owns each element of an output, from the elements that each patch marks."""
     of = torch.full(marked[0].shape, SHARED_OWNER, dtype=torch.int16, device=marked[0].device)
     for patch, mark in enumerate(marked):
         if bool((of[mark] != SHARED_OWNER).any()):

@@ -269,7 +269,7 @@ class PatchParallel(SequenceParallel):
         return self.partition(site.region, stream, tokens)
 
     def partition(self, region: Region, stream: Stream, tokens: int) -> Partition:
-        """How many of a stream's tokens every virtual rank has."""
+        """The number of a stream's tokens on every virtual rank."""
         link, run = self.patch_link, self.run
         ranks = link.sequence.size
         if link.alone or run is None:

@@ -123,7 +123,7 @@ class PipeFusion:
 
     @property
     def flushes(self) -> int:
-        """How often a whole tensor was asked for since the request began and before its result.
+        """The number of times that a whole tensor was asked for since the request began and before its result.
 
         Each time all stages wait for the last patch.
         """

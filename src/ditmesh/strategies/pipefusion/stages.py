@@ -441,7 +441,7 @@ def spread_parameters(model: nn.Module, layout: TokenLayout) -> set[str]:
 
 
 def stage_blocks(work: Work, config: ParallelConfig) -> list[tuple[int, ...]]:
-    """How many blocks of every kind each stage has.
+    """The number of blocks of every kind on each stage.
 
     Raises:
         ConfigError: fewer blocks than stages.

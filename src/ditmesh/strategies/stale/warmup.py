@@ -1,4 +1,4 @@
-"""Which steps of a request are synchronous: the control that stale strategies ask."""
+"""The synchronous steps of a request: the control that stale strategies ask."""
 
 from __future__ import annotations
 

@@ -377,7 +377,7 @@ def _base_parameters(site: Site, base: nn.Module) -> Iterator[tuple[nn.Parameter
 
 
 def _held(site: Site, base: nn.Module) -> Iterator[nn.Parameter]:
-    """What a rank holds of a layer that is cut: where a slice was quantised since, the parts that it is kept in."""
+    """A rank's slices of a layer that is cut; of a slice that was quantised since, the parts it is kept in."""
     if site.kind != "norm" and "weight" not in base._parameters:
         yield from base.parameters()
     else:

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts each kind of module: data, keyed by the attributes a module has.
+"""Rules by which tensor parallelism cuts modules: data, keyed by the attributes a module has.
 
 A width is a number of features that is shared out in one way everywhere in a module: ``queries`` and ``keys``
 (channels, by whole heads), ``heads`` and ``kv_heads`` (one per head), ``hidden`` (a feed-forward's inner

@@ -174,7 +174,7 @@ class BandedVae(Strategy):
 
 
 def _why_whole(vae: nn.Module, given: Any, link: Link) -> str | None:
-    """Why an autoencoder cannot run in bands, a clause with the way out; None: it can. On all ranks alike."""
+    """The reason why an autoencoder cannot run in bands, and the way out; None: it can. The same on all ranks."""
     if not isinstance(given, Tensor) or given.dim() not in (4, 5):
         return "what it is given is no image and no video; leave vae='bands' out"
     if given.shape[-2] < link.size:

@@ -54,7 +54,7 @@ class Mean:
     def verdict(
         self, better: str = "better", worse: str = "worse", none: str = "no difference that can be told"
     ) -> str:
-        """What a difference says, in words."""
+        """The verdict on a difference, in words."""
         if self.value is None:
             return "not measured"
         if self.error is None:
@@ -164,7 +164,7 @@ class StudyResults:
         return [self.row(at) for at in self.asked()]
 
     def pictures(self, at: Combination) -> list[Mapping[str, Any]]:
-        """What was measured of the pictures of a combination."""
+        """The measurements of a combination's images."""
         return [picture for result in self.by.get(at, ()) for picture in result["pictures"]]
 
     def row(self, at: Combination) -> Row:
@@ -324,7 +324,7 @@ class StudyResults:
         }
 
     def root_pairs(self, sampler: str, strategy: str) -> list[dict[str, Any]]:
-        """What w = base · √N promises: four times the devices with twice the warm-up are as close.
+        """The pairs that w = base · √N predicts to be equal: four times the devices with twice the warm-up.
 
         Every pair of measured fixed warm-ups that differ so, and the second one's PSNR less the first one's.
         """
@@ -427,7 +427,7 @@ def interpolate(known: Mapping[int, float], at: float) -> float | None:
 
 
 def first_reaching(curve: Mapping[int, float], target: float) -> float | None:
-    """Where a curve first comes to the target, straight between its points; None if it does not."""
+    """The first point at which a curve reaches the target, straight between its points; None: it does not."""
     points = sorted(curve.items())
     if points and points[0][1] >= target:
         return float(points[0][0])

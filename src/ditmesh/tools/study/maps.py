@@ -1,4 +1,4 @@
-"""Where a study's errors are, by layer and by place in the picture; and what real ranks do in each step."""
+"""Maps of a study's errors, by layer and by place in the image; and the load of real ranks in each step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def spread_line(name: str, places: Sequence[tuple[int, Sequence[float]]]) -> Ser
 def place_maps(
     report: Report, tokens: Sequence[Sequence[Sequence[float]]], devices: int, stale: Sequence[int], of: str
 ) -> None:
-    """Where in the picture the prediction is wrong: rows over steps, and all stale steps together.
+    """Maps of the prediction's error in the image: rows over steps, and all stale steps together.
 
     Args:
         report: the page.
@@ -106,7 +106,7 @@ def seam_ratio(places: np.ndarray, devices: int) -> tuple[float | None, float | 
 
 
 def load_charts(ranks: Sequence[Mapping[str, Any]], of: str) -> list[tuple[Chart, str]]:
-    """What every rank did in every step of a request on real ranks: seconds of work, and of collectives."""
+    """Charts of every rank's load in every step of a request: seconds of work, and of collectives."""
     if not all(rank.get("steps") for rank in ranks):
         # Of a study that was made before steps were timed.
         return []

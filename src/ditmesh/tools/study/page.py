@@ -179,7 +179,7 @@ def page_of(
 
 
 def circumstances(results: StudyResults) -> dict[str, Any]:
-    """What was run, for people."""
+    """The circumstances of the runs, for people."""
     plan, setup = results.plan, results.plan.setup
     asked = list(dict.fromkeys((prompt, seed) for _, prompt, seed in results.synchronous))
     seeds = sorted({seed for _, seed in asked})

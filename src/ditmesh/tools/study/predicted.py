@@ -1,4 +1,4 @@
-"""What a study's requests are predicted to cost on other hardware: seconds, and the memory of a rank."""
+"""Predicted costs of a study's requests on other hardware: seconds, and the memory of a rank."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ class Taps:
 
 
 def token_errors(predictions: Sequence[Tensor], exact: Sequence[Tensor], pictures: int) -> list[list[list[float]]]:
-    """Where in the picture the prediction is wrong, for every evaluation: (evaluations, rows, columns).
+    """The prediction's error by place in the image, for every evaluation: (evaluations, rows, columns).
 
     Args:
         predictions, exact: of every evaluation, (n, C, h, w), (n, C, frames, h, w), or packed tokens (n, S, C), which

@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def runs(self) -> int:
-        """How many runs there are to make."""
+        """The number of runs to make."""
         return len(self._traces) + len(self._configs)
 
     def run(self, trace_bytes: float) -> None:

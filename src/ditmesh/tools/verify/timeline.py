@@ -145,7 +145,7 @@ class TimelineRecorder:
         return message
 
     def result(self) -> RankTimeline:
-        """What was recorded; waits for the device."""
+        """The recorded timeline; waits for the device."""
         if self._on_cuda:
             torch.cuda.synchronize()
         spans = tuple(Span(lane, name, self._at(a), self._at(b)) for lane, name, a, b in self._spans)

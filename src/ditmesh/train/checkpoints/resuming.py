@@ -55,7 +55,7 @@ UNSAID = {"resume_from_checkpoint", "resume_allow_changed", "gradient_accumulati
 
 @dataclass(frozen=True)
 class Differences:
-    """What differs from the checkpoint's run, a sentence each.
+    """The differences from the checkpoint's run, a sentence each.
 
     Attributes:
         changed: what changes the curve from this step on.
@@ -78,7 +78,7 @@ class ResumeReport:
 
     @staticmethod
     def of(checkpoint: str, step: int, steps: int, found: Differences) -> ResumeReport:
-        """What to print of a run that goes on after ``step`` of ``steps``."""
+        """The report of a run that goes on after ``step`` of ``steps``."""
         lines = [f"resuming from {checkpoint}: {step} of {steps} steps are done"]
         lines += [f"  changes the curve: {one}" for one in found.changed]
         lines += [f"  harmless: {one}" for one in found.harmless]

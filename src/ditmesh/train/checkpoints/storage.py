@@ -53,7 +53,7 @@ def tensor_bytes(state: dict[str, Any]) -> dict[str, int]:
 
 
 def writer(folder: Path, sizes: dict[str, int]) -> HuggingFaceStorageWriter:
-    """What writes tensors into a folder, every rank its share, in files of a few GB.
+    """A writer of tensors into a folder: every rank writes its share, in files of a few GB.
 
     Args:
         sizes: bytes of the tensors of all ranks, by name, in the same order on every rank.
@@ -68,7 +68,7 @@ def writer(folder: Path, sizes: dict[str, int]) -> HuggingFaceStorageWriter:
 
 
 def reader(folder: Path) -> StorageReader:
-    """What reads a folder that `writer`, or an earlier version, has written."""
+    """A reader of a folder that `writer`, or an earlier version, has written."""
     return _FormerReader(folder) if (folder / INDEX).exists() else HuggingFaceStorageReader(str(folder))
 
 

@@ -179,7 +179,7 @@ class AttachedImages:
         return found
 
     def of(self, name: str, parts: Mapping[str, Sequence[Part]], size: tuple[int, int]) -> Attached:
-        """What belongs to a sample.
+        """The images that belong to a sample.
 
         Args:
             name: of the sample.

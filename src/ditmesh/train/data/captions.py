@@ -134,7 +134,7 @@ def label(value: Any, where: str, column: str) -> int | None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to read: captions or labels.
+    """The words to read: captions or labels.
 
     Attributes:
         by: a caption, or a label.
@@ -340,7 +340,7 @@ _READERS: dict[str, Callable[[Path, str], _Rows]] = {
 
 @dataclass(frozen=True)
 class Said:
-    """What files beside an image say of it.
+    """The content of files beside an image that describe it.
 
     Attributes:
         value: caption or label; None: nothing.
@@ -358,7 +358,7 @@ class Said:
 
 
 def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: Wanted) -> Said:
-    """What files beside an image say of it.
+    """Read the files beside an image that describe it.
 
     Args:
         files: by suffix: name, for messages, and what reads it.

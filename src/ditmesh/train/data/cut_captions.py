@@ -23,7 +23,7 @@ _AT_A_TIME = 256
 
 @dataclass
 class CutCaptions:
-    """What one tokenizer cuts.
+    """The captions that one tokenizer cuts.
 
     Attributes:
         tokenizer: its name in the pipeline.
@@ -43,7 +43,7 @@ class CutCaptions:
 
     @property
     def sentence(self) -> str:
-        """What is to be said of it."""
+        """The message about it."""
         noun = "caption is" if self.count == 1 else "captions are"
         return (
             f"{self.count} {noun} cut by {self.tokenizer} at {self.limit} tokens (the longest has {self.longest}: "
@@ -52,7 +52,7 @@ class CutCaptions:
 
 
 def cut_captions(pipe: Any, encode: Callable[[str], Any], captions: Iterable[tuple[str, str]]) -> list[CutCaptions]:
-    """What the tokenizers of a pipeline cut; nothing of those that cannot be watched.
+    """The captions that the tokenizers of a pipeline cut; nothing of those that cannot be watched.
 
     Args:
         pipe: the pipeline.
@@ -84,7 +84,7 @@ def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _limits(tokenizers: dict[str, Any], encode: Callable[[str], Any]) -> list[CutCaptions]:
-    """Where each tokenizer cuts, from the call with the probe."""
+    """The length at which each tokenizer cuts, from the call with the probe."""
     seen: dict[str, CutCaptions] = {}
 
     def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

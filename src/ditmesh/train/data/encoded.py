@@ -229,7 +229,7 @@ class EncodedSamples:
         return found
 
     def _beside(self, sample: Sample) -> list[Any]:
-        """What a cache key says of a sample's mask and reference images; of most samples nothing."""
+        """The part of a cache key for a sample's mask and reference images; empty for most samples."""
         found: list[Any] = []
         for kind, one in (("mask", sample.attached.mask), *(("reference", one) for one in sample.attached.references)):
             if one is not None:
@@ -533,7 +533,7 @@ class EncodedSamples:
 
 
 def _name_of(variant: int | None, flip: bool) -> str:
-    """What conditions of one caption are called in a cache file; None: of the empty one."""
+    """The name of one caption's conditions in a cache file; None: of the empty one."""
     if variant == 0 and not flip:
         return "condition"
     return f"condition[{'empty' if variant is None else variant}{', mirrored' if flip else ''}]"

@@ -159,7 +159,7 @@ class SampleOrder:
         self._row: list[MicroBatch] = []
 
     def of_sets(self, count: int) -> list[int]:
-        """How many samples of each of ``count`` data sets an epoch has, class images not among them."""
+        """The number of samples of each of ``count`` data sets in an epoch, without class images."""
         found = [0] * count
         for row in (row for rows in self._rows.values() for row in rows):
             found[row.source] += row.count

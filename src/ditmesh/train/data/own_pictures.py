@@ -19,7 +19,7 @@ HOLE_SIDES = (0.25, 0.75)
 
 
 def own_picture_of(family: Family) -> str | None:
-    """Which image a family makes conditions of; observed ones know after `check_size`."""
+    """The image that a family makes conditions of; observed families know it after `check_size`."""
     return getattr(family, "own_picture", None)
 
 

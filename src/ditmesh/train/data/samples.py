@@ -72,7 +72,7 @@ class Sample:
 
     @property
     def part(self) -> Part:
-        """Where its bytes are."""
+        """The place of its bytes."""
         return Part(self.name, self.file, self.offset, self.length, self.content)
 
     def picture(self) -> Image.Image:
@@ -563,7 +563,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class _Listed:
-    """What a line of a listing says of a file: caption or label, where, and images that belong to it by column."""
+    """The entry of a listing for a file: caption or label, where, and images that belong to it by column."""
 
     value: Words
     source: str
@@ -632,7 +632,7 @@ def _unread_words(names: Sequence[str]) -> str:
 
 
 def _suffixes(name: str) -> str:
-    """What a file's or a tar member's name ends in, for messages."""
+    """The ending of a file's or a tar member's name, for messages."""
     file = os.path.basename(name).rpartition(":")[2]
     return file[file.index(".") :].lower()[-12:] if "." in file else "without suffix"
 

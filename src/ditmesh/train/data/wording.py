@@ -17,7 +17,7 @@ TRIGGER = "[trigger]"
 
 @dataclass(frozen=True)
 class Wording:
-    """How a data set's captions become what is trained.
+    """The rules by which a data set's captions become those that are trained.
 
     Args:
         config: of the data set.
@@ -50,7 +50,7 @@ class Wording:
         return self._around(self._varied(self._triggered(said), chance))
 
     def chosen(self, said: Any, seed: int) -> int:
-        """Which of several captions is drawn; 0 of one."""
+        """The number of the caption that is drawn among several; 0 for one."""
         return int(random.Random(seed).random() * len(said)) if isinstance(said, tuple) else 0
 
     def _whole(self, text: str) -> str:

@@ -48,7 +48,7 @@ _FORMS = 4096
 
 
 def stages_refusal(name: str, layout: TokenLayout | None, config: ParallelConfig) -> str | None:
-    """Why a transformer cannot be trained on stages, a sentence; None: it can.
+    """The reason why a transformer cannot be trained on stages, a sentence; None: it can.
 
     Args:
         name: of its class.
@@ -85,7 +85,7 @@ def warn_of_bubble(stages: int, micro_batches: int) -> None:
 
 @dataclass
 class Crossing:
-    """What one micro-batch has taken over a stage's edges, kept until its backward.
+    """The tensors of one micro-batch that have crossed a stage's edges, kept until its backward.
 
     Attributes:
         arrived: streams that came from the stage before, leaves of the graph, in the order of messages.
@@ -265,7 +265,7 @@ class TrainedStages:
         return set().union(*self.link.all_gather_object(set(own)))
 
     def together(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """What `facts_of_state` returns, of the parameters of all stages. Collective."""
+        """The result of `facts_of_state` for the parameters of all stages. Collective."""
         every = self.link.all_gather_object(facts)
         named = {key: {name: one for part in every for name, one in part[key].items()} for key in ("numbers", "shapes")}
         return {**facts, **named}
@@ -403,7 +403,7 @@ def _remember(known: dict[tuple[Any, ...], Any], form: tuple[Any, ...], value: A
 
 
 def _form_of(arguments: Arguments) -> tuple[Any, ...]:
-    """What the shapes and dtypes of a call's streams depend on."""
+    """A key for the shapes and dtypes of a call's streams."""
     return tuple(
         (path, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (path, value)
         for path, value in arguments.leaves()
@@ -411,7 +411,7 @@ def _form_of(arguments: Arguments) -> tuple[Any, ...]:
 
 
 def _packed(streams: Sequence[Any]) -> Tensor:
-    """What `_unpacked` reads: of every stream its dtype, the number of its dimensions, and these; -1: there is none."""
+    """Words for `_unpacked`: of every stream its dtype, number of dimensions, and these; -1: there is none."""
     words = []
     for value in streams:
         words += [_DTYPES.index(value.dtype), value.dim(), *value.shape] if isinstance(value, Tensor) else [-1]

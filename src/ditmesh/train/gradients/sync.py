@@ -212,7 +212,7 @@ class TensorSlicesOf:
         return own, [p for p in parameters if id(p) not in self._ids]
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
-        """What all ranks hold of a parameter, or of an optimizer's state of it, put together. Collective.
+        """A parameter, or an optimizer's state of it, put together from all ranks. Collective.
 
         Shards (FSDP2's, of slices) become shards of the whole: one tensor at a time is whole on every rank.
         """

@@ -298,7 +298,7 @@ class Islands:
     # --- what is kept --------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, list[Tensor]]:
-        """What the next outer step depends on, by name, for every parameter in order. Collective in an island.
+        """The state that the next outer step depends on, by name, for every parameter. Collective in an island.
 
         ``weights``: those of the last outer step; ``momentum`` of the outer optimizer; ``lost``: what rounding has
         taken from the changes of this island.

@@ -78,7 +78,7 @@ class TrainingLog:
 
 
 def averaged_words(config: TrainConfig) -> str:
-    """Which weights are validated, in brackets; nothing if they are those of the last step."""
+    """The weights that are validated, in brackets; empty if they are those of the last step."""
     if config.use_ema:
         return " (moving average of the weights)"
     return " (schedule-free average of the weights)" if "schedulefree" in config.optimizer.lower() else ""

@@ -76,7 +76,7 @@ def predicted_training(config: TrainConfig, hardware: str = "cpu") -> dict[str, 
 
 
 def most_memory(config: TrainConfig) -> dict[str, Any]:
-    """What the rank that needs most needs: ``bytes``, ``phase`` and ``why`` they are not predicted, each or None."""
+    """The needs of the rank that needs most: ``bytes``, ``phase`` and ``why`` not predicted, each or None."""
     try:
         components, workload = _subject(config)
         worst = _worst(components, config, workload, "cuda" if torch.cuda.is_available() else "cpu")
@@ -160,7 +160,7 @@ def _worst(
 
 
 def _others(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """What saves memory, in words: each beside those before it."""
+    """Settings that save memory, in words: each beside those before it."""
     from importlib.util import find_spec
 
     said: list[str] = []
@@ -194,7 +194,7 @@ def _bound(config: TrainConfig, info: ModelInfo, workload: Workload) -> float:
 
 
 def training_report(result: dict[str, Any]) -> Report:
-    """What `predicted_training` returns, for a terminal."""
+    """The report on the result of `predicted_training`, for a terminal."""
     width, height = result["size"]
     lead = (
         f"training {result['model']}, {result['config']}, {width} x {height} ({result['tokens']} tokens), "

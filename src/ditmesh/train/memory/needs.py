@@ -101,7 +101,7 @@ def training_needs(
 
 
 def unpredicted(config: TrainConfig) -> str | None:
-    """Why the memory of a run is not predicted; None: it is."""
+    """The reason why the memory of a run is not predicted; None: it is."""
     if tuple(config.train_modules) not in (("transformer",), (SECOND,)):
         return f"train_modules={list(config.train_modules)}: the memory of training text encoders is not predicted"
     if config.compile:
@@ -220,7 +220,7 @@ def _step(
     lengths: list[int] | None,
     stage: int,
 ) -> StepNeeds:
-    """What a rank of a stage needs for the passes of a step."""
+    """The memory that a rank of a stage needs for the passes of a step."""
     ranks = config.parallel
     names = {"ring", "ulysses", "tensor", "text", "shared_memory"}
     among = ParallelConfig(**{**ranks.model_dump(include=names), "inputs": "trust"})

@@ -41,7 +41,7 @@ WALKED_BLOCKS = 2
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What decides the memory of a step besides the model, the ranks and the size.
+    """Settings that decide the memory of a step besides the model, the ranks and the size.
 
     Attributes:
         lora: the section of a run as JSON; None: whole weights are trained.
@@ -241,7 +241,7 @@ def _step(
 
 
 class _Gradients:
-    """What becomes of gradients when they are there: shards are cut from them, or they are copied into messages.
+    """The fate of finished gradients: shards are cut from them, or they are copied into messages.
 
     Args:
         trained: the weights.

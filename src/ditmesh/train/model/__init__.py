@@ -1,1 +1,1 @@
-"""What a run adds to the model: adapters, frozen weights, dropout, compiled blocks, a part of the tokens."""
+"""Additions of a run to the model: adapters, frozen weights, dropout, compiled blocks, a part of the tokens."""

@@ -110,7 +110,7 @@ def _in_short(names: Iterable[str]) -> str:
 
 
 def _without_block(name: str) -> str:
-    """What follows the number of a block: ``attn.to_q`` of ``transformer_blocks.3.attn.to_q``."""
+    """The path behind the number of a block: ``attn.to_q`` of ``transformer_blocks.3.attn.to_q``."""
     parts = name.split(".")
     number = next((at for at, part in enumerate(parts) if part.isdigit()), -1)
     inner = parts[number + 1 :] if number + 1 < len(parts) else parts

@@ -30,7 +30,7 @@ def dropping(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def dropout_refusal(model: nn.Module, mesh: Mesh) -> str | None:
-    """Why masks would differ from those of one device; None: they do not.
+    """The reason why masks would differ from those of one device; None: they do not.
 
     Args:
         model: a transformer with its adapters, before it is made parallel.

@@ -41,7 +41,7 @@ CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Form(Protocol):
-    """How the parts of a weight are made into the weight."""
+    """The form in which the parts of a weight make up the weight."""
 
     @property
     def step(self) -> int:

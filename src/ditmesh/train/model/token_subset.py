@@ -29,7 +29,7 @@ def random_tokens(count: int, share: float, seed: int) -> Tensor:
 
 
 def on_grid(tokens: Tensor, shape: Sequence[int], patch: Sequence[int]) -> Tensor:
-    """Which latents belong to tokens: ones and zeros in the form of latents, (B, 1, [f,] h, w).
+    """Latents that belong to tokens: ones and zeros in the form of latents, (B, 1, [f,] h, w).
 
     Args:
         tokens: (B, k) numbers, row by row; B is 1 for those of all samples.
@@ -165,7 +165,7 @@ class TokenSubset:
 
 
 def _hindrance(layout: TokenLayout) -> str:
-    """Why tokens cannot be dropped; empty if they can."""
+    """The reason why tokens cannot be dropped; empty if they can."""
     first, *others = layout.regions
     if layout.alternating or not all(region.chained for region in others):
         return "does something to all tokens between its lists of blocks"

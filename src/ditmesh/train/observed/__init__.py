@@ -1,1 +1,1 @@
-"""What training must know of a pipeline, seen by running the unmodified pipeline a few steps with stand-ins."""
+"""Facts that training needs of a pipeline, seen by running the unmodified pipeline a few steps with stand-ins."""

@@ -85,7 +85,7 @@ def check_observable(kind: type, config: TrainConfig) -> None:
 
 
 class ObservedFamily(TextFamily):
-    """How a pipeline's transformer is called, seen by running the pipeline with stand-ins.
+    """A family that is seen by running its pipeline with stand-ins.
 
     Args:
         pipe: the pipeline; it takes ``prompt``, and everything else by itself.
@@ -138,7 +138,7 @@ class ObservedFamily(TextFamily):
 
     @property
     def own_picture(self) -> str | None:
-        """Which image of the sample itself stands beside its caption: ``"first frame"``, ``"hole"``; None: none."""
+        """The image of the sample itself beside its caption: ``"first frame"``, ``"hole"``; None: none."""
         if self._picture is None:
             return None
         return "first frame" if self.videos else "hole" if MASK_ARGUMENT in self._parameters else None
@@ -236,7 +236,7 @@ class ObservedFamily(TextFamily):
             )
 
     def _ways(self) -> Iterator[tuple[Any, str | None, float]]:
-        """What is looked at in turn: pipeline, argument of an image, guidance."""
+        """The ways that are looked at in turn: pipeline, argument of an image, guidance."""
         for pipe in (self._base, self._own):
             if getattr(pipe, self._config.denoiser, None) is None:
                 continue
@@ -394,7 +394,7 @@ class ObservedFamily(TextFamily):
     def _off_first_step(
         self, pipe: Any, recipe: Recipe, caption: str, size: tuple[int, int], length: int | None
     ) -> float:
-        """How far the prediction of training for a caption is from the pipeline's own, at its first step."""
+        """The distance of training's prediction for a caption from the pipeline's own, at its first step."""
         first = recipe.first
         latents = recipe.latents.moved(first.sample[None]).expand(2, *recipe.latents.shape)
         wanted = recipe.latents.moved(recipe.prediction(recipe.result[None].to(latents)))
@@ -452,7 +452,7 @@ class ObservedFamily(TextFamily):
     def encode(
         self, pipe: Any, said: Sequence[Any], length: int | None, references: Sequence[Image | None] | None = None
     ) -> Conditions:
-        """What the captions, and images beside them, change in the transformer's arguments.
+        """Changes in the transformer's arguments by the captions, and by images beside them.
 
         Args:
             pipe: the pipeline.
@@ -589,7 +589,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _state(value: Any) -> Any:
-    """What an object holds, such as a cache of keys, to tell it from another of its class; nothing if it has none."""
+    """The state of an object, such as a cache of keys, to tell it from another of its class; empty if it has none."""
     if isinstance(value, Tensor):
         return tensor_digest(value)
     if isinstance(value, Mapping):

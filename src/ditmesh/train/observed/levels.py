@@ -27,7 +27,7 @@ EVEN = 0.1
 
 @dataclass(frozen=True)
 class Levels:
-    """How the sampler's sample becomes what the transformer is trained on.
+    """The rules by which the sampler's sample becomes the transformer's input in training.
 
     Attributes:
         kind: ``"flow"``, ``"velocity"``, ``"scaled"``, which has the scheduler's own timesteps, or ``"counted"``, of
@@ -45,7 +45,7 @@ class Levels:
     log_sigmas: Any = None
 
     def factor(self, sigma: float) -> float:
-        """What a sample at a level is to be multiplied with."""
+        """The factor for a sample at a level."""
         if self.kind == "counted":
             return 1.0
         return 1 / (1 + sigma) if self.kind == "flow" else 1 / float(np.hypot(self.data, sigma))

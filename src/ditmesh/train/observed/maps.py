@@ -1,4 +1,4 @@
-"""How the numbers of one tensor reach another, seen by what comes of chosen numbers.
+"""Maps of one tensor's numbers into another, found by the results of chosen numbers.
 
 Pipelines pack latents into tokens, scale and shift them channel by channel, put them among the tokens of a reference,
 or change a sign. All of that is one form: every number of the output is a constant, or one number of the input times
@@ -40,14 +40,14 @@ class NumberMap:
 
     @property
     def held(self) -> Tensor:
-        """Which numbers of the input stand in the output, of the input's shape."""
+        """Marks of the input's numbers that stand in the output, of the input's shape."""
         found = torch.zeros(_size(self.source), dtype=torch.bool)
         found[self.index[self.scale != 0]] = True
         return found.view(self.source)
 
     @property
     def held_once(self) -> Tensor:
-        """Which numbers of the input stand in the output exactly once, of the input's shape."""
+        """Marks of the input's numbers that stand in the output exactly once, of the input's shape."""
         places = self.index[self.scale != 0]
         return (torch.bincount(places, minlength=_size(self.source)) == 1).view(self.source)
 
@@ -93,7 +93,7 @@ class NumberMap:
         return replace(self, base=torch.zeros_like(self.base))
 
     def describe(self) -> str:
-        """What it does, in words."""
+        """The map in words."""
         there = self.scale[self.scale != 0]
         if not there.numel():
             return "nothing of it"

@@ -1,4 +1,4 @@
-"""What training must know of a pipeline, derived from runs of it, and the check that no wrong recipe passes.
+"""A recipe for training a pipeline, derived from runs of it, and the check that no wrong recipe passes.
 
 A pipeline's loop shows everything that trainers write down for a model by hand: how latents are packed and scaled,
 what the transformer calls the time, which part of its result is the prediction, and with which sign. It is derived with
@@ -88,7 +88,7 @@ class TimeArgument:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one size of latents of a pipeline is trained.
+    """The recipe for training one size of latents of a pipeline.
 
     Attributes:
         times: arguments that are the time; at least one.
@@ -332,7 +332,7 @@ def _with_given(into: NumberMap, seen: Tensor) -> NumberMap:
 
 
 def _check_given(seen: Watched, inputs: Sequence[tuple[str, NumberMap]]) -> None:
-    """What stands beside the sample must be the same in every step, as training has it."""
+    """Check that the arguments beside the sample are the same in every step, as training has them."""
     for path, into in inputs:
         first, *others = (dict(tensors_in(call.arguments))[path][into.scale == 0] for call in seen.calls)
         if any(not torch.equal(first, one) for one in others):

@@ -57,7 +57,7 @@ class WatchedStep:
 
 @dataclass
 class Watched:
-    """What was seen in one run of a pipeline.
+    """The observations of one run of a pipeline.
 
     Attributes:
         decoded: what the autoencoder was given to decode, with its batch dimension; None: the run did not get there.
@@ -303,7 +303,7 @@ def replaced(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
 
 
 def _stepped(result: Any, chosen: Tensor) -> Any:
-    """What a scheduler's step has returned, with another sample."""
+    """The result of a scheduler's step, with another sample."""
     before = result[0] if isinstance(result, tuple) else result.prev_sample
     after = chosen.to(before).expand_as(before) if before.dim() > chosen.dim() else chosen.to(before)
     if isinstance(result, tuple):
@@ -312,7 +312,7 @@ def _stepped(result: Any, chosen: Tensor) -> Any:
 
 
 def sample_of(output: Any) -> Tensor:
-    """What a transformer has returned: (B, ...); of a list, its tensors as one."""
+    """The result of a transformer, (B, ...); a list's tensors as one."""
     value = _sample_of(output)
     if isinstance(value, Tensor):
         return value
@@ -365,5 +365,5 @@ def _forms_of(arguments: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _keys_of(arguments: Mapping[str, Any]) -> Any:
-    """What tells arguments apart, as text can show it."""
+    """Keys that tell arguments apart, as text can show them."""
     return [(path, tensor_digest(one) if isinstance(one, Tensor) else one) for path, one in values_in(arguments)]

@@ -103,7 +103,7 @@ def _adam_arguments(config: TrainConfig) -> dict[str, Any]:
 
 
 def _arguments(kind: type, config: TrainConfig) -> dict[str, Any]:
-    """What a class is given: the rate, ``adam_*`` where it has them, and ``optimizer_args``."""
+    """The arguments of a class: the rate, ``adam_*`` where it has them, and ``optimizer_args``."""
     takes = _takes(kind)
     adam = _adam_arguments(config) if "betas" in takes else {}
     if config.optimizer.lower() not in {name.lower() for name in OPTIMIZERS}:
@@ -245,7 +245,7 @@ def is_schedule_free(kind: type) -> bool:
 
 
 class _TwoMatrices(nn.Module):
-    """What an optimizer is tried on; its layers have a block's names."""
+    """A model to try an optimizer on; its layers have a block's names."""
 
     def __init__(self, parts: list[Tensor]) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def _without_compiling() -> Iterator[None]:
 
 
 def _stepped(config: TrainConfig, first: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """How two matrices, or the same part of both, change in a few steps; and what has changed them."""
+    """The changes of two matrices, or of the same part of both, in a few steps; and what has changed them."""
     generator = torch.Generator().manual_seed(0)
     wholes = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
     direction = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
@@ -281,7 +281,7 @@ def _stepped(config: TrainConfig, first: Callable[[Tensor], Tensor]) -> tuple[li
 
 
 def _tried(config: TrainConfig) -> str | None:
-    """Why an optimizer cannot be used; None: it takes steps, and its state can be saved."""
+    """The reason why an optimizer cannot be used; None: it takes steps, and its state can be saved."""
     try:
         _, optimizer = _stepped(config, lambda whole: whole)
     except ConfigError:
@@ -452,7 +452,7 @@ def begin_state(optimizer: torch.optim.Optimizer, named: Named, facts: Mapping[s
 
 
 def known_state(state: Mapping[str, Any], names: set[str], optimizer: str) -> dict[str, Any]:
-    """What a checkpoint has of an optimizer's state.
+    """The optimizer's state in a checkpoint, as far as it is known.
 
     Args:
         state: as `optimizer_tensors` returns it, after `begin_state`.

@@ -138,7 +138,7 @@ class WeightUpdate:
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name."""
+        """The trained parameters, by name."""
         return {name: p for name, p in self._trained.named_parameters() if p.requires_grad}
 
     def schedule_from(self, step: int) -> None:
