@@ -33,11 +33,11 @@ from ditmesh.launch import RankPool
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.schedule.core import Scheduler
 from ditmesh.serve.schedule.costs import AFTER, BEFORE, Kind, Mode, modes_of
-from ditmesh.serve.schedule.simulation import ServedTrace, World, adaptive, fixed, trace
 from ditmesh.serve.types import JobRequest
 from ditmesh.serve.worker.batching import PipelineTask
 from ditmesh.serve.worker.protocol import PictureTask
 from harness import command_line, write_figures
+from serving_simulation import ServedTrace, World, adaptive, fixed, trace
 
 # Weight, kind and steps of each sort of request of the simulated trace.
 MIX = [

@@ -52,7 +52,7 @@ def check_rehearsal(result: dict[str, Any], parts: tuple[str, ...]) -> None:
 
 def test_the_runner_knows_all_benchmarks(tmp_path: Path) -> None:
     listed = script("__main__.py").stdout.splitlines()
-    shared = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet"}
+    shared = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet", "serving_simulation"}
     files = {path.stem for path in BENCHMARKS.glob("*.py")} - shared
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check", "serving_history"}
     unknown = script("__main__.py", "exakt")

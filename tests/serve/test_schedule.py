@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from benchmarks.serving_simulation import World, adaptive, fixed, trace
 
 from ditmesh.serve.schedule.core import BURST, Run, Scheduler, Task, forecast
 from ditmesh.serve.schedule.costs import AFTER, ALONE, BEFORE, Kind, Mode, StepCosts, modes_of, sizes_of
-from ditmesh.serve.schedule.simulation import World, adaptive, fixed, trace
 
 SMALL, LARGE = Kind("m", 64, 64), Kind("m", 256, 256)
 

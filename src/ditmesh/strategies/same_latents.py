@@ -47,9 +47,7 @@ def sums_of(values: Tensor) -> Tensor:
 
 
 def apart(here: Tensor, there: Tensor) -> float:
-    """How far the `sums_of` two tensors are apart, relative to the norm; infinite where one is no number, or of a size,
-    that the other is not.
-    """
+    """The distance of two tensors' `sums_of` relative to the norm; infinite if sizes, or the places of NaN, differ."""
     if here.shape != there.shape:
         return float("inf")
     same = (here == there) | (here.isnan() & there.isnan())

@@ -1,8 +1,9 @@
 """A server in simulated time: the scheduler, or a fixed configuration, serves requests whose costs are known.
 
-The adaptive server decides with `core.Scheduler`, the code of the ranks. The fixed one follows the rules of
-`worker.TaskScheduler`: replicas that take the oldest request first, and run a call of each group of like requests in
-turn. A simulation leaves out what the machine adds: messages between processes, and noise other than that of ``costs``.
+The adaptive server decides with `ditmesh.serve.schedule.core.Scheduler`, the code of the ranks. The fixed one follows
+the rules of `ditmesh.serve.worker.worker.TaskScheduler`: replicas that take the oldest request first, and run a call of
+each group of like requests in turn. A simulation leaves out what the machine adds: messages between processes, and
+noise other than that of ``costs``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .core import Run, Scheduler, Task
-from .costs import AFTER, ALONE, BEFORE, Kind, Mode, StepCosts
+from ditmesh.serve.schedule.core import Run, Scheduler, Task
+from ditmesh.serve.schedule.costs import AFTER, ALONE, BEFORE, Kind, Mode, StepCosts
 
 # Seconds from the end of a run to the beginning of the next one on the same ranks.
 MEETING = 0.001
