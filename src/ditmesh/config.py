@@ -34,7 +34,7 @@ REPLICAS = ("data", "cfg", "ring", "ulysses")
 # Maximum of ranks of an axis, patches or tiles, so that an untrusted number cannot exhaust memory.
 MAX_DEGREE = 2**16
 
-# Why a setting cannot be trained.
+# The reason why a setting cannot be trained.
 STALE = "keys of an earlier step have no gradient"
 
 

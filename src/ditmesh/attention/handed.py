@@ -19,7 +19,7 @@ from .kernels import register
 
 HANDED = "handed"
 
-# What computes attention in the call at hand; None: torch's own function.
+# The function that computes attention in the call at hand; None: torch's own.
 _function: ContextVar[Callable[..., Tensor] | None] = ContextVar("ditmesh_handed_attention", default=None)
 
 

@@ -163,7 +163,7 @@ def study(
     if options.hardware is not None:
         from ..tools.study.predicted import CostModel
 
-        # What cannot be predicted is refused before anything runs.
+        # Settings that cannot be predicted are refused before anything runs.
         CostModel(plan.setup, options.hardware)
     made_by = provenance(context.obj or ())
     emit(_run(plan, options, made_by, backend), as_json, _say)

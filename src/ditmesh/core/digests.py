@@ -27,7 +27,7 @@ ROWS = 1024
 SMALL = 4096
 # Bytes of a tensor that is spread over ranks that are looked at together, about.
 PADDED = 1 << 23
-# Where a weight might have been written to behind torch's back, this many of its values are looked at.
+# Of a weight that might have been written to behind torch's back, this many values are looked at.
 SAMPLES = 64
 
 # This rank, and an all-gather of objects.
@@ -216,7 +216,7 @@ def strided_leaves(tensor: Tensor, path: str = "") -> Iterator[tuple[str, Tensor
         elif tensor.layout is not torch.strided:
             yield f"{path}/{tensor.layout}", tensor.to_dense()
         else:
-            # What is conjugated or negated only in name is a view with a mark on it.
+            # A tensor that is conjugated or negated only in name is a view with a mark on it.
             yield path, tensor.resolve_conj().resolve_neg()
 
 

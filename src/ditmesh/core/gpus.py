@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-# What cuBLAS needs to have in its environment before it is first used, to add in one order.
+# The setting that cuBLAS needs in its environment before it is first used, to add in one order.
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 # Read once in a process: by cuBLAS with its first product, by torch's allocator with its first tensor on a GPU.
@@ -95,7 +95,7 @@ def _numbers(text: str) -> Iterator[int]:
             yield from range(int(first), int(last or first) + 1)
 
 
-# How fast two GPUs reach one another, as nvidia-smi topo -m writes it; NV with a number is that many NVLinks.
+# The connection of two GPUs, as nvidia-smi topo -m writes it; NV with a number is that many NVLinks.
 GPU_LINKS = ("SYS", "NODE", "PHB", "PXB", "PIX")
 
 

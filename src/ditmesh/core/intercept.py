@@ -119,7 +119,7 @@ class _Interceptor:
             handler = _handler.get() if self.active and not compiling else None
             mask = call.get("attn_mask")
             if isinstance(handler, Observer) and mask is not None and not isinstance(mask, Tensor):
-                # What it cannot note is seen as any other module that mixes tokens.
+                # A module that it cannot note counts as any other module that mixes tokens.
                 return handler.unnoted(lambda: original(**call))
             if handler is None and not compiling:
                 return original(**call)

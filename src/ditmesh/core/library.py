@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-# What a subclass may have of its own without changing what the methods of its base compute.
+# Attributes that a subclass may have without changing what the methods of its base compute.
 _OWN = frozenset(("__init__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__"))
 # Packages of layers that compute what the layer they replace computes: adapters, quantised weights.
 _LAYERS = frozenset(
@@ -63,7 +63,7 @@ def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
             # A layout of another version of the class, which its reader refuses.
             continue
         for block in blocks.children():
-            # What torch.compile puts around a block.
+            # The wrapper that torch.compile puts around a block.
             inner = getattr(block, "_orig_mod", block)
             found = library_class(type(inner))
             if found is None or named.get(found.__name__) is not found:

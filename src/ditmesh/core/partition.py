@@ -34,7 +34,7 @@ class Partition:
     blocks: tuple[tuple[int, ...], ...]
     replicated: frozenset[int] = frozenset()
     names: tuple[str, ...] = ()
-    # What has been derived of it: the same few questions come from every block of a model.
+    # Results that were derived of it: the same few questions come from every block of a model.
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod

@@ -17,7 +17,7 @@ from pathlib import Path
 
 # Linux: nanoseconds on a core, nanoseconds of waiting for one, and turns of the thread that opens it.
 STATISTICS = "/proc/thread-self/schedstat"
-# What ranks with the same turns have in common besides their cores and priority: the machine, and their part of it.
+# Ranks with the same turns also share the machine and their part of it, besides cores and priority.
 MACHINE, GROUPS = "/proc/sys/kernel/random/boot_id", "/proc/self/cgroup"
 # Of control groups, those that share out cores; the second version has one for everything, without a name.
 OF_CORES = {"", "cpu", "cpuset", "cpuacct"}

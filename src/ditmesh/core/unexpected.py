@@ -7,7 +7,7 @@ import os
 
 from ..errors import first_line
 
-# What a mistake in a prediction raises; what cannot be predicted raises a `ditmesh.errors.DitmeshError`.
+# Errors of a mistake in a prediction; a case that cannot be predicted raises a `ditmesh.errors.DitmeshError`.
 MISTAKES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
 # An environment variable that makes mistakes raise, for tests.
 RAISE = "DITMESH_RAISE_MISTAKES"

@@ -63,7 +63,7 @@ class Values:
 
     def forget(self) -> None:
         """Let go of everything."""
-        # What was found in this step and in the one before, and the tensors it was found of.
+        # The results of this step and of the one before, and the tensors they were found of.
         self._now: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
         self._before: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 

@@ -29,7 +29,7 @@ class ControlNets(Strategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        # Where every step is exact, and bits are not promised.
+        # Every step has to be exact, and bits are not promised.
         return ExactSequence.wanted(config) and config.sequence > 1 and config.tensor == 1
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:

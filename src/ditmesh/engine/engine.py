@@ -217,7 +217,7 @@ class Engine:
         """
         for model in self.models:
             weight = next(model.model.parameters(), None)
-            # What is offloaded lies elsewhere between calls: it is asked where it computes.
+            # An offloaded model lies elsewhere between calls: it is asked where it computes.
             elsewhere = weight is not None and weight.device.type != self.mesh.device.type
             if elsewhere and (said := self.mesh.misfit(device_of(model.model))):
                 raise ConfigError(said)

@@ -166,7 +166,7 @@ class CallLead:
             content, tensors = self._packed(for_others or (args, kwargs))
             return ask(content, lambda: self._here(tensors, proceed, args, kwargs))
         except BaseException:
-            # What the others have taken is not known.
+            # The others may have taken the message or not.
             self.sender.forget()
             raise
         finally:

@@ -167,7 +167,7 @@ def map_place(place: Place) -> Tensor:
     try:
         if place.state and file_state(number) != place.state:
             raise OSError(f"{str(place.file)!r} has changed meanwhile")
-        # What is written to stays here, and the rest is shared among all that have opened it.
+        # A process keeps the pages that it writes to; the rest is shared among all that have opened it.
         return _mapped(number, place.size, huge=isinstance(place.file, int))
     finally:
         os.close(number)

@@ -8,7 +8,7 @@ from typing import Any
 from .costs.hardware import Hardware
 from .costs.step import CLASSES, Term
 
-# How firmly a factor stays at what the profile says, while few steps speak against it.
+# The strength with which a factor stays at the profile's value, while few steps speak against it.
 TRUST = 0.0005
 # Seconds that the wait for the last rank is counted in, so that it is drawn to none as factors are to 1.
 MOMENT = 1e-2

@@ -66,7 +66,7 @@ class WithoutValues(TorchFunctionMode):
             # Of a mask, which hides nothing here.
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         if func is torch.equal:
-            # What is compared is what a model gives all tiles, such as a timestep's modulation, or two forms of a mask.
+            # Comparisons are of what a model gives all tiles, such as a timestep's modulation, or two forms of a mask.
             one, other = args
             return one.shape == other.shape and one.dtype == other.dtype
         return func(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ from .costs.hardware import Hardware
 from .costs.step import Share, StepForecast, Term, launched_ahead
 from .costs.work import Work, Workload
 
-# What the rank that needs most holds under a configuration, by a walk; None: the model cannot run without values.
+# The memory of the rank that needs most under a configuration, by a walk; None: the model cannot run without values.
 MemoryOf = Callable[[ParallelConfig], Sequence[Term] | None]
 
 

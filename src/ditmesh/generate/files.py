@@ -54,7 +54,7 @@ ADAPTER_LOADERS = {
     "ip-adapter": ("load_ip_adapter", "ip-adapter.safetensors"),
 }
 
-# How the names of an IP-Adapter's weights begin in the files that diffusers reads.
+# Beginnings of the names of an IP-Adapter's weights in the files that diffusers reads.
 IP_ADAPTER_WEIGHTS = ("ip_adapter.", "image_proj.", "double_blocks.", "ip_adapter_proj_model.")
 # Files that are read in a ControlNet's folder.
 CONTROLNET_FILES = ("config.json", "*.safetensors")
@@ -497,7 +497,7 @@ def _encoder_options(pipe: Any, file: InputFile) -> dict[str, Any]:
     return {"image_encoder_pretrained_model_name_or_path": path, "image_encoder_dtype": pipe.transformer.dtype}
 
 
-# How files of LoRA call the first of a layer's two matrices.
+# Names of the first of a layer's two matrices in files of LoRA.
 DOWN = re.compile(r"(?:lora_A|lora_down|lora\.down|_lora\.down)(?:\.[^.]*)?\.weight$")
 
 

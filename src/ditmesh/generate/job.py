@@ -162,7 +162,7 @@ class Kept:
     restarts: tuple[Restart, ...] = ()
 
 
-# What `generation.generate` reports, from rank 0 only.
+# Reports of `generation.generate`, from rank 0 only.
 
 
 @dataclass(frozen=True)

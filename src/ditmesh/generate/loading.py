@@ -464,7 +464,7 @@ def fingerprint(pipe: Any, mesh: Mesh) -> str:
             value = tensor_digest(tensor)
         else:
             dim, cut = slices[id(tensor)]
-            # What is not cut is the first rank's, and zero on the others.
+            # Weights that are not cut are the first rank's, and zero on the others.
             whole = [(0, tensor.shape[0])] if link.rank == 0 else []
             runs = whole if cut is None else cut.runs(link.rank)
             value = digest_of_parts(tensor, _whole_shape(tensor, dim, cut), dim or 0, runs, link.all_reduce)

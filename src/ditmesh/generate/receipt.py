@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # The keyword of the PNG text chunk.
 PNG_KEYWORD = "ditmesh"
-# How the name of the strip beside a video ends.
+# The ending of the strip's name beside a video.
 STRIP = ".strip.png"
 
 # Bytes of a receipt.

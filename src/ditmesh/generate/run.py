@@ -65,7 +65,7 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
             journal.begin(number)
 
         def stepped(steps: int, of: int, images: int = prepared.call.images) -> None:
-            # How many steps of a stale strategy have been synchronous so far. A first call has changed the engine.
+            # The number of a stale strategy's synchronous steps so far. A first call has changed the engine.
             log = engine_of(pipe).staleness
             say(StepDone(images, steps, of, log.summary() if log is not None else ""))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..errors import RankFailed, first_line
 from .messages import encode
 
-# What CUDA calls the failures of a device that no job can cause (cudaError_t: devices unavailable, no device, ECC and
+# CUDA's names for failures of a device that no job can cause (cudaError_t: devices unavailable, no device, ECC and
 # NVLink uncorrectable, hardware stack, contained; "unknown" is what is left of one that has fallen off the bus).
 LOST_DEVICE = (
     "busy or unavailable",

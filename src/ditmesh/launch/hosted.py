@@ -28,7 +28,7 @@ MEET_LIMIT = 60.0
 # Seconds after which a stopped rank counts as lost.
 STOP_TIMEOUT = 10.0
 
-# What the thread that hears the others tells the one that computes: there is nothing more to do.
+# The message of the thread that hears the others to the one that computes: there is nothing more to do.
 _OVER = pickle.dumps("over")
 
 

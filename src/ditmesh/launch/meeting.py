@@ -213,7 +213,7 @@ def _compare(every: Sequence[dict[str, Any]]) -> None:
                 f"rank {rank} on {one['host']} has {name} {one['versions'].get(name)}, and rank 0 on {first['host']} "
                 f"{first['versions'].get(name)}; install the same on all hosts"
             )
-    # Where all of them are on the loopback it is one host's.
+    # If all of them are on the loopback, it is one host's.
     places = {rank: one["address"].partition("%")[0] for rank, one in enumerate(every) if one["address"]}
     inside = [rank for rank, address in places.items() if ipaddress.ip_address(address).is_loopback]
     if 0 < len(inside) < len(every):

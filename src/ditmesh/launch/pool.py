@@ -169,7 +169,7 @@ class RankPool(StayingRanks):
             # Otherwise the end of the rank would not be seen as the end of its connection.
             theirs.close()
 
-    # What the process of a rank runs.
+    # The process of a rank runs this.
     _main = staticmethod(rank_.main)
 
     def _is_here(self, rank: int) -> bool:
@@ -284,7 +284,7 @@ class RankPool(StayingRanks):
                 stopped = "after it was stopped by a signal such as SIGSTOP"
                 collector.give_up(too_long, f"gone on for {self.stop_limit:g} s{name} {stopped}")
         if collector.failed:
-            # What the others have reported so far is heard as well: it may be work that is done and kept.
+            # The others' reports so far are heard as well: they may be work that is done and kept.
             for rank in set(range(self.world_size)) - collector.failed.keys():
                 self._hear(rank, collector)
         return collector.result(self._whereabouts, None if joining else self._join_anew)

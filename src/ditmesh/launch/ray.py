@@ -367,7 +367,7 @@ class _Report:
         self._out, self._replies = out, replies
 
     def __call__(self, message: Any) -> None:
-        # What cannot be pickled fails here.
+        # A message that cannot be pickled fails here.
         encode(message)
         self._out.put(("message", message))
 

@@ -32,7 +32,7 @@ _RANKS = 2
 
 # By block what it was given: the streams by name, other arguments that follow the tokens by "." and their path.
 Given = dict[str, dict[str, Tensor]]
-# What a block returns for a stream, by its path, the stream's name and what it was given.
+# The value that a block returns for a stream, by its path, the stream's name and what it was given.
 Edit = Callable[[str, str, Tensor], Tensor]
 
 
@@ -130,7 +130,7 @@ class IdentityBlocks:
                     here[stream.name] = value.clone()
                     given = self.handed.setdefault(one.site, {})[stream.name] = passed.get(stream.arg)
                     returned = edit(one.site, stream.name, value) if edit else value
-                    # What nothing was done to is the very tensor.
+                    # A tensor that nothing was done to is the very tensor.
                     edited = returned if folding is None else folding.unfolded(stream.arg, returned)
                     results[stream.out or 0] = given if returned is value else edited
             return results[0] if one.single else tuple(results)
@@ -181,7 +181,7 @@ def examine(skeleton: IdentityBlocks, regions: Sequence[Region]) -> tuple[list[R
             seen += [replace(region, alone=True, chained=False) for region in run.regions]
             continue
         added += [(run.regions[0].blocks, cut) for cut in cuts]
-        # What is handed on as it is need not be gathered between two lists; anything else is.
+        # A tensor that is handed on as it is need not be gathered between two lists; any other is.
         seen += own if cuts else [_chained(region, skeleton, before, handed) for region in own]
     # Blocks of a later list may read what they hand on unread here.
     if not seen[-1].alone:
@@ -253,7 +253,7 @@ class _ListsInOne:
         Arguments of blocks that hold a rank's tokens then are added to ``local``.
         """
         dims = self._dims(region)
-        # What comes behind the last block sees too few tokens, and may say so.
+        # Code behind the last block sees too few tokens, and may say so.
         with contextlib.suppress(Exception):
             self.skeleton(
                 lambda site, name, value: (

@@ -33,10 +33,10 @@ TEXT_WIDTHS = (
     "dit_text_dim",
 )
 
-# How latents lie: images, packed tokens, videos (channels or frames first), sounds, a list of (C, F, H, W).
+# Forms of latents: images, packed tokens, videos (channels or frames first), sounds, a list of (C, F, H, W).
 Form = Literal["bchw", "bsc", "bcfhw", "bfchw", "bcs", "list"]
 FORMS: tuple[Form, ...] = ("bchw", "bsc", "bcfhw", "bfchw", "bcs")
-# What `attention_mask` of the forward is a mask of, where there is one.
+# The tokens that `attention_mask` of the forward masks, where there is one.
 Masked = Literal["image", "text", "joint", "nothing"]
 
 

@@ -78,13 +78,13 @@ class _Observer:
         # By list how its arguments are folded.
         self.folds: dict[str, tuple[Fold, ...]] = {}
         self._known: dict[Any, Facts] = {}
-        # Which block has returned a tensor, and what it was then. It may be freed since.
+        # The block that has returned a tensor, and the tensor's state then. It may be freed since.
         self._made_by: dict[int, tuple[weakref.ref[Tensor], Tensor | int, str]] = {}
         # What the block that runs was given: by `id` the tensor, its version and its values, and who returned it.
         self._given: dict[int, tuple[Tensor, Tensor | int, Tensor, str]] = {}
         self._busy = False
         self._listener = Listener(computed)
-        # What the block in progress does besides, and what the latest one has left behind.
+        # The other effects of the block in progress, and what the latest one has left behind.
         self._traces: Traces | None = None
         self._left: LeftBehind | None = None
 
@@ -120,7 +120,7 @@ class _Observer:
                     arguments.set(name, before)
         self._given = {}
         self.order.append(site)
-        # How much is at stake in a list: rows of queries, over all its blocks.
+        # The stakes in a list: rows of queries, over all its blocks.
         longest = max((asked.q.shape[2] for asked in listener.asked), default=0)
         self.rows[path], self.longest = self.rows.get(path, 0) + longest, max(self.longest, longest)
         if path in self.failed:
@@ -627,7 +627,7 @@ def _guesses(
     for names in _lists_of_samples(call, samples):
         unbatched = {path: v for path, v in tensors.items() if len(v) != samples and not _covered(path, names)}
         paths = tuple(unbatched)
-        # What has not as many entries as there are samples has no rows.
+        # An argument with fewer entries than there are samples has no rows.
         yield _RowArguments(paths, listed=names)
         # The samples of some lie along another dimension.
         dims = tuple((path, tuple(v.shape).index(samples)) for path, v in unbatched.items() if samples in v.shape)

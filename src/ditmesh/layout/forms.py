@@ -30,7 +30,7 @@ WAY_OUT = "write a layout (see docs/layouts.md) and pass it as parallelize(..., 
 # Arguments of a forward that decide how its result is wrapped, and nothing else.
 _OF_THE_RESULT = ("return_dict",)
 
-# What has a value and keeps nothing else, though it may not show it.
+# Types that have a value and keep nothing else, though they may not show it.
 _PLAIN: tuple[type, ...] = (
     *(str, bytes, bytearray, int, float, complex, range, slice, Decimal, Fraction, uuid.UUID, PurePath, Enum),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
@@ -227,7 +227,7 @@ class Processors:
     def foreign(self) -> tuple[str, ...]:
         """Names of their classes."""
         found = {type(part.processor) for part in self._attention} - self._own
-        # What diffusers sets by default, and what stands in for a module that mixes tokens (`Leaf`).
+        # Attributes that diffusers sets by default, and the stand-in for a module that mixes tokens (`Leaf`).
         ours = __name__.partition(".")[0]
         names = {kind.__name__ for kind in found if kind.__module__.partition(".")[0] != ours}
         return tuple(sorted(names - {"AttnProcessor", "AttnProcessor2_0"}))

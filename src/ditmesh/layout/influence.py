@@ -187,7 +187,7 @@ class RecordedBlock:
         self.results: list[Any] = [output] if self.single else list(output) if isinstance(output, (tuple, list)) else []
         self.leaves = dict(arguments.leaves())
         self.mixers: list[_Mixer] = []
-        # What was seen of it that cannot be understood.
+        # The reason why it cannot be understood.
         self.note = ""
         self._random = torch.Generator().manual_seed(0)
 

@@ -103,12 +103,12 @@ class LeftBehind:
         tokens = {one.arg: torch.full_like(leaves[one.arg], torch.nan) for one in self._streams}
         with Traces(leaf for leaf in leaves.values() if isinstance(leaf, Tensor)) as traces:
             self._block.again(tokens, computed)
-        # What is in a circle of references is on its way out.
+        # An object in a circle of references is on its way out.
         gc.collect()
         given = [*leaves.values(), *tokens.values()]
         kept = [one for one in traces.kept(v for v in given if isinstance(v, Tensor)) if one.isnan().any()]
         found = _place(model, {_memory(tensor) for tensor in kept}) if kept else ""
-        # What it keeps is to be as it was.
+        # The attributes that it keeps are to be as they were.
         self._block.again({}, computed)
         return found
 

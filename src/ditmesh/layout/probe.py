@@ -15,7 +15,7 @@ from .derive import block_lists, derive_layout, without_hooks
 from .influence import error_line
 from .types import Cut, Region, TokenLayout
 
-# What a model raises when inputs do not fit it. Lost ranks and full memory are RuntimeErrors, too: see `error_line`.
+# A model's errors for inputs that do not fit. Lost ranks and full memory are RuntimeErrors, too: see `error_line`.
 _MISFITS = (
     RuntimeError,
     ValueError,
@@ -61,7 +61,7 @@ def _first_way(model: nn.Module, name: str) -> Conventions:
     """The most informative way to call the model that works."""
     if not block_lists(model):
         raise LayoutError(f"{name} has no ModuleList of blocks, so there is nothing to parallelise")
-    # How far an attempt got (modules that ran), and what went wrong.
+    # The number of modules that ran in an attempt, and what went wrong.
     farthest, missing = (-1, ""), ""
     for way in call_variants(model):
         conventions = Conventions(model, way)

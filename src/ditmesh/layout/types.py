@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ..errors import InputError
 
-# What an argument is, as far as a model may treat it otherwise for it (`ditmesh.layout.forms.argument_kind`).
+# The kind of an argument, as far as a model may treat it otherwise (`ditmesh.layout.forms.argument_kind`).
 ArgumentKind = Hashable
 # Name and kind of every argument of one call of a transformer.
 CallForm = frozenset[tuple[str, ArgumentKind]]
@@ -260,14 +260,14 @@ class Region:
         return self.streams[0]
 
 
-# Why a layout refuses an argument, where several do.
+# The reason why a layout refuses an argument, where several do.
 CONTROLNET = "ControlNet residuals are added between blocks to whole sequences"
 IP_ADAPTER = "IP-Adapter attention is not in the layout"
 
 # The source of a layout that a user hands over.
 GIVEN = "given"
 
-# How diffusers' blocks call what works on no image token.
+# Names in diffusers' blocks for modules that work on no image token.
 BESIDE_IMAGE = ("norm", "ada", "mod", "context", "add_", "txt", "text", "temb", "time", "to_k_ip", "to_v_ip")
 
 

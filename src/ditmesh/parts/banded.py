@@ -34,7 +34,7 @@ class Held(NamedTuple):
     band: Band
 
 
-# What a rule returns: for each result its part, or the whole tensor; None: the operation needs whole tensors.
+# The result of a rule: for each result its part, or the whole tensor; None: the operation needs whole tensors.
 Outcome = Any
 BandRule = Callable[["Operation"], Outcome]
 

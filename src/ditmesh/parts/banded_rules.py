@@ -467,9 +467,9 @@ BAND_RULES: dict[Any, BandRule] = {
     **{
         packet: rule
         for names, rule in (
-            # What has values of its own, in the place of rows.
+            # Arguments with values of their own, in the place of rows.
             ("alias detach copy_ fill_ zero_ zeros_like ones_like empty_like full_like", pointwise),
-            # What has a size of its own: every rank has all of it.
+            # Tensors with a size of their own: every rank has all of them.
             ("new_empty new_zeros new_ones new_full", Operation.on_local),
             ("softmax _softmax log_softmax _log_softmax glu cumsum index_select", along("dim")),
             ("select split split_with_sizes unsafe_split unbind", along("dim")),

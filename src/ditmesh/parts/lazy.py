@@ -296,7 +296,7 @@ def _deferred(
     first = next(operand for operand in operands if isinstance(operand, LazyPatches))
     if not first.held:
         return [None] * (count or 1)
-    # What is not lazy is taken as it is now: the program may write to it before a version is computed.
+    # Values that are not lazy are taken as they are now: the program may write to them before a version is computed.
     now = [
         leaf.clone() if isinstance(leaf, Tensor) and not isinstance(leaf, LazyPatches) else leaf for leaf in operands
     ]
@@ -448,7 +448,7 @@ class _Operation(PartOperation[LazyPatches]):
         return None if owners is None else [owners.expanded(likes[0].shape)]
 
 
-# How the owners of a family's results are found; of any other it takes whole tensors.
+# The functions that find the owners of a family's results; any other family takes whole tensors.
 _RULES: dict[OpFamily | None, Callable[[_Operation, list[Tensor]], list[Owners] | None]] = {
     OpFamily.POINTWISE: _Operation.elementwise,
     OpFamily.MOVE: _Operation.moved,

@@ -23,7 +23,7 @@ from ..core.partition import Partition
 from .families import FUNCTION_FAMILIES, OpFamily
 from .part import PartTensor, dims_of, whole_of
 
-# What is answered without any elements.
+# Attributes that are answered without any elements.
 _METADATA = {
     *(
         vars(torch._C.TensorBase)[name].__get__

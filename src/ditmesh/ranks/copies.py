@@ -122,7 +122,7 @@ def _attributes(one: nn.Module) -> dict[str, Any]:
     }
 
 
-# What every module has.
+# Attributes that every module has.
 _TORCH = frozenset(vars(nn.Module()))
 
 

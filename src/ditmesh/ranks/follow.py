@@ -410,7 +410,7 @@ class FollowedModel(FollowedModule):
             with suppress(InputError):
                 self.wake()
             if self.followers.closed:
-                # What joins the ranks is gone.
+                # The channel that joins the ranks is gone.
                 undo.callback(_restored, self.model)
                 with suppress(Exception):
                     self.mesh.abandon()

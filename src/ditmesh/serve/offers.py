@@ -18,7 +18,7 @@ from .schedule.core import Task
 from .schedule.costs import Kind
 from .types import Job, JobRequest, ModelCard
 
-# What is called otherwise in JSON.
+# Fields with another name in JSON.
 FIELDS = {"batch": "n"}
 # Of models that do not say: for a guess at the work.
 STEPS, SIDE = 28, 1024

@@ -169,7 +169,7 @@ class WarmupControl:
 
     def _resume(self, of: _Steps) -> None:
         if of.aside is not None:
-            # What others took meanwhile is not the step's.
+            # The time that others took meanwhile is not the step's.
             of.began, of.aside = of.began + self._timer() - of.aside, None
 
     @property

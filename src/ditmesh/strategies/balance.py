@@ -14,7 +14,7 @@ from ..comm import Link
 from ..core.thread_clock import CoreShare, ThreadClock
 from .loads import evened
 
-# How often a block is run to time it, after one run that does not count.
+# The number of runs of a block that are timed, after one run that does not count.
 RUNS = 3
 # Share of a new measurement in the speeds when there is an older one.
 FRESH = 0.5

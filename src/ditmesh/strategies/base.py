@@ -95,7 +95,7 @@ class Context(Parts):
         self.models = models
         self.pipe: Any = None
         self.clock = CallClock(lambda: getattr(self.pipe, "scheduler", None))
-        # What the strategies keep of requests from step to step.
+        # The strategies' state of requests from step to step.
         self.kept = self.clock.kept
 
 
@@ -148,7 +148,7 @@ class Strategy:
     name: ClassVar[str] = ""
     # The strategy's guarantee of the same image; the weakest guarantee of a recipe applies.
     promise: ClassVar[Promise] = "tolerance"
-    # Why no gradient passes through it, a clause; empty: one does.
+    # The reason why no gradient passes through it, a clause; empty: one does.
     no_gradient: ClassVar[str] = ""
     # Its name in the support table, in the place of `key_of_axis` or behind the axes; empty: the axes alone name it.
     key: ClassVar[str] = ""

@@ -22,7 +22,7 @@ from ..staleness.control import WarmupControl
 from .base import Context, ParallelModel, Strategy
 from .tokens import KnownForms
 
-# What is said of a layout that was handed over.
+# In messages about a layout that was handed over.
 PASSED = ", which was passed as layout=,"
 
 

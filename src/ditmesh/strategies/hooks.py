@@ -187,11 +187,11 @@ class ModelHooks:
         self.tap: Tap | None = None
         self.tokens_whole = False
         self._recomputation = Recomputation()
-        # How many calls of the model's own forward run: a ControlNet that has some of its blocks calls them outside.
+        # Running calls of the model's own forward: a ControlNet that has some of its blocks calls them outside.
         self._running = 0
         # Whether gradients are to pass through the one in progress.
         self._recorded = False
-        # How a list's arguments are folded in the call in progress.
+        # The folds of a list's arguments in the call in progress.
         self._foldings: dict[str, Folding] = {}
         self._undo = ExitStack()
         intercept.install()

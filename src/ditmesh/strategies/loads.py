@@ -130,7 +130,7 @@ class Watch:
         slowest = took.index(max(took))
         self.forget()
         if self._slowest not in (None, slowest):
-            # What was slow is fast: by chance, or because it has recovered.
+            # A slow rank has become fast: by chance, or because it has recovered.
             self._slowest = None
             self._quiet, self._pause = self._pause, min(2 * self._pause, LONGEST)
             return (1 / self._ranks,) * self._ranks

@@ -256,7 +256,7 @@ class TiledSequence(SequenceParallel):
             value = arguments.get(stream.arg)
             if isinstance(value, Tensor):
                 whole, version, pieces = self._tiles.results.get(stream.name, (None, 0, []))
-                # What the block before returned need not be cut again, unless it was changed in place.
+                # Tokens from the block before need not be cut again, unless they were changed in place.
                 fresh = whole is not value or version != value._version
                 pieces = self._split(value, stream.dim, (stream.name,), site.path) if fresh else pieces
                 # Text that every tile is given whole is one tensor.

@@ -43,7 +43,7 @@ from .hooks import ModelHooks, requires_grad
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"
 
-# What holds nothing of an earlier call, and compares.
+# Types of values that hold nothing of an earlier call, and compare.
 _PLAIN = (int, float, complex, str, bytes, torch.Size, type(None), torch.dtype, torch.device, np.generic)
 
 
@@ -157,7 +157,7 @@ class BatchParallel:
             if self._as_predicted(given, predicted, own, call):
                 return output
         sequential = bool(of.now.ahead) or number > 0
-        # What cannot be cut is not cut before it is known whether the pipeline has its branches in calls of their own.
+        # Other values stay whole until it is known whether the pipeline has its branches in calls of their own.
         new = not (of.before.calls or self._hooks.layout.rows) and self.data.size == 1
         return self._shared(proceed, arguments, self.data if sequential or new else self.rows)
 
@@ -328,7 +328,7 @@ class BatchParallel:
         if not isinstance(value, Tensor):
             return some_rows(value, take)
         if tracked(value):
-            # What was cut without a gradient has none.
+            # A tensor that was cut without a gradient has none.
             return some_rows(value, take, dim)
         key = ("rows", seen(value).key, take.start, take.stop, dim)
         part = self._clock.values.found(key, lambda: seen(some_rows(value, take, dim)), (value,))
@@ -432,7 +432,7 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
     def parts_of(tensor: Tensor) -> list[Tensor]:
         tensor = tensor.contiguous()
         parts = link.all_gather_list([tensor], [[tuple(tensor.shape)]] * link.size)
-        # What a rank sends may be one piece of memory for all receivers, and pipelines may write to a result.
+        # A rank's message may be one piece of memory for all receivers, and pipelines may write to a result.
         return [part if rank == link.rank else part.clone() for rank, (part,) in enumerate(parts)]
 
     def exchange(part: Any) -> Sequence[Any]:

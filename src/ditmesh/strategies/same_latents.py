@@ -26,11 +26,11 @@ from .base import CallArguments, Context, Strategy
 SUMS = 13
 # Elements of a result that are looked at, at most.
 LOOKED_AT = 1 << 20
-# How far apart sums of ranks may be, relative to the norm of all elements. Ranks need not round alike: their devices
+# The largest distance of ranks' sums, relative to the norm of all elements. Ranks need not round alike: their devices
 # may differ, and some kernels of autoencoders add up in any order.
 SUM_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 ROUGH = 3e-2
-# Where bits are promised: sums of equal bits, on devices that add up in other orders.
+# With promised bits: sums of equal bits, on devices that add up in other orders.
 EXACT = 1e-6
 
 
@@ -47,7 +47,7 @@ def sums_of(values: Tensor) -> Tensor:
 
 
 def apart(here: Tensor, there: Tensor) -> float:
-    """The distance of two tensors' `sums_of` relative to the norm; infinite if sizes, or the places of NaN, differ."""
+    """The distance of two tensors' `sums_of` relative to the norm; infinite if sizes, NaN or infinities differ."""
     if here.shape != there.shape:
         return float("inf")
     same = (here == there) | (here.isnan() & there.isnan())

@@ -276,7 +276,7 @@ class SequenceParallel:
             )
         if site.fed_by_previous and call.handed_over and self.link.size > 1:
             for stream in region.streams:
-                # What is added to the tokens on the way is this rank's own.
+                # Tensors that are added to the tokens on the way are this rank's own.
                 added = bool(call.residuals) and stream is region.main
                 if not added and not _same(arguments.get(stream.arg), call.handed_over.get(stream.name)):
                     raise LayoutError(

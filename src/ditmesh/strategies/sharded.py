@@ -39,7 +39,7 @@ from .pipefusion.stages import ABSENT_ATTRIBUTE, IN_PIECES, kept_parameters, par
 
 # Outside of blocks, linears, convolutions and embeddings from this share of a model's bytes on are in pieces, too.
 MIN_SHARDED_SHARE = 1e-3
-# How much more than its share a rank may hold of a unit, so that no tensor lies on two ranks.
+# The excess over its share that a rank may hold of a unit, so that no tensor lies on two ranks.
 MAX_EXCESS = 0.02
 # Gathers that may be under way or waiting for their block.
 MAX_PENDING_GATHERS = 2
@@ -347,13 +347,13 @@ class ShardedWeights:
         sizes = Counter(unit.packed.sizes for unit in self.units)
         self._spare: dict[tuple[int, ...], list[list[list[Tensor]]]] = {one: [] for one in sizes if sizes[one] > 1}
         self._abandoned: list[Any] = []
-        # Which unit runs after which, as the latest call has shown; after None the first.
+        # The unit that runs after each, as the latest call has shown; after None the first.
         order = [None, *self.units]
         self._following: dict[Unit | None, Unit] = dict(pairwise(order))  # type: ignore[arg-type]
         self._latest: Unit | None = None
         self._undo = ExitStack()
         self._undo.callback(chain.add(self._around_call))
-        # What runs with the model itself.
+        # Units that run with the model itself.
         self._always = [unit for unit in self.units if unit.modules == [model]]
         for unit in self.units:
             for module in unit.modules if unit not in self._always else ():

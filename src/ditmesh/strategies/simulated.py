@@ -74,7 +74,7 @@ class VirtualLink(Link):
         return Transfer([_copy(t) for t in everyone[self.rank - 1]])
 
     def all_gather_async(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
-        # What is sent is there at once; reading it before `Transfer.wait` is an error.
+        # A message is there at once; reading it before `Transfer.wait` is an error.
         self._count(outgoing, self.size - 1)
         # All have posted before any of them goes on, so none overwrites what another one has still to take.
         everyone: list[Any] = ask(("post", outgoing))

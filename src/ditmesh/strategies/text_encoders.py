@@ -274,7 +274,7 @@ class PinnedStaging:
             memory = [torch.empty(self._size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._free.extend((one, torch.cuda.Event()) for one in memory)
         memory, sent = self._free.popleft()
-        # What it held before has arrived; at the first use this returns at once.
+        # The earlier content has arrived; at the first use this returns at once.
         sent.synchronize()
         pinned = memory[: value.nbytes].view(value.dtype).view(value.shape)
         target.copy_(pinned.copy_(value), non_blocking=True)

@@ -36,7 +36,7 @@ class TokenStrategy(Strategy):
             _prepare_attention(handler, model.model, config, self.context.mesh.device)
             if around := getattr(handler, "around_call", None):
                 undo.callback(model.chain.add(around))
-            # What PipeFusion sets itself up by does not change from call to call.
+            # The facts that PipeFusion sets itself up by do not change from call to call.
             fixed = f"patches={config.patches or config.pipe}" if config.stages_or_patches else ""
             hooks = ModelHooks(model.model, model.layout, handler, model.chain, fixed)
             undo.callback(model.add(hooks).close)
@@ -71,7 +71,7 @@ class TokenStrategy(Strategy):
             return True
 
         def holds(step: int) -> bool:
-            # What a cache keeps of the step before is of the tokens that a rank had then.
+            # A cache's values of the step before are of the tokens that a rank had then.
             return step > 0 and any(any(stateful_hooks(model.model)) for model in context.models)
 
         return StepLoads(*told, mesh.world.all_reduce_async, (here, sizes), move, holds)
@@ -101,7 +101,7 @@ def _prepare_attention(handler: Any, model: nn.Module, config: ParallelConfig, d
     """Reject settings that the transformer's attention kernels do not support, as far as known before a call."""
     backends = backends_of(model.modules())
     if config.attention is not None and backends - {config.attention}:
-        # What takes another one's place has to be called.
+        # A function that takes another one's place has to be called.
         handler.passive = False
     if handler.passive:
         return

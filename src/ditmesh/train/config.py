@@ -22,7 +22,7 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["no", "bf16", "fp16"]
 Sharding = Literal["auto", "none", "ddp", "fsdp"]
 
-# Where pipelines keep a transformer for other noise levels than those of the first.
+# Names of a pipeline's transformers for other noise levels than those of the first.
 SECOND = "transformer_2"
 
 

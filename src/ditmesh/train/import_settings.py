@@ -120,7 +120,7 @@ SIMPLE_TUNER_SETS = {
     "instance_prompt": "instance_prompt",
     "resolution": "resolution",
 }
-# What is the default of ours already, or says where files of the other tool are.
+# Settings that are the default here already, or name files of the other tool.
 _SILENT = {
     *("id", "type", "dataset_type", "conditioning_data", "conditioning_type", "data_backend_config", "model_type"),
     *("with_prior_preservation", "is_reg", "caption_extension", "caption_ext", "caption_strategy", "dataset_config"),

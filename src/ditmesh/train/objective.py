@@ -101,7 +101,7 @@ class RectifiedFlow(Objective):
             for one in generators
         ]
         places = (torch.cat(density) * len(scheduler.timesteps)).long().clamp(max=len(scheduler.timesteps) - 1)
-        # What the scheduler's numbers lead to is noise, or, with inverted ones, the latents.
+        # The scheduler's numbers end in noise, or, if they are inverted, in the latents.
         start, end = (noise, latents) if scheduler.config.get("invert_sigmas") else (latents, noise)
         levels = onto(scheduler.sigmas[places], latents.device, latents.dtype)
         factor = levels.view(-1, *[1] * (latents.dim() - 1))

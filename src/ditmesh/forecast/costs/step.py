@@ -39,7 +39,7 @@ ROUTES: dict[Collective, Route] = {
 # The term of all kernels that a rank's host launches, its own and those of exchanges.
 LAUNCHES = "kernel launches"
 
-# What stands for an axis where ranks send one another their parts of weights that would be equal on them.
+# Stands for an axis where ranks send one another their parts of weights that would be equal on them.
 SHARD = "shard"
 
 

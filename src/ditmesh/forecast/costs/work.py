@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-# How tensor parallelism cuts a linear: see `ditmesh.strategies.tensor.slices`.
+# The cut of a linear by tensor parallelism: see `ditmesh.strategies.tensor.slices`.
 Cut = Literal["", "column", "row", "gathered"]
 
 

@@ -97,7 +97,7 @@ def anatomy(
                         inputs = make.inputs(size)
                         with WithoutValues():
                             engine.begin_request(WALKED_STEPS)
-                            # What is left are the exchanges of the last step, which is stale if any is.
+                            # The rest are the exchanges of the last step, which is stale if any is.
                             run_steps(engine, model, inputs, calls, seen.clear)
                             engine.end_request()
                     return layers, _in_a_row(seen)

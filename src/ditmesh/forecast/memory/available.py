@@ -19,7 +19,7 @@ def free_memory(device: torch.device, ranks_here: int = 1) -> float:
         ranks_here: that share the host.
     """
     if device.type == "cuda":
-        # What torch's allocator keeps of freed tensors it gives to the next ones.
+        # Freed tensors that torch's allocator keeps become the next ones.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached)
     return min(float(psutil.virtual_memory().available), _left_by_limits(Path("/proc/self/cgroup"))) / ranks_here

@@ -303,6 +303,6 @@ class Peaks:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif sys.platform == "linux":
-            # Where it is not allowed, a phase has the most so far.
+            # Without permission to reset it, a phase has the most so far.
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")

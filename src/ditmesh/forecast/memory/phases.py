@@ -246,7 +246,7 @@ def _decoding(components: Components, config: ParallelConfig, workload: Workload
     vae = components.vae
     if vae is None:
         return Needs(0.0, 0.0)
-    # Which axes share the rows of an image makes no difference; reproducible ones are decoded whole.
+    # The choice of axes that share the rows makes no difference; reproducible images are decoded whole.
     rest = 1 if config.reproducible else config.world_size // (config.data * config.cfg)
     among = _settings(config, "data", "cfg", "vae", "reproducible", "shared_memory", ring=rest)
     height, width = workload.height // components.scale, workload.width // components.scale

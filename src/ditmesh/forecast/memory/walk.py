@@ -116,7 +116,7 @@ def denoise(
         if count == 1:
             continue
         twice = look([1 + (other == kind) for other in range(len(counts))])
-        # What is kept of a block from step to step is there as often as blocks are.
+        # The state of a block from step to step exists once per block.
         more = twice.kept - once.kept if keeps_between_steps(RECIPE, config) else 0.0
         kept, grown = kept + (count - 1) * more, grown + (count - 1) * more
         activations = max(activations, twice.activations - more)
@@ -164,7 +164,7 @@ def _step(model: nn.Module, layout: TokenLayout, config: ParallelConfig, workloa
             engine.open(model)
             units = _units(engine.models[0].find(ShardedWeights), alive)
             for tensor in (*model.parameters(), *model.buffers()):
-                # What is cut has memory of its own.
+                # Tensors that are cut have memory of their own.
                 alive.hold(tensor)
             weights = weight_bytes(model, units)
             firsts = dict(zip(reversed(kinds_of(model, layout)), reversed(blocks_of(model, layout)), strict=True))

@@ -242,7 +242,7 @@ def _link(mesh: Mesh) -> dict[str, Any]:
         "latency": usual.latency,
         "bandwidth": usual.bandwidth,
         "collectives": {name: line.model_dump() for name, line in lines.items()},
-        # What moves tensors between CPUs is what computes.
+        # The cores that move tensors between CPUs also compute.
         "hidden": 1.0 if gpu else 0.0,
         "source": f"measured between {size} ranks",
     }

@@ -136,7 +136,7 @@ def wait_header(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
-# What pydantic says of a field, as a sentence that ends with the way out; {input} is what was sent.
+# Pydantic's message about a field, as a sentence that ends with the way out; {input} is what was sent.
 FIELD_ERRORS = {
     "missing": "it is missing; send it",
     "extra_forbidden": "there is no such field; leave it out",

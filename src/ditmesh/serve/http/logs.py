@@ -214,7 +214,7 @@ class JobWatch:
             if "code" in error:
                 self._metrics.failures.labels(error["code"]).inc()
             facts |= {"seconds": round(seconds, 4)}
-            # What says that a request cannot be done may quote it.
+            # A message about a request that cannot be done may quote it.
             quotes = error.get("code") == "invalid_request" and not self._log_prompts
             shown = ("code",) if quotes else ("code", "message")
             facts |= {f"error_{name}": error[name] for name in shown if name in error}

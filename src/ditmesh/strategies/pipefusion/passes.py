@@ -151,7 +151,7 @@ class TextlessRun(ForwardRun):
         try:
             output = proceed(arguments)
         except (torch.OutOfMemoryError, torch.distributed.DistError):
-            # What says nothing of the text: memory that is full, a rank that is lost.
+            # Errors that say nothing of the text: memory that is full, a rank that is lost.
             raise
         except Exception:
             return False

@@ -230,7 +230,7 @@ class PatchParallel(SequenceParallel):
         if self.run is not None:
             self.run.before_block(site, arguments)
         if self.config.reproducible and not self.patch_link.alone:
-            # Where a stage begins, tokens come from a message, and elsewhere from the block before.
+            # At the beginning of a stage tokens come from a message, elsewhere from the block before.
             for path in (*(stream.arg for stream in site.region.streams), *site.region.local):
                 value = arguments.get(path)
                 if isinstance(value, Tensor):
@@ -360,7 +360,7 @@ class PatchParallel(SequenceParallel):
         places = keys.places(link.group)
         fresh = zip(*(tensor.split([length for _, length in places], dim=2) for tensor in (k, v)), strict=True)
         for block_of_keys, (now, (place, length)) in enumerate(zip(fresh, places, strict=True)):
-            # What goes with every patch is older than a step for the first one only.
+            # Tensors that go with every patch are older than a step for the first patch only.
             if length and not (block_of_keys in keys.replicated and link.patch > 0):
                 before = kept.k_bhsd.narrow(2, place, length), kept.v_bhsd.narrow(2, place, length)
                 self._monitor.compare(block, now, before, dim=2)

@@ -244,7 +244,7 @@ class PipeFusion:
     def _run_patch(self, run: PatchRun, args: Any, kwargs: Any) -> Any:
         """The model's forward for one patch; None on a stage that leaves it half way."""
         if self.handler.config.reproducible:
-            # What was sent lies in memory in another way than what was computed here.
+            # A tensor that was sent lies in memory in another way than one that was computed here.
             args, kwargs = tree_map(lambda leaf: aligned(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         output, done = self._run(run, args, kwargs)
         if done and not run.finishes:
@@ -497,7 +497,7 @@ class PipeFusionCalls(PipeStrategy):
 
     @classmethod
     def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        # What surrounds the blocks runs with every patch.
+        # The model around the blocks runs with every patch.
         return replace(share, rest=share.pieces) if stale else share
 
     @classmethod

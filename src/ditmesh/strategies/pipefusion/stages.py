@@ -296,7 +296,7 @@ class StageWeights:
                 elif stage not in holders and rank == stage:
                     like = parameter.data.new_empty(shape_of(parameter))
                     (received,) = self.link.receive([like], holders[0]).wait()
-                    # What arrives may lie in memory that is only lent.
+                    # Tensors that arrive may lie in memory that is only lent.
                     take_back(parameter, received.clone())
             self._held([])
             for stage, parameter in weights:

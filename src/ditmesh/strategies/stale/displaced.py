@@ -317,7 +317,7 @@ class _Buffer:
                 for slot in slots if rank != self._ring.rank else ():
                     slot.zero_()
         message = packer.encode(own.float() - self._shown.float())
-        # What rounding has left out is a part of the next difference.
+        # The next difference includes what rounding has left out.
         self._shown.add_(packer.decode(message, tuple(own.shape)))
         return message
 

@@ -73,9 +73,9 @@ class TensorParallel:
         ]
         self._attentions = [(path, one) for path, one in model.named_modules() if hasattr(one, "processor")]
         self._check_processors()
-        # Where a site's hooks hang: on the linear, or on the adapter wrapped around it.
+        # The owner of a site's hooks: the linear, or the adapter wrapped around it.
         self._hung: dict[tuple[str, str], tuple[nn.Module, RemovableHandle]] = {}
-        # What went into the latest column-split linear of a call, and what it got.
+        # The input of the latest column-split linear of a call, and its result.
         self._entered: tuple[Tensor, int, Tensor] | None = None
         # Hooks on the gradients of parameters, by parameter.
         self._completed: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
@@ -300,7 +300,7 @@ class TensorParallel:
     def _prologue(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before a column-split linear. One after another of the same tensor (queries, keys, values) share one sum."""
         given = args[0]
-        # What checkpointing computes again in backward passes no gradient on, and its tensors are not to be kept.
+        # Recomputation by checkpointing in backward passes no gradient on, and its tensors are not to be kept.
         if torch.compiler.is_compiling() or not tracked(given) or torch._C._current_graph_task_id() != -1:
             return enter_slices(self.link, given), *args[1:]
         if self._entered is None or self._entered[0] is not given or self._entered[1] != given._version:

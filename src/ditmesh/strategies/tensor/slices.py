@@ -155,7 +155,7 @@ def _apply_rows(
             continue
         missing = [width for width in parts if width not in widths]
         if missing:
-            # What the named widths leave of the input features is the hidden width.
+            # The input features without the named widths are the hidden width.
             rest = linear.in_features - sum(widths[width].total for width in parts if width in widths)
             widths[missing[0]] = _hidden_cut(rest, degree)
         cut = _packed(parts, widths)

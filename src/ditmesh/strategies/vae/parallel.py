@@ -32,7 +32,7 @@ from .tested import TESTED
 
 # Minimum rows of latents per rank, and minimum latents of an image, for bands with ``"auto"``.
 LEAST_ROWS, LEAST_LATENTS = 16, 64 * 64
-# How many rows every rank has, of latents and of pixels.
+# The number of rows of every rank, of latents and of pixels.
 _ROWS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"decode": even_cut, "encode": bands_of}
 # Pixels in a row of a latent, as most autoencoders have them.
 _PIXELS_OF_A_LATENT = 8
@@ -107,7 +107,7 @@ class BandedVae(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._patches = ExitStack()
-        # What was said already.
+        # Messages that were logged already.
         self._said: set[str] = set()
 
     @classmethod

@@ -84,7 +84,7 @@ def mean_difference(pairs: Iterable[tuple[ByPicture, ByPicture]]) -> Mean:
     apart: dict[tuple[str, int], list[float]] = {}
     for ours, theirs in pairs:
         for picture in ours:
-            # Where every step is synchronous there is nothing to compare.
+            # With every step synchronous there is nothing to compare.
             if picture in theirs and min(ours[picture], theirs[picture]) < CAP:
                 apart.setdefault(picture, []).append(ours[picture] - theirs[picture])
     return mean(sum(values) / len(values) for values in apart.values())
@@ -471,7 +471,7 @@ def fit_root(points: Mapping[int, float]) -> tuple[float | None, float | None]:
 # --------------------------------------------------------------------------------------------------
 # In words
 
-# What findings say; a difference comes with its verdict.
+# Sentences of the findings; a difference comes with its verdict.
 FINDINGS = {
     "all": "Every figure is {over}. PSNR compares with the synchronous picture from the same seed.",
     "root": "{pair}: {many} devices with {longer} warm-up steps against {devices} with {warmup}, which "

@@ -30,7 +30,7 @@ NO_MATTER = {
     *("resume_from_checkpoint", "resume_allow_changed", "gradient_accumulation_steps", "global_batch_size"),
     *("islands.index", "islands.meet", "islands.overhead"),
     *("validation_prompts", "validation_steps", "validation_inference_steps", "guidance_scale"),
-    # Which samples are left to train on is the digest's.
+    # The digest tells which samples are left to train on.
     *("validation_data_dir", "validation_split", "validation_samples"),
 }
 # Settings with a new value from the first step on.

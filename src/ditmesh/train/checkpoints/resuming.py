@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import InputError
 from .folder import AT_ONCE, NO_MATTER, OTHER_WEIGHTS
 
-# What a new value does to the rest of the run, by setting.
+# The effect of a new value on the rest of the run, by setting.
 EFFECTS: dict[str, str] = {
     **dict.fromkeys(("learning_rate", "scale_lr"), "weights move by the new rate"),
     **dict.fromkeys(

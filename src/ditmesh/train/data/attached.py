@@ -23,7 +23,7 @@ from ..config import TrainConfig
 
 Read = TypeVar("Read")
 
-# How far the shape of a mask may be from its image's: a pixel of a small image.
+# The largest distance of a mask's shape from its image's: a pixel of a small image.
 MOST_ASKEW = 0.02
 
 

@@ -23,7 +23,7 @@ from ...report.formatting import enumerated
 
 # ``"text"`` (captions) or ``"label"`` (classes).
 By = str
-# What is said of a sample: a caption, several of which one is drawn, a label, or nothing.
+# The words of a sample: a caption, several of which one is drawn, a label, or nothing.
 Words = str | tuple[str, ...] | int | None
 
 # File names of listings without suffix: imagefolder's, and those of captioning tools.

@@ -103,7 +103,7 @@ def _limits(tokenizers: dict[str, Any], encode: Callable[[str], Any]) -> list[Cu
     with ExitStack() as undo, torch.random.fork_rng(), torch.no_grad():
         for name, one in tokenizers.items():
             undo.callback(Patch(one, "_encode_plus", watched(name, one._encode_plus)).undo)
-        # What fails here fails in the first step as well, and is told there.
+        # An error here appears in the first step as well, and is told there.
         with suppress(Exception):
             encode(_PROBE)
     return list(seen.values())

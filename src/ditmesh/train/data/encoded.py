@@ -547,7 +547,7 @@ def _settings_of(part: Any) -> str:
     """The settings, besides weights, that affect the output of an encoder or tokenizer, as text."""
     found: dict[str, Any] = {"class": type(part).__name__}
     if (backend := getattr(part, "backend_tokenizer", None)) is not None:
-        # How the last call cut and filled up is no setting.
+        # The last call's truncation and padding are no settings.
         found["tokenizer"] = {**json.loads(backend.to_str()), "truncation": None, "padding": None}
     elif hasattr(part, "get_vocab"):
         found["tokenizer"] = part.get_vocab()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..families import Family
 
-# What `own_picture` calls an image with a part that is to be painted.
+# The name in `own_picture` of an image with a part that is to be painted.
 HOLE = "hole"
 # Sides of a hole that is drawn, in shares of the image's.
 HOLE_SIDES = (0.25, 0.75)

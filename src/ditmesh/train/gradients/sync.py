@@ -93,7 +93,7 @@ class GradientSync:
         # torch remembers device meshes by ranks and names, and the groups of an earlier run are gone.
         shards = DeviceMesh.from_group(group, self._mesh.device.type, mesh_dim_names=(f"gradients-{group.group_name}",))
         layout = layout_of(self.transformer)
-        # What a model uses outside of its block has to be gathered there, too: the whole model's gather does it.
+        # Weights that are used outside of their block have to be gathered there, too: the model's gather does it.
         outside = set[int]() if layout is None else kept_parameters(self.transformer, layout)
         for blocks in self.transformer.children():
             for block in blocks if isinstance(blocks, nn.ModuleList) else ():

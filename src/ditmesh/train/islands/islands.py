@@ -269,7 +269,7 @@ class Islands:
         self._outer.grad = None
         new = self._outer.detach().clone()
         if steps > step:
-            # What was learnt while the changes were under way.
+            # The progress made while the changes were under way.
             new += self.weights.read() - sent
         self.weights.write(new)
         seconds = time.perf_counter() - since

@@ -119,7 +119,7 @@ class Compressor:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        # What rounding has taken from the values that were sent so far.
+        # The loss by rounding in the values that were sent so far.
         self.lost: Tensor | None = None
 
     def encode(self, values: Tensor) -> Tensor:

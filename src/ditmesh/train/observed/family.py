@@ -57,7 +57,7 @@ STOCHASTIC = {
 }
 # Those for which there is none.
 RENEWED = ("CosineDPMSolverMultistepScheduler",)
-# How far the first step in training may be from the pipeline's own, relative to the largest number: of whole
+# The largest distance of the first step in training from the pipeline's own, relative to the largest number: of whole
 # precision, and of half.
 MOST_OFF_FIRST = {torch.float32: 1e-4, torch.float64: 1e-4}
 
@@ -224,7 +224,7 @@ class ObservedFamily(TextFamily):
             if way is not None:
                 self.recipes.clear()
                 if self.base is not None:
-                    # What the own pipeline lacks is more to the point.
+                    # A message about what the own pipeline lacks is more to the point.
                     errors.clear()
         if recipe is None:
             raise ConfigError(f"{text} cannot be trained: {errors[0]}") from errors[0]

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 
 # Places are told in digits of this base: half precision holds them, and their multiples, apart.
 BASE = 32
-# How far off the form a number may be, relative to the largest: float32 of a few operations, and half precision.
+# The largest error of a number, relative to the largest: float32 of a few operations, and half precision.
 MAP_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 HALF_TOLERANCE = 2e-2
 

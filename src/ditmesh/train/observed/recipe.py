@@ -24,7 +24,7 @@ from ..objective import NoiseTables
 from .maps import Fills, NumberMap
 from .watch import PipelineWatcher, Watched, WatchedStep, replaced, sample_of, tensors_in, values_in
 
-# How far from the chosen latents the pipeline's loop may end, relative to the largest: solvers of higher order, and
+# The largest distance of the loop's end from the chosen latents, relative to the largest: solvers of higher order, and
 # schedulers with whole timesteps, are off by some thousandths. Planted errors are off by a tenth and more.
 MOST_OFF = 0.02
 # Of affine times, and of those between the lines of a table.
@@ -34,7 +34,7 @@ ISOLATE = "isolate_modalities"
 # Steps of the loops that are looked at, of those in which a solver's own error is small, and of the one that shows
 # every level of noise.
 STEPS, FINE_STEPS, MANY_STEPS = 4, 40, 120
-# How the noise may spread that is in the sample of a solver which adds noise of its own.
+# The spread of the noise in the sample of a solver which adds noise of its own.
 NOISE_SPREAD = (0.6, 1.6)
 
 
@@ -286,7 +286,7 @@ def _prediction(
     if answers[0].shape != shape:
         raise ConfigError(f"the scheduler is given {tuple(answers[0].shape)} for a sample of {shape}")
     found = fills.map_of(answers, "what the scheduler is given", lenient=True)
-    # What is not the transformer's result alone.
+    # Numbers that are not the transformer's result alone are left out.
     clean = found.base.abs() <= 1e-4 * found.scale.abs().max()
     scale = found.scale * clean
     if watcher.levels is not None:

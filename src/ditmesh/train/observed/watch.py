@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ..config import SECOND
 from .levels import Levels, levels_of
 
-# Where pipelines keep their autoencoder.
+# Names of a pipeline's autoencoder.
 DECODERS = ("vae", "vqvae")
 
 

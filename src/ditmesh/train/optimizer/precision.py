@@ -13,7 +13,7 @@ from ...comm.mesh import Mesh
 
 # dtypes of the forward and backward pass, by ``mixed_precision``.
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Where gradients overflow at a loss scale below this, the scale is not the cause.
+# If gradients overflow at a loss scale below this, the scale is not the cause.
 LEAST_SCALE = 2.0**-10
 
 
