@@ -108,7 +108,7 @@ def sizes(quick: bool) -> Iterator[Row]:
     from ditmesh.forecast.costs.work import Workload
     from ditmesh.forecast.memory.walk import WalkOptions, denoise
     from ditmesh.forecast.prediction import predict
-    from ditmesh.forecast.shipped import model_of
+    from ditmesh.forecast.shipped import shipped_model
     from ditmesh.layout import layout_of
     from ditmesh.layout.conventions import Conventions, Size, call_variants
 
@@ -122,7 +122,7 @@ def sizes(quick: bool) -> Iterator[Row]:
         job = Workload(rows, cols, frames, known.text, branches=1)
         found: Row = {"tokens": f"{frames * rows * cols} + {known.text}"}
         if ON_GPU and not quick:
-            asked = predict(package.ParallelConfig(), model_of(known).work, job, machine_of(part, 1))
+            asked = predict(package.ParallelConfig(), shipped_model(known).work, job, machine_of(part, 1))
             found["foreseen, ms"] = asked.first_step * 1e3
         model = true_size(known, quick)
         found["billion weights"] = sum(one.numel() for one in model.parameters()) / 1e9
