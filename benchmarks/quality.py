@@ -167,6 +167,8 @@ TABLES = [
     Table("videos", *VIDEO, (4,), BEGINNINGS, strategies=("displaced", "displaced+linear"), rounds=1),
     Table("tokens", "dit-64-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
     Table("tokens", "dit-1024-tokens", "ddim", LONG, NUMBERS, ("fixed(1)",)),
+    Table("tokens", "dit-1024-tokens", "ddim", LONG, (4,), ("fixed(1)",), strategies=("naive", "pipefusion")),
+    Table("tokens", "dit-1024-tokens", "ddim", LONG, (4,), ("first_last(1, 4)", "fixed(40)")),
 ]
 PARTS = tuple(dict.fromkeys(table.part for table in TABLES))
 
