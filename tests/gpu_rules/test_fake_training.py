@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import ditmesh
@@ -98,3 +99,25 @@ def test_the_trainers_loop(fresh_ranks, tmp_path, config):
         assert found == pytest.approx(truth, rel=1e-4)
         assert {what for what in looks if what.startswith("ditmesh")} <= READ
         assert looks["ditmesh train/gradients/sync.py _local_scalar_dense"] == 1
+
+
+def test_samples_of_a_cache_with_masks_and_others_of_their_class(fresh_ranks, tmp_path):
+    """Latents of a cache are on the host; masks and weights of samples are where the loss is."""
+    data, masks = folder_of(tmp_path / "data", 4), tmp_path / "masks"
+    masks.mkdir()
+    half = Image.new("L", (64, 64))
+    half.paste(255, (16, 0, 64, 48))
+    for file in data.glob("*.png"):
+        half.save(masks / file.name)
+    config = {
+        "parallel": {"data": 2},
+        "learning_rate": 1e-5,
+        "mask_dir": str(masks),
+        "class_data_dir": str(folder_of(tmp_path / "class", 2)),
+        "class_prompt": "an emoji",
+        "prior_loss_weight": 0.5,
+    }
+    caches = [{"cache_dir": str(tmp_path / f"cache-{number}")} for number in range(2)]
+    for truth, found, looks, _ in fresh_ranks.run(training_run, str(data), config, 2, None, caches):
+        assert found == pytest.approx(truth, rel=1e-4)
+        assert {what for what in looks if what.startswith("ditmesh")} <= READ

@@ -86,15 +86,19 @@ def latent_colours(pipe: Any) -> LatentColours | None:
         return None
     try:
         scale = getattr(pipe, "vae_scale_factor", getattr(pipe, "vae_spatial_compression_ratio", 8))
-        return _fitted(vae, config, channels, scale)
+        # Of an offloaded VAE the weights are elsewhere until it is called.
+        device = getattr(pipe, "_execution_device", None) or next(vae.parameters()).device
+        return _fitted(vae, config, channels, scale, device)
     except Exception as error:
         # Previews are not worth a pipeline that cannot be loaded.
         log.warning("there are no previews: %s cannot be looked at (%s)", type(vae).__name__, error)
         return None
 
 
-def _fitted(vae: Any, config: Mapping[str, Any], channels: int, scale: int) -> LatentColours | None:
-    weight = next(vae.parameters())
+def _fitted(
+    vae: Any, config: Mapping[str, Any], channels: int, scale: int, device: torch.device
+) -> LatentColours | None:
+    dtype = next(vae.parameters()).dtype
     mean, deviation = config.get("latents_mean"), config.get("latents_std")
     latents = torch.randn(SAMPLES, channels, generator=torch.Generator().manual_seed(0))
     if mean is not None and deviation is not None:
@@ -104,7 +108,7 @@ def _fitted(vae: Any, config: Mapping[str, Any], channels: int, scale: int) -> L
     video = any(isinstance(part, torch.nn.Conv3d) for part in vae.modules())
     plain = decoded.reshape(SAMPLES, channels, *[1] * (3 if video else 2)).expand(-1, -1, *[1] * video, SIDE, SIDE)
     with torch.no_grad():
-        parts = plain.to(weight.device, weight.dtype).split(8)
+        parts = plain.to(device, dtype).split(8)
         shown = torch.cat([vae.decode(part, return_dict=False)[0].float().cpu() for part in parts])
     colours = shown.flatten(2).mean(dim=2)[:, :3] / 2 + 0.5
     if colours.shape[1] != 3 or not colours.isfinite().all():

@@ -430,11 +430,12 @@ class EncodedSamples:
             conditions={name: onto(value, self._device) for name, value in conditions.items()},
             generators=generators,
             mask=self._counting(stacked_masks(masks, mean), latents),
-            weights=self._weights(micro, mean),
+            weights=self._weights(micro),
         )
 
     def _counting(self, mask: Tensor | None, latents: Tensor) -> Tensor | None:
-        """A mask without what is given, such as a first frame."""
+        """A mask on the device, without what is given, such as a first frame."""
+        mask = None if mask is None else onto(mask, self._device)
         trained = getattr(self._family, "trained", None)
         seen = None if trained is None else trained(latents)
         if seen is None:
@@ -448,11 +449,12 @@ class EncodedSamples:
         """Whether conditions come from the cache."""
         return self._cache is not None and self._keeps_text
 
-    def _weights(self, micro: MicroBatch, like: Tensor) -> Tensor | None:
+    def _weights(self, micro: MicroBatch) -> Tensor | None:
         if not micro.prior:
             return None
         weights = [1.0] * micro.count + [self._config.prior_loss_weight] * micro.prior
-        return torch.tensor(weights, device=like.device)
+        # On the device also where latents come from the cache, which is in host memory.
+        return onto(torch.tensor(weights), self._device)
 
     def _chances(self, drawn: Drawn, generator: torch.Generator) -> tuple[bool, bool]:
         """Whether a sample is mirrored, and whether it is trained without a caption."""

@@ -38,7 +38,7 @@ def mask_of(part: Part, size: tuple[int, int], shape: tuple[int, int], least: fl
 
 
 def stacked_masks(masks: Sequence[Tensor | None], latents: Tensor) -> Tensor | None:
-    """The masks of a batch in the form of its latents, (B, 1, [1,] h, w); None: no sample has one.
+    """The masks of a batch in the form of its latents, (B, 1, [1,] h, w), on the CPU; None: no sample has one.
 
     Args:
         masks: (h, w) of every sample; None: ones.
@@ -48,4 +48,4 @@ def stacked_masks(masks: Sequence[Tensor | None], latents: Tensor) -> Tensor | N
         return None
     shape = latents.shape[-2:]
     every = torch.stack([torch.ones(shape) if mask is None else mask for mask in masks])
-    return every.view(len(masks), *[1] * (latents.dim() - 3), *shape).to(latents.device)
+    return every.view(len(masks), *[1] * (latents.dim() - 3), *shape)
