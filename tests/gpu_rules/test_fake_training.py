@@ -14,7 +14,7 @@ import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
 from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
-from ditmesh.train.optimizer.precision import not_finite
+from ditmesh.train.optimizer.precision import MeshGradScaler, not_finite
 from nccl_rules.fake_cuda import cuda, unavailable
 from nccl_rules.fake_world import one_of
 from support.models import tiny
@@ -80,6 +80,27 @@ def test_numbers_of_a_device_and_of_the_host_are_looked_at():
         assert not_finite([("weight", fine / 0), ("steps", count / 0)], mesh) == "weight"
 
 
+def test_the_loss_scale_is_on_the_device():
+    """A step with an infinite gradient changes no weight and halves the scale; others divide their gradients by it."""
+    with one_of(1, 0), cuda(found=True) as device:
+        mesh = ditmesh.Mesh(ParallelConfig(), device="cuda")
+        weight = nn.Parameter(torch.ones(3, device="cuda"))
+        optimizer, scaler = torch.optim.SGD([weight], 0.5), MeshGradScaler(mesh, True)
+        assert scaler.scale(weight.detach().sum()).item() == 3 * 65536
+        for gradient, overflowed, left in ((32768.0, False, 0.75), (float("inf"), True, 0.75), (32768.0, False, 0.25)):
+            weight.grad = torch.full((3,), gradient, device="cuda")
+            scaler.unscale_(optimizer)
+            assert scaler.overflowed(optimizer) == overflowed
+            scaler.step(optimizer)
+            scaler.update()
+            assert device.values(weight.detach()).tolist() == [left] * 3
+        assert scaler.get_scale() == 32768.0
+        again = MeshGradScaler(mesh, True)
+        again.load_state_dict(scaler.state_dict())
+        assert again.scale(weight.detach() + 1).is_cuda
+        assert again.get_scale() == 32768.0
+
+
 # The loss, a number for every micro-batch in one list, and the norm of the gradient: they are logged, and a step whose
 # numbers are not finite changes no weight.
 READ = {"ditmesh train/trainer.py _local_scalar_dense", "ditmesh train/gradients/sync.py _local_scalar_dense"}
@@ -103,7 +124,7 @@ def test_the_trainers_loop(fresh_ranks, tmp_path, config):
 
 def test_samples_of_a_cache_with_masks_and_others_of_their_class(fresh_ranks, tmp_path):
     """Latents of a cache are on the host; masks and weights of samples are where the loss is."""
-    data, masks = folder_of(tmp_path / "data", 4), tmp_path / "masks"
+    data, masks = folder_of(tmp_path / "data", 2), tmp_path / "masks"
     masks.mkdir()
     half = Image.new("L", (64, 64))
     half.paste(255, (16, 0, 64, 48))
@@ -118,6 +139,6 @@ def test_samples_of_a_cache_with_masks_and_others_of_their_class(fresh_ranks, tm
         "prior_loss_weight": 0.5,
     }
     caches = [{"cache_dir": str(tmp_path / f"cache-{number}")} for number in range(2)]
-    for truth, found, looks, _ in fresh_ranks.run(training_run, str(data), config, 2, None, caches):
+    for truth, found, looks, _ in fresh_ranks.run(training_run, str(data), config, 1, None, caches):
         assert found == pytest.approx(truth, rel=1e-4)
         assert {what for what in looks if what.startswith("ditmesh")} <= READ

@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
@@ -146,6 +147,8 @@ def has_kernels(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 
 # --- the device ------------------------------------------------------------------------------------------------------
 
+# In place, of lists of tensors, and with no stand-in for fake ones: they have values alone.
+VALUES_ALONE = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
 # Views and what only makes memory: no kernel is launched.
 FREE = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"),
@@ -211,6 +214,11 @@ class FakeDevice(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         found = self._with_values(func, args, kwargs)
+        if name in VALUES_ALONE:
+            if not all(one.is_cuda for one in tensors):
+                raise RuntimeError(f"{name} expects all tensors to be on the same device")
+            self.launches[name] += 1
+            return args[0] if isinstance(found, Tensor) else None
         if name in INDEXING and any(isinstance(one, Tensor) and not one.is_cuda for one in args[1]):
             # torch takes indices on the host, and copies them.
             self.looks.append(Look(f"{name} by a CPU tensor", *asked_by(__file__)[:2]))
@@ -363,6 +371,42 @@ def move_(module: nn.Module) -> nn.Module:
     return module
 
 
+def _moving() -> Callable[..., nn.Module]:
+    """What stands in for `nn.Module._apply`, by which modules are moved: torch exchanges no fake weight for a real one.
+
+    A weight that is moved is another object afterwards.
+    """
+    apply = nn.Module._apply
+    moved: dict[int, tuple[Tensor, nn.Parameter]] = {}
+
+    def replaced(old: nn.Parameter, new: Tensor) -> nn.Parameter:
+        _, known = moved.get(id(old), (None, None))
+        # What was one weight of several modules stays one.
+        if known is None or (known.device, known.dtype) != (new.device, new.dtype):
+            known = nn.Parameter(new, requires_grad=old.requires_grad)
+            moved[id(old)] = old, known
+        return known
+
+    def applied(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        own = {name: one for name, one in self._parameters.items() if one is not None}
+        plain = {name: one.detach() for name, one in own.items()}
+        every = {name: fn(one) for name, one in plain.items()}
+        if not any(one.is_cuda for one in (*own.values(), *every.values())):
+            return apply(self, fn, recurse=False)
+        for name, old in own.items():
+            if every[name] is not plain[name]:
+                self._parameters[name] = replaced(old, every[name])
+                if old.grad is not None:
+                    self._parameters[name].grad = fn(old.grad)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = None if buffer is None else fn(buffer)
+        return self
+
+    return applied
+
+
 class Messages:
     """What stands in for ``torch.distributed`` in `ditmesh.comm.link`: values travel, over gloo.
 
@@ -417,6 +461,16 @@ class Messages:
         return dist.all_reduce(self._sent(tensor), *others, **named)
 
 
+# What `torch.cuda` says where there is a device, and what torch would ask the device then.
+FOUND: tuple[tuple[Any, str, Any], ...] = (
+    (torch.cuda, "is_available", lambda: True),
+    (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+    (torch.cuda, "device_count", lambda: 1),
+    (fake_tensor, "init_gpu_context", lambda *_: None),
+    (FakeTensorMode, "avoid_device_init", property(lambda _: True)),
+)
+
+
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that makes tensors of memory that is there."""
 
@@ -428,12 +482,15 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def cuda(device: FakeDevice | None = None, messages: Messages | None = None) -> Iterator[FakeDevice]:
+def cuda(
+    device: FakeDevice | None = None, messages: Messages | None = None, found: bool = False
+) -> Iterator[FakeDevice]:
     """A fake ``cuda`` device of this process, or of this rank: links take the path of NCCL.
 
     Args:
         device: default: one whose kernels have run when their calls return.
         messages: what its links send over.
+        found: ``torch.cuda`` says that there is a device, without which autocast and loss scales do nothing.
     """
     from ditmesh.comm import link as link_module
     from ditmesh.core import digests, values
@@ -454,6 +511,7 @@ def cuda(device: FakeDevice | None = None, messages: Messages | None = None) -> 
             (digests, "_samples", lambda tensors: samples([device.values(one) for one in tensors])),
             # A tensor of a GPU is a plain one, at an address of its own.
             (values, "PLAIN_TYPES", (*values.PLAIN_TYPES, FakeTensor)),
+            (nn.Module, "_apply", _moving()),
             (Tensor, "pin_memory", lambda tensor, *_: tensor),
             (Tensor, "data_ptr", lambda tensor: address(device.view_of(tensor))),
             (dist, "all_gather_object", _on_host(dist.all_gather_object)),
@@ -466,6 +524,8 @@ def cuda(device: FakeDevice | None = None, messages: Messages | None = None) -> 
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
             (torch.cuda, "mem_get_info", lambda *_: (80 << 30, 80 << 30)),
         ):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        for owner, name, stand_in in FOUND if found else ():
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         _, library = _library()
         assert library is not None
