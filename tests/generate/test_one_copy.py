@@ -138,6 +138,16 @@ def test_converted_weights_are_one_copy_that_nobody_writes_to(ranks: Any, folder
         assert found["differ"] == [found["first"]]
 
 
+def test_the_first_rank_says_why_it_could_not_load_for_all(caplog: pytest.LogCaptureFixture):
+    def load(plan: Any) -> Any:
+        raise MemoryError("no room for the transformer")
+
+    with caplog.at_level("WARNING", one_copy.__name__), ExitStack() as files:
+        assert one_copy._loaded(["transformer"], load, Any, files) == (None, None)  # type: ignore[arg-type]
+    (record,) = caplog.records
+    assert "MemoryError: no room for the transformer" in record.getMessage()
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("breaks", ["load", "convert", "open"])
 def test_without_the_one_copy_every_rank_loads_for_itself(ranks: Any, folder: Path, breaks: str):

@@ -24,7 +24,7 @@ from ..comm.hosts import Hosts, find_hosts
 from ..comm.objects import gather_objects
 from ..engine.parcels import Parcel, open_parcel, pack_parcel
 from ..engine.rooms import Place, Room
-from ..errors import InputError
+from ..errors import InputError, shortened
 from .conversions import Conversion, Conversions, convert
 from .model_info import ModelInfo
 
@@ -88,8 +88,7 @@ def shared_components(
         try:
             convert(jobs[own], room, rooms[own].size)
         except Exception as error:
-            # Every rank runs into it when it loads by itself, and says it.
-            log.debug("this rank could not convert its part of the weights: %s", error)
+            log.warning("every rank loads weights of its own: %s", shortened(error, with_kind=True))
             failed = True
         shared = {} if theirs is None or failed else _opened(theirs)
         # Behind this all ranks have mapped the memory, which lives on without its file, and its values are there.
@@ -109,8 +108,9 @@ def _loaded(
     try:
         pipe = load(plan)
     except Exception as error:
-        # Every rank runs into it when it loads by itself, and says it.
-        log.debug("the first rank of the host could not load: %s", error)
+        # Ranks that load by themselves may not run into it: one process alone is out of memory, or of descriptors.
+        why = shortened(error, with_kind=True)
+        log.warning("the first rank of this host could not load for all of its ranks, which load by themselves: %s", why)
         return None, None
     own = {name: one for name in names if isinstance(one := getattr(pipe, name, None), nn.Module)}
     gradients = {name: [p.requires_grad for p in one.parameters()] for name, one in own.items()}

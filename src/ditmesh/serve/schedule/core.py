@@ -191,7 +191,10 @@ class Scheduler:
         """
         waiting = sorted(tasks, key=lambda task: (task.deadline or 0.0, task.arrived, task.id))
         best = {task.id: self._best(costs, task) for task in waiting}
-        within = {task.id: self._within(now, task, min(best[task.id].values())[0]) for task in waiting}
+        fastest = {id: min(seconds for seconds, _ in found.values()) for id, found in best.items()}
+        within = {task.id: self._within(now, task, fastest[task.id]) for task in waiting}
+        # Those that could not be in time alone are left out at once.
+        waiting = [task for task in waiting if fastest[task.id] <= within[task.id]]
         dropped: set[str] = set()
         while True:
             heap = list(free) or [0.0] * self.ranks
@@ -211,15 +214,11 @@ class Scheduler:
             if late is None:
                 return chosen, ends
 
-            # The one that takes most is left out; the late one itself if it could not be in time alone.
+            # The one that takes most is left out.
             def work(task: Task) -> float:
                 return min(ranks * seconds for ranks, (seconds, _) in best[task.id].items())
 
-            fastest = min(seconds for seconds, _ in best[late.id].values())
-            if fastest > within[late.id]:
-                dropped.add(late.id)
-            else:
-                dropped.add(max([*(task for task, _ in chosen), late], key=lambda task: (work(task), task.id)).id)
+            dropped.add(max([*(task for task, _ in chosen), late], key=lambda task: (work(task), task.id)).id)
 
     @staticmethod
     def _within(now: float, task: Task, left: float) -> float:
@@ -294,6 +293,8 @@ class Scheduler:
         placed, waiting, free_ranks = self._allocate(self.order(costs, now, tasks, wait))
         self._widen(costs, placed, free_ranks)
         runs_of = {id: run for run in running for id in run.tasks}
+        # A task that waits for others goes back to its ranks: elsewhere it would be prepared once more.
+        self._meant = {task.id: self._meant[task.id] for task in tasks if task.id in self._meant}
         self._lay_out(placed, runs_of, wait)
         begun: list[Run] = []
         taken: set[int] = set(busy)
@@ -408,8 +409,6 @@ class Scheduler:
                 ),
             )
             settle(one)
-        live = {one.task.id for one in placed}
-        self._meant = {id: first for id, first in self._meant.items() if id in live}
 
     def _join(self, costs: StepCosts, now: float, one: _Placed, waiting: list[Task]) -> list[Task]:
         """Let tasks that have no ranks run in the calls of one that has, where that saves time; returns the others."""
