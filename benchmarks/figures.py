@@ -721,7 +721,8 @@ def draw_serving(_: Tables) -> Path | None:
         axis.set_ylabel(said)
         axis.set_ylim(bottom=0)
     axes[1].legend(fontsize=7, loc="lower right")
-    said = f"mixed trace, Poisson arrivals, {poisson[0]['requests']} requests a point, two cores, one seed"
+    fewest = min(run["requests"] for run in poisson)
+    said = f"mixed traces, Poisson arrivals, {fewest} or more requests a point, two cores"
     return save(figure, "load", said, page="serving")
 
 

@@ -110,7 +110,9 @@ def _loaded(
     except Exception as error:
         # Ranks that load by themselves may not run into it: one process alone is out of memory, or of descriptors.
         why = shortened(error, with_kind=True)
-        log.warning("the first rank of this host could not load for all of its ranks, which load by themselves: %s", why)
+        log.warning(
+            "the first rank of this host could not load for all of its ranks, which load by themselves: %s", why
+        )
         return None, None
     own = {name: one for name in names if isinstance(one := getattr(pipe, name, None), nn.Module)}
     gradients = {name: [p.requires_grad for p in one.parameters()] for name, one in own.items()}
