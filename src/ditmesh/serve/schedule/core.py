@@ -293,8 +293,7 @@ class Scheduler:
         placed, waiting, free_ranks = self._allocate(self.order(costs, now, tasks, wait))
         self._widen(costs, placed, free_ranks)
         runs_of = {id: run for run in running for id in run.tasks}
-        # A task that waits for others goes back to its ranks: elsewhere it would be prepared once more.
-        self._meant = {task.id: self._meant[task.id] for task in tasks if task.id in self._meant}
+        self._forget_others(tasks)
         self._lay_out(placed, runs_of, wait)
         begun: list[Run] = []
         taken: set[int] = set(busy)
@@ -368,6 +367,13 @@ class Scheduler:
                 free -= more
                 placed[number].mode = mode
                 offer(number)
+
+    def _forget_others(self, tasks: Sequence[Task]) -> None:
+        """Keep which ranks tasks were meant to have while there are the tasks.
+
+        One that waits for others goes back to its ranks: elsewhere it would be prepared once more.
+        """
+        self._meant = {task.id: self._meant[task.id] for task in tasks if task.id in self._meant}
 
     def _lay_out(self, placed: list[_Placed], runs_of: Mapping[str, Run], wait: Sequence[float]) -> None:
         """Give every task its ranks: those that it has or was meant to have before, else those that are free first.
