@@ -214,6 +214,11 @@ WANTED: tuple[tuple[str, str, str], ...] = (
     ),
     ("plan what if|inspect explain", r"\.(exit|json): ", "the option is newer"),
     (
+        "train no folder",
+        r"\.exit: ",
+        "a folder that cannot be written is the request's mistake, where it was a traceback",
+    ),
+    (
         "study",
         r"\.(findings\[\d\]|rules\[\d\]\.sqrt): ",
         "a rule of two parameters is fitted to three numbers of devices or more; one image has no standard error",

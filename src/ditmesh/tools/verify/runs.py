@@ -146,16 +146,16 @@ class RunTask:
 
     Attributes:
         config: None: nothing parallelised.
-        trace: folder of one device's trace: written by the one device, read by all others.
+        trace_folder: of one device's trace: written by the one device, read by all others.
         writes: whether this run is the one device, whatever other ranks the job has.
-        budget: bytes that the values of the trace may take, about.
+        trace_bytes: bytes that the values of the trace may take, about.
         timeline: record when this rank computes and waits.
     """
 
     config: ParallelConfig | None
-    trace: str
+    trace_folder: str
     writes: bool = False
-    budget: float = TRACE_BUDGET
+    trace_bytes: float = TRACE_BUDGET
     timeline: bool = False
 
 
@@ -265,9 +265,9 @@ def _recorded(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> tuple[lis
     if task.writes:
         # Guidance calls the transformer once or twice a step.
         calls = steps_of(job, call_parameters(pipe)) * len(job.prompts) * 2
-        sink: Any = TraceWriter(task.trace, task.budget, calls)
+        sink: Any = TraceWriter(task.trace_folder, task.trace_bytes, calls)
     else:
-        sink = TraceComparer(Trace(task.trace), rank)
+        sink = TraceComparer(Trace(task.trace_folder), rank)
     try:
         with Recorder(pipe, sink) as recorder, channels_first(pipe):
             pictures = [_generate(job, pipe, number, recorder) for number in range(job.calls)]
@@ -275,7 +275,7 @@ def _recorded(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> tuple[lis
         if error.errno != ENOSPC:
             raise
         raise InputError(
-            f"no space is left in {str(Path(task.trace).parent)!r} for what one device computes; name another "
+            f"no space is left in {str(Path(task.trace_folder).parent)!r} for what one device computes; name another "
             "folder with --trace-dir, or keep less with --trace-gb"
         ) from error
     if task.writes:

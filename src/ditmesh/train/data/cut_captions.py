@@ -30,16 +30,17 @@ class CutCaptions:
         limit: tokens of a caption, with those that the pipeline adds.
         count: captions that have more.
         longest: tokens of the longest of them.
-        where: name of the sample that it is of.
+        sample: name of the sample of the longest.
+        prefix, suffix: text that the pipeline puts around a caption.
     """
 
     tokenizer: str
     limit: int
     count: int = 0
     longest: int = 0
-    where: str = ""
-    before: str = field(default="", repr=False)
-    after: str = field(default="", repr=False)
+    sample: str = ""
+    prefix: str = field(default="", repr=False)
+    suffix: str = field(default="", repr=False)
 
     @property
     def sentence(self) -> str:
@@ -47,7 +48,7 @@ class CutCaptions:
         noun = "caption is" if self.count == 1 else "captions are"
         return (
             f"{self.count} {noun} cut by {self.tokenizer} at {self.limit} tokens (the longest has {self.longest}: "
-            f"{self.where})"
+            f"{self.sample})"
         )
 
 
@@ -67,12 +68,12 @@ def cut_captions(pipe: Any, encode: Callable[[str], Any], captions: Iterable[tup
         tokenizer = tokenizers[cut.tokenizer]
         for start in range(0, len(every), _AT_A_TIME):
             part = every[start : start + _AT_A_TIME]
-            texts = [f"{cut.before}{caption}{cut.after}" for _, caption in part]
+            texts = [f"{cut.prefix}{caption}{cut.suffix}" for _, caption in part]
             for (name, _), ids in zip(part, _ids(tokenizer, texts), strict=True):
                 if len(ids) > cut.limit:
                     cut.count += 1
                     if len(ids) > cut.longest:
-                        cut.longest, cut.where = len(ids), name
+                        cut.longest, cut.sample = len(ids), name
         if cut.count:
             found.append(cut)
     return found
@@ -94,8 +95,8 @@ def _limits(tokenizers: dict[str, Any], encode: Callable[[str], Any]) -> list[Cu
             strategy = str(getattr(options.get("truncation_strategy"), "value", options.get("truncation_strategy")))
             limit = options.get("max_length")
             if strategy != "do_not_truncate" and limit and isinstance(first, str) and _PROBE in first:
-                before, _, after = first.partition(_PROBE)
-                seen[name] = CutCaptions(name, int(limit), before=before, after=after)
+                prefix, _, suffix = first.partition(_PROBE)
+                seen[name] = CutCaptions(name, int(limit), prefix=prefix, suffix=suffix)
             return call(*args, **options)
 
         return encode_plus
