@@ -282,7 +282,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(given, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("wandbb", "'wandbb' is no tracker; did you mean 'wandb'"),
+        ("wandbb", "'wandbb' is no tracker; use .*; did you mean 'wandb'"),
         ("comet_ml", "comet_ml is not installed; pip install comet-ml"),
         (["tensorboard", "swanlab"], "swanlab is not installed; pip install swanlab"),
     ],

@@ -108,6 +108,6 @@ def shape(name: str) -> Shape:
         return shapes()[name.lower()]
     except KeyError:
         raise InputError(
-            f"model {name!r} is not one of {', '.join(shapes())}{did_you_mean(name.lower(), shapes())}; give one of "
-            "these, or the folder of a pipeline"
+            f"model {name!r} is not one of {', '.join(shapes())}; give one of these, or the folder of a pipeline"
+            f"{did_you_mean(name.lower(), shapes())}"
         ) from None

@@ -248,8 +248,8 @@ def device(name: str, dtype: str = "bfloat16") -> Device:
     table, key = _parts()["devices"], _key(name)
     if key not in table:
         raise InputError(
-            f"device {name!r} is not in the table ({', '.join(table)}){did_you_mean(key, table)}; measure it with "
-            "ditmesh doctor --save FILE and give that file, or write one"
+            f"device {name!r} is not in the table ({', '.join(table)}); measure it with ditmesh doctor --save FILE and "
+            f"give that file, or write one{did_you_mean(key, table)}"
         )
     entry, shares = table[key], _parts()["shares"]
     if "matmul" in entry:
@@ -315,8 +315,8 @@ def link(name: str) -> LinkSpeed:
                 source="given",
             )
     raise InputError(
-        f"link {name!r} is not in the table ({', '.join(table)}){did_you_mean(key, table)}; use one of these, or a "
-        "bandwidth such as 10GB/s or 25Gb/s"
+        f"link {name!r} is not in the table ({', '.join(table)}); use one of these, or a bandwidth such as 10GB/s or "
+        f"25Gb/s{did_you_mean(key, table)}"
     )
 
 

@@ -42,7 +42,7 @@ def check_trackers(config: TrainConfig) -> None:
     there = {str(name) for name in get_available_trackers()}
     for name in wanted:
         if name not in known:
-            raise ConfigError(f"report_to: {name!r} is no tracker{did_you_mean(name, known)}; use {', '.join(known)}")
+            raise ConfigError(f"report_to: {name!r} is no tracker; use {', '.join(known)}{did_you_mean(name, known)}")
         if name not in there:
             raise InputError(
                 f"report_to: {name} is not installed; pip install {TRACKER_PACKAGES.get(name, name)}, or use csv"

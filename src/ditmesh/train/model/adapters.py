@@ -65,8 +65,8 @@ def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
         target = missing[0]
         near = did_you_mean(target, {".".join(end.split(".")[-target.count(".") - 1 :]) for end in ends})
         raise ConfigError(
-            f"lora.target_modules: {type(model).__name__} has no linear layer {target!r}{near}; it has "
-            f"{_in_short(linear)}"
+            f"lora.target_modules: {type(model).__name__} has no linear layer {target!r}; it has "
+            f"{_in_short(linear)}{near}"
         )
     return list(wanted)
 

@@ -68,8 +68,8 @@ def _class_of(config: TrainConfig) -> type[torch.optim.Optimizer]:
     package, _, name = path.rpartition(".")
     if not package:
         raise ConfigError(
-            f"optimizer={wanted!r} is no optimizer{did_you_mean(wanted, OPTIMIZERS)}; use {', '.join(OPTIMIZERS)}, or "
-            "the path of a class such as torchao.optim.AdamW8bit"
+            f"optimizer={wanted!r} is no optimizer; use {', '.join(OPTIMIZERS)}, or the path of a class "
+            f"such as torchao.optim.AdamW8bit{did_you_mean(wanted, OPTIMIZERS)}"
         )
     try:
         found = getattr(import_module(package), name, None)
@@ -169,10 +169,10 @@ def make_optimizer(trained: nn.Module, config: TrainConfig) -> torch.optim.Optim
                 made = cast(Any, kind)(list(named.values()), **_arguments(kind, config))
     except (TypeError, ValueError) as error:
         unknown = [name for name in config.optimizer_args if name not in _takes(kind)]
-        near = f" ({unknown[0]!r}{did_you_mean(unknown[0], _takes(kind))})" if unknown else ""
+        named, near = f" ({unknown[0]!r})" if unknown else "", did_you_mean("".join(unknown[:1]), _takes(kind))
         raise ConfigError(
-            f"optimizer={config.optimizer!r} does not take its arguments{near}: {first_line(error)}; "
-            f"optimizer_args can have {', '.join(_takes(kind))}"
+            f"optimizer={config.optimizer!r} does not take its arguments{named}: {first_line(error)}; "
+            f"optimizer_args can have {', '.join(_takes(kind))}{near}"
         ) from None
     return made
 
