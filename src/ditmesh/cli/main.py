@@ -111,7 +111,8 @@ def _run(arguments: list[str] | None) -> None:
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         code = app(_plain(arguments), prog_name="ditmesh", obj=tuple(arguments), standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        # Help that was not asked for answers a mistake.
+        sys.exit(2 if not arguments else code if isinstance(code, int) else 0)
     except (InputError, LayoutError) as error:
         _leave(str(error), 2)
     except RankFailed as error:
