@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -122,6 +124,18 @@ PYTHON = [
 ]
 OF_READERS = [block for block in PYTHON if "Ranks(" in block.text]
 SHARING = [block for block in PYTHON if block not in OF_READERS]
+
+
+def test_programs_import_what_there_is():
+    """Names of the package in programs of all pages, those that are not run among them."""
+    for block in blocks("python"):
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "ditmesh":
+                module = importlib.import_module(str(node.module))
+                lacking = [each.name for each in node.names if not hasattr(module, each.name)]
+                package = hasattr(module, "__path__")
+                lacking = [name for name in lacking if not (package and find_spec(f"{node.module}.{name}"))]
+                assert not lacking, block.place
 
 
 @pytest.mark.parametrize(
