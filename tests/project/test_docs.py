@@ -122,7 +122,7 @@ PYTHON = [
     and not SERVED.search(block.text)
     and not RECIPES.search(block.text)
 ]
-OF_READERS = [block for block in PYTHON if "Ranks(" in block.text]
+OF_READERS = [block for block in PYTHON if re.search(r"\b(?:Ranks|Followers)\(", block.text)]
 SHARING = [block for block in PYTHON if block not in OF_READERS]
 
 
