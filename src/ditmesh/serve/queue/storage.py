@@ -10,6 +10,7 @@ from ..errors import NoSpace, StorageError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
 DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+PLACES = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 
 # SQLite's primary codes by kind of failure; Python before 3.11 has only their texts.
 CODES = {
@@ -24,7 +25,8 @@ WAYS_OUT = {
     "full": "make room on the disk",
     "rights": "give the server's user the right to write there",
     "descriptors": "raise the limit of open files (ulimit -n) or ask again",
-    "disk": "look at the disk",
+    "place": "give another folder",
+    "disk": "check the disk for errors (dmesg)",
     "locked": "end the other process that uses it",
     "broken": "start the server again, which moves it aside",
     "open": "give the server's user the right to open it, or raise the limit of open files (ulimit -n)",
@@ -42,7 +44,8 @@ def failure_kind(error: OSError | sqlite3.Error) -> str | None:
     """
     if isinstance(error, OSError):
         named = {**dict.fromkeys(FULL, "full"), **dict.fromkeys(RIGHTS, "rights")}
-        return (named | dict.fromkeys(DESCRIPTORS, "descriptors")).get(error.errno or 0, "disk")
+        named |= {**dict.fromkeys(DESCRIPTORS, "descriptors"), **dict.fromkeys(PLACES, "place")}
+        return named.get(error.errno or 0, "disk")
     code = getattr(error, "sqlite_errorcode", None)
     if code is not None:
         return CODES.get(code & 0xFF)
