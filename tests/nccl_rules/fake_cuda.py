@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -461,8 +463,44 @@ class Messages:
         return dist.all_reduce(self._sent(tensor), *others, **named)
 
 
+class Moment:
+    """What stands in for a `torch.cuda.Event`: kernels have run when their calls return."""
+
+    def __init__(self, **_: Any) -> None:
+        self._at = 0.0
+
+    def record(self, *_: Any) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def elapsed_time(self, other: Moment) -> float:
+        return (other._at - self._at) * 1e3
+
+
+PROPERTIES = SimpleNamespace(
+    name="fake GPU", total_memory=80 << 30, major=9, minor=0, multi_processor_count=132, L2_cache_size=50 << 20
+)
+BUILD = torch.__config__.show()
+
 # What `torch.cuda` says where there is a device, and what torch would ask the device then.
 FOUND: tuple[tuple[Any, str, Any], ...] = (
+    (torch.__config__, "show", lambda: BUILD),
+    (torch.cuda, "get_device_properties", lambda *_: PROPERTIES),
+    (torch.cuda, "get_device_name", lambda *_: PROPERTIES.name),
+    (torch.cuda, "set_device", lambda *_: None),
+    (torch.cuda, "manual_seed", lambda *_: None),
+    (torch.cuda, "empty_cache", lambda: None),
+    (torch.cuda, "Event", Moment),
+    (torch.cuda, "reset_peak_memory_stats", lambda *_: None),
+    *((torch.cuda, name, lambda *_: 1 << 20) for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")),
     (torch.cuda, "is_available", lambda: True),
     (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
     (torch.cuda, "device_count", lambda: 1),
