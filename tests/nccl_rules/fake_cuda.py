@@ -151,6 +151,8 @@ def has_kernels(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 
 # In place, of lists of tensors, and with no stand-in for fake ones: they have values alone.
 VALUES_ALONE = {"_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"}
+# Their mean and deviation are float32 on a GPU, also where the input is of half precision.
+STATISTICS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}
 # Views and what only makes memory: no kernel is launched.
 FREE = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"),
@@ -235,23 +237,23 @@ class FakeDevice(TorchDispatchMode):
                 return self._keep(torch.empty_strided(shape, strides, dtype=dtype, device="cuda"), found)
         if not func.is_view and name not in FREE:
             self.launches[name] += 1
-        return self._paired(func(*args, **kwargs), found)
+        return self._paired(func(*args, **kwargs), found, name)
 
-    def _paired(self, fake: Any, found: Any) -> Any:
+    def _paired(self, fake: Any, found: Any, name: str) -> Any:
         if isinstance(fake, Tensor):
-            return self._keep(fake, found)
+            return self._keep(fake, found, name)
         if isinstance(fake, (list, tuple)):
-            return type(fake)(self._paired(*both) for both in zip(fake, found, strict=True))
+            return type(fake)(self._paired(*both, name) for both in zip(fake, found, strict=True))
         return fake
 
-    def _keep(self, fake: Tensor, found: Tensor) -> Tensor:
+    def _keep(self, fake: Tensor, found: Tensor, name: str = "") -> Tensor:
         """A result with its values, in new memory unless it is a view or an argument."""
         if not fake.is_cuda:
             return found
         storage = fake.untyped_storage()
         if storage._cdata not in self._values:
             assert found.shape == fake.shape, (found.shape, fake.shape)
-            assert found.dtype == fake.dtype, (found.dtype, fake.dtype)
+            assert found.dtype == fake.dtype or name in STATISTICS, (found.dtype, fake.dtype)
             with unset_fake_temporarily(), no_dispatch():
                 place = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
                 whole = torch.empty(0, dtype=fake.dtype).set_(place, fake.storage_offset(), fake.shape, fake.stride())
@@ -490,6 +492,27 @@ PROPERTIES = SimpleNamespace(
 )
 BUILD = torch.__config__.show()
 
+def _of_device(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.tensor` of numbers some of which are tensors of the device: their values are read, which is a wait."""
+
+    def call(data: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(data, Tensor):
+            data = tree_map_only(FakeTensor, lambda one: one.item(), data)
+        return build(data, **kwargs)
+
+    return call
+
+
+def _side_by_side(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention of plain torch, laid out as a GPU's kernels lay it out: a token's heads side by side."""
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        out = attend(*args, **kwargs)
+        return out.transpose(1, 2).contiguous().transpose(1, 2) if out.is_cuda and out.ndim == 4 else out
+
+    return call
+
+
 # What `torch.cuda` says where there is a device, and what torch would ask the device then.
 FOUND: tuple[tuple[Any, str, Any], ...] = (
     (torch.__config__, "show", lambda: BUILD),
@@ -531,13 +554,18 @@ def cuda(
         found: ``torch.cuda`` says that there is a device, without which autocast and loss scales do nothing.
     """
     from ditmesh.comm import link as link_module
-    from ditmesh.core import digests, values
+    from ditmesh.core import digests, intercept, values
     from ditmesh.train.gradients import overlap
     from ditmesh.train.gradients import reduce as gradients
 
     device = device or FakeDevice()
     messages, feed, samples = messages or Messages(device), _on_host(digests._feed_bytes), _on_host(digests._samples)
-    address = Tensor.data_ptr
+    address, begin = Tensor.data_ptr, torch.UntypedStorage.data_ptr
+
+    def begin_of(storage: torch.UntypedStorage) -> int:
+        _, kept = device._values.get(storage._cdata, (None, storage))
+        return begin(kept)
+
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (link_module.Link, "_matches", property(lambda _: False)),
@@ -552,6 +580,7 @@ def cuda(
             (nn.Module, "_apply", _moving()),
             (Tensor, "pin_memory", lambda tensor, *_: tensor),
             (Tensor, "data_ptr", lambda tensor: address(device.view_of(tensor))),
+            (torch.UntypedStorage, "data_ptr", begin_of),
             (dist, "all_gather_object", _on_host(dist.all_gather_object)),
             (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),
             (torch.cuda, "_lazy_init", lambda: None),
@@ -565,6 +594,11 @@ def cuda(
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         for owner, name, stand_in in FOUND if found else ():
             stack.enter_context(mock.patch.object(owner, name, stand_in))
+        if found:
+            stack.enter_context(mock.patch.object(torch, "tensor", _of_device(torch.tensor)))
+            stack.enter_context(mock.patch.object(intercept, "sdpa", _side_by_side(intercept.sdpa)))
+            attend = _side_by_side(nn.functional.scaled_dot_product_attention)
+            stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", attend))
         _, library = _library()
         assert library is not None
         library.is_there(1)
