@@ -215,6 +215,8 @@ class FakeDevice(TorchDispatchMode):
         target = kwargs.get("device")
         makes = target is not None and torch.device(target).type == "cuda"
         if not makes and not any(one.is_cuda for one in tensors):
+            # There is no driver that would pin memory of the host.
+            kwargs.pop("pin_memory", None)
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         found = self._with_values(func, args, kwargs)
@@ -492,6 +494,7 @@ PROPERTIES = SimpleNamespace(
 )
 BUILD = torch.__config__.show()
 
+
 def _of_device(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`torch.tensor` of numbers some of which are tensors of the device: their values are read, which is a wait."""
 
@@ -523,7 +526,10 @@ FOUND: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "empty_cache", lambda: None),
     (torch.cuda, "Event", Moment),
     (torch.cuda, "reset_peak_memory_stats", lambda *_: None),
-    *((torch.cuda, name, lambda *_: 1 << 20) for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")),
+    *(
+        (torch.cuda, name, lambda *_: 1 << 20)
+        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")
+    ),
     (torch.cuda, "is_available", lambda: True),
     (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
     (torch.cuda, "device_count", lambda: 1),
@@ -596,9 +602,12 @@ def cuda(
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         if found:
             stack.enter_context(mock.patch.object(torch, "tensor", _of_device(torch.tensor)))
-            stack.enter_context(mock.patch.object(intercept, "sdpa", _side_by_side(intercept.sdpa)))
-            attend = _side_by_side(nn.functional.scaled_dot_product_attention)
-            stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", attend))
+            # One function: ditmesh asks whether another has taken the place of torch's.
+            plain = nn.functional.scaled_dot_product_attention is intercept.sdpa
+            attend = _side_by_side(intercept.sdpa)
+            stack.enter_context(mock.patch.object(intercept, "sdpa", attend))
+            if plain:
+                stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", attend))
         _, library = _library()
         assert library is not None
         library.is_there(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from ditmesh.comm import backends
+from ditmesh.comm import backends, mesh
 from ditmesh.engine import engine_of, restore
 from ditmesh.generate.files import adapter, input_picture
 from ditmesh.generate.job import Generated, PictureJob
@@ -24,6 +24,7 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt
 from ditmesh.generate.run import generate
 from ditmesh.generate.runner import PipelineRunner
+from ditmesh.serve.worker import model_cache
 from nccl_rules.fake_cuda import FakeDevice, cuda, unavailable
 
 
@@ -33,7 +34,9 @@ def gpu_of_rank() -> Iterator[FakeDevice]:
     reason = unavailable()
     assert reason is None, reason
     where = torch.device("cuda", 0)
-    with cuda(found=True) as device, mock.patch.object(backends, "device_of_rank", lambda: where):
+    with cuda(found=True) as device, ExitStack() as stack:
+        for module in (backends, mesh, model_cache):
+            stack.enter_context(mock.patch.object(module, "device_of_rank", lambda: where))
         yield device
 
 
@@ -65,9 +68,9 @@ def job_of(model: str, out: Path, files: dict[str, Any] | None = None, **fields:
     out.mkdir(parents=True, exist_ok=True)
     return PictureJob(
         **{
-            **{"model": model, "name": info.name, "pipeline_class": info.pipeline_class},
-            **{"prompts": prompts, "prompt": prompts[0], "out": str(out), "files": tuple(given)},
-            **{"steps": 3, "guidance": 3.0, "seed": 3, "timeout": 100.0, "config": {}, **fields},
+            "model": model, "name": info.name, "pipeline_class": info.pipeline_class,
+            "prompts": prompts, "prompt": prompts[0], "out": str(out), "files": tuple(given),
+            "steps": 3, "guidance": 3.0, "seed": 3, "timeout": 100.0, "config": {}, **fields,
         }
     )
 
