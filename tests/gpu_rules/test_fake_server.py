@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ditmesh.serve.worker.adaptive import serve_pool
-from ditmesh.serve.worker.protocol import Beat, Finished
+from ditmesh.serve.worker.protocol import Beat, Finished, Preview
 from ditmesh.serve.worker.worker import serve_rank
 from nccl_rules.fake_cuda import unavailable
 from support.batching import Owner, at_once, of, picture, task
@@ -17,7 +17,7 @@ from support.served_on_fake_cuda import serve_on_gpu, serve_pool_on_gpu
 
 pytestmark = [pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())), pytest.mark.matrix]
 
-SMALL = {"width": 32, "height": 32, "steps": 3}
+SMALL = {"width": 32, "height": 32, "steps": 3, "previews": 1}
 
 
 def compared(pool: Any, spec: Any, on_cpu: Any, on_gpu: Any) -> None:
@@ -27,6 +27,7 @@ def compared(pool: Any, spec: Any, on_cpu: Any, on_gpu: Any) -> None:
         starts = [task(str(n), PROMPTS[n], seed=n, **SMALL) for n in range(2)]
         said = Owner(at_once(*starts), 2).serve(pool, [spec], function)
         assert {one.id for one in of(said, Finished)} == {"0", "1"}
+        assert {one.id for one in of(said, Preview)} == {"0", "1"}
         found.append([picture(said, str(n)) for n in range(2)])
     for one, other in zip(*found, strict=True):
         assert abs(one - other).max() <= 1

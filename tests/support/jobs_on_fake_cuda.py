@@ -36,7 +36,7 @@ def gpu_of_rank() -> Iterator[FakeDevice]:
     where = torch.device("cuda", 0)
     with cuda(found=True) as device, ExitStack() as stack:
         for module in (backends, mesh, model_cache):
-            stack.enter_context(mock.patch.object(module, "device_of_rank", lambda: where))
+            stack.enter_context(mock.patch.object(module, "device_of_rank", return_value=where))
         yield device
 
 
@@ -68,9 +68,19 @@ def job_of(model: str, out: Path, files: dict[str, Any] | None = None, **fields:
     out.mkdir(parents=True, exist_ok=True)
     return PictureJob(
         **{
-            "model": model, "name": info.name, "pipeline_class": info.pipeline_class,
-            "prompts": prompts, "prompt": prompts[0], "out": str(out), "files": tuple(given),
-            "steps": 3, "guidance": 3.0, "seed": 3, "timeout": 100.0, "config": {}, **fields,
+            "model": model,
+            "name": info.name,
+            "pipeline_class": info.pipeline_class,
+            "prompts": prompts,
+            "prompt": prompts[0],
+            "out": str(out),
+            "files": tuple(given),
+            "steps": 3,
+            "guidance": 3.0,
+            "seed": 3,
+            "timeout": 100.0,
+            "config": {},
+            **fields,
         }
     )
 
