@@ -18,8 +18,8 @@ from ditmesh.train.optimizer.precision import MeshGradScaler, not_finite
 from nccl_rules.fake_cuda import cuda, unavailable
 from nccl_rules.fake_world import one_of
 from support.models import tiny
-from support.on_fake_cuda import summed_late, trained, training_run
-from support.train import folder_of
+from support.on_fake_cuda import summed_late, trained, training_run, whole_run
+from support.train import folder_of, settings
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -142,3 +142,30 @@ def test_samples_of_a_cache_with_masks_and_others_of_their_class(fresh_ranks, tm
     for truth, found, looks, _ in fresh_ranks.run(training_run, str(data), config, 1, None, caches):
         assert found == pytest.approx(truth, rel=1e-4)
         assert {what for what in looks if what.startswith("ditmesh")} <= READ
+
+
+@pytest.mark.matrix
+def test_a_whole_run_and_its_resumption(fresh_ranks, tmp_path):
+    """With an average of the weights, bfloat16, images and the saved pipeline; from its checkpoint the same loss."""
+    given = settings(
+        folder_of(tmp_path / "data", 4),
+        tmp_path / "out",
+        max_train_steps=3,
+        parallel={"data": 2},
+        use_ema=True,
+        mixed_precision="bf16",
+        gradient_checkpointing=True,
+        checkpointing_steps=2,
+        validation_prompts=["a fish"],
+        validation_steps=2,
+        validation_inference_steps=1,
+    )
+    losses, unsaved, files = fresh_ranks.run(whole_run, given)[0]
+    assert list(losses) == [1, 2, 3]
+    assert unsaved == []
+    written = {"validation/step-2-0.png", "checkpoint-2/manifest.json", "pipeline/model_index.json"}
+    assert written <= set(files)
+    again = {**given, "resume_from_checkpoint": "checkpoint-2"}
+    found, unsaved, _ = fresh_ranks.run(whole_run, again)[0]
+    assert unsaved == []
+    assert found == {3: pytest.approx(losses[3], rel=1e-6)}

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.checkpoint import filesystem
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -534,6 +535,8 @@ FOUND: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
     (torch.cuda, "device_count", lambda: 1),
     (fake_tensor, "init_gpu_context", lambda *_: None),
+    # Checkpoints copy tensors to the host on a stream of their own.
+    (filesystem, "_OverlappingCpuLoader", lambda resolve, **_: filesystem._SerialCpuLoader(resolve)),
     (FakeTensorMode, "avoid_device_init", property(lambda _: True)),
 )
 

@@ -26,9 +26,9 @@ from ditmesh.config import ParallelConfig
 from ditmesh.layout.conventions import Size
 from ditmesh.strategies.pipefusion.stages import StageWeights
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.train import TrainConfig, reduce_gradients
+from ditmesh.train import TrainConfig, reduce_gradients, run
 from ditmesh.train.gradients import overlap
-from ditmesh.train.trainer import Trainer
+from ditmesh.train.trainer import Progress, Trainer
 from ditmesh.zoo import path as find
 from nccl_rules.fake_cuda import Look, attention_as_one_kernel, cuda, move_, unavailable
 from nccl_rules.fake_world import one_of
@@ -403,3 +403,18 @@ def training_run(
             trainer = stack.enter_context(Trainer(made, pipe, "cuda" if on_cuda else "cpu", timeout=100.0))
             losses.append(list(trainer.run().losses.values()))
     return losses[0], losses[1], dict(looks), getattr(device, "findings", [])
+
+
+def whole_run(given: dict[str, Any]) -> tuple[dict[int, float], list[str], list[str]]:
+    """A run of `train` on fake CUDA devices: losses by step, why checkpoints were not written, and files written."""
+    assert unavailable() is None
+    losses: dict[int, float] = {}
+
+    def report(message: Any) -> None:
+        if isinstance(message, Progress):
+            losses[message.step] = message.loss
+
+    with cuda(found=True), mock.patch.object(run, "device_of_rank", return_value=torch.device("cuda")):
+        unsaved = run.train(given, report=report, check_memory=False)["unsaved"]
+    out = Path(given["output_dir"])
+    return losses, unsaved, sorted(file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file())
