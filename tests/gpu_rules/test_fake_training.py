@@ -13,6 +13,7 @@ from torch import nn
 import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
+from ditmesh.train.checkpoints.checkpoint import Checkpoints
 from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
 from ditmesh.train.optimizer.precision import MeshGradScaler, not_finite
 from nccl_rules.fake_cuda import cuda, unavailable
@@ -142,6 +143,34 @@ def test_samples_of_a_cache_with_masks_and_others_of_their_class(fresh_ranks, tm
     for truth, found, looks, _ in fresh_ranks.run(training_run, str(data), config, 1, None, caches):
         assert found == pytest.approx(truth, rel=1e-4)
         assert {what for what in looks if what.startswith("ditmesh")} <= READ
+
+
+def test_checkpoints_of_tensors_of_a_device_and_of_the_host(tmp_path):
+    """What is copied in the background has the values of that moment; memory that is taken again has the new ones."""
+    with cuda(found=True) as device:
+        mesh = ditmesh.Mesh(ParallelConfig(), device="cuda")
+        base = torch.arange(12.0, device="cuda")
+
+        def state() -> dict[str, torch.Tensor]:
+            half = torch.ones(3, dtype=torch.bfloat16, device="cuda")
+            # Two of one storage, as slices of a flat one are.
+            return {"first": base[:6].view(2, 3), "second": base[6:], "half": half, "steps": torch.tensor(3.0)}
+
+        found = Checkpoints(tmp_path, mesh)
+        for step, background in ((1, False), (2, True), (3, True)):
+            base.fill_(step)
+            found.save(step, state(), background)
+            base.fill_(-1.0)
+            assert found.wait() is None
+        for step in (1, 2, 3):
+            read = {name: torch.zeros_like(one) for name, one in state().items()}
+            assert found.load(tmp_path / f"checkpoint-{step}", read) == step
+            assert {name: one.device.type for name, one in read.items() if name != "steps"} == dict.fromkeys(
+                ("first", "second", "half"), "cuda"
+            )
+            values = {name: device.values(one).flatten().tolist() for name, one in read.items()}
+            assert values == {"first": [step] * 6, "second": [step] * 6, "half": [1] * 3, "steps": [3]}
+        found.close()
 
 
 @pytest.mark.matrix

@@ -21,7 +21,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.checkpoint import filesystem
+from torch.cuda import _pin_memory_utils
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -535,10 +536,48 @@ FOUND: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
     (torch.cuda, "device_count", lambda: 1),
     (fake_tensor, "init_gpu_context", lambda *_: None),
-    # Checkpoints copy tensors to the host on a stream of their own.
-    (filesystem, "_OverlappingCpuLoader", lambda resolve, **_: filesystem._SerialCpuLoader(resolve)),
     (FakeTensorMode, "avoid_device_init", property(lambda _: True)),
+    # Checkpoints are copied to the host by these. A kernel has run here when its call returns: the streams are one.
+    (torch.cuda, "current_stream", lambda *_: _Stream()),
+    (torch.cuda, "stream", lambda _: nullcontext()),
+    (torch.accelerator, "synchronize", lambda *_: None),
+    (_pin_memory_utils, "pin_memory", lambda *_: None),
+    (_pin_memory_utils, "unpin_memory", lambda *_: None),
 )
+
+
+class _Stream:
+    """The one stream of the device."""
+
+    device_type = "cuda"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        """Every kernel has run."""
+
+
+def _staged(device: FakeDevice) -> Callable[..., Tensor]:
+    """What stands in for torch's copy of a checkpoint's tensor to memory of the host, which it keeps and takes again.
+
+    It copies whole storages, which no operation does: those of the values.
+    """
+    offload = StateDictStager._offload_tensor
+
+    def staged(self: StateDictStager, tensor: Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Tensor:
+        if not isinstance(tensor, FakeTensor):
+            return offload(self, tensor, memo, non_blocking)
+        values = device.view_of(tensor)
+        # torch knows what it has copied by its number.
+        self._keep_alive(values, memo)
+        with _disable_current_modes():
+            return offload(self, values, memo, non_blocking)
+
+    return staged
 
 
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -588,6 +627,7 @@ def cuda(
             (values, "PLAIN_TYPES", (*values.PLAIN_TYPES, FakeTensor)),
             (nn.Module, "_apply", _moving()),
             (Tensor, "pin_memory", lambda tensor, *_: tensor),
+            (StateDictStager, "_offload_tensor", _staged(device)),
             (Tensor, "data_ptr", lambda tensor: address(device.view_of(tensor))),
             (torch.UntypedStorage, "data_ptr", begin_of),
             (dist, "all_gather_object", _on_host(dist.all_gather_object)),

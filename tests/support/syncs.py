@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -108,16 +109,25 @@ def asked_by(through: str = __file__) -> tuple[str, str, tuple[str, ...]]:
     owner, place, stack = "other", "", []
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(SKIPPED) and name != through:
-            path = Path(name)
-            inside = next((folder for folder in OWNERS if path.is_relative_to(folder)), None)
+        found = _owner(name) if name != through else None
+        if found is not None:
             if not place:
-                place = f"{path.relative_to(inside) if inside else path.name}:{frame.f_lineno}"
-                owner = "cpu" if path == CPU_ONLY else OWNERS[inside] if inside else "other"
-            if inside == OURS:
-                stack.append(f"{path.relative_to(OURS)}:{frame.f_lineno}")
+                owner, place = found[0], f"{found[1]}:{frame.f_lineno}"
+            if found[2]:
+                stack.append(f"{found[1]}:{frame.f_lineno}")
         frame = frame.f_back
     return owner, place, tuple(stack)
+
+
+@cache
+def _owner(name: str) -> tuple[str, str, bool] | None:
+    """Owner of a source file, its name there, and whether it is ditmesh's; None: torch's or the standard library's."""
+    if name.startswith(SKIPPED):
+        return None
+    path = Path(name)
+    inside = next((folder for folder in OWNERS if path.is_relative_to(folder)), None)
+    owner = "cpu" if path == CPU_ONLY else OWNERS[inside] if inside else "other"
+    return owner, str(path.relative_to(inside) if inside else path.name), inside == OURS
 
 
 class _Watch(TorchDispatchMode):
