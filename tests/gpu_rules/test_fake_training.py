@@ -170,6 +170,7 @@ def test_checkpoints_of_tensors_of_a_device_and_of_the_host(tmp_path):
             )
             values = {name: device.values(one).flatten().tolist() for name, one in read.items()}
             assert values == {"first": [step] * 6, "second": [step] * 6, "half": [1] * 3, "steps": [3]}
+        assert base[6:].untyped_storage().data_ptr() == base.data_ptr()
         found.close()
 
 

@@ -206,6 +206,10 @@ class FakeDevice(TorchDispatchMode):
             whole = torch.empty(0, dtype=tensor.dtype)
             return whole.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
+    def storage_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The storage of the values of a CUDA tensor's; a storage on the host is its own."""
+        return self._values[storage._cdata][1] if storage._cdata in self._values else storage
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -608,12 +612,7 @@ def cuda(
 
     device = device or FakeDevice()
     messages, feed, samples = messages or Messages(device), _on_host(digests._feed_bytes), _on_host(digests._samples)
-    address, begin = Tensor.data_ptr, torch.UntypedStorage.data_ptr
-
-    def begin_of(storage: torch.UntypedStorage) -> int:
-        _, kept = device._values.get(storage._cdata, (None, storage))
-        return begin(kept)
-
+    address, start = Tensor.data_ptr, torch.UntypedStorage.data_ptr
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (link_module.Link, "_matches", property(lambda _: False)),
@@ -629,7 +628,7 @@ def cuda(
             (Tensor, "pin_memory", lambda tensor, *_: tensor),
             (StateDictStager, "_offload_tensor", _staged(device)),
             (Tensor, "data_ptr", lambda tensor: address(device.view_of(tensor))),
-            (torch.UntypedStorage, "data_ptr", begin_of),
+            (torch.UntypedStorage, "data_ptr", lambda storage: start(device.storage_of(storage))),
             (dist, "all_gather_object", _on_host(dist.all_gather_object)),
             (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),
             (torch.cuda, "_lazy_init", lambda: None),
