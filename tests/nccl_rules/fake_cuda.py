@@ -631,6 +631,8 @@ def cuda(
             (torch.UntypedStorage, "data_ptr", lambda storage: start(device.storage_of(storage))),
             (dist, "all_gather_object", _on_host(dist.all_gather_object)),
             (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),
+            (dist, "gather_object", _on_host(dist.gather_object)),
+            (dist, "scatter_object_list", _on_host(dist.scatter_object_list)),
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
             (torch.cuda, "set_rng_state", lambda *_: None),
