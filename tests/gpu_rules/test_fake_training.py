@@ -175,26 +175,40 @@ def test_checkpoints_of_tensors_of_a_device_and_of_the_host(tmp_path):
 
 
 @pytest.mark.matrix
-def test_a_whole_run_and_its_resumption(fresh_ranks, tmp_path):
-    """With an average of the weights, bfloat16, images and the saved pipeline; from its checkpoint the same loss."""
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"use_ema": True, "mixed_precision": "bf16", "gradient_checkpointing": True},
+        {
+            "lora": {"rank": 2},
+            "mixed_precision": "fp16",
+            "gradient_accumulation_steps": 2,
+            "train_batch_size": 1,
+            "max_grad_norm": 0.05,
+            "checkpointing_async": True,
+        },
+    ],
+    ids=["ema", "lora"],
+)
+def test_a_whole_run_and_its_resumption(fresh_ranks, tmp_path, more):
+    """With images and what is saved in the end; from its checkpoint the same loss."""
     given = settings(
         folder_of(tmp_path / "data", 4),
         tmp_path / "out",
         max_train_steps=3,
         parallel={"data": 2},
-        use_ema=True,
-        mixed_precision="bf16",
-        gradient_checkpointing=True,
         checkpointing_steps=2,
         validation_prompts=["a fish"],
         validation_steps=2,
         validation_inference_steps=1,
+        **more,
     )
     losses, unsaved, files = fresh_ranks.run(whole_run, given)[0]
     assert list(losses) == [1, 2, 3]
     assert unsaved == []
-    written = {"validation/step-2-0.png", "checkpoint-2/manifest.json", "pipeline/model_index.json"}
+    written = {"validation/step-2-0.png", "checkpoint-2/manifest.json"}
     assert written <= set(files)
+    assert any(file.startswith("lora/" if "lora" in more else "pipeline/") for file in files)
     again = {**given, "resume_from_checkpoint": "checkpoint-2"}
     found, unsaved, _ = fresh_ranks.run(whole_run, again)[0]
     assert unsaved == []
