@@ -468,7 +468,7 @@ class SimDevice(FakeDevice):
         with unset_fake_temporarily(), no_dispatch():
             return tensor.detach().clone()
 
-    def _keep(self, fake: Tensor, found: Tensor) -> Tensor:
+    def _keep(self, fake: Tensor, found: Tensor, name: str = "") -> Tensor:
         """The host has waited, and the result is there."""
         if fake.is_cuda and fake.untyped_storage()._cdata not in self._blocks:
             self._new(fake)
