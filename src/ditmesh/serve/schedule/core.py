@@ -131,7 +131,7 @@ class Scheduler:
     _meant: dict[str, int] = field(default_factory=dict, repr=False)
     # Answers of `_best`, and the costs that they are of.
     _memo: dict[Any, dict[int, tuple[float, Mode]]] = field(default_factory=dict, repr=False)
-    _version: tuple[int, int] = (0, -1)
+    _version: tuple[StepCosts | None, int] = field(default=(None, -1), repr=False)
 
     def charge(self, owner: str, seconds: float, weight: float = 1.0) -> None:
         """Record the time of ranks that an owner has had."""
@@ -152,9 +152,11 @@ class Scheduler:
         """By number of ranks the seconds that are left and the mode, only where more ranks are faster."""
         modes = tuple(self._modes(task))
         key = task.kind, task.steps, task.begun, modes
-        if self._version != (id(costs), costs.version) or len(self._memo) > 10_000:
+        known, version = self._version
+        # Not by its number, which another one has when it is gone.
+        if known is not costs or version != costs.version or len(self._memo) > 10_000:
             self._memo.clear()
-            self._version = id(costs), costs.version
+            self._version = costs, costs.version
         if key not in self._memo:
             self._memo[key] = self._faster(costs, task, modes)
         return self._memo[key]
