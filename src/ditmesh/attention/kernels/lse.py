@@ -89,14 +89,8 @@ def attend_each_alone(
     Args and result: as of `attend_with_lse`, with at least one query and key, contiguous; without the LSE. None: there
     is no such kernel for the call.
     """
-    width = q_bhsd.shape[-1]
-    q, k, v = _padded((q_bhsd, k_bhsd, v_bhsd))
-    bias = None if mask is None else _aligned(mask, q, k)
-    cuda, kernel = torch.backends.cuda, fused("_scaled_dot_product_efficient_attention")
-    if kernel is None or not cuda.can_use_efficient_attention(cuda.SDPAParams(q, k, v, bias, 0.0, False, False)):
-        return None
-    out = kernel(q, k, v, bias, False, 0.0, False, scale=1 / math.sqrt(width) if scale is None else scale)[0]
-    return out[..., : v_bhsd.shape[-1]]
+    found = _cuda(q_bhsd, k_bhsd, v_bhsd, mask, scale, flash=False)
+    return None if found is None else found[0]
 
 
 def without_blind(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,7 +237,7 @@ def cudnn(
     return out, lse.reshape(q.shape[:3])
 
 
-def _cuda_kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
+def _cuda_kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, flash: bool = True) -> str:
     """The fused kernel that this GPU has for a call: ``"flash"``, ``"efficient"`` or ``""``.
 
     torch knows which architectures, dtypes and head sizes each takes (flash needs Ampere, neither takes float64), and
@@ -251,7 +245,7 @@ def _cuda_kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
     """
     cuda = torch.backends.cuda
     call = cuda.SDPAParams(q, k, v, bias, 0.0, False, False)
-    if bias is None and cuda.can_use_flash_attention(call):
+    if flash and bias is None and cuda.can_use_flash_attention(call):
         return "flash"
     return "efficient" if cuda.can_use_efficient_attention(call) else ""
 
@@ -276,13 +270,15 @@ def _aligned(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], keys)
 
 
-def _cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor] | None:
-    """By a fused kernel; None: there is none for the call."""
+def _cuda(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, flash: bool = True
+) -> tuple[Tensor, Tensor] | None:
+    """By a fused kernel; None: there is none for the call. ``flash``: it may be flash attention."""
     width = q.shape[-1]
     scale = 1 / math.sqrt(width) if scale is None else scale
     q, k, v = _padded((q, k, v))
     bias = None if mask is None else _aligned(mask, q, k)
-    kind = _cuda_kernel(q, k, v, bias)
+    kind = _cuda_kernel(q, k, v, bias, flash)
     kernel = fused(f"_scaled_dot_product_{kind}_attention")
     if kernel is None:
         return None
