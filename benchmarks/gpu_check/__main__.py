@@ -64,7 +64,7 @@ def parts() -> dict[str, Part]:
     import single
     import whole
 
-    found = {name: Part(single.streamed(name), seconds) for name, (_, seconds) in single.PARTS.items()}
+    found = {name: Part(single.streamed(name, run), seconds) for name, (run, seconds) in single.PARTS.items()}
     found |= {name: Part(*part) for module in (messages, several, whole) for name, part in module.PARTS.items()}
     return {name: found[name] for name in (*FIRST, *SECOND, *THIRD)}
 

@@ -489,11 +489,11 @@ PARTS = {
 FUNCTIONS = {name: run for name, (run, _) in PARTS.items()}
 
 
-def streamed(name: str) -> Callable[[Workers, bool], Iterator[Row]]:
+def streamed(name: str, function: Callable[[bool], Iterator[Row]]) -> Callable[[Workers, bool], Iterator[Row]]:
     """A part that one worker runs by itself."""
 
     def part(workers: Workers, quick: bool) -> Iterator[Row]:
         yield from workers.stream(name, quick)
 
-    part.__doc__ = FUNCTIONS[name].__doc__
+    part.__doc__ = function.__doc__
     return part

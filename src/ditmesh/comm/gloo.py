@@ -1,4 +1,4 @@
-"""Process groups whose gloo part has the network device of the default group, and no polling thread of its own.
+"""Process groups that share one network device for gloo, and so one polling thread for all groups of a rank.
 
 torch makes a device for every gloo group: a listening socket, and a thread that waits for the group's sockets and wakes
 up a hundred times a second also when nothing comes. A device can carry any number of groups, but

@@ -1,4 +1,4 @@
-"""Which threads of a host's processor wait for which."""
+"""The priority of ranks on CPUs beside the server's other threads."""
 
 from __future__ import annotations
 
