@@ -29,10 +29,14 @@ def pool_spec(ranks: int, name: str = "emoji", model: str = "emoji-sd3", **confi
 
 @dataclass
 class RandomScheduler(Scheduler):
-    """Any ranks for any task, for a few calls; tasks wait at random, and run together at random."""
+    """Any ranks for any task, for a few calls; tasks wait at random, and run together at random.
+
+    The first call that can be shared is shared by all ranks, so that no schedule is without such a call.
+    """
 
     seed: int = 0
     draw: random.Random = field(init=False)
+    shared: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
@@ -56,6 +60,10 @@ class RandomScheduler(Scheduler):
                 continue
             modes = [ALONE] if one.narrow or not one.steps else list(self.modes.get(one.kind.model, [ALONE]))
             self.draw.shuffle(modes)
+            if not self.shared and (wide := [mode for mode in modes if mode.ranks == self.ranks > 1]):
+                if busy:
+                    continue
+                modes, self.shared = wide, True
             for mode in modes:
                 firsts = [
                     first
@@ -70,7 +78,7 @@ class RandomScheduler(Scheduler):
                     ids += [other.id for other in same if self.draw.random() < 0.5]
                 waiting = [other for other in waiting if other.id not in ids]
                 run = Run(self.draw.choice(firsts), mode, tuple(ids), self.draw.randint(1, 3), 1e-9)
-                endless = self.draw.random() < 0.5
+                endless = self.shared and self.draw.random() < 0.5
                 begun.append(run if mode.ranks > 1 else Run(run.first, mode, run.tasks, 0, 1e-9, endless))
                 busy.update(run.ranks)
                 break
@@ -122,7 +130,7 @@ class RandomSchedules(RandomScheduler):
     ) -> list[Run]:
         seed = min(int(one.id.partition("/")[0]) for one in tasks)
         if seed != self.seed:
-            self.seed, self.draw = seed, random.Random(seed)
+            self.seed, self.draw, self.shared = seed, random.Random(seed), False
         return super().decide(costs, now, tasks, running, free)
 
 
