@@ -24,6 +24,7 @@ from .pooled import PoolBatcher
 from .priority import give_way
 from .protocol import Cancelled, Load, Message, ModelFailed, Stop, TaskStepped
 from .rendezvous import FailureReason, RankRendezvous, failure_of
+from .trim import MemoryTrimmer
 from .wire import (
     Answers,
     Assigned,
@@ -156,6 +157,7 @@ class PoolWorker:
         # By task, results of calls that other ranks have made, as `Answers.data`.
         self._backlog: dict[str, list[bytes]] = {}
         self._threads: list[threading.Thread] = []
+        self._trimmer = MemoryTrimmer()
         self._state_time = 0.0
         self._rows = 0
         self._step_seconds = 0.0
@@ -184,6 +186,7 @@ class PoolWorker:
                 self._ended = True
                 return
             self._obey(event)
+            self._trimmer.trim_when_due()
 
     def close(self) -> None:
         """Drop all tasks and unload the models."""

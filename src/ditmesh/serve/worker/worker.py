@@ -48,6 +48,7 @@ from .protocol import (
     under_way,
 )
 from .rendezvous import FailureReason, RankRendezvous, RoundMessage, failure_of
+from .trim import MemoryTrimmer
 from .turns import Waiting, next_turn
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class RankWorker:
         self._ranks = RankRendezvous(report)
         self._models = ModelCache(self._ranks)
         self._scheduler = TaskScheduler(self._ranks, self._models)
+        self._trimmer = MemoryTrimmer()
         self._state_time = self._beat_time = 0.0
         self._calls = 0
 
@@ -155,6 +157,7 @@ class RankWorker:
                     scheduler.refuse(answer)
             scheduler.round()
             self._beat()
+            self._trimmer.trim_when_due()
 
     def close(self) -> None:
         """Drop all tasks and unload the models."""
