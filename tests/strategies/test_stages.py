@@ -14,6 +14,7 @@ import torch.distributed as dist
 import ditmesh
 from ditmesh.strategies.pipefusion.pipeline import PipeFusion
 from ditmesh.strategies.pipefusion.stages import balanced, kinds_of
+from support.clocks import SimulatedClock, measured_by
 from support.models import relative_error, tiny
 from support.pipelines import MAKERS, arguments, draw
 from support.tensor import bits, same_bits
@@ -52,21 +53,25 @@ def owns(rank: int, lengths: tuple[int, ...]) -> list[bool]:
 
 
 def cut(config: dict[str, Any], slow: str = "", slow_rank: int | None = None, again: bool = False) -> dict[str, Any]:
-    """What a configuration cuts before, after one request and after another one; slow blocks sleep.
+    """What a configuration cuts before, after one request and after another one, by a simulated clock.
 
     Args:
         config: how.
-        slow: block list whose blocks take 100 ms more.
+        slow: block list whose blocks take 100 ms more than the 20 ms of every block.
         slow_rank: the rank on which they do; None: on all.
-        again: the sleep ends, and the second request measures again.
+        again: the blocks are no longer slow, and the second request measures again.
     """
     pipe = pipeline()
     before = bits(pipe.transformer)
     found: dict[str, Any] = {"rank": dist.get_rank()}
     blocks = pipe.transformer.get_submodule(slow) if slow else []
     nap = 0.1 if slow_rank in (None, dist.get_rank()) else 0.0
-    handles = [block.norm.register_forward_pre_hook(lambda *_: time.sleep(nap)) for block in blocks]
-    with ditmesh.parallelized(pipe, {**PATCHES, **config}, timeout=300):
+    clock = SimulatedClock()
+    model = pipe.transformer
+    for norm in [block.norm1 for block in model.transformer_blocks] + [b.norm for b in model.single_transformer_blocks]:
+        norm.register_forward_pre_hook(lambda *_: clock.sleep(0.02))
+    handles = [block.norm.register_forward_pre_hook(lambda *_: clock.sleep(nap)) for block in blocks]
+    with measured_by(clock), ditmesh.parallelized(pipe, {**PATCHES, **config}, timeout=300):
         stages = ditmesh.engine_of(pipe).parts(PipeFusion)[0].stages
         found["before"], found["held before"] = stages.lengths, held(pipe)
         found["first"] = drawn(pipe)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,6 +11,8 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.errors import ConfigError
+from ditmesh.strategies.balance import median_times
+from support.clocks import SimulatedClock, measured_by
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.parity import parity
 from support.sample import sampled
@@ -72,13 +73,13 @@ def slow_rank_one(config: dict[str, Any]) -> dict[str, Any]:
     model, made = tiny("Flux"), inputs("Flux", RAGGED)
     truth = run(model, made)
 
-    handles = [block.norm1.register_forward_pre_hook(lambda *_: time.sleep(0.02)) for block in model.transformer_blocks]
-    inner = model.transformer_blocks[0].norm1.register_forward_pre_hook(
-        lambda *_: time.sleep(0.06 if dist.get_rank() == 1 else 0.0)
-    )
+    clock = SimulatedClock()
+    blocks = model.transformer_blocks
+    handles = [block.norm1.register_forward_pre_hook(lambda *_: clock.sleep(0.02)) for block in blocks]
+    inner = blocks[0].norm1.register_forward_pre_hook(lambda *_: clock.sleep(0.06 if dist.get_rank() == 1 else 0.0))
     found: dict[str, Any] = {}
     try:
-        with ditmesh.parallelized(model, config):
+        with measured_by(clock), ditmesh.parallelized(model, config):
             balance = ditmesh.engine_of(model).balances[0]
             found["before"] = balance.speeds
             run(model, made)
@@ -140,3 +141,12 @@ def given_speeds() -> str:
 
 def test_given_speeds_are_not_measured(ranks):
     assert all("speeds='auto'" in message for message in ranks(2).run(given_speeds))
+
+
+def test_a_measurement_is_the_median_without_the_first_run():
+    """The first run makes what later ones find, and one run may be stopped by other work."""
+    clock = SimulatedClock()
+    durations = iter([9.0, 0.3, 5.0, 0.2])
+    with measured_by(clock):
+        assert median_times(lambda: clock.sleep(next(durations)), "cpu") == pytest.approx((0.3, 0.3))
+    assert next(durations, None) is None
