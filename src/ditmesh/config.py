@@ -435,7 +435,7 @@ class ParallelConfig(BaseModel):
 
     @property
     def stages_or_patches(self) -> bool:
-        """Whether PipeFusion runs: several stages, or one stage with patches."""
+        """True if PipeFusion runs: several stages, or one stage with patches."""
         return self.pipe > 1 or (self.patches or 1) > 1
 
     @property
@@ -455,7 +455,7 @@ class ParallelConfig(BaseModel):
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether a rank holds only a part of the transformer's weights."""
+        """True if a rank holds only a part of the transformer's weights."""
         return self.tensor * self.pipe * self.shard > 1
 
     def size_of(self, axes: Iterable[str]) -> int:

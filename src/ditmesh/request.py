@@ -50,7 +50,7 @@ class Widget:
     least_leaves: bool = True
 
     def leaves(self, value: Any) -> bool:
-        """Whether a value means that the field is not given."""
+        """True if a value means that the field is not given."""
         return self.least_leaves and (value == self.least or value < 0)
 
 

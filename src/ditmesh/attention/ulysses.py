@@ -123,7 +123,7 @@ class HeadExchange:
         return outgoing, shapes, here
 
     def _packs(self, tensors: Sequence[Tensor], streams: Sequence[Partition]) -> bool:
-        """Whether one buffer is sent; tensors (B, H, s, D) then differ in s alone, and some of their tokens travel."""
+        """True if one buffer is sent; tensors (B, H, s, D) then differ in s alone, and some of their tokens travel."""
         alike = self.link.packs and len({(*tensor.shape[:2], tensor.shape[3]) for tensor in tensors}) == 1
         return alike and not all(tokens.all_replicated for tokens in streams)
 

@@ -154,7 +154,7 @@ def _say(message: str, speaks: bool | None = None) -> None:
 
 
 def _first_here() -> bool:
-    """Whether this process prints errors for its host."""
+    """True if this process prints errors for its host."""
     there = torchrun_rank()
     return there is None or there.local_rank == 0
 

@@ -10,7 +10,7 @@ from ..errors import did_you_mean, what_is_wrong
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether the command line's parser has raised an exception."""
+    """True if the command line's parser has raised an exception."""
     # Its class is typer's or click's, by the version.
     return hasattr(error, "format_message") and hasattr(error, "exit_code")
 

@@ -215,7 +215,7 @@ def picture_job(
 
 
 def videos_of(info: ModelInfo) -> bool:
-    """Whether a model generates videos, as far as its files tell."""
+    """True if a model generates videos, as far as its files tell."""
     from ..generate.job import makes_videos
     from ..generate.runner import quieten
 

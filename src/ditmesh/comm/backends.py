@@ -1,4 +1,4 @@
-"""Which backend of a process group carries the tensors of a device: a group may have one for each kind of device."""
+"""The backend of a process group for the tensors of a device: a group may have one for each kind of device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NCCL_INIT = "DITMESH_NCCL_INIT"
 
 
 def nccl_init() -> NcclInit:
-    """How communicators are made, as the environment of this rank says.
+    """The way in which NCCL's communicators are made, as this rank's environment says.
 
     Raises:
         ConfigError: it says something unknown.
@@ -90,7 +90,7 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> s
 
 
 def carries_none(kind: str) -> str:
-    """What is wrong with a process group that has no backend for tensors of a kind of device."""
+    """The error message for a process group without a backend for tensors of this kind of device."""
     return (
         f"the process group carries no {kind} tensors, and the model is on the {kind}; move the pipeline to its rank's "
         f'device before ditmesh.parallelize, or call torch.distributed.init_process_group("{ON_GPUS}")'
@@ -98,6 +98,6 @@ def carries_none(kind: str) -> str:
 
 
 def device_of_rank() -> torch.device:
-    """Where this rank computes: the current GPU when the ranks talk over NCCL, else the CPU."""
+    """The device of this rank: the current GPU where the ranks use NCCL, else the CPU."""
     on_nccl = dist.is_available() and dist.is_initialized() and backend_of(None, "cuda") == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")

@@ -1,9 +1,9 @@
 """Process groups that share one network device for gloo, and so one polling thread for all groups of a rank.
 
-torch makes a device for every gloo group: a listening socket, and a thread that waits for the group's sockets and wakes
-up a hundred times a second also when nothing comes. A device can carry any number of groups, but
-`torch.distributed.new_group` takes no options for gloo. So what torch calls to make the group is replaced while it is
-made, in the calling thread alone. Whatever depends on the name "gloo" finds the group that it expects.
+torch makes a device for every gloo group: a listening socket, and a thread that polls the group's sockets and wakes up
+a hundred times a second even when no message arrives. A device can carry any number of groups, but
+`torch.distributed.new_group` takes no options for gloo. So the constructor that torch calls is replaced while the
+group is made, in the calling thread alone. Code that depends on the name "gloo" finds the group that it expects.
 
 The devices are the default group's, and end with the last group that has them.
 """
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 # The options of the first gloo group beside a default group that has no gloo part: of GPUs, by NCCL alone.
 _beside: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
-# Of torch's ``ProcessGroupGloo``. What is called with others is left to torch.
+# Parameters of torch's ``ProcessGroupGloo``. A call with other ones is left to torch.
 _ARGUMENTS = ("store", "rank", "size", "timeout")
 # Held while the replacement is put in its place or taken from there.
 _replacing = threading.Lock()

@@ -45,7 +45,7 @@ class Hosts:
         return tuple(order.index(first) for first in firsts)
 
     def joins(self, ranks: Iterable[int]) -> bool:
-        """Whether all of these ranks are near one another."""
+        """True if all of these ranks are near one another."""
         ranks = frozenset(ranks)
         return all(self.near[rank] >= ranks for rank in ranks)
 

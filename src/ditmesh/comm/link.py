@@ -140,7 +140,7 @@ class Link:
 
     @property
     def _shared(self) -> SharedChannel | None:
-        """What all ranks of the link share."""
+        """The shared memory of all ranks of the link, if there is one and no graph is compiled."""
         # A compiled graph holds collectives of the process group, which the compiler knows.
         return None if self._far or torch.compiler.is_compiling() else self._channel
 
@@ -243,7 +243,7 @@ class Link:
 
     @property
     def _matches(self) -> bool:
-        """Whether the process group tells messages apart by their tags."""
+        """True if the process group tells messages apart by their tags."""
         if torch.compiler.is_compiling():
             return False
         self._state.check()
@@ -251,7 +251,7 @@ class Link:
 
     @property
     def packs(self) -> bool:
-        """Whether all that a rank sends in a collective is one buffer, as on NCCL; else messages go one by one."""
+        """True if all that a rank sends in a collective is one buffer, as on NCCL; else messages go one by one."""
         through_group = self._group is not None and (self._channel is None or bool(self._far))
         return through_group and not torch.compiler.is_compiling() and not self._matches
 
@@ -727,7 +727,7 @@ def _specs(tensors: Sequence[Tensor]) -> list[Spec]:
 def _passed_on(
     take: Callable[[timedelta | None], list[Tensor]], origins: Sequence[int], timeout: timedelta | None
 ) -> list[Tensor]:
-    """What a rank of this host passes on; an error also names those it comes from, of which one may be lost."""
+    """Receive relayed tensors; an error also names the original senders, of which one may have failed."""
     try:
         return take(timeout)
     except DesyncError:

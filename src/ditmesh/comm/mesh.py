@@ -221,7 +221,7 @@ class Mesh:
 
     @property
     def leads_stage(self) -> bool:
-        """Whether this rank has the first place on all axes but pipe."""
+        """True if this rank has the first place on all axes but pipe."""
         return max(link.rank for link in (self.data, self.cfg, self.sequence, self.tensor)) == 0
 
     def inside_stages(self) -> Mesh:
@@ -238,7 +238,7 @@ class Mesh:
         return group
 
     def shares_weights_as(self, config: ParallelConfig) -> bool:
-        """Whether `shard` joins the ranks that a configuration says."""
+        """True if `shard` joins the ranks that a configuration says."""
         return (self.config.shard, self.config.replicas) == (config.shard, config.replicas)
 
     @property
@@ -282,7 +282,7 @@ class Mesh:
         return mine
 
     def _keeps_order(self, name: str) -> bool:
-        """Whether messages of a link keep an order of their own, or are long under way: it shares no process group.
+        """True if messages of a link keep an order of their own, or are long under way: it shares no process group.
 
         NCCL carries what one group is given in that order: stages post theirs in another order than the sums of all
         ranks, and what is to travel beside the computation would hold up what is waited for.
@@ -375,7 +375,7 @@ class Mesh:
         self.agree(self.misfit(device))
 
     def misfit(self, device: torch.device | None) -> str:
-        """Why a model that computes on a device cannot run on this rank of the mesh; empty: it can."""
+        """The reason why a model on this device cannot run on this rank of the mesh; empty: it can."""
         if self.world_size == 1 or device is None or device.type == "meta":
             return ""
         indices = {device.index, self.device.index} - {None}
@@ -387,7 +387,7 @@ class Mesh:
         )
 
     def _misplaced(self) -> str:
-        """Why this rank's device does not go with its process group or the configuration; empty: it does."""
+        """The reason why this rank's device does not fit its process group or the configuration; empty: it does."""
         kind = self.device.type
         if not backend_of(None, self.device):
             return carries_none(kind)
@@ -414,7 +414,7 @@ class Mesh:
 
     @property
     def failed(self) -> bool:
-        """Whether the request in progress has failed on this rank; the next boundary mends it."""
+        """True if the request in progress has failed on this rank; the next boundary mends it."""
         return self.world_size > 1 and (self._outcome != _FINE or self._state.lost)
 
     @contextmanager

@@ -83,7 +83,7 @@ class _Peer:
     regions: dict[int, memoryview] = field(default_factory=dict)
 
     def gone(self) -> bool:
-        """Whether the process has ended."""
+        """True if the process has ended."""
         if self.alive is None:
             return not Path(f"/proc/{self.process}").exists()
         # Not select(), which takes no number above 1023.
@@ -140,7 +140,7 @@ class SharedMemory:
         self._table[self._failed] = self.state.number + 1
 
     def failed(self, rank: int) -> bool:
-        """Whether another rank has said that this request has failed there."""
+        """True if another rank has said that this request has failed there."""
         peer = self._peers.get(rank)
         return peer is not None and peer.table[self._failed] > self.state.number
 
@@ -326,14 +326,14 @@ class SharedChannel:
 
 
 def message_bytes(specs: Sequence[Spec]) -> int:
-    """What tensors of these shapes and dtypes take in shared memory as one message."""
+    """Bytes of shared memory for one message of tensors with these shapes and dtypes."""
     return _places(tuple(specs))[1]
 
 
 # Shapes repeat from block to block.
 @lru_cache(maxsize=4096)
 def _places(specs: tuple[Spec, ...]) -> tuple[list[slice], int]:
-    """Where the tensors of a message lie, in bytes and as torch's own do, and where the last one ends."""
+    """Byte offsets of a message's tensors, aligned as torch aligns its own, and the end of the last one."""
     places, end = [], 0
     for shape, dtype in specs:
         start = rounded_up(end, ALIGNMENT)
@@ -348,6 +348,6 @@ def _with_elements(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
 
 
 def possible(ranks: int) -> bool:
-    """Whether processes of this system can send messages through memory, in a job of so many ranks."""
+    """True if processes of this system can send messages through memory, in a job of so many ranks."""
     system = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
     return system and ranks <= MOST_RANKS

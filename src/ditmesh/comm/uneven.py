@@ -27,7 +27,7 @@ _WORKING, _DONE, _FAILED = "working", "done", "failed"
 
 @dataclass(frozen=True)
 class RankProgress:
-    """How far one rank is: ``done`` of ``total`` parts; a total of 0 is not known yet."""
+    """The progress of one rank: ``done`` of ``total`` parts; a total of 0 is not known yet."""
 
     done: int = 0
     total: int = 0
@@ -38,10 +38,10 @@ Show = Callable[[list[RankProgress]], None]
 
 
 class Advance:
-    """What a rank calls inside `uneven_work`: ``advance(done, total)``.
+    """The callback for progress inside `uneven_work`: ``advance(done, total)``.
 
     Raises:
-        PeerError: another rank has failed, or gets on no more; names it.
+        PeerError: another rank has failed, or makes no progress; names it.
     """
 
     def __init__(self, mesh: Mesh, what: str, name: str, show: Show | None) -> None:

@@ -180,5 +180,5 @@ def _others(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def covers(known: str, path: str) -> bool:
-    """Whether ``path`` is ``known`` or lies below it."""
+    """True if ``path`` is ``known`` or lies below it."""
     return path == known or path.startswith(known + ".")

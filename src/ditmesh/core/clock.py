@@ -44,7 +44,7 @@ class TransformerCall:
 
     @cached_property
     def steady(self) -> bool:
-        """Whether the call's arguments, timestep and latents apart, are those of the branch in the step before."""
+        """True if the call's arguments, timestep and latents apart, are those of the branch in the step before."""
         return self.steadiness()
 
 
@@ -229,7 +229,7 @@ class CallClock:
         return not self._at_one_time(now.timestep, of.calls[0].timestep) or self._again(now)
 
     def _again(self, now: _SeenCall) -> bool:
-        """Whether the model is asked again what it was asked before in this step, of other latents."""
+        """True if the model is asked again what it was asked before in this step, of other latents."""
         return any(
             now.model == call.model
             and self.values.all_same(now.others, call.others)

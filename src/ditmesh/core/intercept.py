@@ -206,7 +206,7 @@ def uninstall() -> None:
 
 
 def is_handled() -> bool:
-    """Whether attention in this thread goes to a handler: the thread is inside a block that has one."""
+    """True if attention in this thread goes to a handler: the thread is inside a block that has one."""
     return _handler.get() is not None
 
 

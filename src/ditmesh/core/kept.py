@@ -105,7 +105,7 @@ class KeptStates:
 
     @property
     def shared(self) -> bool:
-        """Whether no request's own state is in hand."""
+        """True if no request's own state is in hand."""
         return self.current is self._own
 
     def put_aside(self) -> None:

@@ -43,7 +43,7 @@ def library_name(value: object, library: str = "diffusers") -> str:
 
 
 def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
-    """Whether a model of diffusers computes what its class does in the library.
+    """True if a model of diffusers computes what its class does in the library.
 
     Its forward and its blocks are to be those that the file of its class names, and what is inside the blocks
     (modules, attention processors, forwards) is to come from libraries of layers: torch, peft, quantisers.
@@ -76,7 +76,7 @@ def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
 
 
 def _is_of(packages: frozenset[str], *values: Any) -> bool:
-    """Whether classes and functions, without what wraps them, come from one of these packages."""
+    """True if classes and functions, without what wraps them, come from one of these packages."""
     return all(_package(value) in packages for value in values)
 
 

@@ -37,7 +37,7 @@ def pages_of(tensors: Iterable[Tensor]) -> list[Pages | None]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is a run of bytes of the host's memory."""
+    """True if a tensor is a run of bytes of the host's memory."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
     return tensor.is_contiguous() and bool(tensor.numel()) and not tensor.is_conj() and not tensor.is_neg()
@@ -79,7 +79,7 @@ def _lines() -> Iterator[list[str]]:
 
 
 def _is_of(path: str, file: str) -> bool:
-    """Whether a mapping of the file of this name is one of this file; file systems may show other numbers elsewhere."""
+    """True if a mapping of the file of this name is one of this file; file systems may show other numbers elsewhere."""
     with suppress(OSError, ValueError), open(path, "rb") as named:
         # Only to look at the table: nothing is written.
         view = torch.frombuffer(mmap.mmap(named.fileno(), 1, access=mmap.ACCESS_COPY), dtype=torch.uint8)
@@ -121,7 +121,7 @@ def _mappings(addresses: Iterable[int]) -> Iterator[tuple[int, int, int, str]]:
 
 
 def _has_own_pages(pagemap: int, first: int, end: int) -> bool:
-    """Whether a process has pages of its own in a private mapping of a file: those that it has written to.
+    """True if a process has pages of its own in a private mapping of a file: those that it has written to.
 
     By the ioctl PAGEMAP_SCAN of Linux 6.7, which is told of a range what is looked for. What was written to may have
     left memory since.

@@ -71,7 +71,7 @@ class Partition:
 
     @cached_property
     def all_replicated(self) -> bool:
-        """Whether every part holds everything."""
+        """True if every part holds everything."""
         return len(self.replicated) == len(self.blocks)
 
     @cached_property

@@ -148,7 +148,7 @@ def _refusal(error: Exception) -> Callable[..., Any]:
 
 
 def is_patch(value: Any) -> bool:
-    """Whether an attribute is what a `Patch` has put there."""
+    """True if an attribute is what a `Patch` has put there."""
     return isinstance(value, _Replacement)
 
 

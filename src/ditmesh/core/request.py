@@ -39,7 +39,7 @@ class PipelineCall:
 
     @property
     def outermost(self) -> bool:
-        """Whether a call comes here first."""
+        """True if a call comes here first."""
         return type(self._pipe) is self._subclass
 
     def undo(self) -> None:

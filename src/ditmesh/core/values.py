@@ -17,7 +17,7 @@ PLAIN_TYPES: tuple[type, ...] = (Tensor, nn.Parameter)
 
 
 def is_plain(value: Any) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor that is nothing but its memory, unlike patches that are still on their way."""
+    """True if a value is a tensor that is nothing but its memory, unlike patches that are still on their way."""
     return type(value) in PLAIN_TYPES
 
 
@@ -112,10 +112,10 @@ class Values:
 
 
 def _unwritten(one: Seen) -> bool:
-    """Whether the tensor still holds what was seen."""
+    """True if the tensor still holds what was seen."""
     return version_of(one.value) in (None, one.key[-1])
 
 
 def tracked(*tensors: Tensor) -> bool:
-    """Whether torch records what is computed of some tensors."""
+    """True if torch records what is computed of some tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

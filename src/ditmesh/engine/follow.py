@@ -94,7 +94,7 @@ class FollowerFailure:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether an exception may be a consequence of another rank's failure."""
+    """True if an exception may be a consequence of another rank's failure."""
     words = str(error).lower() if isinstance(error, RuntimeError) else ""
     return isinstance(error, (PeerError, dist.DistError)) or any(
         known in words for known in ("gloo", "nccl", "closed by peer", "timed out waiting")
@@ -128,7 +128,7 @@ class CallLead:
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is in a call that was sent: what it calls in there is a part of it."""
+        """True if this thread is in a call that was sent: what it calls in there is a part of it."""
         return self._caller == threading.get_ident()
 
     def begin_request(self, steps: int | None = None) -> None:

@@ -126,7 +126,7 @@ def _there(
 
 
 def _is_far(tensor: Tensor, device: str) -> bool:
-    """Whether other processes may open a tensor on its device."""
+    """True if other processes may open a tensor on its device."""
     return tensor.device.type == device == "cuda"
 
 

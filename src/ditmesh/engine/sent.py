@@ -52,7 +52,7 @@ class _Kept:
     values: Tensor | None
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the values that were sent."""
+        """True if a tensor has the values that were sent."""
         if self.version is not None:
             return tensor is self.tensor and tensor._version == self.version
         assert self.values is not None

@@ -107,7 +107,7 @@ def hardware_here(devices: int, device: torch.device | None = None) -> Hardware:
 
 
 def guided(pipeline: type | None, config: Mapping[str, Any]) -> bool:
-    """Whether a pipeline runs two branches of guidance when it is called without a word of it.
+    """True if a pipeline runs two branches of guidance when it is called without a word of it.
 
     Args:
         pipeline: its class; None: there is none.
@@ -129,7 +129,7 @@ def usual_text(pipeline: type | None) -> int:
 
 
 def batched(pipeline: str | None) -> bool:
-    """Whether a pipeline puts both branches of guidance into one call of its transformer, as its code says.
+    """True if a pipeline puts both branches of guidance into one call of its transformer, as its code says.
 
     Of a class that is not known: it does, which needs more.
     """

@@ -40,7 +40,7 @@ def comparison_table(found: Found, hardware: Hardware, objective: Objective) -> 
 
 
 def _obvious(one: Prediction, hardware: Hardware) -> bool:
-    """Whether one axis has all devices, or there is one device."""
+    """True if one axis has all devices, or there is one device."""
     config = one.config
     several = [axis for axis in AXES if config.degrees[axis] > 1]
     usual = config.patches in (None, config.pipe * 2)

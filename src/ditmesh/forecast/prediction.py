@@ -69,7 +69,7 @@ class Prediction:
 
     @property
     def looked_at(self) -> bool:
-        """Whether `kept` is known already."""
+        """True if `kept` is known already."""
         return "kept" in vars(self)
 
     @property

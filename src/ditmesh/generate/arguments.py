@@ -176,5 +176,5 @@ def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
 
 
 def video_call(parameters: Mapping[str, Any]) -> bool:
-    """Whether a pipeline's call generates videos, by its parameter names."""
+    """True if a pipeline's call generates videos, by its parameter names."""
     return "num_frames" in parameters or IMAGE_ARGUMENTS["video"] in parameters

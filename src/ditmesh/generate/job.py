@@ -313,7 +313,7 @@ def _check_cleaning(pipeline: str) -> None:
 
 
 def makes_videos(pipeline: str) -> bool | None:
-    """Whether a pipeline class generates videos; None: it is not a diffusers class."""
+    """True if a pipeline class generates videos; None: it is not a diffusers class."""
     import diffusers
 
     kind = getattr(diffusers, pipeline, None)
@@ -323,7 +323,7 @@ def makes_videos(pipeline: str) -> bool | None:
 
 
 def says_frames(pipeline: str) -> bool:
-    """Whether a pipeline class takes a number of frames; otherwise the input determines it."""
+    """True if a pipeline class takes a number of frames; otherwise the input determines it."""
     import diffusers
 
     return "num_frames" in inspect.signature(getattr(diffusers, pipeline).__call__).parameters

@@ -660,7 +660,7 @@ def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None, tables
 
 
 def _has_tables(model: nn.Module) -> bool:
-    """Whether a model has tensors that are not saved with its weights."""
+    """True if a model has tensors that are not saved with its weights."""
     saved = model.state_dict()
     if any(name not in saved for name, _ in (*model.named_parameters(), *model.named_buffers())):
         return True

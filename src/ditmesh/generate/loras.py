@@ -21,12 +21,12 @@ LAYERS = ("lora_", "lokr_")
 
 
 def takes_loras(kind: type[Any]) -> bool:
-    """Whether adapters can be loaded into pipelines of a class: diffusers has a method, or there is a transformer."""
+    """True if adapters can be loaded into pipelines of a class: diffusers has a method, or there is a transformer."""
     return hasattr(kind, "load_lora_weights") or "transformer" in signature(kind.__init__).parameters
 
 
 def pipeline_has(kind: type[Any]) -> bool:
-    """Whether a pipeline class has diffusers' methods for adapters of its transformer."""
+    """True if a pipeline class has diffusers' methods for adapters of its transformer."""
     return "transformer" in (getattr(kind, "_lora_loadable_modules", None) or ())
 
 

@@ -303,7 +303,7 @@ def find_model(model: str | Path) -> ModelInfo:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model's name is one of a hub, ``owner/name``, and not that of a folder that is there."""
+    """True if a model's name is one of a hub, ``owner/name``, and not that of a folder that is there."""
     return re.fullmatch(HUB_ID, name) is not None and not Path(name).exists()
 
 
@@ -386,7 +386,7 @@ def _from_hub(name: str) -> tuple[Path, bool]:
 
 
 def _hub_answers(endpoint: str) -> bool:
-    """Whether a connection to the hub can be made within `HUB_LIMIT` seconds.
+    """True if a connection to the hub can be made within `HUB_LIMIT` seconds.
 
     The hub's client tries again and again for half a minute, and resolving a name has no time limit at all.
     """

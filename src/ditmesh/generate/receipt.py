@@ -245,7 +245,7 @@ def copied_free(source: str | Path, path: str | Path, overwrite: bool = False) -
 
 
 def holds_receipt(path: str | Path) -> bool:
-    """Whether a file is an image or video that ditmesh has written."""
+    """True if a file is an image or video that ditmesh has written."""
     try:
         return PNG_KEYWORD in _texts(Path(path))
     except InputError:

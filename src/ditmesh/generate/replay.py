@@ -157,7 +157,7 @@ def place_of(receipt: Receipt, config: ParallelConfig) -> int:
 
 
 def _alone(receipt: Receipt, config: ParallelConfig) -> bool:
-    """Whether the image comes out the same without the others of its call."""
+    """True if the image comes out the same without the others of its call."""
     return config.reproducible and all(file.role != "control" for file in receipt.files)
 
 

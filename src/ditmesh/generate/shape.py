@@ -79,7 +79,7 @@ def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> 
 
 
 def _alike(small: tuple[int, int], large: tuple[int, int]) -> bool:
-    """Whether two sizes have the same shape, within a pixel of the smaller one."""
+    """True if two sizes have the same shape, within a pixel of the smaller one."""
     small, large = sorted((small, large))
     return abs(small[0] * large[1] / large[0] - small[1]) <= 1
 

@@ -103,7 +103,7 @@ def metadata_of(path: str | Path) -> dict[str, str]:
 
 
 def is_video(path: str | Path) -> bool:
-    """Whether a file begins as MP4 does; one that cannot be read does not."""
+    """True if a file begins as MP4 does; one that cannot be read does not."""
     try:
         with Path(path).open("rb") as file:
             return file.read(8)[4:] == b"ftyp"

@@ -114,7 +114,7 @@ class StayingRanks(Conversing):
 
     @property
     def closed(self) -> bool:
-        """Whether these ranks can run no more calls."""
+        """True if these ranks can run no more calls."""
         return self._closed is not None
 
     @property

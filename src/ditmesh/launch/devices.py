@@ -53,7 +53,7 @@ def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
 
 
 def may_have_gpus() -> bool:
-    """Whether a GPU driver's files exist; True outside Linux, where this is unknown."""
+    """True if a GPU driver's files exist; True outside Linux, where this is unknown."""
     if sys.platform != "linux":
         return True
     # Of NVIDIA's drivers, also on Jetson, of WSL and of AMD's.

@@ -41,7 +41,7 @@ class Failure:
 
     @property
     def certain(self) -> bool:
-        """Whether no other rank can know more about the failure."""
+        """True if no other rank can know more about the failure."""
         return self.gone and self.weight == 0
 
 
@@ -74,7 +74,7 @@ def of_death(rank: int, code: int | None, stack: str) -> Failure:
 
 
 def alike(failures: Sequence[Failure], world_size: int) -> bool:
-    """Whether all ranks have raised the same exception at the same place."""
+    """True if all ranks have raised the same exception at the same place."""
     return len(failures) == world_size and len({(failure.what, failure.traceback) for failure in failures}) == 1
 
 
@@ -133,7 +133,7 @@ def _lost(failures: Sequence[Failure], silent: tuple[int, ...]) -> tuple[int, ..
 
 
 def lost_device(error: BaseException) -> bool:
-    """Whether the rank's GPU has failed instead of the job, by CUDA's error text."""
+    """True if the rank's GPU has failed instead of the job, by CUDA's error text."""
     import torch
 
     text = str(error).lower()
@@ -147,7 +147,7 @@ def lost_device(error: BaseException) -> bool:
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Whether this failure may be a consequence of another rank's failure."""
+    """True if this failure may be a consequence of another rank's failure."""
     import torch.distributed as dist
 
     while error is not None:

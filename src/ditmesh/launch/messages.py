@@ -76,7 +76,7 @@ class OwnerChannel:
 
     @property
     def sending(self) -> bool:
-        """Whether a part of what was to be sent has found no room yet."""
+        """True if a part of what was to be sent has found no room yet."""
         return bool(self._outgoing)
 
     def send(self, data: bytes) -> None:

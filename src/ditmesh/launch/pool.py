@@ -173,7 +173,7 @@ class RankPool(StayingRanks):
     _main = staticmethod(rank_.main)
 
     def _is_here(self, rank: int) -> bool:
-        """Whether a rank has no process of its own (`HostedRanks`)."""
+        """True if a rank has no process of its own (`HostedRanks`)."""
         return False
 
     @property

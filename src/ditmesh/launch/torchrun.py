@@ -64,7 +64,7 @@ def torchrun_rank() -> TorchrunRank | None:
 
 
 def from_torchrun() -> bool:
-    """Whether this process is a rank that ``torchrun`` (or something like it) has started."""
+    """True if this process is a rank that ``torchrun`` (or something like it) has started."""
     return torchrun_rank() is not None
 
 

@@ -62,7 +62,7 @@ def _along_several(ran: RecordedBlock) -> Fold | None:
 
 
 def _follows(ran: RecordedBlock, path: str, value: Tensor, place: int, dim: int) -> bool:
-    """Whether entries along a dimension come back one by one, and are some rows of a sample's queries."""
+    """True if entries along a dimension come back one by one, and are some rows of a sample's queries."""
     places = ran.half(value.shape[dim])
     try:
         touched = ran.touched({path: spoilt(value, dim, places)})
@@ -106,7 +106,7 @@ def _beside(ran: RecordedBlock, main: Fold) -> list[Fold]:
 
 
 def _for_several(ran: RecordedBlock, main: Fold, path: str, value: Tensor, dim: int, size: int) -> bool:
-    """Whether entries along a dimension are for as many successive tokens each, more than one."""
+    """True if entries along a dimension are for as many successive tokens each, more than one."""
     tokens = ran.leaves[main.arg]
     length = prod(tokens.shape[main.dim : main.dim + main.axes])
     if not 1 < size < length or length % size:

@@ -89,7 +89,7 @@ class IdentityBlocks:
         return [one.site for one in self.ran if _list_of(one.site) in lists]
 
     def returns_the_same(self, edit: Edit, call: dict[str, Any] | None = None) -> bool:
-        """Whether the model returns what it did with all tokens; arguments as in a run."""
+        """True if the model returns what it did with all tokens; arguments as in a run."""
         try:
             _, after = self(edit, call)
         except Exception:
@@ -214,7 +214,7 @@ class _ListsInOne:
                     break
 
     def _reach_late(self, arguments: Arguments, places: Tensor) -> bool:
-        """Whether arguments that are spoilt at some places change these tokens, behind the first block only."""
+        """True if arguments that are spoilt at some places change these tokens, behind the first block only."""
         region, main = self.regions[0], self.regions[0].main
         dims = {main.name: main.dim} | {f".{c.arg}": c.dim for c in region.cuts if c.tokens == (main.name,)}
         after, _ = self.skeleton(call=arguments.kwargs)
@@ -248,7 +248,7 @@ class _ListsInOne:
         return {s.name: s.dim for s in region.streams if not s.replicate and given[s.name].shape[s.dim] >= _RANKS}
 
     def _alike(self, region: Region, added: Sequence[Cut], local: set[str], rank: int) -> bool:
-        """Whether blocks are given a rank's part of what they are given with all tokens, if the first returns it.
+        """True if blocks are given a rank's part of what they are given with all tokens, if the first returns it.
 
         Arguments of blocks that hold a rank's tokens then are added to ``local``.
         """
@@ -277,7 +277,7 @@ class _ListsInOne:
         return True
 
     def _leaks(self, region: Region, added: Sequence[Cut]) -> bool:
-        """Whether the model reads what a block returns besides handing it on, as a ControlNet does.
+        """True if the model reads what a block returns besides handing it on, as a ControlNet does.
 
         With a part of the tokens between the first and the last block, and all of them behind it, the result is
         another.
@@ -342,7 +342,7 @@ def _with_local(region: Region, local: set[str]) -> Region:
 
 
 def rereads(skeleton: IdentityBlocks, region: Region) -> bool:
-    """Whether the model reads what it has given to a block for its tokens after the block has run.
+    """True if the model reads what it has given to a block for its tokens after the block has run.
 
     What the blocks write to may be anything then: what they return is all that counts.
     """
@@ -379,7 +379,7 @@ def _read_after(skeleton: IdentityBlocks, region: Region) -> Region:
 
 
 def _ignores(skeleton: IdentityBlocks, site: str, stream: Stream, edit: Callable[[Tensor, Stream], Tensor]) -> bool:
-    """Whether the model returns the same if a block returns something else for a stream."""
+    """True if the model returns the same if a block returns something else for a stream."""
     return skeleton.returns_the_same(
         lambda at, name, value: edit(value, stream) if (at, name) == (site, stream.name) else value
     )

@@ -254,7 +254,7 @@ def _version(value: Tensor) -> Tensor | int:
 
 
 def _changed(value: Tensor, version: Tensor | int) -> bool:
-    """Whether a tensor was written to after `_version`."""
+    """True if a tensor was written to after `_version`."""
     if isinstance(version, Tensor):
         return not torch.equal(value.nan_to_num(), version.nan_to_num())
     return value._version != version
@@ -457,7 +457,7 @@ def _carrying(name: str, observer: _Observer, choose: bool) -> dict[str, list[_S
 
 
 def _is_chained(region: Region, before: Region, observer: _Observer) -> bool:
-    """Whether a list goes on with the tokens that the one before it returned."""
+    """True if a list goes on with the tokens that the one before it returned."""
     first, last = observer.seen[region.blocks][0][0], observer.seen[before.blocks][-1][0]
     same = {s.name: s.dim for s in region.streams} == {s.name: s.dim for s in before.streams}
     same &= all(s.returned for s in region.streams) and not any(s.folded for s in region.streams)
@@ -554,7 +554,7 @@ def _attention(site: str, facts: Facts, observer: _Observer) -> tuple[Attention,
 
 
 def _alternating(order: list[str], observer: _Observer) -> bool:
-    """Whether the lists run by turns; every block must be given what the block before it returned.
+    """True if the lists run by turns; every block must be given what the block before it returned.
 
     Raises:
         LayoutError: the model changes the tokens between two blocks.
@@ -596,7 +596,7 @@ def _batch(
     tensors = {p: v for p, v in Arguments((), (), dict(call)).leaves() if isinstance(v, Tensor) and v.dim()}
 
     def holds(guess: _RowArguments) -> bool:
-        """Whether the last sample and the first, cut out of the arguments as a guess has it, give their rows."""
+        """True if the last sample and the first, cut out of the arguments as a guess has it, give their rows."""
         return samples < 2 or all(_row_holds(call, samples, n, guess, run, output) for n in (samples - 1, 0))
 
     guesses = list(dict.fromkeys(_guesses(call, parameters, tensors, samples)))

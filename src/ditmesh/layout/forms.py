@@ -136,7 +136,7 @@ def _attributes(value: Any) -> list[Any] | None:
 
 
 def holds_tensors(value: Any, depth: int = 8, seen: set[int] | None = None) -> bool:
-    """Whether an object has a tensor among its attributes, however deep; so is one taken to that does not show them.
+    """True if an object has a tensor among its attributes, however deep; so is one taken to that does not show them.
 
     Args:
         value: the object.

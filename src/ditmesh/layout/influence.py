@@ -321,7 +321,7 @@ class _Touched:
 
     @property
     def some_queries(self) -> bool:
-        """Whether some rows of a sample's queries have changed, and others have not."""
+        """True if some rows of a sample's queries have changed, and others have not."""
         rows = (changed.any(3).any(1) for changed in self.q if changed is not None)
         return any(bool((one.any(1) & ~one.all(1)).any()) for one in rows)
 
@@ -480,7 +480,7 @@ def _streams(block: RecordedBlock, before: tuple[Stream, ...]) -> tuple[Stream, 
 
 
 def _as_before(block: RecordedBlock, before: tuple[Stream, ...]) -> bool:
-    """Whether the streams of the block before are arguments of this one, and none comes back otherwise."""
+    """True if the streams of the block before are arguments of this one, and none comes back otherwise."""
     for stream in before:
         missing = stream.returned and len(block.results) <= (stream.out or 0)
         if missing or not isinstance(block.leaves.get(stream.arg), Tensor):

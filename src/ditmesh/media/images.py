@@ -49,7 +49,7 @@ _BEGINNINGS = (b"\x89PNG", b"GIF8", b"\xff\xd8", b"BM", b"II*\0", b"MM\0*", b"P5
 
 
 def is_image(head: bytes) -> bool:
-    """Whether Pillow reads a file, by its first 12 bytes; otherwise it may be a video."""
+    """True if Pillow reads a file, by its first 12 bytes; otherwise it may be a video."""
     return head.startswith(_BEGINNINGS) or head[8:12] == b"WEBP" or head[4:12] in (b"ftypavif", b"ftypavis")
 
 

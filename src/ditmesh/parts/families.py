@@ -90,12 +90,12 @@ def op_family(func: Any) -> OpFamily | None:
 
 @cache
 def is_composite(func: Any) -> bool:
-    """Whether an operation consists of others; torch takes it apart before a tensor sees it, but in inference mode."""
+    """True if an operation consists of others; torch takes it apart before a tensor sees it, but in inference mode."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 @cache
 def is_view(func: Any) -> bool:
-    """Whether a result shares memory with an argument, which is not written to."""
+    """True if a result shares memory with an argument, which is not written to."""
     returned = any(one.alias_info is not None for one in func._schema.returns)
     return returned and not func._schema.is_mutable

@@ -177,7 +177,7 @@ class LazyPatches(PartTensor):
 
     @property
     def held(self) -> bool:
-        """Whether this rank holds the versions."""
+        """True if this rank holds the versions."""
         return self._versions is not None
 
     def version(self, patch: int) -> Tensor:
@@ -332,7 +332,7 @@ class _Operation(PartOperation[LazyPatches]):
 
     @property
     def of_one_source(self) -> bool:
-        """Whether the lazy tensors' versions are in the same places."""
+        """True if the lazy tensors' versions are in the same places."""
         first = self.parts[0]
         return all(lazy._assemble == first._assemble and lazy.held == first.held for lazy in self.parts)
 

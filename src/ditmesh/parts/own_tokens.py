@@ -159,7 +159,7 @@ class OwnTokens(PartTensor):
 
 
 def _plain(value: Any) -> bool:
-    """Whether an argument is no tensor or a plain one; fake ones stand for those where work and memory are foreseen."""
+    """True if an argument is no tensor or a plain one; fake ones stand for those where work and memory are foreseen."""
     return not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter, FakeTensor)
 
 

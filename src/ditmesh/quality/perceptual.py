@@ -23,7 +23,7 @@ HINT = "no perceptual distance: its weights are not installed; pip install stlpi
 
 
 def available() -> bool:
-    """Whether the weights are installed."""
+    """True if the weights are installed."""
     return _file() is not None
 
 

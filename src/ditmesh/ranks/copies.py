@@ -59,7 +59,7 @@ class CopiedModule:
 
     @property
     def same_modules(self) -> bool:
-        """Whether it still consists of the modules that were copied."""
+        """True if it still consists of the modules that were copied."""
         order = list(self.module.modules())
         return len(order) == len(self._order) and all(a is b for a, b in zip(order, self._order, strict=True))
 
@@ -168,7 +168,7 @@ def _inside(value: Any) -> tuple[Any, ...]:
 
 
 def _is(now: Any, held: Any) -> bool:
-    """Whether an attribute is what it was."""
+    """True if an attribute is what it was."""
     if isinstance(now, Tensor):
         return isinstance(held, tuple) and len(held) == 3 and not _different({"": now}, {"": held}, ())
     if isinstance(held, _Items):

@@ -118,7 +118,7 @@ class Followers:
 
     @property
     def closed(self) -> bool:
-        """Whether the ranks have ended: they were closed, or one was lost."""
+        """True if the ranks have ended: they were closed, or one was lost."""
         return self._pool.closed
 
     @property

@@ -133,7 +133,7 @@ class Ranks:
 
     @property
     def closed(self) -> bool:
-        """Whether the ranks have ended: they were closed, or one was lost."""
+        """True if the ranks have ended: they were closed, or one was lost."""
         return self._pool.closed
 
     def close(self) -> None:

@@ -139,7 +139,7 @@ class ReportTable(ReportBlock):
 
     @property
     def as_cards(self) -> bool:
-        """Whether rows may become cards."""
+        """True if rows may become cards."""
         return self.look in ("cards", "many")
 
     def left(self, column: int) -> str:

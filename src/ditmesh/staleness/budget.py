@@ -49,7 +49,7 @@ class AdaptiveDecibels:
         return self._adaptive.decide(step, outlook, past)
 
     def verdict(self, outlook: Outlook, past: Sequence[Past]) -> str:
-        """Whether what is predicted of the stale steps, with the drift that they had, is within the budget."""
+        """Compare the error predicted for the stale steps, given their drift, with the budget, in a sentence."""
         made = self._adaptive.made(outlook, past)
         stale = sum(not before.synchronous for before in past)
         what = f"adaptive({self.least:g}dB): {len(past) - stale} of {len(past)} steps synchronous"
@@ -110,7 +110,7 @@ class AdaptiveSeconds:
         return replace(decision, reason=f"{time}; {'one of the worst' if decision.synchronous else 'others are worse'}")
 
     def verdict(self, outlook: Outlook, past: Sequence[Past]) -> str:
-        """Whether the steps took no longer than they were allowed."""
+        """Compare the time of the steps with the limit, in a sentence."""
         took, exact = spent(past), sum(one.synchronous for one in past)
         what = f"adaptive({self.limit:g}s): {exact} of {len(past)} steps synchronous"
         if took <= self.limit:

@@ -216,7 +216,7 @@ class WarmupControl:
             self.monitor.reset()
 
     def synchronous(self, known: bool) -> bool:
-        """Whether a call of this step is synchronous, given whether there are keys of the step before.
+        """True if a call of this step is synchronous, given whether there are keys of the step before.
 
         A policy that wants the very first step stale gets it stale, with nothing to be stale on; later on, a call
         without keys is synchronous.
@@ -234,7 +234,7 @@ class WarmupControl:
             of.log.steps[-1].synchronous, of.log.steps[-1].reason = True, reason
 
     def goes_on(self, step: int) -> bool:
-        """Whether the noise changes both from the step before to this one and from the one before that.
+        """True if the noise changes both from the step before to this one and from the one before that.
 
         It does not where a sampler of second order evaluates the model twice at one level.
         """

@@ -69,7 +69,7 @@ def forms(reads_drift: bool = True) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a step is synchronous, and why; ``predicted``: the error predicted for the step if it is not."""
+    """The choice of a synchronous or a stale step, and why; ``predicted``: the error predicted for a stale one."""
 
     synchronous: bool
     reason: str

@@ -175,7 +175,7 @@ class Strategy:
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """Whether a configuration asks for it."""
+        """True if a configuration asks for it."""
         raise NotImplementedError
 
     @classmethod

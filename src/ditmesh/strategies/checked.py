@@ -40,7 +40,7 @@ class CheckedLayout(Strategy):
 
     @classmethod
     def looks_at(cls, layout: TokenLayout) -> bool:
-        """Whether calls with a layout are compared."""
+        """True if calls with a layout are compared."""
         return layout.source == GIVEN
 
     def apply(self, undo: ExitStack) -> None:
@@ -107,7 +107,7 @@ class LayoutCheck:
         return PASSED if self._model.layout.source == GIVEN else ""
 
     def _exact(self) -> bool:
-        """Whether the current step must give the result of one device."""
+        """True if the current step must give the result of one device."""
         control = self._context.find(WarmupControl)
         if control is None or control.decision.synchronous:
             return True

@@ -1,4 +1,4 @@
-"""Whether attention was intercepted: a block that computes it elsewhere would see this rank's tokens only."""
+"""The check that attention was intercepted: a block that computes it elsewhere would see this rank's tokens only."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ class ModelHooks:
 
 
 def requires_grad(model: nn.Module, arguments: Arguments) -> bool:
-    """Whether a gradient is to pass through a model's call."""
+    """True if a gradient is to pass through a model's call."""
     return torch.is_grad_enabled() and (
         any(parameter.requires_grad for parameter in model.parameters())
         or any(isinstance(value, Tensor) and value.requires_grad for _, value in arguments.leaves())

@@ -377,7 +377,7 @@ class TiledSequence(SequenceParallel):
         return [first.forward(first.x)] * len(asked) if alike else [one.forward(one.x) for one in asked]
 
     def _per_token(self, rows: int) -> bool:
-        """Whether so many rows may be a tile's tokens, of all samples one after the other."""
+        """True if so many rows may be a tile's tokens, of all samples one after the other."""
         here = self._tiles.here
         counts = {length for lengths in here.blocks for length in lengths} | set(here.lengths)
         return any(count > 0 and rows % count == 0 for count in counts)
@@ -579,7 +579,7 @@ def _units(
 
 
 def _side_by_side(queries: Sequence[Tensor], k: Tensor, v: Tensor, given: Sequence[Tensor | None]) -> bool:
-    """Whether one call may compute all units: each has the shape and alignment it has by itself."""
+    """True if one call may compute all units: each has the shape and alignment it has by itself."""
     alike = all(q.shape == queries[0].shape for q in queries) and all(mask is None for mask in given)
     units = (queries[0].shape[2:], k.shape[2:], v.shape[2:])
     even = all(prod(shape) * k.element_size() % ALIGNMENT == 0 for shape in units)

@@ -168,7 +168,7 @@ class BatchParallel:
     def _as_predicted(
         self, given: dict[str, Seen], predicted: dict[str, Seen], own: set[str], call: TransformerCall
     ) -> bool:
-        """Whether a call's arguments are the predicted ones; ``own``: paths of those that are not the first call's."""
+        """True if a call's arguments are the predicted ones; ``own``: paths of those that are not the first call's."""
         if given.keys() != predicted.keys():
             return False
         for path, value in given.items():
@@ -309,7 +309,7 @@ class BatchParallel:
         return _share_rows(batch, link, one_by_one, run, listed=listed, in_step=self._in_step)
 
     def _takes_parts(self) -> bool:
-        """Whether something in the model takes a part of the rows for one branch of guidance: the batch stays whole.
+        """True if something in the model takes a part of the rows for one branch of guidance: the batch stays whole.
 
         A hook does (Faster Cache), and attention processors of perturbed attention guidance do, which its pipelines put
         in for a call.
@@ -445,7 +445,7 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
 
 
 def _alike(one: Seen, other: Seen) -> bool:
-    """Whether both are plain tensors of one shape."""
+    """True if both are plain tensors of one shape."""
     a, b = one.value, other.value
     return is_plain(a) and is_plain(b) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 

@@ -527,7 +527,7 @@ class SequenceParallel:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether two arguments are one tensor: others' hooks hand on views of the whole of it, which they watch."""
+    """True if two arguments are one tensor: others' hooks hand on views of the whole of it, which they watch."""
     if value is other or not (isinstance(value, Tensor) and isinstance(other, Tensor)):
         return value is other
     return value.data_ptr() == other.data_ptr() and (value.shape, value.stride()) == (other.shape, other.stride())
@@ -555,7 +555,7 @@ def _form_of(value: Any) -> Any:
 
 
 def _knows(region: Region, path: str, value: Any) -> bool:
-    """Whether the layout covers an argument (a tensor or an integer)."""
+    """True if the layout covers an argument (a tensor or an integer)."""
     kind, dims = (dtype_class(value.dtype), value.dim()) if isinstance(value, Tensor) else ("count", 0)
     if region.known:
         return (path, kind, dims) in region.known

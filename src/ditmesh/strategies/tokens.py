@@ -128,7 +128,7 @@ class KnownForms(Strategy):
 
     @staticmethod
     def cuts_tokens(config: ParallelConfig) -> bool:
-        """Whether a block sees a part of the tokens only."""
+        """True if a block sees a part of the tokens only."""
         return config.sequence > 1 or config.reproducible or config.stages_or_patches
 
     def apply(self, undo: ExitStack) -> None:

@@ -471,12 +471,12 @@ class TrainConfig(BaseModel):
 
     @property
     def has_references(self) -> bool:
-        """Whether samples have reference images."""
+        """True if samples have reference images."""
         return self.conditioning_dir is not None or self.conditioning_image_column is not None
 
     @property
     def varies_tags(self) -> bool:
-        """Whether a sample's caption is another one whenever it is trained, in more ways than can be kept."""
+        """True if a sample's caption is another one whenever it is trained, in more ways than can be kept."""
         return self.shuffle_tags or self.tag_dropout > 0
 
     @property
@@ -486,14 +486,14 @@ class TrainConfig(BaseModel):
 
     @property
     def keeps_text(self) -> bool:
-        """Whether text embeddings are constant during the run."""
+        """True if text embeddings are constant during the run."""
         if any(one.varies_tags for one in self.data_sets):
             return False
         return all(name == self.denoiser for name in self.train_modules)
 
     @property
     def in_order(self) -> bool:
-        """Whether gradients are summed in an order that does not depend on the ranks."""
+        """True if gradients are summed in an order that does not depend on the ranks."""
         return self.reproducible or self.parallel.reproducible
 
     @property
@@ -504,7 +504,7 @@ class TrainConfig(BaseModel):
 
     @property
     def quantises_slices(self) -> bool:
-        """Whether the frozen base is put into fewer bits after tensor ranks have cut it."""
+        """True if the frozen base is put into fewer bits after tensor ranks have cut it."""
         return self.base_precision is not None and self.parallel.tensor > 1
 
     @property

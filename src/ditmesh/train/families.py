@@ -262,7 +262,7 @@ _PLAIN = (
 
 
 def is_adapted(pipeline: type | None, transformer: str, several: bool) -> bool:
-    """Whether a shipped adapter is for a pipeline.
+    """True if a shipped adapter is for a pipeline.
 
     Args:
         pipeline: its class; None: it is not known.

@@ -365,7 +365,7 @@ class Trainer:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank writes logs and images."""
+        """True if this rank writes logs and images."""
         return self.mesh.rank == 0
 
     def _optimizer_step(self, batches: list[MicroBatch]) -> StepResult:

@@ -54,7 +54,7 @@ class Kernel(Protocol):
     deterministic: bool
 
     def supports(self, q_bhsd: Tensor, mask: Tensor | None) -> bool:
-        """Whether the kernel supports queries of this dtype, device and head size, and the mask, if any."""
+        """True if the kernel supports queries of this dtype, device and head size, and the mask, if any."""
         ...
 
     def attend(
@@ -138,7 +138,7 @@ class LocalAttention:
 
     @property
     def is_torch(self) -> bool:
-        """Whether torch's own function computes attention."""
+        """True if torch's own function computes attention."""
         return isinstance(self.kernel, Native) and self.kernel.replaced() is None
 
     def prepare(self, backends: Collection[str], sample_bhsd: Tensor) -> None:

@@ -116,7 +116,7 @@ class DiffusersKernel:
         self._supported: dict[tuple[Any, ...], bool] = {}
 
     def supports(self, q_bhsd: Tensor, mask: Tensor | None) -> bool:
-        """Whether diffusers' own checks of the backend let such queries pass, and it takes such a mask."""
+        """True if diffusers' own checks of the backend let such queries pass, and it takes such a mask."""
         key = (q_bhsd.dtype, q_bhsd.device, q_bhsd.shape[-1])
         if key not in self._supported:
             self._supported[key] = self._passes(q_bhsd.transpose(1, 2))

@@ -72,7 +72,7 @@ def unrounded(q_bhsd: Tensor) -> torch.dtype:
 
 @cache
 def _amx() -> bool:
-    """Whether this processor has units for products of tiles of bfloat16; torch's name for the question is private."""
+    """True if this processor has units for products of tiles of bfloat16; torch's name for the question is private."""
     ask: Callable[[], bool] | None = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return ask is not None and ask()
 

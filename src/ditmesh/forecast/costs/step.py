@@ -163,7 +163,7 @@ class StepForecast:
                     yield block, round(count * one.count * self.share.calls), one
 
     def replicates_text(self, block: BlockWork) -> bool:
-        """Whether every sequence rank has all text tokens of the block, and its own of the image."""
+        """True if every sequence rank has all text tokens of the block, and its own of the image."""
         return self.share.image > 1 and (block.whole_text or (block.text and self.share.text == 1))
 
     def size_of(self, one: AttentionWork, queries: int = 1, keys: int = 2, texts: int = 1) -> float:

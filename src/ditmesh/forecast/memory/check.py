@@ -1,4 +1,4 @@
-"""Whether a model fits, before any of its weights are read; and the most that a request has taken, phase by phase."""
+"""The memory check before any weights are read, and the measured peaks of a request, phase by phase."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check_memory(
 ) -> None:
     """Raise an error if the request does not fit, before anything is read. Every rank calls this alike.
 
-    What cannot be predicted is not refused.
+    A configuration that cannot be predicted is not refused.
 
     Args:
         info: the model; its files are here.
@@ -153,7 +153,7 @@ def _sentence(
 
 
 class _MemoryFit:
-    """Whether configurations of a model fit.
+    """The test of configurations against the memory of a model's ranks.
 
     Args:
         components: of the pipeline.

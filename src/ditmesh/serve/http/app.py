@@ -203,7 +203,7 @@ async def healthz() -> Alive:
 
 @about.get("/readyz", responses={503: described(503)[503]}, summary="Ready")
 async def readyz(request: Request) -> Alive:
-    """Whether a replica accepts jobs; 503 before that and while the server stops, with the reason if ranks failed."""
+    """Readiness: a replica accepts jobs; otherwise 503, with the reason if ranks failed."""
     server: Server = request.app.state.server
     state = server.backend.state()
     if server.stopping or not state.ready:

@@ -179,7 +179,7 @@ class ClientConnection(H11Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is in progress."""
+        """True if a request is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _note(self) -> None:
@@ -240,7 +240,7 @@ class ClientConnection(H11Protocol):
                 self._too_slow("body", limits.body)
 
     def _unread(self, now: float, limits: ConnectionLimits) -> bool:
-        """Whether the client does not read the response."""
+        """True if the client does not read the response."""
         size = self.transport.get_write_buffer_size()
         if not size or not (self.flow.write_paused or self.transport.is_closing() or not self._busy):
             self._backlog = None

@@ -79,7 +79,7 @@ class RepeatFilter(logging.Filter):
         self._kinds: dict[tuple[Any, ...], tuple[float, float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is written."""
+        """True if a record is written."""
         facts: Mapping[str, Any] = getattr(record, "facts", {})
         status = facts.get("status", 200)
         if record.levelno <= logging.INFO and 200 <= status < 400:

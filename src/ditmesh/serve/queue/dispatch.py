@@ -84,12 +84,12 @@ class ReplicaSlot:
 
     @property
     def gave_up(self) -> bool:
-        """Whether the ranks have failed so often that jobs do not wait for them."""
+        """True if the ranks have failed so often that jobs do not wait for them."""
         return self.final or self.failures >= MOST_STARTS
 
     @property
     def idle(self) -> bool:
-        """Whether the replica could begin a task immediately."""
+        """True if the replica could begin a task immediately."""
         return self.up and not self.running and not self.loading
 
 

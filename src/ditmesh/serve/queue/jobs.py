@@ -72,7 +72,7 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended."""
+        """True if the job has ended."""
         return self.job.status in ENDED
 
     @property
@@ -437,7 +437,7 @@ class JobStore:
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether the disk is full and changes wait to be written."""
+        """True if the disk is full and changes wait to be written."""
         return bool(self._unwritten)
 
     async def write(self, live: JobState, change: Callable[[], T], then: Callable[[T], None]) -> None:

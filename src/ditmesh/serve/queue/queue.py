@@ -597,7 +597,7 @@ class Queue:
         return {row[0] for row in self._rows("SELECT id FROM jobs")}
 
     def needs(self, digest: str) -> bool:
-        """Whether a job has this input."""
+        """True if a job has this input."""
         return bool(self._rows("SELECT 1 FROM inputs WHERE digest = ?", digest))
 
     def inputs(self) -> set[str]:

@@ -279,7 +279,7 @@ class LoadedModel:
         return open_requests(job, self.info, self.device, self._kept, most, self._exchange, rank_of_process())
 
     def size_of(self, task: PictureTask) -> float:
-        """What is kept of a task from step to step, in requests of the default size: as many as it has pixels."""
+        """The state that a task keeps from step to step, in requests of the default size, by its number of pixels."""
         request, there = task.request, [one for one in task.request.inputs if one.digest in task.files]
         files = [InputFile(one.role, task.files[one.digest], one.digest) for one in there]
         try:
@@ -290,7 +290,7 @@ class LoadedModel:
         return _ratio(asked, self.info.default_size) * _ratio((request.frames,), (self.card["frames"],))
 
     def _agree(self, failed: Exception | None) -> None:
-        """Whether the test image works on all ranks; otherwise requests run one after the other."""
+        """Agree on the test image's result: if it failed on any rank, requests run one after the other."""
         every = self._exchange("" if failed is None else shortened(failed))
         if any(every):
             self.batcher.close_request(failed)

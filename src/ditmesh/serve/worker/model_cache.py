@@ -40,11 +40,11 @@ class ModelCache:
         self._used: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Whether a model is loaded, or about to be."""
+        """True if a model is loaded, or about to be."""
         return name in self.models or any(load.spec.name == name for load in self.waiting)
 
     def last_use(self, name: str) -> int:
-        """When a model was last used, by `clock`."""
+        """The time of a model's latest use, by `clock`."""
         return self._used.get(name, 0)
 
     def used(self, name: str) -> None:

@@ -34,7 +34,7 @@ class PoolBatcher(Batcher):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return self.engine.mesh.device
 
     def take_answers(self, run: PipelineTask) -> list[bytes]:

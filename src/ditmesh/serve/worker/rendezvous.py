@@ -131,7 +131,7 @@ class CommandReader:
 
 @dataclass(frozen=True)
 class FailureReason:
-    """Why a task cannot be done, on one rank; ``consequence``: another rank knows the cause."""
+    """The reason why one rank cannot run a task; ``consequence``: another rank knows the cause."""
 
     code: FailureCode
     message: str
@@ -210,12 +210,12 @@ class RankRendezvous:
 
     @property
     def shows(self) -> bool:
-        """Whether this rank may have to report pictures."""
+        """True if this rank may have to report pictures."""
         return self.rank == 0
 
     @property
     def silent(self) -> bool:
-        """Whether what is done now is reported elsewhere: only rank 0 reports."""
+        """True if what is done now is reported elsewhere: only rank 0 reports."""
         return self.rank > 0
 
     def send(self, message: Message) -> None:

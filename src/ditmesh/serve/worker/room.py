@@ -1,4 +1,4 @@
-"""How many requests may be open on the ranks of a model that keeps something of each from step to step."""
+"""The number of open requests that fit into memory, for a model that keeps state of each from step to step."""
 
 from __future__ import annotations
 

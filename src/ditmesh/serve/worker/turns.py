@@ -1,4 +1,4 @@
-"""Which request takes the next step, where each keeps something from step to step and they cannot share a call."""
+"""Turns of requests that keep state from step to step and therefore cannot share a call."""
 
 from __future__ import annotations
 

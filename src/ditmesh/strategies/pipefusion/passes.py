@@ -277,7 +277,7 @@ class PatchRun(ForwardRun):
 
 
 def has_text(region: Region) -> bool:
-    """Whether a stream of text goes through a block list."""
+    """True if a stream of text goes through a block list."""
     return any(stream.name == "text" for stream in region.streams)
 
 

@@ -100,7 +100,7 @@ class ForwardRun:
         raise NotImplementedError
 
     def text_along(self, region: Region) -> bool:
-        """Whether text goes with every patch; else with the first one only."""
+        """True if text goes with every patch; else with the first one only."""
         return False
 
     def before_block(self, site: BlockSite, arguments: Arguments) -> None:

@@ -392,7 +392,7 @@ class PipeFusion:
         return [torch.isnan(leaf) for leaf in _tensors(outputs)]
 
     def _takes(self, plan: PatchPlan, lazies: list[LazyPatches], args: Any, kwargs: Any) -> bool:
-        """Whether every patch of the first block list can be made from its own elements of the inputs."""
+        """True if every patch of the first block list can be made from its own elements of the inputs."""
         key = tuple(id(lazy.owners) for lazy in lazies)
         if key not in plan.takes:
             region = self.layout.regions[0]

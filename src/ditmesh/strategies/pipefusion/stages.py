@@ -418,7 +418,7 @@ def shape_of(parameter: Tensor) -> torch.Size:
 
 
 def is_away(parameter: Tensor) -> bool:
-    """Whether a parameter's values are not in it: on another stage, or in pieces."""
+    """True if a parameter's values are not in it: on another stage, or in pieces."""
     return hasattr(parameter, ABSENT_ATTRIBUTE) or hasattr(parameter, IN_PIECES)
 
 

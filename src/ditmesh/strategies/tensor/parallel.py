@@ -258,7 +258,7 @@ class TensorParallel:
             self._cut(site, _adapter_parameters(site, outer))
 
     def _lacks(self, kind: str, path: str, module: nn.Module) -> bool:
-        """Whether the module at a path has no hook of a kind yet; that of the module that was there is taken off."""
+        """True if the module at a path has no hook of a kind yet; that of the module that was there is taken off."""
         hung = self._hung.get((kind, path))
         if hung is not None and hung[0] is not module:
             hung[1].remove()

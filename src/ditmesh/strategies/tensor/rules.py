@@ -39,7 +39,7 @@ class Rule:
     gated: bool = False
 
     def fits(self, linear: Callable[[str], object | None], children: Container[str]) -> bool:
-        """Whether a module is of this kind, given its linear at a path, if there is one, and its children's names."""
+        """True if a module is of this kind, given its linear at a path, if there is one, and its children's names."""
         return (
             all(any(linear(path) for path in need.split("|")) for need in self.needs)
             and not any(linear(path) for path in self.lacks)

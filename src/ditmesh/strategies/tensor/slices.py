@@ -219,7 +219,7 @@ def _cut_attention(made: TensorPlan, path: str, attention: nn.Module, widths: di
 
 
 def _wired(rule: Rule, module: nn.Module) -> bool:
-    """Whether the sizes of a feed-forward's linears are those of one: a chain of three can have the same names."""
+    """True if the sizes of a feed-forward's linears are those of one: a chain of three can have the same names."""
     if rule.attention is not None or not rule.row:
         return True
     columns, rows = (

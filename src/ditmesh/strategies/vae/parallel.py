@@ -159,7 +159,7 @@ class BandedVae(Strategy):
         return original(*args, **kwargs)
 
     def _gains(self, name: str, given: Tensor) -> bool:
-        """Whether an image is large enough for bands."""
+        """True if an image is large enough for bands."""
         mesh, (height, width) = self.context.mesh, given.shape[-2:]
         if mesh.batch.size == mesh.world.size and given.shape[0] % mesh.world.size == 0:
             # Whole images are shared out evenly, and need none.

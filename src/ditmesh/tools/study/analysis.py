@@ -48,7 +48,7 @@ class Mean:
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is over two standard errors away from zero."""
+        """True if it is over two standard errors away from zero."""
         return self.value is not None and self.error is not None and abs(self.value) > 2 * self.error
 
     def verdict(

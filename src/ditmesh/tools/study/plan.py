@@ -119,7 +119,7 @@ class Cell:
 
 
 def has_given_steps(warmup: str) -> bool:
-    """Whether the policy is one of given steps, ``steps(0 1 5)``."""
+    """True if the policy is one of given steps, ``steps(0 1 5)``."""
     return warmup.strip().startswith("steps(")
 
 

@@ -155,12 +155,12 @@ class Verdict:
 
     @property
     def judged(self) -> bool:
-        """Whether the configuration has a criterion to pass."""
+        """True if the configuration has a criterion to pass."""
         return not self.refused and (self.promise == "bits" or self.tolerance is not None)
 
     @property
     def passed(self) -> bool:
-        """Whether the configuration passed; an unsupported one has not failed."""
+        """True if the configuration passed; an unsupported one has not failed."""
         if not self.judged:
             return True
         if self.promise == "bits" or self.tolerance is None:

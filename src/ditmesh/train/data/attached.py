@@ -147,11 +147,11 @@ class AttachedImages:
 
     @property
     def any(self) -> bool:
-        """Whether the data set has any."""
+        """True if the data set has any."""
         return self._wants_masks or self._wants_references
 
     def holds(self, folder: str | Path) -> bool:
-        """Whether a folder is one of them: the files in it are no samples."""
+        """True if a folder is one of them: the files in it are no samples."""
         return bool(self._places) and Path(folder).resolve() in self._places
 
     def named(self, row: Mapping[str, Any], find: Callable[[str], str | None], where: str) -> dict[str, list[str]]:

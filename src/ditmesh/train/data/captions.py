@@ -192,7 +192,7 @@ class Listing:
 
 
 def is_listing(name: str) -> bool:
-    """Whether a file of this name is read as a listing."""
+    """True if a file of this name is read as a listing."""
     stem, dot, kind = name.lower().rpartition(".")
     return stem in LISTINGS and dot + kind in _READERS
 

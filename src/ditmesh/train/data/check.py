@@ -91,7 +91,7 @@ def checked_data(config: TrainConfig, pipe: Any, sheet: str | Path | None = None
 
 
 def conditioned_by_label(pipe: Any) -> bool:
-    """Whether a pipeline is trained by labels, which only adapters can say."""
+    """True if a pipeline is trained by labels, which only adapters can say."""
     family = FAMILIES.get(type(pipe.transformer).__name__) or FAMILIES.get(type(pipe.transformer))
     return family is not None and family.conditioned_by == "label"
 

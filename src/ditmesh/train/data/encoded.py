@@ -244,7 +244,7 @@ class EncodedSamples:
         return found
 
     def _flips(self, sample: Sample) -> bool:
-        """Whether half of the uses of a sample are mirrored."""
+        """True if half of the uses of a sample are mirrored."""
         return self._sets[sample.source].random_flip
 
     def _encode(self, index: int | None) -> Conditions:
@@ -338,7 +338,7 @@ class EncodedSamples:
         return NOTHING[self._family.conditioned_by] if said is None else said
 
     def _is_referenced(self, sample: Sample) -> bool:
-        """Whether an image stands beside a sample's caption."""
+        """True if an image stands beside a sample's caption."""
         return self._own_picture is not None or bool(sample.attached.references)
 
     def _reference(self, sample: Sample, index: int, flip: bool, seed: int, seen: Tensor | None = None) -> Image | None:
@@ -446,7 +446,7 @@ class EncodedSamples:
 
     @property
     def _is_kept(self) -> bool:
-        """Whether conditions come from the cache."""
+        """True if conditions come from the cache."""
         return self._cache is not None and self._keeps_text
 
     def _weights(self, micro: MicroBatch) -> Tensor | None:
@@ -457,13 +457,13 @@ class EncodedSamples:
         return onto(torch.tensor(weights), self._device)
 
     def _chances(self, drawn: Drawn, generator: torch.Generator) -> tuple[bool, bool]:
-        """Whether a sample is mirrored, and whether it is trained without a caption."""
+        """(mirrored, without a caption): the random decisions for a sample."""
         chances = torch.rand(2, generator=generator)
         flip = self._flips(self._samples[drawn.index]) and bool(chances[0] < 0.5)
         return flip, bool(chances[1] < self._config.proportion_empty_prompts)
 
     def drawn(self, drawn: Drawn) -> tuple[bool, Any]:
-        """Whether a sample is mirrored in a step, and the caption or label that it is trained with there."""
+        """(mirrored, caption or label): the form in which a sample is trained in a step."""
         flip, empty = self._chances(drawn, torch.Generator().manual_seed(self.seed_of(drawn)))
         said = self._said(self._samples[drawn.index], self.seed_of(drawn, "caption"))
         return flip, NOTHING[self._family.conditioned_by] if empty else said

@@ -35,7 +35,7 @@ Predict = Callable[[Tensor, Tensor, Conditions], Tensor]
 
 
 def wants_held_out(config: TrainConfig) -> bool:
-    """Whether a run measures the loss on samples that it does not train on."""
+    """True if a run measures the loss on samples that it does not train on."""
     return config.validation_data_dir is not None or config.validation_split > 0
 
 

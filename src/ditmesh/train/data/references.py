@@ -20,7 +20,7 @@ from .samples import Sample, crop_to_fill
 
 
 def takes_references(family: Family) -> bool:
-    """Whether a family makes conditions of reference images."""
+    """True if a family makes conditions of reference images."""
     takes = "references" in inspect.signature(family.encode).parameters
     return takes and getattr(family, "reference", "any") is not None
 

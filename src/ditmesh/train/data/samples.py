@@ -638,7 +638,7 @@ def _suffixes(name: str) -> str:
 
 
 def _is_shown(name: str) -> bool:
-    """Whether a file or folder is not hidden, nor one of those that macOS and network drives add."""
+    """True if a file or folder is not hidden, nor one of those that macOS and network drives add."""
     return not name.startswith(".") and name not in ("__MACOSX", "@eaDir")
 
 

@@ -28,7 +28,7 @@ _TABLES = (".parquet", ".arrow")
 
 
 def holds_tables(folder: Path) -> bool:
-    """Whether a folder is a data set of the ``datasets`` package: saved by it, or tables and no image files."""
+    """True if a folder is a data set of the ``datasets`` package: saved by it, or tables and no image files."""
     if _is_saved(folder):
         return True
     there = False
@@ -46,7 +46,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _holds_bytes(kind: Any) -> bool:
-    """Whether a column of plain types can hold images: bytes, or bytes and a path as the package itself stores them."""
+    """True if a column of plain types can hold images: bytes, or bytes and a path as the package itself stores them."""
     if isinstance(kind, Mapping):
         return "bytes" in kind and set(kind) <= {"bytes", "path"}
     return getattr(kind, "dtype", None) in ("binary", "large_binary")

@@ -181,12 +181,12 @@ class TrainedStages:
 
     @property
     def is_first(self) -> bool:
-        """Whether no stage comes before this one."""
+        """True if no stage comes before this one."""
         return self.link.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
+        """True if this stage computes the loss."""
         return self.link.rank == self.link.size - 1
 
     # --- micro-batches ---------------------------------------------------------------------------------------

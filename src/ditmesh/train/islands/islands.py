@@ -168,11 +168,11 @@ class Islands:
     # --- in a step -----------------------------------------------------------------------------------------------
 
     def is_synchronous(self, step: int) -> bool:
-        """Whether gradients of step ``step``, from 0, are averaged over all islands in that step."""
+        """True if gradients of step ``step``, from 0, are averaged over all islands in that step."""
         return step < self.config.start
 
     def is_equal_after(self, step: int) -> bool:
-        """Whether all islands apply the same gradients in step ``step``, so that their weights stay equal."""
+        """True if all islands apply the same gradients in step ``step``, so that their weights stay equal."""
         return self.is_synchronous(step) or self.config.exchange == "late_gradients"
 
     def average_gradients(self, step: int) -> bool:
@@ -221,7 +221,7 @@ class Islands:
 
     @property
     def settled(self) -> bool:
-        """Whether no changes are under way, which is when a checkpoint can be written."""
+        """True if no changes are under way, which is when a checkpoint can be written."""
         return self._under_way is None
 
     def _rebase(self) -> None:

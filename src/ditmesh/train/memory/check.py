@@ -1,4 +1,4 @@
-"""Whether a run fits, before any of its weights are read; and the table of its memory."""
+"""The memory check before a run reads any weights, and the table of the run's memory."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def check_training_memory(
 ) -> None:
     """Raise an error if a run does not fit, before anything is read. Collective; rank 0 predicts for all.
 
-    What cannot be predicted is not refused.
+    A run that cannot be predicted is not refused.
 
     Args:
         config: the run.

@@ -355,7 +355,7 @@ class ObservedFamily(TextFamily):
         return changed
 
     def draws_from_prompts(self) -> bool:
-        """Whether the own pipeline can be called with a prompt alone, without an image beside it."""
+        """True if the own pipeline can be called with a prompt alone, without an image beside it."""
         length = self._config.max_sequence_length
         kept = self._watcher, self._parameters, self._picture, self.videos
         self._watch(self._own)
@@ -618,6 +618,6 @@ def _form(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _takes_frames(vae: Any) -> bool:
-    """Whether an autoencoder is one of videos, which takes an image as a video of one frame."""
+    """True if an autoencoder is one of videos, which takes an image as a video of one frame."""
     first = next((one for one in vae.modules() if isinstance(one, (nn.Conv2d, nn.Conv3d))), None)
     return isinstance(first, nn.Conv3d)

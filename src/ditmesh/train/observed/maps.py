@@ -113,7 +113,7 @@ class NumberMap:
 
     @property
     def identity(self) -> bool:
-        """Whether the output is the input."""
+        """True if the output is the input."""
         return (
             self.source == self.shape
             and bool((self.scale == 1).all())

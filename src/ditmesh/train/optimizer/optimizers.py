@@ -240,7 +240,7 @@ def _check_settings(config: TrainConfig, kind: type) -> None:
 
 
 def is_schedule_free(kind: type) -> bool:
-    """Whether an optimizer has weights to train and other ones to use, between which ``train`` and ``eval`` change."""
+    """True if an optimizer has weights to train and other ones to use, between which ``train`` and ``eval`` change."""
     return callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None))
 
 
@@ -300,7 +300,7 @@ def _tried(config: TrainConfig) -> str | None:
 
 
 def _is_elementwise(config: TrainConfig) -> bool:
-    """Whether every number of a weight changes by its own gradients alone: parts change as they do in the whole."""
+    """True if every number of a weight changes by its own gradients alone: parts change as they do in the whole."""
     whole, _ = _stepped(config, lambda value: value)
     halves: list[Callable[[Tensor], Tensor]] = [lambda v: v[: ROWS // 2], lambda v: v[:, : COLUMNS // 2]]
     for half in halves:

@@ -55,7 +55,7 @@ class MeshGradScaler(torch.amp.GradScaler):
             found[place] = verdict.to(place)
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `step` will be skipped; after `unscale_`. The same on every rank."""
+        """True if `step` will be skipped; after `unscale_`. The same on every rank."""
         return self.is_enabled() and any(bool(flag.item()) for flag in self._found(optimizer).values())
 
     def _found(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
