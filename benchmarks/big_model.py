@@ -141,9 +141,9 @@ def watched(job: Any, whole: bool) -> dict[str, Any]:
     started = time.perf_counter()
     patches = [mock.patch.object(safetensors, "safe_open", reads)]
     if whole:
-        patches.append(mock.patch.object(loading, "why_whole", return_value="to compare with"))
+        patches.append(mock.patch.object(loading, "partial_read_refusal", return_value="to compare with"))
         # Ranks of a host would have one copy of it.
-        patches.append(mock.patch.object(loading, "to_be_shared", return_value=[]))
+        patches.append(mock.patch.object(loading, "shareable_components", return_value=[]))
     try:
         for patch in patches:
             patch.start()

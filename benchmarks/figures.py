@@ -664,7 +664,7 @@ def draw_pictures(store: Path) -> Path | None:
     from PIL import Image
 
     from ditmesh.quality.pictures import as_picture
-    from ditmesh.report.charts import brightest, coloured
+    from ditmesh.report.charts import coloured, scale_maximum
 
     devices, scale = 4, 2
     found: dict[str, list[dict[str, Any]]] = {}
@@ -686,7 +686,7 @@ def draw_pictures(store: Path) -> Path | None:
         drawn = [np.asarray(Image.open(folders[name] / found[name][place]["file"]).convert("RGB")) for name in names]
         apart = [np.abs(as_picture(one) - as_picture(drawn[0])) for one in drawn]
         # Naive patches are far off: the others have a scale of their own.
-        bright = brightest(apart[1:-1] if "naive" in names else apart[1:])
+        bright = scale_maximum(apart[1:-1] if "naive" in names else apart[1:])
         borders = [rank / devices for rank in range(1, devices)]
         shades = [coloured(one, bright, borders) for one in apart]
         rows.append([one.repeat(scale, 0).repeat(scale, 1) for one in drawn])

@@ -444,11 +444,11 @@ def published() -> dict[str, Any]:
 def write_works() -> None:
     """The work of every model of the catalogue, beside the sizes that ship."""
     from ditmesh.forecast.catalogue import shapes
-    from ditmesh.forecast.shipped import WORKS, to_ship
+    from ditmesh.forecast.shipped import WORKS, shipped_data
 
     WORKS.mkdir(exist_ok=True)
     for name, one in shapes().items():
-        (WORKS / f"{name}.json").write_text(json.dumps(to_ship(one), separators=(",", ":")) + "\n")
+        (WORKS / f"{name}.json").write_text(json.dumps(shipped_data(one), separators=(",", ":")) + "\n")
         print(name, flush=True)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ditmesh import zoo
 from ditmesh.launch import init_from_environment
 from ditmesh.train import TrainConfig
-from ditmesh.train.objective import Noised, Objective, register
+from ditmesh.train.objective import NoisyBatch, Objective, register
 from ditmesh.train.trainer import Trainer
 
 
@@ -28,11 +28,11 @@ class CleanLatents(Objective):
 
     def __call__(
         self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
-    ) -> Noised:
+    ) -> NoisyBatch:
         steps = scheduler.config["num_train_timesteps"]
         timesteps = torch.cat([torch.randint(steps, (1,), generator=one) for one in generators]).to(latents.device)
         mixed = scheduler.add_noise(latents, noise, timesteps)
-        return Noised(mixed, timesteps, target=latents, weights=torch.ones(len(latents), device=latents.device))
+        return NoisyBatch(mixed, timesteps, target=latents, weights=torch.ones(len(latents), device=latents.device))
 
 
 register(CleanLatents())

@@ -45,12 +45,12 @@ class BandedModel:
         return self._called("encode", self._model.encode, samples, *args, **options)
 
     def _called(self, name: str, own: Callable[..., Any], samples: Any, *args: Any, **options: Any) -> Any:
-        from ditmesh.ranks.vae import Whole
+        from ditmesh.ranks.vae import NotBanded
 
         host.check_interrupted()
         with one_sentence():
             made = self._followed().call(name, samples, *args, **options)
-        if isinstance(made, Whole):
+        if isinstance(made, NotBanded):
             if made not in self._said:
                 self._said.add(str(made))
                 log.warning("ditmesh: %s runs on one device: %s", name, made)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import ConfigError, did_you_mean, nearest_problem, reason_of, what_is_wrong
+from .errors import ConfigError, did_you_mean, nearest_problem, problem_text, reason_of
 from .staleness.policy import forms as warmup_forms
 from .staleness.policy import parse as parse_warmup
 
@@ -574,7 +574,7 @@ def _explain(error: ValidationError) -> str:
             near = did_you_mean(name, ParallelConfig.model_fields)
             sentences.append(f"{name!r} is not a setting of ParallelConfig; known settings: {fields}{near}")
         else:
-            wrong = list(dict.fromkeys(map(what_is_wrong, [one for one in problems if len(one["loc"]) < 3])))
-            words = " and ".join(wrong) if problem["type"] == "literal_error" else what_is_wrong(problem)
+            wrong = list(dict.fromkeys(map(problem_text, [one for one in problems if len(one["loc"]) < 3])))
+            words = " and ".join(wrong) if problem["type"] == "literal_error" else problem_text(problem)
             sentences.append(f"{name}={problem['input']!r} is not possible: {words}")
     return "; ".join(sentences)

@@ -106,7 +106,7 @@ NOT_OF_KIND = {
 }
 
 
-def what_is_wrong(problem: Mapping[str, Any]) -> str:
+def problem_text(problem: Mapping[str, Any]) -> str:
     """A pydantic error in the words of ditmesh's messages: "not a whole number", "below 1"."""
     kind, about, value = str(problem["type"]), problem.get("ctx") or {}, problem.get("input")
     if kind == "literal_error":

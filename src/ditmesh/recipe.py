@@ -13,7 +13,7 @@ from .config import ParallelConfig
 from .errors import ConfigError
 from .layout import TokenLayout
 from .strategies.base import Promise, Strategy
-from .strategies.caches import Caches, kept_by
+from .strategies.caches import Caches, state_clause
 from .strategies.checked import CheckedCalls, CheckedLayout
 from .strategies.compiled import CompiledBlocks
 from .strategies.determinism import FixedArithmetic
@@ -106,7 +106,7 @@ def keeps_between_steps(recipe: Recipe, config: ParallelConfig, models: Iterable
         models: that have been loaded; their caches keep something, whatever the configuration is.
     """
     kept = next((kept for one in wanted(recipe, config) if (kept := one.keeps_between_steps(config))), "")
-    return kept or next((kept for model in models if (kept := kept_by(model))), "")
+    return kept or next((kept for model in models if (kept := state_clause(model))), "")
 
 
 def promise_of(config: ParallelConfig, recipe: Recipe = RECIPE) -> Promise:

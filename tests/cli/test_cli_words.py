@@ -323,12 +323,12 @@ def test_rounding_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_chatter_is_left_out_and_warnings_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    from ditmesh.launch.chatter import CHATTER, ChatterFilter, chatter_off
+    from ditmesh.launch.log_filter import CHATTER, ChatterFilter, hide_chatter
 
     before = {name: list(logging.getLogger(name).filters) for name in CHATTER}
     try:
-        chatter_off()
-        chatter_off()
+        hide_chatter()
+        hide_chatter()
         for name in CHATTER:
             assert sum(isinstance(one, ChatterFilter) for one in logging.getLogger(name).filters) == 1
         for name, left_out, kept in (
@@ -357,7 +357,7 @@ def test_chatter_is_left_out_and_warnings_are_not(caplog: pytest.LogCaptureFixtu
 
 def test_importing_ditmesh_leaves_logging_as_it_is() -> None:
     code = "import logging, ditmesh.launch, ditmesh.cli.options, ditmesh.generate.run, ditmesh.train\n"
-    code += "from ditmesh.launch.chatter import CHATTER\n"
+    code += "from ditmesh.launch.log_filter import CHATTER\n"
     code += "assert not any(logging.getLogger(name).filters for name in CHATTER)\nassert not logging.root.handlers"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": TEST_PATH}, check=True, timeout=240)
 

@@ -115,7 +115,7 @@ def asked(rank: int, config: ditmesh.ParallelConfig) -> list[Any]:
             (torch, "zeros", lambda *_, **named: torch.empty(1, dtype=torch.uint8)),
             (mesh_module, "gather_objects", lambda value, group: [value] * config.world_size),
             (mesh_module, "FailureWatcher", mock.Mock()),
-            (mesh_module, "find_hosts", lambda *_: Hosts.one(config.world_size)),
+            (mesh_module, "find_hosts", lambda *_: Hosts.single(config.world_size)),
             (Link, "_over_group", over_group),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))

@@ -37,7 +37,7 @@ from ditmesh.forecast.model_work import work_of
 from ditmesh.forecast.plan import profile
 from ditmesh.forecast.prediction import predict, synchronous_steps
 from ditmesh.forecast.search import Model, SearchLimits, candidates, config_refusal, search
-from ditmesh.forecast.shipped import WORKS, derived, shipped_model, to_ship
+from ditmesh.forecast.shipped import WORKS, derived, shipped_data, shipped_model
 from ditmesh.layout import layout_of
 from ditmesh.layout.conventions import Size
 from ditmesh.layout.describe import meta_model
@@ -130,7 +130,7 @@ LOOKED_AT = ("sd3.5-medium", "wan-1.3b")
 def test_shipped_work_is_that_of_the_class(name):
     """To the number, and the outline that ships instead of the class is refused what the class is."""
     known = shape(name)
-    assert json.loads((WORKS / f"{name}.json").read_text()) == json.loads(json.dumps(to_ship(known)))
+    assert json.loads((WORKS / f"{name}.json").read_text()) == json.loads(json.dumps(shipped_data(known)))
     shipped, whole = shipped_model(known), derived(known.transformer, known.config)
     assert shipped.work == whole.work
     job, most = (

@@ -24,7 +24,7 @@ from ditmesh.forecast.costs.hardware import machine
 from ditmesh.forecast.memory import check as memory
 from ditmesh.forecast.memory.available import free_memory
 from ditmesh.forecast.memory.check import check_memory, components_of, components_of_shape
-from ditmesh.forecast.memory.phases import fullest
+from ditmesh.forecast.memory.phases import largest_phase
 from ditmesh.forecast.plan.subject import subject
 from ditmesh.forecast.prediction import predict
 from ditmesh.forecast.search import search
@@ -32,8 +32,8 @@ from ditmesh.forecast.workload import usual_frames, usual_size, workload_of
 from ditmesh.generate import runner
 from ditmesh.generate.arguments import call_parameters, check_call, check_options, check_output
 from ditmesh.generate.job import PictureJob, check_config, check_content
-from ditmesh.generate.made import Picture, made_of
 from ditmesh.generate.model_info import ModelInfo, find_model
+from ditmesh.generate.outputs import Picture, outputs_of
 from ditmesh.layout import known_models
 from ditmesh.request import PictureRequest, size_of
 from support.more_pipelines import FAMILIES, draw
@@ -190,7 +190,7 @@ def test_plan_and_memory_check_agree_on_what_fits(share: float, monkeypatch: pyt
     about = subject("emoji-sd3", dtype="float32", encoders=encoders)
     hardware, components = machine("cpu", 1), components_of(info)
     alone = ParallelConfig(text_encoder=encoders)
-    needed = fullest(
+    needed = largest_phase(
         components,
         alone,
         workload_of(info),
@@ -270,8 +270,8 @@ def test_all_say_the_same_memory(
 def test_encoding_before_takes_encoders_out_of_what_follows():
     shape = shapes()["pixart-sigma"]
     request, parts = workload_of(shape), components_of_shape(shape)
-    beside = fullest(parts, ParallelConfig(), request, torch.bfloat16, device="cuda")
-    before = fullest(parts, ParallelConfig(), request, torch.bfloat16, device="cuda", encoded_before=True)
+    beside = largest_phase(parts, ParallelConfig(), request, torch.bfloat16, device="cuda")
+    before = largest_phase(parts, ParallelConfig(), request, torch.bfloat16, device="cuda", encoded_before=True)
     # T5 alone is 4.76 billion parameters, the transformer 0.6.
     assert (beside.name, before.name) == ("decode", "encode")
     assert 9.5e9 < before.total < 10.2e9 < beside.total
@@ -327,10 +327,10 @@ def test_images_and_videos_are_not_taken_for_something_else():
 def test_layers_are_no_video():
     layers = [[Image.new("RGBA", (8, 8))] * 3]
     with pytest.raises(InputError, match="neither images nor videos"):
-        made_of(SimpleNamespace(images=layers))
+        outputs_of(SimpleNamespace(images=layers))
     with pytest.raises(InputError, match="neither images nor videos"):
-        made_of(SimpleNamespace(audios=torch.zeros(1, 2, 8)))
-    assert made_of(SimpleNamespace(images=layers[0])) == [Picture(one) for one in layers[0]]
+        outputs_of(SimpleNamespace(audios=torch.zeros(1, 2, 8)))
+    assert outputs_of(SimpleNamespace(images=layers[0])) == [Picture(one) for one in layers[0]]
 
 
 @pytest.mark.parametrize(

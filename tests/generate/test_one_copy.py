@@ -159,10 +159,10 @@ def test_without_the_one_copy_every_rank_loads_for_itself(ranks: Any, folder: Pa
 
 def test_components_with_weights_are_shared_if_there_are_many(folder: Path, monkeypatch: pytest.MonkeyPatch):
     info = find_model(folder)
-    assert one_copy.to_be_shared(info) == []
+    assert one_copy.shareable_components(info) == []
     monkeypatch.setattr(one_copy, "MIN_SHARED_BYTES", 1)
-    assert [name for name, _ in one_copy.to_be_shared(info)] == ["text_encoder", "transformer", "vae"]
-    assert [name for name, _ in one_copy.to_be_shared(info, ["transformer"])] == ["text_encoder", "vae"]
+    assert [name for name, _ in one_copy.shareable_components(info)] == ["text_encoder", "transformer", "vae"]
+    assert [name for name, _ in one_copy.shareable_components(info, ["transformer"])] == ["text_encoder", "vae"]
 
 
 def filled(values: list[torch.Tensor], dtype: torch.dtype, huge: bool, slow: bool) -> list[torch.Tensor]:

@@ -51,7 +51,7 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt
 from ditmesh.generate.replay import changes_of, job_of
 from ditmesh.generate.arguments import check_call
-from ditmesh.generate.made import Picture
+from ditmesh.generate.outputs import Picture
 from ditmesh.generate.runner import PipelineRunner
 from ditmesh.request import FieldError
 from ditmesh.serve.http.intake import JobBody

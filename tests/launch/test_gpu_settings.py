@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.core.gpus import ALLOCATOR, CUBLAS, SETTINGS, better_order, gpu_facts, settle_before_cuda, stay_near
+from ditmesh.core.gpus import ALLOCATOR, CUBLAS, SETTINGS, bind_near_gpu, fastest_order, gpu_facts, settle_before_cuda
 from ditmesh.launch import devices, ray
 from ditmesh.launch.hardware import environment, missing
 from ditmesh.strategies.determinism import deterministic, refuse_unlike
@@ -115,7 +115,7 @@ def test_a_rank_stays_on_processors_beside_its_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(cpus))
-    stay_near(torch.device("cuda", 0), tmp_path)
+    bind_near_gpu(torch.device("cuda", 0), tmp_path)
     assert found == ([] if bound is None else [bound])
 
 
@@ -131,9 +131,9 @@ Legend: …
 
 
 def test_doctor_proposes_an_order_of_gpus_by_their_links() -> None:
-    assert better_order(BRIDGED) == [0, 2, 3, 1]
-    assert better_order(BRIDGED.replace("PHB", "NV4")) is None
-    assert better_order("") is None
+    assert fastest_order(BRIDGED) == [0, 2, 3, 1]
+    assert fastest_order(BRIDGED.replace("PHB", "NV4")) is None
+    assert fastest_order("") is None
     machine: dict[str, Any] = {
         "gpus": [{}] * 4,
         "versions": {"peft": "1"},

@@ -18,7 +18,7 @@ import pytest
 from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, RankFailed
 from ditmesh.launch import RankPool, default_threads, from_torchrun, init_from_environment, launcher, resolve_device
-from ditmesh.launch.processes import ctrl_c_waits
+from ditmesh.launch.processes import block_sigint
 from support import processes
 from support import rank_functions as on_rank
 
@@ -117,7 +117,7 @@ def test_ctrl_c_is_heard_once_a_program_has_started() -> None:
     said = []
 
     def both() -> None:
-        with ctrl_c_waits():
+        with block_sigint():
             # To this thread: any other one would pass it on at once.
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             said.append(subprocess.check_output([sys.executable, "-c", code]))

@@ -102,7 +102,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
                 (mesh, "gather_objects", lambda value, group: [value] * world),
                 (torch.cuda, "current_device", lambda: 0),
                 (torch.cuda, "set_device", lambda device: None),
-                (mesh, "find_hosts", lambda *_: Hosts.one(world)),
+                (mesh, "find_hosts", lambda *_: Hosts.single(world)),
                 (mesh.Mesh, "new_host_group", lambda *_: None),
                 (mesh.Mesh, "_meet", lambda self, mine: [mine] * len(self._peers)),
             ):

@@ -21,7 +21,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.core.steps import loop_steps
 from ditmesh.errors import InputError, RankFailed
 from ditmesh.generate.files import InputFile, partial_fits
-from ditmesh.generate.made import Picture, VideoFrames, made_of
+from ditmesh.generate.outputs import Picture, VideoFrames, outputs_of
 from ditmesh.generate.preview import LatentColours, preview_jpeg
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.launch import RankPool
@@ -312,9 +312,9 @@ def serve_odd(specs: Any, *, report: Any) -> None:
 
     def odd_images(output: Any) -> Any:
         if len(asked) != 2:
-            return made_of(output)
+            return outputs_of(output)
         asked.append(output)
-        return made_of(SimpleNamespace(images=[[*output.images, *output.images]]))
+        return outputs_of(SimpleNamespace(images=[[*output.images, *output.images]]))
 
     def odd_receipt(*of: Any) -> Any:
         asked.append(of)
@@ -322,11 +322,11 @@ def serve_odd(specs: Any, *, report: Any) -> None:
             raise LookupError("on purpose")
         return receipt(*of)
 
-    worker.made_of, LoadedModel.receipt = odd_images, odd_receipt
+    worker.outputs_of, LoadedModel.receipt = odd_images, odd_receipt
     try:
         worker.serve_rank(specs, report=report)
     finally:
-        worker.made_of, LoadedModel.receipt = made_of, receipt
+        worker.outputs_of, LoadedModel.receipt = outputs_of, receipt
 
 
 def test_what_is_wrong_with_an_output_fails_its_task_and_no_replica(ranks):
@@ -353,15 +353,15 @@ def test_what_is_wrong_with_an_output_fails_its_task_and_no_replica(ranks):
 
 def test_outputs_that_are_no_images_are_named():
     image = Image.new("RGB", (8, 8))
-    assert made_of(SimpleNamespace(images=[image])) == [Picture(image)]
-    assert made_of(SimpleNamespace(frames=[[image, image]])) == [VideoFrames([image, image])]
+    assert outputs_of(SimpleNamespace(images=[image])) == [Picture(image)]
+    assert outputs_of(SimpleNamespace(frames=[[image, image]])) == [VideoFrames([image, image])]
     for odd in (
         SimpleNamespace(images=[[image, image]]),
         SimpleNamespace(audios=np.zeros(4)),
         SimpleNamespace(frames=[]),
     ):
         with pytest.raises(InputError, match="neither images nor videos"):
-            made_of(odd)
+            outputs_of(odd)
 
 
 def test_a_preview_is_of_the_middle_frame_and_of_tokens_of_any_packing():

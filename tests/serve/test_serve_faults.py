@@ -256,7 +256,7 @@ def test_a_server_that_never_serves_gives_up_and_keeps_its_jobs(
         models = [ModelSpec("m", "emoji-sd3", **model)]
         async with serving(tmp_path, launcher=launcher, models=models) as service:
             job = await service.submit(JobRequest(prompt="fox"), "")
-            why = await asyncio.wait_for(service.given_up(), 10.0)
+            why = await asyncio.wait_for(service.permanent_failure(), 10.0)
             assert why.startswith(said)
             assert why.endswith("; the jobs stay in the queue")
             assert (await service.job(job.id, "")).status == "queued"

@@ -978,7 +978,7 @@ def test_the_first_signal_waits_and_the_second_does_not():
 
 def test_a_server_ends_with_the_reason_when_its_backend_has_given_up():
     class Hopeless(FakeBackend):
-        async def given_up(self) -> str:
+        async def permanent_failure(self) -> str:
             await asyncio.sleep(0.2)
             return "there is no GPU; the jobs stay in the queue"
 

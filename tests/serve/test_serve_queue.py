@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.serve.errors import IdempotencyKey, KeyReused, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
-from ditmesh.serve.http.errors import as_refused
+from ditmesh.serve.http.errors import refusal_response
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.queue import dispatch
 from ditmesh.serve.queue.queue import FILE, Queue
@@ -38,7 +38,7 @@ from ditmesh.serve.queue.storage import storage_error
 from ditmesh.serve.service import Service
 from ditmesh.serve.settings import ServiceSettings
 from ditmesh.serve.types import Input, JobError, JobImage, JobRequest
-from ditmesh.serve.worker.protocol import under_way
+from ditmesh.serve.worker.protocol import running_indices
 from support.faults import held, more_than
 from support.serve import PNG, assert_right, ended, picture, serving, until
 from support.train import importing_tests
@@ -230,11 +230,11 @@ def test_one_owner_who_asks_for_the_highest_priority_again_and_again_starves_no_
 
 def test_a_more_urgent_task_pauses_those_of_its_owner_alone() -> None:
     # Two at a time: nothing of a pauses for b.
-    assert under_way([("a", 0), ("b", 0), ("b", 10)], 2) == [0, 2]
-    assert under_way([("a", 0), ("a", 5), ("b", 10)], 2) == [0, 1]
-    assert under_way([("b", 0), ("b", 0), ("b", 10), ("b", 10), ("b", 10)], 2) == [2, 3]
-    assert under_way([("", 0), ("", 3), ("", 1)], 2) == [1, 2]
-    assert under_way([("", 0), ("", 0)], 4) == [0, 1]
+    assert running_indices([("a", 0), ("b", 0), ("b", 10)], 2) == [0, 2]
+    assert running_indices([("a", 0), ("a", 5), ("b", 10)], 2) == [0, 1]
+    assert running_indices([("b", 0), ("b", 0), ("b", 10), ("b", 10), ("b", 10)], 2) == [2, 3]
+    assert running_indices([("", 0), ("", 3), ("", 1)], 2) == [1, 2]
+    assert running_indices([("", 0), ("", 0)], 4) == [0, 1]
 
 
 def test_jobs_of_a_later_version_fail_and_the_others_go_on(opened: Any, tmp_path: Path) -> None:
@@ -304,8 +304,8 @@ def test_errors_of_the_system_keep_their_names(error: Any, words: str, status: i
     found = storage_error("cannot write /x", error)
     assert words in str(found)
     assert (error.strerror if isinstance(error, OSError) else str(error)) in str(found)
-    assert as_refused(found).status == status
-    assert ("retry-after" in {name.lower() for name in as_refused(found).headers}) is (status == 503)
+    assert refusal_response(found).status == status
+    assert ("retry-after" in {name.lower() for name in refusal_response(found).headers}) is (status == 503)
 
 
 def test_mistakes_are_not_errors_of_the_disk(opened: Any) -> None:
@@ -417,7 +417,7 @@ OPERATIONS = st.lists(
 @given(OPERATIONS)
 def test_no_order_of_events_loses_or_repeats_a_picture(operations: list[tuple[str, int]]) -> None:
     """Against a model of what a queue is, in a few lines."""
-    under_way: dict[str, set[int]] = {}
+    running_indices: dict[str, set[int]] = {}
     done: dict[str, set[int]] = {}
     size: dict[str, int] = {}
     status: dict[str, str] = {}
@@ -433,25 +433,25 @@ def test_no_order_of_events_loses_or_repeats_a_picture(operations: list[tuple[st
                 with contextlib.suppress(QueueFull):
                     queue.submit(new, request(n, priority=number % 3 - 1), owner, 1.0 + number % 5)
                     assert waiting + n <= 12
-                    size[new], status[new], under_way[new], done[new] = n, "queued", set(), set()
+                    size[new], status[new], running_indices[new], done[new] = n, "queued", set(), set()
             elif what == "begin":
                 head = queue.head()
                 if head is None:
-                    assert all(len(under_way[one] | done[one]) == size[one] for one in live)
+                    assert all(len(running_indices[one] | done[one]) == size[one] for one in live)
                 else:
                     index = queue.begin(head.id)
-                    assert index not in under_way[head.id] | done[head.id]
+                    assert index not in running_indices[head.id] | done[head.id]
                     assert index in range(size[head.id])
-                    under_way[head.id].add(index)
+                    running_indices[head.id].add(index)
                     status[head.id] = "running"
-            elif what == "finish" and id and under_way[id]:
-                index = min(under_way[id])
-                under_way[id].discard(index)
+            elif what == "finish" and id and running_indices[id]:
+                index = min(running_indices[id])
+                running_indices[id].discard(index)
                 done[id].add(index)
                 status[id] = queue.finish(id, index, f"{index}.png", image(index)).status
                 assert (status[id] == "succeeded") == (len(done[id]) == size[id])
-            elif what == "interrupt" and id and under_way[id]:
-                lost, under_way[id] = under_way[id], set()
+            elif what == "interrupt" and id and running_indices[id]:
+                lost, running_indices[id] = running_indices[id], set()
                 status[id] = queue.interrupt(id, lost).status
             elif what == "cancel" and id:
                 status[id] = queue.cancel(id).status
@@ -460,13 +460,13 @@ def test_no_order_of_events_loses_or_repeats_a_picture(operations: list[tuple[st
             elif what == "forget":
                 for one in queue.expired():
                     queue.forget([one])
-                    for book in (size, status, under_way, done):
+                    for book in (size, status, running_indices, done):
                         book.pop(one)
             elif what == "open":
                 queue.close()
                 queue = Queue(folder, ServiceSettings(keep=0.0, max_queue=12, max_per_owner=6))
                 for one in live:
-                    under_way[one].clear()
+                    running_indices[one].clear()
                     status[one] = "running" if done[one] else "queued"
             assert queue.ids() == status.keys()
             for one, expected in status.items():

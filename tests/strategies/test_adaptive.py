@@ -12,7 +12,7 @@ import torch
 import ditmesh
 from ditmesh.comm import Link
 from ditmesh.errors import ConfigError
-from ditmesh.staleness.policy import Adaptive, Outlook, Past, parse
+from ditmesh.staleness.policy import Adaptive, Outlook, PastStep, parse
 from ditmesh.staleness.schedule import even_levels
 from ditmesh.strategies.pipefusion.pipeline import PipeFusion
 from support.models import RAGGED, inputs, tiny
@@ -24,7 +24,7 @@ def synchronous(policy: str, drifts: list[float], devices: int = 4) -> list[int]
     outlook, past = Outlook(devices, even_levels(len(drifts))), []
     for step, drift in enumerate(drifts):
         decision = parse(policy).decide(step, outlook, past)
-        past.append(Past(decision.synchronous, drift if step else None))
+        past.append(PastStep(decision.synchronous, drift if step else None))
     return [step for step, before in enumerate(past) if before.synchronous]
 
 
@@ -39,7 +39,7 @@ def test_never_more_than_so_many(most):
 def test_so_many_steps_go_where_errors_are_largest():
     """They are the steps that a budget of the same number would choose, and those of the largest predicted errors."""
     steps = synchronous("adaptive(0.0001, 4)", [0.2] * 12)
-    past = [Past(step == 0, 0.2 if step else None) for step in range(12)]
+    past = [PastStep(step == 0, 0.2 if step else None) for step in range(12)]
     outlook = Outlook(4, even_levels(12))
     predicted = [parse("adaptive(9)").decide(step, outlook, past[:step]).predicted or 0.0 for step in range(12)]
     worst = sorted(range(1, 12), key=lambda step: -predicted[step])[:3]
@@ -200,7 +200,7 @@ def test_what_does_not_move_does_not_drift(ranks):
 
 def test_half_of_the_other_patches_is_stale():
     """Predicted errors are in proportion to the share of stale keys."""
-    past = [Past(True), Past(False, 0.2), Past(False, 0.2)]
+    past = [PastStep(True), PastStep(False, 0.2), PastStep(False, 0.2)]
     noise = even_levels(8)
     patches = parse("adaptive(9)").decide(3, Outlook(4, noise, 3 / 8), past)
     devices = parse("adaptive(9)").decide(3, Outlook(4, noise), past)

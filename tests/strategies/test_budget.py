@@ -14,7 +14,7 @@ from ditmesh.errors import ConfigError
 from ditmesh.staleness.budget import PIXELS, AdaptiveDecibels, AdaptiveSeconds
 from ditmesh.staleness.control import WarmupControl
 from ditmesh.staleness.drift import DriftMonitor
-from ditmesh.staleness.policy import Adaptive, Outlook, Past, parse
+from ditmesh.staleness.policy import Adaptive, Outlook, PastStep, parse
 from ditmesh.staleness.schedule import even_levels
 from support.models import RAGGED, inputs, run, tiny
 from support.stale import displaced, next_step
@@ -34,12 +34,12 @@ def test_refuses(text):
         parse(text)
 
 
-def decided(text: str, drifts: list[float], seconds: tuple[float, float] = (2.0, 1.0)) -> tuple[list[Past], str]:
+def decided(text: str, drifts: list[float], seconds: tuple[float, float] = (2.0, 1.0)) -> tuple[list[PastStep], str]:
     """Steps with such drifts that take so long, synchronous and stale; and the verdict."""
     policy, outlook, past = parse(text), Outlook(4, even_levels(len(drifts))), []
     for step, drift in enumerate(drifts):
         exact = policy.decide(step, outlook, past).synchronous
-        past.append(Past(exact, drift if step else None, seconds[0] if exact else seconds[1]))
+        past.append(PastStep(exact, drift if step else None, seconds[0] if exact else seconds[1]))
     return past, policy.verdict(outlook, past)  # type: ignore[attr-defined]
 
 
@@ -72,7 +72,7 @@ def test_seconds_are_spent_and_kept(limit, exact):
 @pytest.mark.parametrize("steps", [3, 12, 15])
 def test_requests_that_end_early_or_late_have_a_verdict(steps):
     """A second-order sampler takes more steps than it announces; a user may stop one."""
-    past = [Past(step == 0, 0.1 if step else None, 1.0) for step in range(steps)]
+    past = [PastStep(step == 0, 0.1 if step else None, 1.0) for step in range(steps)]
     for text in ("adaptive(20dB)", "adaptive(60s)"):
         assert "the budget is" in parse(text).verdict(Outlook(4, even_levels(12)), past)  # type: ignore[attr-defined]
 
@@ -87,9 +87,9 @@ def test_seconds_are_said_to_be_broken():
 def test_time_is_spent_where_errors_are_largest():
     past, _ = decided("adaptive(16.5s)", [0.2] * 12)
     same = parse("adaptive(0.0001, 4)")
-    other: list[Past] = []
+    other: list[PastStep] = []
     for step in range(12):
-        other.append(Past(same.decide(step, Outlook(4, even_levels(12)), other).synchronous, 0.2 if step else None))
+        other.append(PastStep(same.decide(step, Outlook(4, even_levels(12)), other).synchronous, 0.2 if step else None))
     assert [one.synchronous for one in past] == [one.synchronous for one in other]
 
 

@@ -19,7 +19,7 @@ class Here:
 
     def whole(self, lazy: LazyPatches) -> Tensor:
         self.flushes += 1
-        return lazy.put_together()
+        return lazy.assemble_whole()
 
 
 def lazy(truth: Tensor, home: Here, asked: list[int] | None = None) -> LazyPatches:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import ditmesh
 from ditmesh.core.clock import TransformerCall
 from ditmesh.core.thread_clock import CoreShare, ThreadClock, ThreadTime
-from ditmesh.strategies.loads import StepLoads, Watch, evened
+from ditmesh.strategies.loads import StepLoads, Watch, levelled_speeds
 from ditmesh.strategies.tokens import TokenStrategy
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.stale import displaced, in_one_process, next_step, on_ranks
@@ -101,8 +101,8 @@ def test_one_long_step_moves_nothing():
 
 
 def test_speeds_that_hardly_differ_are_equal():
-    assert evened([0.42, 0.58], 0.2) == (0.5, 0.5)
-    assert evened([1.0, 2.0], 0.2) == (0.333, 0.667)
+    assert levelled_speeds([0.42, 0.58], 0.2) == (0.5, 0.5)
+    assert levelled_speeds([1.0, 2.0], 0.2) == (0.333, 0.667)
 
 
 def test_loads_are_of_steps():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.strategies.same_latents import ROUGH, SUMS, apart, sums_of
+from ditmesh.strategies.same_latents import ROUGH, SUMS, relative_distance, sums_of
 from support import ruled
 from support.models import relative_error
 from support.pipelines import MAKERS, arguments, draw
@@ -103,16 +103,16 @@ def test_sums_tell_what_is_other(size, dtype):
     values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     sums = sums_of(values)
     assert len(sums) <= 2 * SUMS
-    assert apart(sums, sums_of(values.clone())) == 0
-    assert apart(sums, sums_of(values * 1.2)) > ROUGH
-    assert apart(sums, sums_of(torch.cat([values, values]))) > ROUGH
+    assert relative_distance(sums, sums_of(values.clone())) == 0
+    assert relative_distance(sums, sums_of(values * 1.2)) > ROUGH
+    assert relative_distance(sums, sums_of(torch.cat([values, values]))) > ROUGH
     holed = values.clone()
     holed[-1] = torch.nan
-    assert apart(sums, sums_of(holed)) == apart(sums_of(holed), sums) == float("inf")
-    assert apart(sums_of(holed), sums_of(holed.clone())) == 0
+    assert relative_distance(sums, sums_of(holed)) == relative_distance(sums_of(holed), sums) == float("inf")
+    assert relative_distance(sums_of(holed), sums_of(holed.clone())) == 0
     # What rounds in another way is the same.
-    assert apart(sums, sums_of(values * (1 + 1e-6))) < 1e-4
+    assert relative_distance(sums, sums_of(values * (1 + 1e-6))) < 1e-4
     if size == 1000:
-        assert apart(sums, sums_of(values.flip(0))) > ROUGH
+        assert relative_distance(sums, sums_of(values.flip(0))) > ROUGH
         noise = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
-        assert apart(sums, sums_of(values + 0.1 * noise)) > ROUGH
+        assert relative_distance(sums, sums_of(values + 0.1 * noise)) > ROUGH

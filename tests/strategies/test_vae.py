@@ -21,7 +21,7 @@ from torch import Tensor
 import ditmesh
 from ditmesh import ConfigError, ParallelConfig, zoo
 from ditmesh.parts.band import Band, bands_of
-from ditmesh.parts.banded import Banded, Uncut
+from ditmesh.parts.banded import Banded, UncuttableOperation
 from ditmesh.strategies.vae.parallel import in_bands
 from ditmesh.strategies.vae.tested import TESTED
 from support.autoencoders import CASES, against_whole, bands_of_ranks, without
@@ -238,7 +238,7 @@ def operations_against_whole(inference: bool) -> dict[str, tuple[float, list[str
                 size = bands.link.size
                 try:
                     value = in_bands(bands, function, (12 - 3 * (size - 1), *(3,) * (size - 1)), x)
-                except Uncut:
+                except UncuttableOperation:
                     found[name] = (float("nan"), [])
                     continue
             assert (value.dtype, value.shape) == (truth.dtype, truth.shape), name

@@ -17,7 +17,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.core.clock import CallClock
 from ditmesh.staleness.control import WarmupControl
 from ditmesh.staleness.drift import SAMPLED_TOKENS, DriftMonitor, drifts_of, summed_by
-from ditmesh.staleness.policy import Decision, Outlook, Past, parse, policy
+from ditmesh.staleness.policy import Decision, Outlook, PastStep, parse, policy
 from ditmesh.staleness.schedule import even_levels, noise_levels
 from support.pipelines import MAKERS, arguments, draw
 from support.stale import decisions, displaced
@@ -27,10 +27,10 @@ from support.stale import decisions, displaced
 
 def synchronous(warmup: str, steps: int, devices: int = 4, drift: float = 0.1) -> list[int]:
     """The synchronous steps of a request in which every step drifts alike."""
-    past: list[Past] = []
+    past: list[PastStep] = []
     for step in range(steps):
         decision = parse(warmup).decide(step, Outlook(devices, even_levels(steps)), past)
-        past.append(Past(decision.synchronous, None if step == 0 else drift))
+        past.append(PastStep(decision.synchronous, None if step == 0 else drift))
     return [step for step, before in enumerate(past) if before.synchronous]
 
 
@@ -81,8 +81,8 @@ def test_wrong_policies_are_refused(wrong):
 def test_the_number_of_steps_must_be_known():
     for text in ("first_last(1, 1)", "adaptive(0.1)"):
         with pytest.raises(ditmesh.ConfigError, match=r"needs the number of steps.*begin_request\(steps"):
-            parse(text).decide(1, Outlook(4), [Past(True)])
-    assert parse("first_last(2, 0)").decide(1, Outlook(4), [Past(True)]).synchronous
+            parse(text).decide(1, Outlook(4), [PastStep(True)])
+    assert parse("first_last(2, 0)").decide(1, Outlook(4), [PastStep(True)]).synchronous
 
 
 def test_adaptive_spends_its_budget_where_it_is_cheap():
@@ -100,7 +100,7 @@ def test_adaptive_spends_its_budget_where_it_is_cheap():
 def test_adaptive_follows_the_schedule():
     """A step that moves nothing costs nothing, however far keys have drifted."""
     noise = (1.0, 0.75, 0.5, 0.25, 0.001, 0.0)
-    past = [Past(True), Past(False, 0.3), Past(False, 0.3), Past(False, 0.3)]
+    past = [PastStep(True), PastStep(False, 0.3), PastStep(False, 0.3), PastStep(False, 0.3)]
     last, before = (parse("adaptive(0.2)").decide(step, Outlook(2, noise), past[:step]) for step in (4, 3))
     assert last.predicted is not None
     assert before.predicted is not None
@@ -110,8 +110,8 @@ def test_adaptive_follows_the_schedule():
 def test_adaptive_falls_back_when_drift_grows():
     """Errors already made count: when keys drift further than foreseen, the rest is synchronous."""
     noise = even_levels(10)
-    calm = [Past(True), *[Past(False, 0.01)] * 4]
-    wild = [Past(True), *[Past(False, 0.9)] * 4]
+    calm = [PastStep(True), *[PastStep(False, 0.01)] * 4]
+    wild = [PastStep(True), *[PastStep(False, 0.9)] * 4]
     assert not parse("adaptive(0.1)").decide(5, Outlook(4, noise), calm).synchronous
     assert parse("adaptive(0.1)").decide(5, Outlook(4, noise), wild).synchronous
     # The same drift on one device is no error at all.

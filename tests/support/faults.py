@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.launch.devices import join_default_group, stay_on_loopback
+from ditmesh.launch.devices import join_default_group, use_loopback
 from ditmesh.launch.pool import PRELOAD
 from ditmesh.launch.processes import start_fork_server
 from support.models import relative_error
@@ -296,7 +296,7 @@ def _signalled(
 
 def _member(rank: int, world: int, meeting: str, answers: Any, function: Callable[..., Any], given: tuple) -> None:
     """A process of `processes`: it joins, reports, answers, and ends without a word to the others."""
-    stay_on_loopback()
+    use_loopback()
     torch.set_num_threads(1)
     tempfile.tempdir = str(Path(meeting).parent)
     join_default_group("cpu", rank, world, 0, DEADLINE, meeting)

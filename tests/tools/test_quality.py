@@ -23,7 +23,7 @@ from ditmesh.quality import metrics, perceptual, pictures
 from ditmesh.report import charts as figures
 from ditmesh.report import curves, formatting
 from ditmesh.report.html import LISTED, STYLE, as_html
-from ditmesh.report.report import Download, Report, Shown, Styled
+from ditmesh.report.report import Download, GridImage, Report, StyledText
 from support.browser import browser, layouts
 from support.html import Reader
 
@@ -199,10 +199,10 @@ def test_heat_map_shades_follow_values(log):
 def test_a_difference_has_the_colours_of_its_scale():
     one, other = pair()
     apart = np.abs(one - other)
-    bright = figures.brightest([apart, np.zeros_like(apart)])
+    bright = figures.scale_maximum([apart, np.zeros_like(apart)])
     # 99 of 100 pixels that differ lie below the bright end, and pixels without a difference do not count.
     assert (apart.max(axis=2) <= bright).mean() == pytest.approx(0.99, abs=0.01)
-    assert figures.brightest([np.zeros_like(apart)]) == figures.brightest([]) == 0
+    assert figures.scale_maximum([np.zeros_like(apart)]) == figures.scale_maximum([]) == 0
     ramp = np.array(figures.RAMP) / 255
     for share, colour in zip(np.linspace(0, 1, len(ramp)), ramp, strict=True):
         assert figures.coloured(np.full((2, 2, 3), 0.3 * share), 0.3) == pytest.approx(np.full((2, 2, 3), 1) * colour)
@@ -250,11 +250,14 @@ def test_a_page_asks_for_nothing_and_says_what_it_shows(tmp_path: Path):
     page = Report("A <b>title</b>", "lead & more")
     page.section("One")
     page.text("1 < 2")
-    page.table(("a", "b"), [("x", Styled("no", "bad")), ("y", Styled("many words", "words"))], "numbers")
+    page.table(("a", "b"), [("x", StyledText("no", "bad")), ("y", StyledText("many words", "words"))], "numbers")
     page.chart(figures.line_chart([curves.Series("a", (1, 2), (1, 2))], "line", "x", "y"), "a line")
     page.chart(figures.heat_map(curves.ValueGrid(("r",), ("c",), ((1.0,),)), "heat", "x", "y"), "shades")
     one, other = pair()
-    page.pictures([[Shown(one, 'the "one"'), Shown(other, "other", "in words")], [Shown(one[..., :1], "grey")]], "grid")
+    page.pictures(
+        [[GridImage(one, 'the "one"'), GridImage(other, "other", "in words")], [GridImage(one[..., :1], "grey")]],
+        "grid",
+    )
     html = page.write(tmp_path / "page.html").read_text(encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     reader = Reader(html)
@@ -314,7 +317,7 @@ def test_numbers_are_formatted_for_people():
     assert (formatting.number_text(None), formatting.number_text(inf)) == ("", "infinite")
     assert [formatting.size_text(size) for size in (17, 1234, 17_100_000)] == ["17 bytes", "1.23 kB", "17.1 MB"]
     nested = {"a": {"b": 1, "c": {"d": True}}, "list": [{"x": 0.5}, {"x": None}], "words": ("u", "v"), "none": None}
-    assert list(formatting.spelled_out(nested)) == [
+    assert list(formatting.flattened_pairs(nested)) == [
         ("a: b", "1"),
         ("a: c: d", "yes"),
         ("list: 1: x", "0.5"),
@@ -358,7 +361,7 @@ def test_the_source_is_the_commit_of_a_checkout_or_else_the_version(monkeypatch,
 
 def test_a_column_without_entries_is_left_out():
     page = Report("t")
-    page.table(("a", "never", "b"), [("x", "", "1"), ("y", Styled(""), "")], "c")
+    page.table(("a", "never", "b"), [("x", "", "1"), ("y", StyledText(""), "")], "c")
     assert re.findall(r'role="columnheader">([^<]*)', as_html(page)) == ["a", "b"]
 
 
@@ -367,14 +370,14 @@ def test_what_a_user_wrote_is_text_everywhere():
     page = Report(nasty, nasty)
     page.section(nasty)
     page.points([nasty], nasty)
-    page.table((nasty, "b"), [(nasty, Styled(nasty, "words"))], nasty)
+    page.table((nasty, "b"), [(nasty, StyledText(nasty, "words"))], nasty)
     page.facts({nasty: {nasty: nasty}}, nasty)
     page.downloads([Download('a"><script>.csv', nasty)])
     page.charts([(figures.scatter_chart([curves.Point(nasty, nasty, nasty, 1, 2)], nasty, nasty, nasty), nasty)])
     page.charts([(figures.line_chart([curves.Series(nasty, (1,), (2,))], nasty, nasty, nasty), nasty)])
     page.charts([(figures.bar_chart([nasty], curves.Series(nasty, (1,), (2,)), nasty, nasty), nasty)])
     page.charts([(figures.heat_map(curves.ValueGrid((nasty,), (nasty,), ((1.0,),)), nasty, nasty, nasty), nasty)])
-    page.pictures([[Shown(pair()[0], nasty, nasty, 0.5)]], nasty)
+    page.pictures([[GridImage(pair()[0], nasty, nasty, 0.5)]], nasty)
     reader = Reader(as_html(page))
     assert "script" not in {tag for tag, _ in reader.tags}
     assert not [name for _, attributes in reader.tags for name in attributes if name.startswith("on")]
@@ -419,7 +422,7 @@ def full_page() -> Report:
     page.downloads([Download("figures.csv", "a\n1\n"), Download("figures.json", "{}")])
     page.section("Tables")
     page.table([f"column {n}" for n in range(14)], [[f"{words}", *["0.1234 ± 0.5678"] * 13]] * 3, words)
-    page.table(("what", "words"), [("x" * 80, Styled(words * 3, "words"))], words)
+    page.table(("what", "words"), [("x" * 80, StyledText(words * 3, "words"))], words)
     page.facts({"command line": "ditmesh " + "x" * 300, "versions": {"python": "3"}}, "facts")
     page.section("Charts")
     blocks = [f"single_transformer_blocks.{n}" for n in range(40)]
@@ -439,7 +442,7 @@ def full_page() -> Report:
         ]
     )
     page.section("Pictures")
-    page.pictures([[Shown(pair()[0], words, "", 0.5)] * 6, [Shown(None), Shown(pair()[1], "x")]], words)
+    page.pictures([[GridImage(pair()[0], words, "", 0.5)] * 6, [GridImage(None), GridImage(pair()[1], "x")]], words)
     return page
 
 

@@ -611,7 +611,7 @@ def test_a_run_that_went_astray(tmp_path):
 
 
 def test_models_without_training_pictures(tmp_path):
-    assert running.nearest_is_right(tmp_path, plan.Cell("own", ("fox",), (0,)), np.zeros((1, 8, 8, 3))) is None
+    assert running.nearest_matches_prompt(tmp_path, plan.Cell("own", ("fox",), (0,)), np.zeros((1, 8, 8, 3))) is None
     info = find_model(zoo.path("emoji-sd3"))
     cell = plan.Cell("own", ("something else",), (0,))
-    assert running.nearest_is_right(info.files, cell, np.zeros((1, 64, 64, 3))) is None
+    assert running.nearest_matches_prompt(info.files, cell, np.zeros((1, 64, 64, 3))) is None

@@ -15,14 +15,14 @@ from ditmesh import zoo
 from ditmesh.errors import ConfigError
 from ditmesh.train.checkpoints.export import export
 from ditmesh.train.config import TrainConfig
-from ditmesh.train.data.own_pictures import own_picture
+from ditmesh.train.data.source_images import source_image
 from ditmesh.train.families import family_of, sample_conditions, stacked
 from ditmesh.train.model.adapters import add_adapters
 from ditmesh.train.objective import NoiseObjective
 from ditmesh.train.observed.base import base_class
 from ditmesh.train.observed.check import checked_recipe
 from ditmesh.train.observed.family import CAPTIONS, ObservedFamily
-from ditmesh.train.observed.maps import Fills
+from ditmesh.train.observed.maps import FillValues
 from ditmesh.train.observed.recipe import MOST_OFF
 from ditmesh.train.observed.watch import sample_of
 from ditmesh.train.trainer import Trainer
@@ -286,7 +286,7 @@ def test_a_video_of_a_picture_is_trained_with_its_first_frame(tmp_path: Path):
         pipe.set_progress_bar_config(disable=True)
         with Trainer(config, pipe, timeout=100.0) as trainer:
             assert isinstance(trainer.family, ObservedFamily)
-            assert trainer.family.own_picture == "first frame"
+            assert trainer.family.source_image == "first frame"
             batch = trainer.data.batch(trainer.data.order.step(0)[0])
             assert batch.mask is not None
             # One of two frames of latents.
@@ -300,12 +300,12 @@ def test_a_video_of_a_picture_is_trained_with_its_first_frame(tmp_path: Path):
 
 def test_an_image_with_a_hole():
     values = torch.linspace(-1, 1, 3 * 40 * 64).view(3, 40, 64)
-    found = [own_picture("hole", values, seed) for seed in (0, 0, 1)]
+    found = [source_image("hole", values, seed) for seed in (0, 0, 1)]
     holes = [torch.from_numpy(np.asarray(one.getchannel("A")).copy()) == 0 for one in found]
     assert torch.equal(holes[0], holes[1])
     assert not torch.equal(holes[0], holes[2])
     assert all(0.05 < float(hole.float().mean()) < 0.6 for hole in holes)
-    shown = torch.from_numpy(np.asarray(own_picture("first frame", values[:, None], 0)).copy()).permute(2, 0, 1)
+    shown = torch.from_numpy(np.asarray(source_image("first frame", values[:, None], 0)).copy()).permute(2, 0, 1)
     assert float((shown / 127.5 - 1 - values).abs().max()) < 0.005
 
 
@@ -335,7 +335,7 @@ def test_an_adapter_is_for_its_own_pipelines():
 
 
 def test_maps_of_numbers_and_their_way_back():
-    fills = Fills((2, 3, 40))
+    fills = FillValues((2, 3, 40))
     shift = torch.rand(40, 6)
 
     def packed(value: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,9 @@ from PIL import Image
 
 import ditmesh
 from ditmesh.train import TrainConfig
-from ditmesh.train.data.order import Drawn, MicroBatch, SampleOrder, buckets_of, shares
+from ditmesh.train.data.order import DrawnSample, MicroBatch, SampleOrder, buckets_of, shares
 from ditmesh.train.data.samples import Samples, pixels
-from ditmesh.train.objective import OBJECTIVES, Noised, NoiseObjective, Objective, register, sample_losses
+from ditmesh.train.objective import OBJECTIVES, NoiseObjective, NoisyBatch, Objective, register, sample_losses
 from support.train import emoji, folder_of, settings, tar_of
 
 # --- configurations --------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_an_epoch_has_every_sample_once():
 
 
 def micro(cost: int) -> MicroBatch:
-    return MicroBatch((Drawn(0, 0),), (cost, 1))
+    return MicroBatch((DrawnSample(0, 0),), (cost, 1))
 
 
 def test_ranks_share_a_step_by_what_it_takes():
@@ -230,7 +230,9 @@ def test_an_objective_from_outside(tmp_path, monkeypatch):
 
         def __call__(self, latents, noise, scheduler, generators, config):
             timesteps = torch.full((len(latents),), 500)
-            return Noised(scheduler.add_noise(latents, noise, timesteps), timesteps, latents, torch.ones(len(latents)))
+            return NoisyBatch(
+                scheduler.add_noise(latents, noise, timesteps), timesteps, latents, torch.ones(len(latents))
+            )
 
     scheduler, clean = diffusers.DDIMScheduler(prediction_type="sample"), torch.ones(2, 1, 2, 2)
     monkeypatch.setattr("ditmesh.train.objective.OBJECTIVES", {**OBJECTIVES})

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from ditmesh.errors import ConfigError
 from ditmesh.train import TrainConfig
-from ditmesh.train.data.own_pictures import own_picture
+from ditmesh.train.data.source_images import source_image
 from ditmesh.train.observed.family import ObservedFamily
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
@@ -112,7 +112,7 @@ def test_a_hole_is_the_samples_mask(models, pairs, tmp_path):
     values = torch.full((3, 32, 32), 0.5)
     mask = Image.new("L", (32, 32), 0)
     mask.paste(255, (0, 8, 16, 24))
-    found = own_picture("hole", values, 0, mask)
+    found = source_image("hole", values, 0, mask)
     assert np.array_equal(np.asarray(found.getchannel("A")) == 0, np.asarray(mask) == 255)
     masks = tmp_path / "masks"
     masks.mkdir()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import ditmesh
 from ditmesh.comm.mesh import Mesh
-from ditmesh.core.files import digest_of_file, folder_written_whole, lock_of
+from ditmesh.core.files import digest_of_file, lock_of, written_atomically
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.checkpoint import MANIFEST, Checkpoints
 from ditmesh.train.checkpoints.export import check_room
@@ -364,7 +364,7 @@ def test_a_caption_that_cannot_be_encoded_is_named(stopped, tmp_path):
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
     for content, fails in (("one", False), ("two", True), ("three", False)):
         try:
-            with folder_written_whole(tmp_path / "pipeline") as part:
+            with written_atomically(tmp_path / "pipeline") as part:
                 (part / "file").write_text(content)
                 if fails:
                     raise OSError(28, "No space left on device")

@@ -20,11 +20,11 @@ from ditmesh import ParallelConfig
 from ditmesh.comm.mesh import Mesh
 from ditmesh.train import TrainConfig
 from ditmesh.train.data.encoded import EncodedSamples
-from ditmesh.train.data.order import Drawn, MicroBatch, SampleOrder, Sets
+from ditmesh.train.data.order import DrawnSample, MicroBatch, SampleOrder, SampleSets
 from ditmesh.train.data.sources import found_samples, sources_of
 from ditmesh.train.data.wording import Wording
 from ditmesh.train.families import FAMILIES, StableDiffusion3, family_of
-from ditmesh.train.objective import Noised, sample_losses
+from ditmesh.train.objective import NoisyBatch, sample_losses
 from ditmesh.train.trainer import Trainer
 from support.train import emoji, folder_of, settings, weights_after
 
@@ -60,14 +60,14 @@ def test_one_data_set_has_the_order_that_it_always_had():
         expected = []
         for place in random.permutation(len(groups)):
             indices, size = groups[place]
-            expected.append(MicroBatch(tuple(Drawn(int(i), number + n) for n, i in enumerate(indices)), size))
+            expected.append(MicroBatch(tuple(DrawnSample(int(i), number + n) for n, i in enumerate(indices)), size))
             number += len(indices)
         assert order.step(epoch) == expected
 
 
 @pytest.mark.parametrize(("weights", "per_epoch"), [((1.0, 3.0), 7 + 12), ((0.5, 1.0), 4 + 4), ((2.5, 0.25), 18 + 1)])
 def test_weights_say_how_often_an_epoch_has_a_sample(weights, per_epoch):
-    sets = Sets((0,) * 7 + (1,) * 4, weights)
+    sets = SampleSets((0,) * 7 + (1,) * 4, weights)
     sizes = [(64, 64)] * 11
     order = SampleOrder(sizes, seed=3, micro=2, per_step=1, sets=sets)
     assert order.of_sets(2) == [round(weights[0] * 7), max(1, round(weights[1] * 4))]
@@ -286,7 +286,7 @@ def test_long_captions_are_counted(tmp_path):
 def test_a_mask_weighs_the_loss():
     generator = torch.Generator().manual_seed(1)
     target, prediction = (torch.randn(2, 4, 6, 6, generator=generator) for _ in range(2))
-    noised = Noised(target, torch.zeros(2), target, torch.tensor([1.0, 0.5]))
+    noised = NoisyBatch(target, torch.zeros(2), target, torch.tensor([1.0, 0.5]))
     mask = torch.rand(2, 1, 6, 6, generator=generator)
     mean = mask / mask.mean((1, 2, 3), keepdim=True)
     expected = [
@@ -316,7 +316,7 @@ def test_a_mask_is_mirrored_with_its_image(tmp_path, data):
     config, pipe = config_of(data, tmp_path, mask_dir=str(masks), random_flip=True), pipeline()
     found = found_samples(config, "text").good
     encoded = EncodedSamples(pipe, family_of(pipe, config), found, [(64, 64)] * 6, config, torch.device("cpu"))
-    batch = encoded.batch(MicroBatch(tuple(Drawn(0, number) for number in range(6)), (64, 64)))
+    batch = encoded.batch(MicroBatch(tuple(DrawnSample(0, number) for number in range(6)), (64, 64)))
     assert batch.mask is not None
     mirrored = [is_mirrored(encoded, number) for number in range(6)]
     assert 0 < sum(mirrored) < 6
@@ -347,11 +347,11 @@ def test_masks_by_column_and_those_that_do_not_fit(tmp_path):
     assert found.notes == ("without mask, and trained whole: 1 sample (004.png)",)
     pipe = pipeline()
     encoded = EncodedSamples(pipe, family_of(pipe, config), found.good, [(64, 64)] * 4, config, torch.device("cpu"))
-    batch = encoded.batch(MicroBatch((Drawn(0, 0), Drawn(2, 1), Drawn(3, 2)), (64, 64)))
+    batch = encoded.batch(MicroBatch((DrawnSample(0, 0), DrawnSample(2, 1), DrawnSample(3, 2)), (64, 64)))
     assert batch.mask is not None
     assert torch.equal(batch.mask, torch.ones(3, 1, *batch.latents.shape[2:]))
     mesh = Mesh(ParallelConfig())
-    told, _ = encoded.told(mesh)
+    told, _ = encoded.gather_notes(mesh)
     mesh.close()
     assert "masks/3.png is black throughout" in told[0]
     assert told[0].endswith("another sample took its place once")
@@ -433,7 +433,7 @@ class WithReferences(StableDiffusion3):
 
 def is_mirrored(encoded: EncodedSamples, number: int) -> bool:
     """Whether the sample with this number is mirrored: the first of its random numbers says so."""
-    generator = torch.Generator().manual_seed(encoded.seed_of(Drawn(0, number)))
+    generator = torch.Generator().manual_seed(encoded.seed_of(DrawnSample(0, number)))
     return bool(torch.rand(2, generator=generator)[0] < 0.5)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..report.report import Report, Styled
+from ..report.report import Report, StyledText
 from .options import AsJson, Device, at_least
 from .show import emit
 
@@ -101,9 +101,9 @@ def _say(facts: dict[str, Any]) -> Report:
         )
     report.points([f"wrote {name}" for name in facts.get("profiles", ())])
     for sentence in facts["missing"]:
-        report.text(Styled("missing", "unsure"), f" {sentence}")
+        report.text(StyledText("missing", "unsure"), f" {sentence}")
     if not facts["missing"]:
-        report.text(Styled("Nothing is missing.", "good"))
+        report.text(StyledText("Nothing is missing.", "good"))
     return report
 
 

@@ -240,7 +240,7 @@ def _on_ranks(
         "devices": world_size,
         "device": kind,
         "threads": threads,
-        "peak_memory": most_of([picture.receipt for picture in made]),
+        "peak_memory": total_peaks([picture.receipt for picture in made]),
         **facts,
         "total_seconds": time.perf_counter() - began,
     }
@@ -293,7 +293,7 @@ def progress(
     from rich.progress import TextColumn, TimeRemainingColumn
 
     from ..generate.elastic import Restarted
-    from ..generate.job import Generated, Loaded, Noted, StepDone
+    from ..generate.job import Generated, Loaded, StepDone, UserNote
 
     made: list[Generated] = []
     facts: dict[str, Any] = {}
@@ -307,7 +307,7 @@ def progress(
                     if message.sampled is not None:
                         facts["sampled"] = message.sampled
                     progress.update(task, description=what, total=message.steps * job.total)
-                elif isinstance(message, Noted):
+                elif isinstance(message, UserNote):
                     _above(progress, message.text)
                 elif isinstance(message, StepDone):
                     said = f"{what}, {message.note}" if message.note else what
@@ -352,7 +352,7 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def most_of(receipts: Sequence[Receipt]) -> list[dict[str, int]]:
+def total_peaks(receipts: Sequence[Receipt]) -> list[dict[str, int]]:
     """The peak memory of every rank over several images, by phase."""
     every = [receipt.peak_memory or [] for receipt in receipts]
     found: list[dict[str, int]] = [{} for _ in range(max(map(len, every), default=0))]

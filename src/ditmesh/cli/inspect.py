@@ -11,7 +11,7 @@ import typer
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
-from ..report.report import Report, Styled
+from ..report.report import Report, StyledText
 from .options import (
     AsJson,
     AtOnce,
@@ -311,14 +311,15 @@ def _say_between(report: Report, between: dict[str, Any]) -> None:
         best = between["better"]
         least = best and f"{best['config']} sends {describe_bytes(sum(best['bytes_a_step'].values()))}"
         report.text(
-            Styled("  keep ulysses and tensor inside of a host", "unsure"), f": {least}" if least is not None else ""
+            StyledText("  keep ulysses and tensor inside of a host", "unsure"),
+            f": {least}" if least is not None else "",
         )
 
 
 def _say(facts: dict[str, Any], layout: TokenLayout, check: bool) -> Report:
     report = Report()
     width, height = facts["size"]
-    report.text(Styled(facts["transformer"], "strong"), f" of {facts['pipeline']} ({facts['model']})")
+    report.text(StyledText(facts["transformer"], "strong"), f" of {facts['pipeline']} ({facts['model']})")
     report.text(
         f"{facts['parameters'] / 1e6:,.1f} million parameters, of which --shard shares out "
         f"{facts['shared_by_shard'] / max(1, facts['parameters']):.0%}; {facts['heads'] or '?'} heads; "
@@ -343,9 +344,9 @@ def _say(facts: dict[str, Any], layout: TokenLayout, check: bool) -> Report:
     if "between_hosts" in facts:
         _say_between(report, facts["between_hosts"])
     if check and not facts["differences"]:
-        report.text(Styled("The probe agrees with this layout.", "good"))
+        report.text(StyledText("The probe agrees with this layout.", "good"))
     for difference in facts.get("differences", []):
-        report.text(Styled("differs ", "bad"), difference)
+        report.text(StyledText("differs ", "bad"), difference)
     return report
 
 

@@ -12,17 +12,17 @@ from typer.core import TyperGroup
 
 from .._version import __version__
 from ..errors import InputError, LayoutError, MeetingError, RankFailed, ServerError
-from ..launch import Terminated, interrupt_behind, interrupts_end, interrupts_raise, leave, torchrun_rank
-from ..launch.chatter import chatter_off
+from ..launch import Terminated, ignore_signals, interrupt_cause, leave, raise_on_signals, torchrun_rank
+from ..launch.log_filter import hide_chatter
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
-from .mistakes import is_mistake, said_of_mistake
 from .plan import plan
 from .replay import replay
 from .serve import serve
 from .study import study
 from .train import train
+from .usage_errors import is_usage_error, mistake_message
 from .verify import verify
 
 # Commands that start their own ranks.
@@ -34,10 +34,10 @@ def _stopped_in_words() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        stopped = interrupt_behind(error)
+        stopped = interrupt_cause(error)
         if stopped is None:
             raise
-        interrupts_end()
+        ignore_signals()
         by, code = ("SIGTERM", 143) if isinstance(stopped, Terminated) else ("Ctrl-C", 130)
         _leave(f"stopped by {by}", code)
 
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         # Ranks of torchrun wait for one another: there SIGTERM ends at once.
         if _rank() is None:
-            interrupts_raise()
+            raise_on_signals()
         _run(None)
     except SystemExit as left:
         if left.code is not None and not isinstance(left.code, int):
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> None:
-    chatter_off()
+    hide_chatter()
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
         code = app(_plain(arguments), prog_name="ditmesh", obj=tuple(arguments), standalone_mode=False)
@@ -125,9 +125,9 @@ def _run(arguments: list[str] | None) -> None:
     except ServerError as error:
         _leave(str(error), 1)
     except Exception as error:
-        if not is_mistake(error):
+        if not is_usage_error(error):
             raise
-        _leave(said_of_mistake(error), 2)
+        _leave(mistake_message(error), 2)
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import ConfigError, InputError, did_you_mean
 from ..launch import launcher
-from ..report.report import Report, Styled
+from ..report.report import Report, StyledText
 from .options import (
     OFFLOADS,
     AsJson,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..forecast.costs.hardware import Hardware
     from ..forecast.explain import Line
     from ..forecast.plan.subject import PlanSubject
-    from ..forecast.search import Found
+    from ..forecast.search import SearchResult
 
 ENCODERS = ("whole", "sharded", "rank0", "freed", "before")
 PLAN_OBJECTIVES = ("latency", "throughput", "cost")
@@ -211,7 +211,7 @@ def plan(
 class _Planned:
     """A plan: the request, the hardware, and all predictions."""
 
-    def __init__(self, subject: PlanSubject, hardware: Hardware, found: Found, lines: list[Line]) -> None:
+    def __init__(self, subject: PlanSubject, hardware: Hardware, found: SearchResult, lines: list[Line]) -> None:
         self.subject, self.hardware, self.found, self.lines = subject, hardware, found, lines
 
     def data(self) -> dict[str, Any]:
@@ -377,7 +377,7 @@ def _say_plan(report: Report, result: dict[str, Any]) -> None:
     for one in result["configurations"]:
         cells = [number(one["denoising_seconds"]), number(one["step_seconds"] * 1e3)]
         cells = [one["words"], str(one["devices"]), *cells, f"{one['memory_bytes'] / 1e9:.3g}"]
-        rows.append([Styled(cell, "" if one["fits"] else "bad") for cell in cells])
+        rows.append([StyledText(cell, "" if one["fits"] else "bad") for cell in cells])
     report.table(("configuration", "devices", "denoising s", "ms a step", "GB a rank"), rows)
     report.points([f"{one['words']}: {one['why']}" for one in result["configurations"]])
     error = result["configurations"][0]["error"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import DitmeshError, InputError
-from ..generate.made import Picture
+from ..generate.outputs import Picture
 from ..report.formatting import count
 from .options import InputOptions, PictureOptions
 from .show import bar
@@ -175,7 +175,7 @@ def _written(
 
 def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> Iterator[tuple[str, Receipt]]:
     """Write the results of a succeeded job, the first with number ``index``; returns paths and receipts."""
-    from ..generate.receipt import PNG_KEYWORD, STRIP, Receipt, copied_free, write_free, write_png
+    from ..generate.receipt import PNG_KEYWORD, STRIP, Receipt, copy_to_free_name, write_free, write_png
     from ..generate.run import file_name
     from ..generate.video import copy_mp4, strip
     from ..media.videos import check_video_library, read_frames
@@ -198,4 +198,4 @@ def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> I
             source = Path(folder) / path.name
             copy_mp4(client.file(job.id, place), source, job.id, {PNG_KEYWORD: receipt.model_dump_json()})
             write_png(strip(read_frames(source, job.id)), source.with_suffix(STRIP), receipt)
-            yield str(copied_free(source, path, overwrite)), receipt
+            yield str(copy_to_free_name(source, path, overwrite)), receipt

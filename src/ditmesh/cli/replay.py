@@ -10,10 +10,10 @@ import typer
 
 from ..config import ParallelConfig
 from ..errors import InputError
-from ..generate.made import Picture
+from ..generate.outputs import Picture
 from ..generate.video import is_video
 from ..launch import default_threads, guarded_folder, launcher, physical_cores, resolve_device
-from ..report.report import Report, Styled
+from ..report.report import Report, StyledText
 from .generate import progress
 from .options import AsJson, Device, Devices, Overwrite, Threads, Timeout, common_option, with_groups
 from .show import emit
@@ -127,7 +127,7 @@ def _compared(
     image: Path, was: Receipt, again: Generated, sampled: str | None, out: Path, overwrite: bool
 ) -> tuple[Path, Replay]:
     """The path of the new image, and its differences."""
-    from ..generate.receipt import copied_free, write_free
+    from ..generate.receipt import copy_to_free_name, write_free
     from ..generate.replay import compare_replay
 
     before, after = read_media(image), read_media(again.path)
@@ -135,7 +135,7 @@ def _compared(
     if was.frames is None:
         path = write_free(Picture(after), name, again.receipt, overwrite)
     else:
-        path = copied_free(again.path, name, overwrite)
+        path = copy_to_free_name(again.path, name, overwrite)
     return path, compare_replay(before, after, was, again.receipt, sampled)
 
 
@@ -190,9 +190,9 @@ def _say(result: dict[str, Any]) -> Report:
     config = ParallelConfig(**result["config"]).describe()
     report.text(f"generated again with {config} on {result['device']} in {result['seconds']:.2f} s")
     if result["equal"]:
-        report.text(Styled("the same pixels", "good"), ", as promised" if result["promised"] else "")
+        report.text(StyledText("the same pixels", "good"), ", as promised" if result["promised"] else "")
     elif result["largest_difference"] is None:
-        report.text(Styled("an image of another size", "bad"))
+        report.text(StyledText("an image of another size", "bad"))
     else:
         # The frames may differ by less than compression preserves.
         ratio = " in the files" if result["psnr"] is None else f" ({result['psnr']:.1f} dB)"
@@ -200,7 +200,7 @@ def _say(result: dict[str, Any]) -> Report:
             f"{result['differing_pixels']:.1%} of the pixels differ, by at most {result['largest_difference']} of 255"
         )
         report.text(
-            Styled(f"{said}{ratio}", "bad" if result["promised"] else "unsure"),
+            StyledText(f"{said}{ratio}", "bad" if result["promised"] else "unsure"),
             ", though the same ones were promised" if result["promised"] else "",
         )
     report.points([f"changed: {Change(**change).describe()}" for change in result["changes"]])

@@ -18,7 +18,7 @@ from ..core.files import finite
 from ..errors import ConfigError, InputError
 from ..launch import TorchrunRanks, default_threads, guarded_folder, torchrun_rank
 from ..report.formatting import count
-from ..report.report import Report, Styled
+from ..report.report import Report, StyledText
 from ..request import MOST_TOGETHER
 from .generate import check_joined
 from .options import AsJson, RankOptions, SampleOptions, at_least, common_option, output_option, with_groups
@@ -330,7 +330,9 @@ def _say(result: dict[str, Any]) -> Report:
 
 
 def _cells(verdict: dict[str, Any]) -> list[str]:
-    outcome = Styled(verdict["outcome"], "unsure" if not verdict["judged"] else "good" if verdict["passed"] else "bad")
+    outcome = StyledText(
+        verdict["outcome"], "unsure" if not verdict["judged"] else "good" if verdict["passed"] else "bad"
+    )
     if verdict["refused"]:
         return [verdict["config"], *[""] * 6, outcome]
     return [

@@ -50,7 +50,7 @@ class Hosts:
         return all(self.near[rank] >= ranks for rank in ranks)
 
     @staticmethod
-    def one(ranks: int) -> Hosts:
+    def single(ranks: int) -> Hosts:
         """So many ranks of one host."""
         return Hosts((frozenset(range(ranks)),) * ranks)
 

@@ -172,7 +172,7 @@ class Mesh:
         self.device = _current(device) if initialised else torch.device(device or "cpu")
         self.rank, self.world_size = dist.get_rank() if initialised else 0, world_size
         self.traffic = Traffic() if links is None else next(iter(links.values())).traffic
-        self.hosts = Hosts.one(world_size)
+        self.hosts = Hosts.single(world_size)
         self._deadline = timedelta(seconds=timeout)
         self._groups: list[dist.ProcessGroup] = []
         # Peers see the closed connections of a rank that gives its gloo groups up; other backends need the watcher.

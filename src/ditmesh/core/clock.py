@@ -13,7 +13,7 @@ from torch import nn
 
 from .arguments import Arguments, covers, parameter_names
 from .kept import KeptStates
-from .values import Seen, Values, is_plain, seen
+from .values import SeenValue, Values, is_plain, seen
 
 # Argument names of the timestep.
 TIMESTEPS = ("timestep", "t", "timesteps")
@@ -53,9 +53,9 @@ class _SeenCall:
     """The arguments of a call, by path."""
 
     model: int
-    timestep: Mapping[str, Seen]
-    latents: Mapping[str, Seen]
-    others: Mapping[str, Seen]
+    timestep: Mapping[str, SeenValue]
+    latents: Mapping[str, SeenValue]
+    others: Mapping[str, SeenValue]
 
 
 @dataclass
@@ -79,7 +79,7 @@ class _Counted:
     at: tuple[Any, int | None] = (None, None)
     counts: bool = False
     forced: bool = False
-    schedule: tuple[Seen, list[Any]] | None = None
+    schedule: tuple[SeenValue, list[Any]] | None = None
 
 
 class CallClock:
@@ -237,7 +237,7 @@ class CallClock:
             for call in self._of.value.calls
         )
 
-    def _at_one_time(self, one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
+    def _at_one_time(self, one: Mapping[str, SeenValue], other: Mapping[str, SeenValue]) -> bool:
         if one.keys() != other.keys():
             return False
         for path, value in one.items():
@@ -250,7 +250,7 @@ class CallClock:
                 return False
         return True
 
-    def _place(self, time: Seen) -> Any:
+    def _place(self, time: SeenValue) -> Any:
         """The place among the scheduler's timesteps of which a tensor is a view, repeated; None: it is not one."""
         tensor, all_ = time.value, getattr(self._of.value.at[0], "timesteps", None)
         if not is_plain(tensor) or not is_plain(all_) or all_.dim() != 1 or not tensor.numel():

@@ -53,7 +53,7 @@ def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def folder_written_whole(path: str | Path) -> Iterator[Path]:
+def written_atomically(path: str | Path) -> Iterator[Path]:
     """An empty folder beside ``path`` to fill; when the block ends without an error it takes that name.
 
     A folder of that name stays until the new one is whole, and is removed then.

@@ -67,7 +67,7 @@ def _cublas() -> str:
     return "of the system"
 
 
-def stay_near(device: torch.device, folder: Path = Path("/sys/bus/pci/devices")) -> None:
+def bind_near_gpu(device: torch.device, folder: Path = Path("/sys/bus/pci/devices")) -> None:
     """Let this thread, and threads it starts, run only on the processors beside a GPU, where the system knows them.
 
     What the other socket of a host launches, and memory that lies there, reach the GPU over the link between sockets.
@@ -99,7 +99,7 @@ def _numbers(text: str) -> Iterator[int]:
 GPU_LINKS = ("SYS", "NODE", "PHB", "PXB", "PIX")
 
 
-def better_order(topology: str) -> list[int] | None:
+def fastest_order(topology: str) -> list[int] | None:
     """The order of GPUs in which neighbouring ranks are joined by the fastest links; None: the order that there is.
 
     Args:

@@ -55,7 +55,7 @@ class AttentionHandler(Protocol):
 class Observer:
     """Base of a handler that only notes what attention is asked, while a layout is derived."""
 
-    def unnoted(self, call: Callable[[], Any]) -> Any:
+    def call_unobserved(self, call: Callable[[], Any]) -> Any:
         """Make a call of attention that cannot be noted, and return its result."""
         return call()
 
@@ -120,7 +120,7 @@ class _Interceptor:
             mask = call.get("attn_mask")
             if isinstance(handler, Observer) and mask is not None and not isinstance(mask, Tensor):
                 # A module that it cannot note counts as any other module that mixes tokens.
-                return handler.unnoted(lambda: original(**call))
+                return handler.call_unobserved(lambda: original(**call))
             if handler is None and not compiling:
                 return original(**call)
             taken = {name: call.pop(name, default) for name, default in _TAKEN.items()}

@@ -21,7 +21,7 @@ def is_plain(value: Any) -> TypeGuard[Tensor]:
     return type(value) in PLAIN_TYPES
 
 
-class Seen(NamedTuple):
+class SeenValue(NamedTuple):
     """A value as it was seen: held, so that its memory is not reused.
 
     Attributes:
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     key: Any
 
 
-def seen(value: Any, copied: bool = False) -> Seen:
+def seen(value: Any, copied: bool = False) -> SeenValue:
     """A value as it is now.
 
     Args:
@@ -41,13 +41,13 @@ def seen(value: Any, copied: bool = False) -> Seen:
         copied: keep a copy of a tensor that does not record whether it is written to (inference mode).
     """
     if not isinstance(value, Tensor):
-        return Seen(value, None)
+        return SeenValue(value, None)
     version = version_of(value)
     if not is_plain(value):
-        return Seen(value, (id(value), version))
+        return SeenValue(value, (id(value), version))
     if copied and version is None:
         value = value.clone()
-    return Seen(value, (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, version))
+    return SeenValue(value, (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, version))
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -81,7 +81,7 @@ class Values:
             self._now[key] = (find(), of) if known is None else known
         return self._now[key][0]
 
-    def same(self, one: Seen, other: Seen) -> bool:
+    def same(self, one: SeenValue, other: SeenValue) -> bool:
         """Equal values: tensors by shape, dtype and content. Subclasses of tensors are equal to themselves only."""
         a, b = one.value, other.value
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
@@ -93,15 +93,15 @@ class Values:
         pair = ("same", frozenset((one.key, other.key)))
         return self.found(pair, lambda: _unwritten(one) and _unwritten(other) and torch.equal(a, b), (a, b))
 
-    def all_same(self, one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
+    def all_same(self, one: Mapping[str, SeenValue], other: Mapping[str, SeenValue]) -> bool:
         """Equal values under equal names."""
         return one.keys() == other.keys() and all(self.same(value, other[name]) for name, value in one.items())
 
-    def assume_equal(self, one: Seen, other: Seen) -> None:
+    def assume_equal(self, one: SeenValue, other: SeenValue) -> None:
         """Let two tensors be taken for equal from here on."""
         self._now["same", frozenset((one.key, other.key))] = (True, (one.value, other.value))
 
-    def content(self, one: Seen) -> bytes:
+    def content(self, one: SeenValue) -> bytes:
         """The bytes of a tensor's values."""
         tensor = one.value
         return self.found(
@@ -111,7 +111,7 @@ class Values:
         )
 
 
-def _unwritten(one: Seen) -> bool:
+def _unwritten(one: SeenValue) -> bool:
     """True if the tensor still holds what was seen."""
     return version_of(one.value) in (None, one.key[-1])
 

@@ -10,7 +10,7 @@ from ..config import AXES
 from .costs.hardware import Hardware
 from .costs.step import Term
 from .prediction import Prediction
-from .search import Found, Objective, score
+from .search import Objective, SearchResult, score
 
 # Configurations that a table shows besides the obvious ones that lose.
 MAX_ROWS = 5
@@ -25,7 +25,7 @@ class Line:
     fits: bool = True
 
 
-def comparison_table(found: Found, hardware: Hardware, objective: Objective) -> list[Line]:
+def comparison_table(found: SearchResult, hardware: Hardware, objective: Objective) -> list[Line]:
     """The best configurations, then common alternatives with their disadvantages."""
     best = found.best[0]
     shown = [one for at, one in enumerate(found.best) if at < MAX_ROWS or _obvious(one, hardware)]

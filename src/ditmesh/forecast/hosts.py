@@ -108,7 +108,7 @@ def _pairs(route: Route, size: int) -> Iterator[tuple[int, int, float]]:
 
 
 @dataclass(frozen=True)
-class Across:
+class HostTraffic:
     """The traffic of a configuration between hosts.
 
     Attributes:
@@ -136,7 +136,7 @@ class Across:
 
 def between_hosts(
     config: ParallelConfig, model: Model, workload: Workload, hardware: Hardware, hosts: Sequence[int]
-) -> Across:
+) -> HostTraffic:
     """Predict the traffic of a configuration between hosts.
 
     Args:
@@ -146,10 +146,12 @@ def between_hosts(
     """
     prediction = predict(config, model.work, workload, hardware)
     sent = [bytes_across(terms, config, hosts) for terms in (prediction.stale, prediction.synchronous)]
-    return Across(config, tuple(across(config, hosts)), *sent)
+    return HostTraffic(config, tuple(across(config, hosts)), *sent)
 
 
-def better(one: Across, model: Model, workload: Workload, hardware: Hardware, hosts: Sequence[int]) -> Across | None:
+def better(
+    one: HostTraffic, model: Model, workload: Workload, hardware: Hardware, hosts: Sequence[int]
+) -> HostTraffic | None:
     """The configuration with the least traffic between hosts, among those of the same ranks and image.
 
     Only guidance, ring, Ulysses and tensor degrees are others. None: none sends less, or none keeps tensor and Ulysses

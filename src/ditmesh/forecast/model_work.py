@@ -151,7 +151,7 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
         LayoutError: it cannot be called on the meta device; says why.
     """
     order = kinds_of(model, layout)
-    with one_of_a_kind(model, layout) as (lists, numbers):
+    with one_block_per_kind(model, layout) as (lists, numbers):
         runs = _runs(model, layout, numbers)
         cuts, sliced, norms = _cuts(model, numbers)
     solved = _solved(runs)
@@ -205,7 +205,7 @@ def _gathers(runs: list[_Run]) -> tuple[Gather, ...]:
 
 
 @contextmanager
-def one_of_a_kind(model: nn.Module, layout: TokenLayout) -> Iterator[tuple[list[str], dict[nn.Module, int]]]:
+def one_block_per_kind(model: nn.Module, layout: TokenLayout) -> Iterator[tuple[list[str], dict[nn.Module, int]]]:
     """The model with one block of every kind; gives the kinds' lists, and their numbers by block."""
     order, every = kinds_of(model, layout), blocks_of(model, layout)
     firsts = [order.index(kind) for kind in range(max(order) + 1)]

@@ -68,7 +68,7 @@ class Prediction:
         return found or [Term("weights of the transformer alone", "memory", memory=self.weights)]
 
     @property
-    def looked_at(self) -> bool:
+    def memory_is_known(self) -> bool:
         """True if `kept` is known already."""
         return "kept" in vars(self)
 

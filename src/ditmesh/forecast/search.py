@@ -19,7 +19,7 @@ from ..strategies.tensor.slices import plan_slices as tensor_plan
 from .candidates import grids
 from .costs.hardware import Hardware
 from .costs.work import Work, Workload
-from .model_work import one_of_a_kind
+from .model_work import one_block_per_kind
 from .prediction import MemoryOf, Prediction, predict
 
 Objective = Literal["latency", "throughput", "cost"]
@@ -42,11 +42,11 @@ class Model:
     work: Work
     _uncut: dict[int, str | None] = field(default_factory=dict, repr=False, compare=False)
 
-    def why_not_cut(self, degree: int) -> str | None:
+    def slicing_refusal(self, degree: int) -> str | None:
         """The reason why a degree of tensor parallelism is not for the model; looks at one block of every kind."""
         if degree not in self._uncut:
             self._uncut[degree] = None
-            with one_of_a_kind(self.module, self.layout):
+            with one_block_per_kind(self.module, self.layout):
                 try:
                     tensor_plan(self.module, degree)
                 except DitmeshError as error:
@@ -84,7 +84,7 @@ class SearchLimits:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -105,14 +105,14 @@ class Found:
 
 def search(
     model: Model, workload: Workload, hardware: Hardware, limits: SearchLimits, objective: Objective = "latency"
-) -> Found:
+) -> SearchResult:
     """Predict every valid configuration for the hardware's devices, or for some of them.
 
     Raises:
         InputError: none is valid, or none fits; says what is missing and what would fit.
     """
     room = hardware.device.memory if limits.memory is None else limits.memory
-    found, predictions = Found(room=room), list[Prediction]()
+    found, predictions = SearchResult(room=room), list[Prediction]()
     for config in candidates(model, workload, hardware.world_size, limits):
         reason = config_refusal(config, model, limits)
         if reason is not None:
@@ -147,7 +147,7 @@ def _by_memory(predictions: list[Prediction], room: float) -> tuple[list[Predict
         if fitting == ENOUGH:
             break
     some = light if fitting else sorted(light, key=lambda one: one.weights)[:MOST_LOOKS]
-    fits = {id(one) for one in some if (fitting and not one.looked_at) or one.memory <= room}
+    fits = {id(one) for one in some if (fitting and not one.memory_is_known) or one.memory <= room}
     best, others = list[Prediction](), list[Prediction]()
     for one in predictions:
         (best if id(one) in fits else others).append(one)
@@ -205,10 +205,10 @@ def config_refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -
         check_recipe(limits.recipe, config, [(model.module, model.layout)])
     except DitmeshError as error:
         return str(error)
-    return model.why_not_cut(config.tensor) if config.tensor > 1 else None
+    return model.slicing_refusal(config.tensor) if config.tensor > 1 else None
 
 
-def _nothing(found: Found, hardware: Hardware, limits: SearchLimits) -> str:
+def _nothing(found: SearchResult, hardware: Hardware, limits: SearchLimits) -> str:
     """The reason why no configuration is left, and what would fit."""
     if found.too_slow:
         return (
@@ -216,8 +216,8 @@ def _nothing(found: Found, hardware: Hardware, limits: SearchLimits) -> str:
             f"{found.too_slow[0].config.describe()}, is predicted to take {found.too_slow[0].latency:.3g} s"
         )
     if found.too_large:
-        looked_at = [one for one in found.too_large if one.looked_at] or found.too_large[:1]
-        least = min(looked_at, key=lambda one: one.memory)
+        predicted = [one for one in found.too_large if one.memory_is_known] or found.too_large[:1]
+        least = min(predicted, key=lambda one: one.memory)
         needs = ", ".join(f"{term.memory / 1e9:.3g} GB of {term.name}" for term in least.kept if term.memory > 1e7)
         return (
             f"the model fits on no device of {found.room / 1e9:g} GB: the smallest, {least.config.describe()}, needs "

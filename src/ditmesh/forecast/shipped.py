@@ -62,10 +62,10 @@ def derived(transformer: str, config: Mapping[str, Any]) -> Model:
     return Model(module, layout, work_of(module, layout))
 
 
-def to_ship(shape: Shape) -> dict[str, Any]:
+def shipped_data(shape: Shape) -> dict[str, Any]:
     """The shipped data of a model, derived from its class."""
     model = derived(shape.transformer, shape.config)
-    uncut = {degree: model.why_not_cut(degree) for degree in range(2, model.work.heads + 1)}
+    uncut = {degree: model.slicing_refusal(degree) for degree in range(2, model.work.heads + 1)}
     return {
         "diffusers": _diffusers(),
         "timestep": timestep_of(model.module, model.layout),

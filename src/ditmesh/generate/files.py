@@ -240,7 +240,7 @@ def _check_same(file: InputFile, digest: str) -> None:
         raise InputError(f"--{file.role} {file.path!r} is not the file it was; leave it as it is while ranks run")
 
 
-def find_again(file: InputFile, beside: Path) -> InputFile:
+def find_input_file(file: InputFile, beside: Path) -> InputFile:
     """A file with the bytes of a receipt's file: at its path, or with its name next to the image or in this folder.
 
     Raises:

@@ -175,7 +175,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Noted:
+class UserNote:
     """A one-line note for the user."""
 
     text: str

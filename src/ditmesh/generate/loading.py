@@ -32,12 +32,21 @@ from ..forecast.memory.check import check_memory as check_fits
 from ..layout import layout_of
 from ..layout.table import known_models
 from ..strategies.pipefusion.stages import ABSENT_ATTRIBUTE, IN_PIECES, elsewhere, first_cut, is_away, shape_of
-from ..strategies.sharded import UNITS, GatherGroup, Packed, ShardedWeights, Unit, arranged, gather_unit, groups_of
+from ..strategies.sharded import (
+    UNITS,
+    GatherGroup,
+    Packed,
+    ShardedWeights,
+    Unit,
+    balanced_order,
+    gather_unit,
+    groups_of,
+)
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_layer_of, plan_slices
 from .conversions import Conversions
 from .model_info import ModelInfo, find_model
-from .one_copy import shared_components, to_be_shared
+from .one_copy import shareable_components, shared_components
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +189,7 @@ def read_pipeline(
 
     # Options of from_pretrained may change what is loaded.
     plain = set(components) <= set(info.index)
-    found = to_be_shared(info, components) if plain else []
+    found = shareable_components(info, components) if plain else []
     # Ranks that wait for the first one import meanwhile what they need.
     with suppress(Exception):
         getattr(diffusers, info.pipeline_class)
@@ -239,7 +248,7 @@ def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:
     return {"dtype" if renamed else "torch_dtype": plain}
 
 
-def why_whole(info: ModelInfo, variant: str | None = None) -> str | None:
+def partial_read_refusal(info: ModelInfo, variant: str | None = None) -> str | None:
     """The reason why a rank cannot read only its share of a saved pipeline's transformers; None: it can."""
     try:
         for name in _denoisers_in(info):
@@ -338,7 +347,7 @@ class _Pieces:
         for group in groups_of(model, layout):
             there = [name for name in group.parameters if name not in absent]
             sizes = [prod(shapes[name]) * dtypes[name].itemsize for name in there]
-            names = tuple(there[number] for number in arranged(sizes, mesh.shard.size))
+            names = tuple(there[number] for number in balanced_order(sizes, mesh.shard.size))
             if names:
                 specs = tuple((tuple(shapes[name]), dtypes[name]) for name in names)
                 packed, number = Packed(specs, mesh.shard.size), len(self._made)

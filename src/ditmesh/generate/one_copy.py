@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 MIN_SHARED_BYTES = 16 << 20
 
 
-def to_be_shared(info: ModelInfo, without: Collection[str] = ()) -> list[tuple[str, int]]:
+def shareable_components(info: ModelInfo, without: Collection[str] = ()) -> list[tuple[str, int]]:
     """Names of the components with weights, and the bytes of their files; none, where sharing is not worth it.
 
     Args:
@@ -58,7 +58,7 @@ def shared_components(
     """Components of which all ranks of a host have one copy. Every rank calls this alike.
 
     Args:
-        found: what `to_be_shared` has found; nothing is shared unless all ranks have found the same: hosts may have
+        found: the result of `shareable_components`; without the same one on all ranks nothing is shared: hosts may have
             other files.
         load: loads the pipeline; the first rank of each host calls it. Weights that it plans to convert have their
             values when all ranks have returned from here.

@@ -20,7 +20,7 @@ from ..media.images import MOST_PIXELS
 from ..media.videos import MOST_VIDEO_PIXELS
 from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count, added_fields
 from .files import Role
-from .made import Made, VideoFrames
+from .outputs import PipelineOutput, VideoFrames
 from .video import FPS, is_video, metadata_of, strip, write_mp4
 
 if TYPE_CHECKING:
@@ -210,7 +210,9 @@ def text_chunk(receipt: Receipt) -> PngInfo:
     return info
 
 
-def write_free(made: Made, path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1) -> Path:
+def write_free(
+    made: PipelineOutput, path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1
+) -> Path:
     """Write an image or video under the first of its names, from number ``start`` on, that is free.
 
     Args:
@@ -230,7 +232,7 @@ def write_free(made: Made, path: str | Path, receipt: Receipt, overwrite: bool =
     raise AssertionError("names do not end")
 
 
-def copied_free(source: str | Path, path: str | Path, overwrite: bool = False) -> Path:
+def copy_to_free_name(source: str | Path, path: str | Path, overwrite: bool = False) -> Path:
     """A video and its strip under the first of its names that is free; arguments and errors as for `write_free`."""
     source = Path(source)
     for free in free_names(path):

@@ -15,7 +15,7 @@ from ..config import ParallelConfig, setting
 from ..errors import InputError
 from ..quality import metrics
 from ..request import PictureRequest, added_fields, request_fields
-from .files import InputFile, find_again
+from .files import InputFile, find_input_file
 from .job import PictureJob, job_for
 from .model_info import ModelInfo, cached, find_model, is_hub_id
 from .receipt import Receipt
@@ -143,7 +143,7 @@ def job_of(
         per_call=receipt.together,
         dtype=receipt.dtype,
         timeout=timeout,
-        files=tuple(find_again(InputFile(**one.model_dump()), Path(beside)) for one in receipt.files),
+        files=tuple(find_input_file(InputFile(**one.model_dump()), Path(beside)) for one in receipt.files),
         variant=receipt.variant,
         offload=receipt.offload if receipt.device == "cuda" else "none",
         scheduler=receipt.scheduler,

@@ -12,10 +12,10 @@ from ..launch import MessageSink
 from ..launch.pool import PRELOAD as OF_ANY_RANK
 from .arguments import denoising_steps
 from .files import pictures_of
-from .job import Generated, Kept, Loaded, Noted, PictureJob, StepDone
+from .job import Generated, Kept, Loaded, PictureJob, StepDone, UserNote
 from .journal import Journal
-from .made import Made, VideoFrames
 from .model_info import find_model
+from .outputs import PipelineOutput, VideoFrames
 from .receipt import write_free
 from .runner import PipelineRunner, Prepared, rank_of_process
 from .shape import stretched
@@ -76,7 +76,7 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
         total += runner.facts["seconds"]
         _note(say, runner.facts.get("budget"))
         for note in () if noted else engine_of(pipe).notes():
-            say(Noted(note))
+            say(UserNote(note))
         noted = True
         if rank == 0:
             _save(runner, number, prepared, made, kept, say)
@@ -87,7 +87,7 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
 
 def _note(report: MessageSink, text: str | None) -> None:
     if text is not None:
-        report(Noted(text))
+        report(UserNote(text))
 
 
 def _journal(pipe: Any, folder: str, rank: int) -> Journal:
@@ -100,7 +100,12 @@ def _journal(pipe: Any, folder: str, rank: int) -> Journal:
 
 
 def _save(
-    runner: PipelineRunner, number: int, prepared: Prepared, made: Sequence[Made], kept: Kept, report: MessageSink
+    runner: PipelineRunner,
+    number: int,
+    prepared: Prepared,
+    made: Sequence[PipelineOutput],
+    kept: Kept,
+    report: MessageSink,
 ) -> None:
     """Write the images or videos of a call that are not on disk yet, with receipts, and report them."""
     job = prepared.job

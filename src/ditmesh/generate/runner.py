@@ -15,14 +15,14 @@ from .._version import library_versions
 from ..core.steps import loop_steps
 from ..errors import InputError, shortened
 from ..launch import MessageSink
-from ..launch.chatter import chatter_off
 from ..launch.hardware import environment
+from ..launch.log_filter import hide_chatter
 from ..request import request_fields
 from .arguments import CALLBACK, RATES, call_arguments, call_parameters, check_call, denoising_steps
 from .files import load_adapters, load_controlnet, partial_fits, pictures_of, pipeline_for
-from .job import Noted, PictureCall, PictureJob
-from .made import Made, VideoFrames, made_of
+from .job import PictureCall, PictureJob, UserNote
 from .model_info import find_model
+from .outputs import PipelineOutput, VideoFrames, outputs_of
 from .receipt import Receipt, ReceiptFile
 from .schedulers import scheduler_named
 from .video import FPS, frames_digest
@@ -117,10 +117,10 @@ class PipelineRunner:
         mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
         share, why = share_of(job, mesh)
         if why is not None:
-            report(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
+            report(UserNote(f"every rank loads the whole transformer before it is cut: {why}"))
         runner = cls.load(job, device, share, together=True)
         for note in partial_fits(runner.pipe, job.files).values():
-            report(Noted(note))
+            report(UserNote(note))
         runner.facts, runner._peaks = receipt_facts(job.config, runner.pipe, device, share), peaks
         runner.sampled = sampled_fingerprint(runner.pipe) if job.sampled and rank_of_process() == 0 else None
         runner.parallelize(job, mesh)
@@ -240,7 +240,7 @@ class PipelineRunner:
         steps = denoising_steps(job, self.parameters)
         return Prepared(job, job.call(number), self.pipe, self.kind, arguments | more, steps)
 
-    def run(self, prepared: Prepared, on_step: Callable[[int, int], None] | None = None) -> list[Made]:
+    def run(self, prepared: Prepared, on_step: Callable[[int, int], None] | None = None) -> list[PipelineOutput]:
         """Generate the images or videos of a call.
 
         Args:
@@ -265,7 +265,7 @@ class PipelineRunner:
         started = time.perf_counter()
         measured = contextlib.nullcontext() if self._peaks is None else self._peaks.call(pipe)
         with OwnGenerators(prepared.seed, self.device).active(), measured:
-            made = made_of(pipe(**given))
+            made = outputs_of(pipe(**given))
         self.facts["seconds"] = time.perf_counter() - started
         # Whether the budget of its warm-up was kept; a call changes the engine where the model is probed first.
         log = getattr(getattr(pipe, ENGINE, None), "staleness", None)
@@ -276,7 +276,7 @@ class PipelineRunner:
             on_step(planned, planned)
         return made
 
-    def receipt(self, prepared: Prepared, place: int, made: Made, **facts: Any) -> Receipt:
+    def receipt(self, prepared: Prepared, place: int, made: PipelineOutput, **facts: Any) -> Receipt:
         """The receipt of a call's image or video number ``place``; ``facts``: fields that count before `facts`."""
         job, call, arguments = prepared.job, prepared.call, prepared.arguments
         asked = {name: getattr(job, name) for name, field in request_fields().items() if field.spelt is not None}
@@ -367,12 +367,12 @@ def load_pipeline(
 
 def share_of(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
     """The mesh if ranks can read only their share of the transformers; otherwise the reason why they cannot."""
-    from .loading import why_whole
+    from .loading import partial_read_refusal
 
     # Samples of former receipts are of weights that are whole.
     if mesh is None or job.sampled or not mesh.config.cuts_weights:
         return None, None
-    why = why_whole(find_model(job.model), job.variant)
+    why = partial_read_refusal(find_model(job.model), job.variant)
     return (mesh, None) if why is None else (None, why)
 
 
@@ -446,7 +446,7 @@ def quieten() -> None:
     import tqdm
     import transformers
 
-    chatter_off()
+    hide_chatter()
     # Its own default is shared between processes, which we have no use for, and which Python's resource tracker
     # complains about when a rank is killed.
     tqdm.tqdm.set_lock(threading.RLock())

@@ -9,7 +9,7 @@ from .backend import Launcher, MessageSink, connection, device_of_launcher, laun
 from .devices import DeviceChoice, default_threads, physical_cores, resolve_device
 from .hosted import HostedRanks
 from .pool import RankPool, begin_local_ranks
-from .processes import Terminated, guarded_folder, interrupt_behind, interrupts_end, interrupts_raise, leave
+from .processes import Terminated, guarded_folder, ignore_signals, interrupt_cause, leave, raise_on_signals
 from .torchrun import TorchrunRanks, from_torchrun, init_from_environment, torchrun_rank
 
 __all__ = [
@@ -26,13 +26,13 @@ __all__ = [
     "device_of_launcher",
     "from_torchrun",
     "guarded_folder",
+    "ignore_signals",
     "init_from_environment",
-    "interrupt_behind",
-    "interrupts_end",
-    "interrupts_raise",
+    "interrupt_cause",
     "launcher",
     "leave",
     "physical_cores",
+    "raise_on_signals",
     "resolve_device",
     "threads_of_launcher",
     "torchrun_rank",

@@ -72,7 +72,7 @@ class Collector:
         self._late, self._expected = ranks, expected
 
     def result(
-        self, whereabouts: Callable[[Sequence[int]], Mapping[int, str]], rejoin: Callable[[], bool] | None
+        self, stack_text: Callable[[Sequence[int]], Mapping[int, str]], rejoin: Callable[[], bool] | None
     ) -> list[Any]:
         """The answers, in rank order.
 
@@ -88,9 +88,9 @@ class Collector:
             return [self.answers[rank] for rank in range(self._world_size)]
         silent = self._silent
         if not self.failed:
-            raise failures.late(whereabouts(self._late or silent), self._world_size, self._expected)
+            raise failures.late(stack_text(self._late or silent), self._world_size, self._expected)
         causes = self._causes
-        stalled = whereabouts(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
+        stalled = stack_text(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
         # All ranks have ended the call, and none has lost its device or a peer.
         stay = not silent and not any(failure.weight or failure.gone for failure in causes)
         stay = stay and rejoin is not None and (failures.alike(causes, self._world_size) or rejoin())

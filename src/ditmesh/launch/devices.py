@@ -91,7 +91,7 @@ def check_timeout(seconds: float) -> None:
         )
 
 
-def stay_on_loopback() -> None:
+def use_loopback() -> None:
     """Keep the ranks of one machine on the loopback, so that no firewall, VPN or other interface interferes."""
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback:

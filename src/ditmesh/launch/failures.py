@@ -58,7 +58,7 @@ def of_exception(rank: int, error: BaseException) -> Failure:
     return Failure(rank, 2 if lost_peer(error) else 0, what, text, cause, None, lost_device(error))
 
 
-def of_death(rank: int, code: int | None, stack: str) -> Failure:
+def of_exit(rank: int, code: int | None, stack: str) -> Failure:
     """The failure of a process that ended with an exit code, or (None) closed its connection."""
     name = "" if code is None else {-one.value: one.name for one in signal.Signals}.get(code, f"signal {-code}")
     if code is None:

@@ -129,12 +129,12 @@ def _blas() -> str:
 
 def missing(machine: dict[str, Any]) -> list[str]:
     """The components that `describe_machine` did not find, with their purpose and installation."""
-    from ..core.gpus import better_order
+    from ..core.gpus import fastest_order
 
     gpus, versions, backends = machine["gpus"], machine["versions"], machine["backends"]
     # With the variable set, the tool numbers GPUs otherwise than torch does.
     chosen = "CUDA_VISIBLE_DEVICES" in machine.get("variables", ())
-    order = None if chosen else better_order(machine.get("topology") or "")
+    order = None if chosen else fastest_order(machine.get("topology") or "")
     shm = machine.get("shared_memory")
     driver = "torch was built without CUDA" if machine["torch_cuda"] is None else "the driver shows none"
     wanted = {

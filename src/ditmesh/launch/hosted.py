@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import ConfigError, RankFailed
 from . import rank as rank_
-from .devices import DeviceChoice, join_default_group, stay_on_loopback
+from .devices import DeviceChoice, join_default_group, use_loopback
 from .failures import of_exception
 from .messages import OwnerChannel, RankChannel, Reply
 from .pool import PRELOAD, RankPool
@@ -56,7 +56,7 @@ class _Here:
         os.close(self._kept)
 
 
-class Together(Generic[T]):
+class HostedCall(Generic[T]):
     """The value or exception of this process, and the values of the other ranks.
 
     Attributes:
@@ -126,7 +126,7 @@ class HostedRanks(RankPool):
             super().__init__(
                 world_size, device, threads, MEET_LIMIT, preload, gpus, stop_limit=stop_limit, import_main=False
             )
-            stay_on_loopback()
+            use_loopback()
             met = self._beside(self._join_anew, None)
             if met is not True:
                 self._end("the ranks could not meet")
@@ -145,7 +145,7 @@ class HostedRanks(RankPool):
         # It has started long ago.
         self._own.send("answer", None)
 
-    def together(self, here: Callable[[], T], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Together[T]:
+    def together(self, here: Callable[[], T], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> HostedCall[T]:
         """Call ``fn(*args, **kwargs)`` on every other rank, and ``here()`` in this thread at the same time.
 
         Returns:
@@ -155,7 +155,7 @@ class HostedRanks(RankPool):
             RankFailed: another rank has raised, died, or was stopped; see `RankPool.run`.
             ConfigError: the ranks are closed.
         """
-        done: Together[T] = Together()
+        done: HostedCall[T] = HostedCall()
         done.others = self._beside(lambda: self.run(fn, *args, **kwargs), lambda: done.take(here))[1:]
         return done
 
@@ -166,7 +166,7 @@ class HostedRanks(RankPool):
             call: asks all ranks for something, and collects their answers.
             first: rank 0's part of the first thing that is asked for; None: what the message says.
         """
-        heard: Together[Any] = Together()
+        heard: HostedCall[Any] = HostedCall()
 
         def hear() -> None:
             heard.take(call)
@@ -185,7 +185,7 @@ class HostedRanks(RankPool):
                 if message is not None and not isinstance(message, Reply):
                     # Nothing else is asked of ranks in between: to join a new process group.
                     _, (settings, meeting), _, _ = message
-                    joined: Together[None] = Together()
+                    joined: HostedCall[None] = HostedCall()
                     joined.take(partial(_join_group, settings, meeting))
                     self._answer(joined.error)
         except (EOFError, OSError):

@@ -224,7 +224,7 @@ def _compare(every: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def not_joined(rank: int, error: RuntimeError) -> RuntimeError:
+def join_error(rank: int, error: RuntimeError) -> RuntimeError:
     """The error if a rank could not join the process group of connected ranks."""
     text = str(error)
     if "gloo" not in text.lower() and "nccl" not in text.lower():

@@ -24,7 +24,7 @@ from .backend import OnMessage, StayingRanks, Watch
 from .collect import Collector
 from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, may_have_gpus, resolve_device
 from .messages import READ_BYTES, OwnerChannel, Reply, encode, encode_call
-from .processes import ctrl_c_waits, fork_server, guarded_folder, main_left_out, start_fork_server
+from .processes import block_sigint, fork_server, guarded_folder, start_fork_server, without_main_module
 from .torchrun import from_torchrun
 
 # Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
@@ -161,9 +161,9 @@ class RankPool(StayingRanks):
             # The fork server is deaf already, and may take long while it imports: waiting for it can be broken off.
             with contextlib.ExitStack() as around:
                 if self.device == "cuda":
-                    around.enter_context(ctrl_c_waits())
+                    around.enter_context(block_sigint())
                 if not import_main:
-                    around.enter_context(main_left_out(process.name))
+                    around.enter_context(without_main_module(process.name))
                 process.start()
             self._processes.append(process)
             # Otherwise the end of the rank would not be seen as the end of its connection.
@@ -329,7 +329,7 @@ class RankPool(StayingRanks):
         except EOFError:
             pass
         process.join(CLOSE_LIMIT)
-        collector.take(rank, "failure", failures.of_death(rank, process.exitcode, self._stack(rank)))
+        collector.take(rank, "failure", failures.of_exit(rank, process.exitcode, self._stack(rank)))
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
         """The places in Python code at which the ranks are at this moment."""

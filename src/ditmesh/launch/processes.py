@@ -38,7 +38,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, where it ends a program as Ctrl-C does."""
 
 
-def interrupts_raise() -> None:
+def raise_on_signals() -> None:
     """Let SIGINT raise `KeyboardInterrupt` and the first SIGTERM `Terminated` in the main thread, to the end of it.
 
     Not during an import: compiled modules abort the process over it, and others take it for a module that is not there.
@@ -54,7 +54,7 @@ def interrupts_raise() -> None:
 
         def look(_: int, frame: Any) -> None:
             # Programs clean up after it, for seconds even.
-            if interrupt_behind(sys.exc_info()[1]) is None and not _importing(frame):
+            if interrupt_cause(sys.exc_info()[1]) is None and not _importing(frame):
                 raise kind
 
         if hasattr(signal, "setitimer"):
@@ -77,14 +77,14 @@ def _importing(frame: Any) -> bool:
     return frame is not None
 
 
-def interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+def interrupt_cause(error: BaseException | None) -> KeyboardInterrupt | None:
     """The interrupt that an exception is, or that was handled when it was raised: libraries wrap errors of imports."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error
 
 
-def interrupts_end() -> None:
+def ignore_signals() -> None:
     """Ignore SIGINT and SIGTERM from now on: the program is on its way out."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -94,7 +94,7 @@ def interrupts_end() -> None:
 
 
 @contextlib.contextmanager
-def interrupts_wait() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Let SIGINT, SIGTERM, SIGALRM act when what is inside is done, not between a thing's making and its being noted.
 
     For moments only. Outside the main thread nothing waits: signals act there alone.
@@ -122,7 +122,7 @@ _without_main = threading.Lock()
 
 
 @contextlib.contextmanager
-def main_left_out(name: str) -> Iterator[None]:
+def without_main_module(name: str) -> Iterator[None]:
     """Let the processes of that name which are started meanwhile not import this program's main module.
 
     `multiprocessing` has every process run it again. The main module of an application that does more than to define
@@ -143,7 +143,7 @@ def main_left_out(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ctrl_c_waits() -> Iterator[None]:
+def block_sigint() -> Iterator[None]:
     """Block SIGINT: programs started meanwhile never hear Ctrl-C, which the terminal sends to all of them.
 
     Their owner, which ends them, hears it afterwards, or at once where it has other threads: SIGINT is blocked, which
@@ -190,7 +190,7 @@ def guarded_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
         parent: where it is made; default: where temporary files go.
     """
     with contextlib.ExitStack() as stack:
-        with interrupts_wait():
+        with defer_signals():
             folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             guard = FolderGuard(folder)
@@ -205,10 +205,10 @@ def start_fork_server(preload: list[str]) -> None:
     from multiprocessing import forkserver, util
 
     # A guard that is not noted would take the folder away while this process still uses it.
-    with interrupts_wait(), _STARTING:
+    with defer_signals(), _STARTING:
         forkserver.set_forkserver_preload(preload)
         before = fork_server()
-        with ctrl_c_waits():
+        with block_sigint():
             forkserver.ensure_running()
         if fork_server() != before:
             # The folder of its socket, which multiprocessing removes at the end of a process that is not killed. The

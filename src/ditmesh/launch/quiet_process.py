@@ -1,5 +1,5 @@
 """The first module that a fork server imports: it and the ranks forked from it leave out what libraries chatter."""
 
-from .chatter import chatter_off
+from .log_filter import hide_chatter
 
-chatter_off()
+hide_chatter()

@@ -14,9 +14,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from .chatter import chatter_off
-from .devices import DeviceKind, join_default_group, stay_on_loopback
+from .devices import DeviceKind, join_default_group, use_loopback
 from .failures import of_exception
+from .log_filter import hide_chatter
 from .messages import RankChannel, Reply
 from .processes import end_fork_server
 
@@ -44,12 +44,12 @@ class RankSettings:
 
 def main(settings: RankSettings, connection: socket.socket, joins: bool = True) -> None:
     """Run a rank, from its first import to its end; ``joins``: it joins the others before it answers calls."""
-    chatter_off()
+    hide_chatter()
     leave_inherited()
     # The owner decides what Ctrl-C means; the terminal sends it to every process of the group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
-        # As it is in any other process; see `processes.ctrl_c_waits`.
+        # As it is in any other process; see `processes.block_sigint`.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     follower = threading.Thread(target=_follow_owner, args=(settings,), name="ditmesh-follow-owner", daemon=True)
     follower.start()
@@ -93,7 +93,7 @@ def _answer_calls(settings: RankSettings, channel: RankChannel, joins: bool) -> 
     try:
         # torch may be loaded already, by the fork server: the variable is for libraries that come later.
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-        stay_on_loopback()
+        use_loopback()
         import torch
 
         torch.set_num_threads(settings.threads)
@@ -156,6 +156,6 @@ def join_group(settings: RankSettings, meeting: str) -> None:
         settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous
     )
     if device.type == "cuda":
-        from ..core.gpus import stay_near
+        from ..core.gpus import bind_near_gpu
 
-        stay_near(device)
+        bind_near_gpu(device)

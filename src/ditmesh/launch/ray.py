@@ -29,8 +29,8 @@ from .devices import (
     check_timeout,
     interface_of,
     join_default_group,
-    stay_on_loopback,
     use_interface,
+    use_loopback,
 )
 from .failures import Failure, of_exception
 from .meeting import COMPARED_VERSIONS
@@ -250,7 +250,7 @@ class RayRanks(StayingRanks):
         try:
             kind, content = self._ray.get(next(stream))
         except StopIteration:
-            return "failure", failures.of_death(rank, None, "")
+            return "failure", failures.of_exit(rank, None, "")
         except self._ray.exceptions.RayError as error:
             said = " ".join(str(error).split()).rpartition("exit detail: ")[2].split(". ")[0]
             why = said[:200] or "Ray does not say why"
@@ -260,7 +260,7 @@ class RayRanks(StayingRanks):
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
         """The places in Python code at which the ranks are at this moment."""
-        asked = {self._actors[rank].whereabouts.options(concurrency_group="control").remote(): rank for rank in ranks}
+        asked = {self._actors[rank].stack_text.options(concurrency_group="control").remote(): rank for rank in ranks}
         places = dict.fromkeys(ranks, "it is stopped, or its host cannot be reached")
         if asked:
             ready, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=WHERE_LIMIT)
@@ -315,7 +315,7 @@ class _Rank:
 
         torch.set_num_threads(self._threads)
         if alone:
-            stay_on_loopback()
+            use_loopback()
         elif name := interface_of(_ray_address()):
             use_interface(name)
         if dist.is_initialized():
@@ -351,7 +351,7 @@ class _Rank:
         """Take what the owner says in the middle of a call."""
         self._replies.put(data)
 
-    def whereabouts(self) -> str:
+    def stack_text(self) -> str:
         """The place of the computing thread in its code, the latest call first, in the form of `faulthandler`."""
         for thread in threading.enumerate():
             if thread.name.startswith("ditmesh-rank") and (frame := sys._current_frames().get(thread.ident or -1)):

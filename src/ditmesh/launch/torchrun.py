@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError, RankFailed
 from .backend import Launcher, OnMessage, Watch
-from .devices import DeviceChoice, DeviceKind, check_timeout, join_default_group, resolve_device, stay_on_loopback
+from .devices import DeviceChoice, DeviceKind, check_timeout, join_default_group, resolve_device, use_loopback
 from .failures import lost_peer
-from .meeting import Meeting, meet, not_joined
+from .meeting import Meeting, join_error, meet
 
 if TYPE_CHECKING:
     import torch
@@ -101,14 +101,14 @@ def _join(timeout: float, device: DeviceChoice) -> tuple[torch.device, Meeting |
             )
     kind = resolve_device(device, there.local_size)
     if there.alone:
-        stay_on_loopback()
+        use_loopback()
     # A process that has joined already does not meet again.
     met = None if dist.is_initialized() else meet(there.rank, there.world_size, timeout)
     rendezvous = "env://" if met is None else met.store
     try:
         return join_default_group(kind, there.rank, there.world_size, there.local_rank, timeout, rendezvous), met
     except RuntimeError as error:
-        raise not_joined(there.rank, error) from error
+        raise join_error(there.rank, error) from error
 
 
 class TorchrunRanks(Launcher):

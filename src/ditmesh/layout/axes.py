@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError
-from .influence import RecordedBlock, block_facts, changed_along, checked_facts, error_line, spoilt
+from .influence import RecordedBlock, block_facts, changed_along, checked_facts, error_line, with_corrupted
 from .types import Fold, Stream
 
 # From so many dimensions on, tokens may stand along several: samples, two of tokens, channels.
@@ -65,7 +65,7 @@ def _follows(ran: RecordedBlock, path: str, value: Tensor, place: int, dim: int)
     """True if entries along a dimension come back one by one, and are some rows of a sample's queries."""
     places = ran.half(value.shape[dim])
     try:
-        touched = ran.touched({path: spoilt(value, dim, places)})
+        touched = ran.touched({path: with_corrupted(value, dim, places)})
     except LayoutError:
         raise
     except Exception as error:
@@ -115,7 +115,7 @@ def _for_several(ran: RecordedBlock, main: Fold, path: str, value: Tensor, dim: 
     # Both halves: one alone may touch such tokens by chance.
     for places in (half, ~half):
         try:
-            touched = ran.touched({path: spoilt(value, dim, places)})
+            touched = ran.touched({path: with_corrupted(value, dim, places)})
         except Exception as error:
             error_line(error)
             return False

@@ -25,7 +25,7 @@ from ..core.patching import Patch
 from ..parts.own_tokens import PerToken
 from .folds import Folding
 from .forms import objects_in
-from .influence import changed_along, differs, off_by, spoilt, tolerance
+from .influence import changed_along, differs, off_by, tolerance, with_corrupted
 from .types import Cut, Region, Stream
 
 _RANKS = 2
@@ -37,7 +37,7 @@ Edit = Callable[[str, str, Tensor], Tensor]
 
 
 @dataclass
-class Ran:
+class BlockOutputForm:
     """The form in which a block that ran returns its results.
 
     Attributes:
@@ -72,7 +72,7 @@ class IdentityBlocks:
         self,
         model: nn.Module,
         regions: Sequence[Region],
-        ran: Sequence[Ran],
+        ran: Sequence[BlockOutputForm],
         run: Callable[..., Any],
         call: Mapping[str, Any],
     ) -> None:
@@ -112,7 +112,7 @@ class IdentityBlocks:
             output = self._run(**fresh(self.call if call is None else call))
         return self.given, output
 
-    def _identity(self, one: Ran, block: nn.Module, edit: Edit | None) -> Callable[..., Any]:
+    def _identity(self, one: BlockOutputForm, block: nn.Module, edit: Edit | None) -> Callable[..., Any]:
         names, region = parameter_names(type(block).forward), self.region[one.site]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ class _ListsInOne:
                 arguments = Arguments((), (), dict(call))
                 for path, tensor in leaves:
                     if dim < tensor.dim() and tensor.shape[dim] == length and tensor.is_floating_point():
-                        arguments.set(path, spoilt(tensor, dim, places))
+                        arguments.set(path, with_corrupted(tensor, dim, places))
                 if self._reach_late(arguments, places):
                     yield Cut(name, dim, (main.name,))
                     break

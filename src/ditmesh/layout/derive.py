@@ -21,7 +21,7 @@ from ..core.arguments import Arguments, covers, parameter_names
 from ..core.clock import timestep_among
 from ..errors import LayoutError
 from .axes import folds_of
-from .between import IdentityBlocks, Ran, examine, fresh, rereads
+from .between import BlockOutputForm, IdentityBlocks, examine, fresh, rereads
 from .forms import WAY_OUT, dtype_class, form_of, samples_of
 from .influence import (
     Facts,
@@ -34,8 +34,8 @@ from .influence import (
     error_line,
     length_of,
     off_by,
-    spoilt,
     tolerance,
+    with_corrupted,
 )
 from .outside import LeftBehind, Traces, name_of_memory, tensor_leaves
 from .types import LOCAL, Attention, Count, Cut, Fold, Leaf, Region, Stream, TokenLayout
@@ -66,7 +66,7 @@ class _Observer:
         self.fed: dict[str, dict[str, str]] = {}
         self.local: dict[str, dict[str, None]] = {path: {} for path in lists}
         self.lengths: dict[str, dict[str, int]] = {}
-        self.ran: list[Ran] = []
+        self.ran: list[BlockOutputForm] = []
         self.per_sample: dict[str, bool] = {}
         self.tokens: dict[str, int] = {}
         self.rows: dict[str, int] = {}
@@ -196,7 +196,7 @@ class _Observer:
         self.fed[site] = {stream.arg: sources[stream.arg] for stream in returned}
         outs = {stream.out or 0 for stream in returned}
         others = {n: result for n, result in enumerate(ran.results) if n not in outs or result is None}
-        self.ran.append(Ran(site, ran.single, len(ran.results), others))
+        self.ran.append(BlockOutputForm(site, ran.single, len(ran.results), others))
         self.lengths[site] = {stream.name: length_of(ran, stream) for stream in facts.streams}
         if facts.streams:
             self._note_written(ran, path, [stream.arg for stream in returned])
@@ -664,7 +664,7 @@ def _without_rows(
         """Samples that change with the last entry along a dimension."""
         value, arguments = tensors[path], Arguments((), (), fresh(dict(call)))
         last = torch.arange(samples) == samples - 1
-        arguments.set(path, spoilt(value, dim, last))
+        arguments.set(path, with_corrupted(value, dim, last))
         try:
             with torch.no_grad():
                 after = run(**arguments.kwargs)

@@ -80,7 +80,7 @@ class Listener(intercept.Observer):
         # The block may write to it.
         return out.clone()
 
-    def unnoted(self, call: Callable[[], Any]) -> Any:
+    def call_unobserved(self, call: Callable[[], Any]) -> Any:
         # Flex attention does not run inside a mode; the copy is made in the mode, which then knows of it.
         with _disable_current_modes():
             out = call()
@@ -350,7 +350,7 @@ def changed_along(changed: Tensor | None, dim: int) -> Tensor:
     return changed.movedim(dim, 0).reshape(changed.shape[dim], -1).any(1).cpu()
 
 
-def spoilt(value: Tensor, dim: int, places: Tensor) -> Tensor:
+def with_corrupted(value: Tensor, dim: int, places: Tensor) -> Tensor:
     """The tensor with entries at some places along a dimension that cannot be taken for the old ones."""
     index = places.nonzero().flatten().to(value.device)
     part = value.index_select(dim, index)
@@ -517,7 +517,7 @@ def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) ->
         if value.shape[dim] < 2:
             continue
         places = block.half(value.shape[dim])
-        edits = {path: spoilt(value, dim, places)}
+        edits = {path: with_corrupted(value, dim, places)}
         while True:
             touched = block.touched(edits)
             changed = changed_along(touched.results[position], dim)
@@ -612,7 +612,9 @@ def _find_rows(block: RecordedBlock, stream: Stream, calls: list[_CallStreams]) 
         LayoutError: they do not lie one after the other.
     """
     value = block.leaves[stream.arg]
-    _note_rows(block, stream, calls, lambda places: block.touched({stream.arg: spoilt(value, stream.dim, places)}))
+    _note_rows(
+        block, stream, calls, lambda places: block.touched({stream.arg: with_corrupted(value, stream.dim, places)})
+    )
 
 
 def _find_answered_rows(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[_CallStreams]) -> None:
@@ -645,7 +647,7 @@ def _find_answered_rows(block: RecordedBlock, streams: tuple[Stream, ...], calls
                     out = block.asked[number].out
                     there = torch.zeros(out.shape[2], dtype=torch.bool)
                     there[rows.start : rows.start + rows.length] = places
-                    answers[number] = spoilt(out, 2, there)
+                    answers[number] = with_corrupted(out, 2, there)
                 return block.touched({}, answers=answers)
 
             if known:
@@ -694,7 +696,7 @@ def _given_only(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[_
                 continue
             dim = value.dim() - 2
             everything = torch.ones(value.shape[dim], dtype=torch.bool)
-            touched = block.touched({path: spoilt(value, dim, everything)})
+            touched = block.touched({path: with_corrupted(value, dim, everything)})
             where = changed_along(touched.k[number], 2).nonzero().flatten().tolist()
             fits = where and where == list(range(where[0], where[0] + value.shape[dim]))
             if fits and not known[where].any() and not any(changed_along(r, 0).any() for r in touched.results):
@@ -735,7 +737,7 @@ def _cut(block: RecordedBlock, facts: Facts, path: str, value: Tensor) -> Cut | 
             continue
         places = block.half(size)
         try:
-            touched = block.touched({path: spoilt(value, dim, places)})
+            touched = block.touched({path: with_corrupted(value, dim, places)})
         except LayoutError:
             raise
         except Exception:

@@ -23,11 +23,11 @@ from .families import is_composite, is_view, op_family
 from .part import PartOperation, PartTensor, meta_like
 
 
-class Uncut(DitmeshError, RuntimeError):
+class UncuttableOperation(DitmeshError, RuntimeError):
     """An operation that can be computed neither on bands nor on whole tensors; raised on all ranks alike."""
 
 
-class Held(NamedTuple):
+class HeldPart(NamedTuple):
     """A rank's part of a result, and how the result is cut."""
 
     local: Tensor
@@ -62,7 +62,9 @@ class Bands:
     def lend(self, view: Tensor) -> Tensor:
         """Note a whole copy that stands for a view of banded memory; to be read only."""
         if view.is_inference():
-            raise Uncut("a view of rows that has no rule can be written to without trace in inference mode")
+            raise UncuttableOperation(
+                "a view of rows that has no rule can be written to without trace in inference mode"
+            )
         self._lent.append((view, view._version))
         return view
 
@@ -74,7 +76,7 @@ class Bands:
         """
         lent, self._lent = self._lent, []
         if any(view._version != version for view, version in lent):
-            raise Uncut("something was written to a view of rows for which there is no rule")
+            raise UncuttableOperation("something was written to a view of rows for which there is no rule")
 
     @property
     def rank(self) -> int:
@@ -179,7 +181,7 @@ class Banded(PartTensor):
             # Inference mode hands operations that consist of others over whole.
             return func.decompose(*args, **(kwargs or {}))
         if operation.target is not None and operation.target.copied:
-            raise Uncut(f"{func} writes to a view of rows that had to be copied")
+            raise UncuttableOperation(f"{func} writes to a view of rows that had to be copied")
         outcome = None if rule is None else rule(operation)
         return operation.on_whole() if outcome is None else operation.results(outcome)
 
@@ -215,13 +217,13 @@ class Operation(PartOperation[Banded]):
         """The result of a rule as the model's tensors."""
         if self.target is not None:
             return self.target
-        if isinstance(outcome, (list, tuple)) and not isinstance(outcome, Held):
+        if isinstance(outcome, (list, tuple)) and not isinstance(outcome, HeldPart):
             pairs = zip(outcome, self.likes, strict=True)
             return type(self.likes)(self._result(one, like) for one, like in pairs)
         return self._result(outcome, self.likes)
 
     def _result(self, outcome: Any, like: Tensor) -> Any:
-        if not isinstance(outcome, Held):
+        if not isinstance(outcome, HeldPart):
             return outcome
         local, source = outcome.local, self.parts[0]
         copied = False
@@ -257,6 +259,6 @@ class Operation(PartOperation[Banded]):
         for argument, value in zip(self.func._schema.arguments, self.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Banded):
                 if known[id(value)].shape != value.shape:
-                    raise Uncut(f"{self.func} changes the shape of a tensor in place")
+                    raise UncuttableOperation(f"{self.func} changes the shape of a tensor in place")
                 value.local.copy_(value.band.partition.take(known[id(value)], value.band.dim, self.bands.rank))
         return self.target if self.target is not None else result

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.intercept import sdpa
 from .band import Band
-from .banded import Banded, BandRule, Bands, Held, Operation, Outcome
+from .banded import Banded, BandRule, Bands, HeldPart, Operation, Outcome
 from .families import OpFamily, aten, packets
 from .part import dims_of, whole_of
 
@@ -64,7 +64,9 @@ def pointwise(op: Operation) -> Outcome:
         elif isinstance(leaf, Banded):
             # Cut along another dimension, or a single row that is meant for all.
             local[id(leaf)] = leaf.whole()
-    return Held(op.compute(*(local.get(id(leaf), leaf) for leaf in op.leaves)), first.band.at(len(shape) - from_end))
+    return HeldPart(
+        op.compute(*(local.get(id(leaf), leaf) for leaf in op.leaves)), first.band.at(len(shape) - from_end)
+    )
 
 
 # --- along some dimensions ----------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ def _beside_rows(op: Operation, dims: set[int]) -> Outcome:
     several = isinstance(op.likes, (list, tuple))
     lost = 0 if (op.likes[0] if several else op.likes).dim() >= x.dim() else sum(dim < x.band.dim for dim in dims)
     local, band = op.on_local(), x.band.at(x.band.dim - lost)
-    return [Held(one, band) for one in local] if several else Held(local, band)
+    return [HeldPart(one, band) for one in local] if several else HeldPart(local, band)
 
 
 # --- moves --------------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ def viewed(op: Operation) -> Outcome:
         cut = x.band if multiple == 1 else x.band.rounded(multiple)
         band = cut and cut.viewed(x.shape, after)
         if cut and band:
-            return Held(_cut_of(x, cut, op.bands).reshape(band.shape(after, op.bands.rank)), band)
+            return HeldPart(_cut_of(x, cut, op.bands).reshape(band.shape(after, op.bands.rank)), band)
     return None
 
 
@@ -120,14 +122,14 @@ def permuted(op: Operation) -> Outcome:
         order = list(range(x.dim()))
         one, other = (0, -1) if op["dim0"] is None else (op["dim0"], op["dim1"])
         order[one], order[other] = order[other], order[one]
-    return Held(op.on_local(), x.band.at([dim % x.dim() for dim in order].index(x.band.dim)))
+    return HeldPart(op.on_local(), x.band.at([dim % x.dim() for dim in order].index(x.band.dim)))
 
 
 def unsqueezed(op: Operation) -> Outcome:
     """A dimension of one element is put in."""
     x = op.parts[0]
     at = op["dim"] % (x.dim() + 1)
-    return Held(op.on_local(dim=at), x.band.at(x.band.dim + (at <= x.band.dim)))
+    return HeldPart(op.on_local(dim=at), x.band.at(x.band.dim + (at <= x.band.dim)))
 
 
 def squeezed(op: Operation) -> Outcome:
@@ -137,21 +139,21 @@ def squeezed(op: Operation) -> Outcome:
     if x.band.dim in out:
         return None
     local = x.local.squeeze(tuple(out)) if out else x.local.view(x.local.shape)
-    return Held(local, x.band.at(x.band.dim - sum(dim < x.band.dim for dim in out)))
+    return HeldPart(local, x.band.at(x.band.dim - sum(dim < x.band.dim for dim in out)))
 
 
 def expanded(op: Operation) -> Outcome:
     """Elements stand for several."""
     x, after = op.parts[0], op.likes.shape
     band = x.band.at(x.band.dim + len(after) - x.dim())
-    return Held(op.on_local(size=band.shape(after, op.bands.rank)), band)
+    return HeldPart(op.on_local(size=band.shape(after, op.bands.rank)), band)
 
 
 def repeated(op: Operation) -> Outcome:
     """Elements are repeated; repeated rows are another run."""
     x, times = op.parts[0], list(op["repeats"])
     dim = x.band.dim + len(times) - x.dim()
-    return Held(op.on_local(), Band(dim, x.band.rows, x.band.runs * times[dim]))
+    return HeldPart(op.on_local(), Band(dim, x.band.rows, x.band.runs * times[dim]))
 
 
 def sliced(op: Operation) -> Outcome:
@@ -159,13 +161,13 @@ def sliced(op: Operation) -> Outcome:
     x = op.parts[0]
     dim = op["dim"] % x.dim()
     if dim != x.band.dim:
-        return Held(op.on_local(), x.band)
+        return HeldPart(op.on_local(), x.band)
     start, stop, step = slice(op["start"], op["end"], op["step"]).indices(x.band.total)
     if step != 1 or x.band.runs > 1:
         return None
     first, last = x.band.spans()[op.bands.rank]
     low, high = max(start, first), min(stop, last)
-    return Held(
+    return HeldPart(
         x.local.narrow(dim, max(0, low - first) if high > low else 0, max(0, high - low)), x.band.kept(start, stop)
     )
 
@@ -181,7 +183,7 @@ def joined(op: Operation) -> Outcome:
     if not alike or (not stack and dim == band.dim):
         return None
     parts = [_cut_of(x, band, op.bands) for x in tensors]
-    return Held(op.on_local(tensors=parts), band.at(band.dim + (stack and dim <= band.dim)))
+    return HeldPart(op.on_local(tensors=parts), band.at(band.dim + (stack and dim <= band.dim)))
 
 
 def shuffled(op: Operation) -> Outcome:
@@ -190,28 +192,28 @@ def shuffled(op: Operation) -> Outcome:
     if x.band.dim in (x.dim() - 3, x.dim() - 1):
         return None
     if x.band.dim < x.dim() - 2:
-        return Held(op.on_local(), x.band)
+        return HeldPart(op.on_local(), x.band)
     if more:
-        return Held(op.on_local(), x.band.scaled(more))
+        return HeldPart(op.on_local(), x.band.scaled(more))
     cut = x.band.rounded(fewer)
-    return cut and Held(op.on_local(self=_cut_of(x, cut, op.bands)), cut.divided(fewer))
+    return cut and HeldPart(op.on_local(self=_cut_of(x, cut, op.bands)), cut.divided(fewer))
 
 
 def enlarged(op: Operation) -> Outcome:
     """Nearest neighbours: every row becomes as many."""
     x, after = op.parts[0], op.likes.shape
     if x.band.dim < 2:
-        return Held(op.on_local(), x.band)
+        return HeldPart(op.on_local(), x.band)
     factor, rest = divmod(after[x.band.dim], x.band.total)
     if rest or x.band.runs > 1 or not factor:
         return None
     band = x.band.scaled(factor)
     size = band.shape(after, op.bands.rank)
     if not prod(size):
-        return Held(x.local.new_empty(size), band)
+        return HeldPart(x.local.new_empty(size), band)
     if op["scale_factors"] is not None:
-        return Held(op.on_local(), band)
-    return Held(op.on_local(output_size=list(size[2:])), band)
+        return HeldPart(op.on_local(), band)
+    return HeldPart(op.on_local(output_size=list(size[2:])), band)
 
 
 # --- windows ------------------------------------------------------------------------------------------------
@@ -235,10 +237,10 @@ def padded(name: str) -> BandRule:
         band = x.band.extended(above, below)
         size = band.shape(op.likes.shape, op.bands.rank)
         if not prod(size):
-            return Held(x.local.new_empty(size), band)
+            return HeldPart(x.local.new_empty(size), band)
         if place < len(pad):
             pad[place : place + 2] = x.band.margins(op.bands.rank, above, below)
-        return Held(op.on_local(**{name: pad}), band)
+        return HeldPart(op.on_local(**{name: pad}), band)
 
     return rule
 
@@ -249,7 +251,7 @@ def convolved(op: Operation) -> Outcome:
     if not isinstance(x, Banded) or len(op.parts) > 1 or x.band.dim == 1:
         return None
     if x.band.dim == 0:
-        return Held(op.on_local(), x.band)
+        return HeldPart(op.on_local(), x.band)
     axis = x.band.dim - 2
     kernel = op["weight"].shape[x.band.dim]
     stride, padding, dilation = (_of_axis(op[name], axis) for name in ("stride", "padding", "dilation"))
@@ -257,7 +259,7 @@ def convolved(op: Operation) -> Outcome:
         # Windows that do not overlap.
         if kernel != stride or padding or dilation != 1 or _of_axis(op["output_padding"], axis) or x.band.runs > 1:
             return None
-        return Held(op.on_local(), x.band.scaled(stride)) if prod(x.local.shape) else None
+        return HeldPart(op.on_local(), x.band.scaled(stride)) if prod(x.local.shape) else None
     return _over_windows(op, x, kernel, stride, padding, dilation)
 
 
@@ -266,7 +268,7 @@ def pooled(op: Operation) -> Outcome:
     x = op.parts[0]
     axis = x.band.dim - (x.dim() - _POOLS[op.func.overloadpacket])
     if axis < 0:
-        return Held(op.on_local(), x.band)
+        return HeldPart(op.on_local(), x.band)
     if _of_axis(op["padding"], axis) or op["ceil_mode"]:
         return None
     kernel, stride = op["kernel_size"], op["stride"] or op["kernel_size"]
@@ -293,18 +295,18 @@ def _over_windows(op: Operation, x: Banded, kernel: int, stride: int, padding: i
     above, own, below = bands.fetched(x.local, x.band, wanted)
     size = band.shape(op.likes.shape, bands.rank)
     if not prod(size):
-        return Held(x.local.new_empty(size), band)
+        return HeldPart(x.local.new_empty(size), band)
     if stride == 1 and 2 * padding == reach and (above or below) and x.local.shape[dim] >= reach:
         borders = [sum(piece.shape[dim] for piece in pieces) for pieces in (above, below)]
         if own[0].shape[dim] == x.local.shape[dim] == size[dim] and set(borders) <= {0, padding}:
-            return Held(_with_borders(op, x.local, dim, padding, above, below), band)
+            return HeldPart(_with_borders(op, x.local, dim, padding, above, below), band)
     (start, stop), (first, last) = seen[bands.rank], wanted[bands.rank]
     if (start, stop) != (first, last):
         zeros = [
             x.local.new_zeros((*x.shape[:dim], rows, *x.shape[dim + 1 :])) for rows in (first - start, stop - last)
         ]
         above, below = [zeros[0], *above], [*below, zeros[1]]
-    return Held(_windows_alone(op, dim, [*above, *own, *below]), band)
+    return HeldPart(_windows_alone(op, dim, [*above, *own, *below]), band)
 
 
 def _windows_alone(op: Operation, dim: int, pieces: Sequence[Tensor]) -> Tensor:
@@ -359,7 +361,7 @@ def group_norm(op: Operation) -> Outcome:
     flat = local.reshape(1, batch * channels, *local.shape[2:])
     zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
     normal = torch.batch_norm(flat, scale, shift, zeros, ones, False, 0.0, 0.0, False)
-    return [Held(normal.reshape(local.shape), x.band), mean.to(x.dtype), rstd.to(x.dtype)]
+    return [HeldPart(normal.reshape(local.shape), x.band), mean.to(x.dtype), rstd.to(x.dtype)]
 
 
 def _moments(local: Tensor) -> Tensor:
@@ -392,7 +394,7 @@ def multiplied(op: Operation) -> Outcome:
         changed = {name: factor.local, beside: other}
         if bias is not None:
             changed["self"] = _bias(bias, band, op)
-        return Held(op.on_local(**changed), band)
+        return HeldPart(op.on_local(**changed), band)
     if bias is not None:
         return None
     # The sum is over rows.

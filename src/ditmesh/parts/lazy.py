@@ -185,7 +185,7 @@ class LazyPatches(PartTensor):
         assert self._versions is not None
         return self._versions[patch].get()
 
-    def put_together(self) -> Tensor:
+    def assemble_whole(self) -> Tensor:
         """The whole tensor from all versions, on a rank that holds them."""
         whole = torch.empty_strided(self.shape, _dense(self), dtype=self.dtype, device=self.device)
         present = self.owners.present or (0,)
@@ -205,7 +205,7 @@ class LazyPatches(PartTensor):
             self._versions = None
         return self._whole
 
-    def sent_through(self, function: Callable[[Tensor], Tensor], like: Tensor, owners: Owners) -> LazyPatches:
+    def map_versions(self, function: Callable[[Tensor], Tensor], like: Tensor, owners: Owners) -> LazyPatches:
         """The result of a function on every version, such as an exchange with other ranks.
 
         Args:
@@ -215,8 +215,8 @@ class LazyPatches(PartTensor):
         """
         return LazyPatches(like, self.device, owners, _deferred(function, [self])[0], self._assemble)
 
-    def shared_out(self, function: Callable[[Tensor], list[Tensor]], count: int) -> list[Tensor]:
-        """As `sent_through`, for a function that returns ``count`` tensors like this one, with the same owners."""
+    def map_to_several(self, function: Callable[[Tensor], list[Tensor]], count: int) -> list[Tensor]:
+        """As `map_versions`, for a function that returns ``count`` tensors like this one, with the same owners."""
         return [
             LazyPatches(meta_like(self), self.device, self.owners, versions, self._assemble)
             for versions in _deferred(function, [self], count)
@@ -331,14 +331,14 @@ class _Operation(PartOperation[LazyPatches]):
         super().__init__(func, *tree_map(settled_of, (args, kwargs)))
 
     @property
-    def of_one_source(self) -> bool:
+    def has_one_source(self) -> bool:
         """True if the lazy tensors' versions are in the same places."""
         first = self.parts[0]
         return all(lazy._assemble == first._assemble and lazy.held == first.held for lazy in self.parts)
 
     def by_version(self) -> Any:
         """The result as lazy tensors; None if it cannot be computed version by version."""
-        rule = _RULES.get(op_family(self.func)) if self.of_one_source else None
+        rule = _RULES.get(op_family(self.func)) if self.has_one_source else None
         if rule is None:
             return None
         try:
@@ -464,7 +464,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
     alone = target._origin is None and not any(reference() is not None for reference in target._views)
     if target._whole is None and alone:
         operation = _Operation(func, args, kwargs)
-        if op_family(func) is OpFamily.POINTWISE and operation.of_one_source:
+        if op_family(func) is OpFamily.POINTWISE and operation.has_one_source:
             owners = operation.elementwise([target])
             if owners is not None:
 

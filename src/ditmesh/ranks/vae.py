@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..engine.follow import CallFollower
-from ..parts.banded import Uncut
+from ..parts.banded import UncuttableOperation
 from ..strategies.vae.parallel import InBands
 from .follow import FollowedModule, Followers, copies, drop_copy, reported
 
 
-class Whole(str):
+class NotBanded(str):
     """The reason why something was not computed in bands."""
 
     __slots__ = ()
@@ -50,7 +50,7 @@ class FollowedVae(FollowedModule):
         self._banded = InBands(self.vae, mesh.world)
 
     def call(self, name: str, given: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The result of ``decode`` or ``encode`` on all ranks, whole; or `Whole`, why it cannot be computed in bands.
+        """The result of ``decode`` or ``encode`` on all ranks, whole; or `NotBanded`, the reason why not in bands.
 
         Args:
             name: of the two.
@@ -62,9 +62,9 @@ class FollowedVae(FollowedModule):
             RankFailed: a rank was lost; the ranks have ended.
         """
         if given.dim() not in (4, 5):
-            return Whole("what it is given is no image and no video")
+            return NotBanded("what it is given is no image and no video")
         if given.shape[-2] < self.followers.world_size:
-            return Whole(f"{given.shape[-2]} rows are too few for {self.followers.world_size} ranks")
+            return NotBanded(f"{given.shape[-2]} rows are too few for {self.followers.world_size} ranks")
         call = functools.partial(_in_bands, self._banded, name)
         # In inference mode torch does not tell what has been written to.
         with torch.inference_mode(False), torch.no_grad():
@@ -83,8 +83,8 @@ def _in_bands(banded: InBands, name: str, given: Tensor, *args: Any, **kwargs: A
     """Collective. What cannot be computed in bands says so on all ranks alike, and breaks nothing off."""
     try:
         return banded.call(name, given, *args, **kwargs)
-    except Uncut as refusal:
-        return Whole(refusal)
+    except UncuttableOperation as refusal:
+        return NotBanded(refusal)
 
 
 # --- on the other ranks ------------------------------------------------------------------------------------------

@@ -385,7 +385,7 @@ def picture_source(image: Any) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def brightest(differences: Sequence[np.ndarray]) -> float:
+def scale_maximum(differences: Sequence[np.ndarray]) -> float:
     """The value at the bright end of a scale for images that are shown beside one another: their 99th percentile.
 
     Args:

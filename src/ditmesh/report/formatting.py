@@ -47,15 +47,15 @@ def enumerated(names: Iterable[str], most: int, rest: str = "others") -> str:
     return ", ".join(every[:most]) + (f" and {len(every) - most} {rest}" if len(every) > most else "")
 
 
-def spelled_out(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def flattened_pairs(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     """Pairs of name and text; of a mapping inside one pair for each entry, ``name: entry``. None is left out."""
     for name, value in facts.items():
         full = f"{above}: {name}" if above else str(name)
         if isinstance(value, Mapping):
-            yield from spelled_out(value, full)
+            yield from flattened_pairs(value, full)
         elif isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
             for number, item in enumerate(value, 1):
-                yield from spelled_out({str(number): item}, full)
+                yield from flattened_pairs({str(number): item}, full)
         elif value is not None:
             yield full, setting_text(value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .report import Report, Styled
+from .report import Report, StyledText
 
 
 def memory_report(lead: str, ranks: Iterable[Mapping[str, Any]], kinds: Sequence[str]) -> Report:
@@ -24,7 +24,7 @@ def memory_report(lead: str, ranks: Iterable[Mapping[str, Any]], kinds: Sequence
         rows = []
         for name, phase in one["phases"].items():
             cells = (name, *(f"{phase[kind] / 1e9:.3g}" for kind in (*kinds, "total")))
-            rows.append([Styled(cell, "strong" if name == one["peak"] else "") for cell in cells])
+            rows.append([StyledText(cell, "strong" if name == one["peak"] else "") for cell in cells])
         stage = f"stage {one['stage']}, " if several else ""
         report.table(("phase", *kinds, "total"), rows, f"{stage}{one['ranks']} rank{'s' * (one['ranks'] > 1)}")
     return report

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.files import finite, written_whole
 from ..errors import InputError, reason_of
-from .formatting import size_text, spelled_out
+from .formatting import flattened_pairs, size_text
 
 if TYPE_CHECKING:
     from .charts import Chart
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ROOM = 7
 
 
-class Styled(str):
+class StyledText(str):
     """Text with a meaning, in a table or a paragraph.
 
     ``"good"``, ``"bad"`` and ``"unsure"`` are coloured, ``"strong"`` is bold; ``"words"`` sets a cell as running text,
@@ -39,20 +39,20 @@ class Styled(str):
 
     kind: str
 
-    def __new__(cls, text: str, kind: str = "") -> Styled:
+    def __new__(cls, text: str, kind: str = "") -> StyledText:
         """See the class."""
         styled = super().__new__(cls, text)
         styled.kind = kind
         return styled
 
 
-def styled(text: str) -> Styled:
+def styled(text: str) -> StyledText:
     """The text; without a meaning if it has none."""
-    return text if isinstance(text, Styled) else Styled(text)
+    return text if isinstance(text, StyledText) else StyledText(text)
 
 
 @dataclass(frozen=True)
-class Shown:
+class GridImage:
     """An image of a grid.
 
     Attributes:
@@ -108,7 +108,7 @@ class Section(ReportBlock):
 class Paragraph(ReportBlock):
     """A paragraph; a note is set lighter."""
 
-    parts: tuple[Styled, ...]
+    parts: tuple[StyledText, ...]
     note: bool = False
 
 
@@ -132,7 +132,7 @@ class ReportTable(ReportBlock):
     """
 
     header: tuple[str, ...]
-    rows: tuple[tuple[Styled, ...], ...]
+    rows: tuple[tuple[StyledText, ...], ...]
     caption: str
     look: str = ""
     keys: int = 1
@@ -166,7 +166,7 @@ class Charts(ReportBlock):
 class Pictures(ReportBlock):
     """Images in rows and columns."""
 
-    rows: tuple[tuple[Shown, ...], ...]
+    rows: tuple[tuple[GridImage, ...], ...]
     caption: str
 
     @property
@@ -211,7 +211,7 @@ class Report:
 
     def facts(self, facts: Mapping[str, Any], caption: str = "") -> None:
         """Names and values, settings inside of settings spelled out line by line."""
-        rows = [(name, Styled(value, "words")) for name, value in spelled_out(facts)]
+        rows = [(name, StyledText(value, "words")) for name, value in flattened_pairs(facts)]
         self.blocks.append(filled_table(("what", "value"), rows, caption, "facts"))
 
     def downloads(self, files: Sequence[Download]) -> None:
@@ -227,7 +227,7 @@ class Report:
         if charts:
             self.blocks.append(Charts(tuple(charts)))
 
-    def pictures(self, rows: Sequence[Sequence[Shown]], caption: str) -> None:
+    def pictures(self, rows: Sequence[Sequence[GridImage]], caption: str) -> None:
         """Images in rows and columns."""
         self.blocks.append(Pictures(tuple(map(tuple, rows)), caption))
 

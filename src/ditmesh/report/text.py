@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .report import Paragraph, Points, Report, ReportTable, Section, Styled
+from .report import Paragraph, Points, Report, ReportTable, Section, StyledText
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,7 @@ def _print_facts(console: Console, table: ReportTable) -> None:
     console.print(grid)
 
 
-def _markup(cell: Styled) -> str:
+def _markup(cell: StyledText) -> str:
     from rich.markup import escape
 
     colour = STYLE_COLOURS.get(cell.kind)

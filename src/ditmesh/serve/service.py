@@ -95,9 +95,9 @@ class Service(JobStore):
         await self.close()
         await asyncio.to_thread(self._undo.close)
 
-    async def given_up(self) -> str:
-        """Returns when no ranks will ever serve, with the reason; see `Dispatcher.given_up`."""
-        return await self._dispatcher.given_up()
+    async def permanent_failure(self) -> str:
+        """Returns when no ranks will ever serve, with the reason; see `Dispatcher.permanent_failure`."""
+        return await self._dispatcher.permanent_failure()
 
     async def submit(self, request: JobRequest, owner: str, key: IdempotencyKey | None = None) -> Job:
         """Accept a job: once this returns it is on disk and not lost any more.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import log10
 from typing import ClassVar
 
-from .policy import Adaptive, Decision, Outlook, Past, in_unit
+from .policy import Adaptive, Decision, Outlook, PastStep, in_unit
 
 # Root mean square of pixels (0 to 1) in units of the predicted error, at most: docs/staleness.md has what was measured.
 PIXELS = 1.0
@@ -45,10 +45,10 @@ class AdaptiveDecibels:
     def _adaptive(self) -> Adaptive:
         return Adaptive(10 ** (-self.least / 20) / PIXELS, self.most)
 
-    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         return self._adaptive.decide(step, outlook, past)
 
-    def verdict(self, outlook: Outlook, past: Sequence[Past]) -> str:
+    def verdict(self, outlook: Outlook, past: Sequence[PastStep]) -> str:
         """Compare the error predicted for the stale steps, given their drift, with the budget, in a sentence."""
         made = self._adaptive.made(outlook, past)
         stale = sum(not before.synchronous for before in past)
@@ -87,7 +87,7 @@ class AdaptiveSeconds:
         if not (self.limit > 0 and (self.most is None or self.most >= 1)):
             raise ValueError("impossible numbers")
 
-    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         # One more than there are steps: what is left decides.
         least = Adaptive(1e-30, outlook.total)
         if step == 0:
@@ -109,7 +109,7 @@ class AdaptiveSeconds:
         time = f"{max(left, 0.0):.3g} s left for {affordable} synchronous steps of {slow:.3g} s instead of {fast:.3g} s"
         return replace(decision, reason=f"{time}; {'one of the worst' if decision.synchronous else 'others are worse'}")
 
-    def verdict(self, outlook: Outlook, past: Sequence[Past]) -> str:
+    def verdict(self, outlook: Outlook, past: Sequence[PastStep]) -> str:
         """Compare the time of the steps with the limit, in a sentence."""
         took, exact = spent(past), sum(one.synchronous for one in past)
         what = f"adaptive({self.limit:g}s): {exact} of {len(past)} steps synchronous"
@@ -119,6 +119,6 @@ class AdaptiveSeconds:
         return f"{what}; the budget is broken: the steps took {took:.3g} s, {why}"
 
 
-def spent(past: Sequence[Past]) -> float:
+def spent(past: Sequence[PastStep]) -> float:
     """Seconds of the steps so far."""
     return sum(one.seconds or 0.0 for one in past)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.clock import CallClock, TransformerCall
 from .drift import DriftMonitor, drifts_of
-from .policy import Decision, Outlook, Past, WarmupPolicy
+from .policy import Decision, Outlook, PastStep, WarmupPolicy
 from .schedule import even_levels
 
 # Seconds that a failed request waits for pending messages of other ranks.
@@ -267,8 +267,8 @@ class WarmupControl:
         of.began = self._timer()
         steps.append(StepRecord(len(steps), made.synchronous, made.reason, made.predicted))
 
-    def _past(self) -> list[Past]:
-        return [Past(record.synchronous, record.mean_drift, record.seconds) for record in self.log.steps]
+    def _past(self) -> list[PastStep]:
+        return [PastStep(record.synchronous, record.mean_drift, record.seconds) for record in self.log.steps]
 
     def _send(self) -> None:
         """Send the drift of the finished step, if the policy reads it."""

@@ -104,7 +104,7 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class Past:
+class PastStep:
     """A step that has run: whether it was synchronous, and its drift, alike on all ranks.
 
     ``drift``: relative L2 distance of the step's own keys and values from those of the step before, over all blocks
@@ -131,7 +131,7 @@ class WarmupPolicy(Protocol):
     promises was kept, in a sentence.
     """
 
-    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         """The decision for ``step`` (from 0), given all steps before it.
 
         Raises:
@@ -157,7 +157,7 @@ class Fixed(_ByNumber):
     def __post_init__(self) -> None:
         _require(self.steps >= 0)
 
-    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         return _first(step, self.steps)
 
 
@@ -171,7 +171,7 @@ class Sqrt(_ByNumber):
     def __post_init__(self) -> None:
         _require(self.base > 0)
 
-    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         return _first(step, round(self.base * sqrt(outlook.devices)))
 
 
@@ -185,7 +185,7 @@ class Periodic(_ByNumber):
     def __post_init__(self) -> None:
         _require(self.every >= 1)
 
-    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         if step % self.every == 0:
             return Decision(True, f"every {self.every}th step" if step else "the first step")
         return Decision(False, f"between two synchronous steps, {self.every} apart")
@@ -203,7 +203,7 @@ class FirstLast:
     def __post_init__(self) -> None:
         _require(min(self.first, self.last) >= 0)
 
-    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         if self.last and step >= _total(outlook, f"first_last({self.first}, {self.last})") - self.last:
             return Decision(True, f"one of the last {self.last} steps" if self.last > 1 else "the last step")
         return _first(step, self.first)
@@ -243,7 +243,7 @@ class Adaptive:
     def __post_init__(self) -> None:
         _require(self.budget > 0 and (self.most is None or self.most >= 1))
 
-    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         total = _total(outlook, f"adaptive({self.budget:g}{'' if self.most is None else f', {self.most}'})")
         if step == 0:
             return Decision(True, "the first step")
@@ -259,13 +259,13 @@ class Adaptive:
         within = "within the budget" if error <= self.budget else "hardly more than is made already, above the budget"
         return Decision(False, f"{what}, {within} {self.budget:g}", here)
 
-    def made(self, outlook: Outlook, past: Sequence[Past]) -> float:
+    def made(self, outlook: Outlook, past: Sequence[PastStep]) -> float:
         """The predicted error of a request that is over, with the drift that its stale steps had."""
         total = _total(outlook, f"adaptive({self.budget:g})")
         return sqrt(self._errors(len(past), total, outlook, past)[0])
 
     @staticmethod
-    def _errors(step: int, total: int, outlook: Outlook, past: Sequence[Past]) -> tuple[float, float, list[float]]:
+    def _errors(step: int, total: int, outlook: Outlook, past: Sequence[PastStep]) -> tuple[float, float, list[float]]:
         """The sum of the squares of the errors made so far, and those of this step and of the coming ones if stale."""
         noise = outlook.noise or ()
         # A sampler that takes more steps than it has announced takes them at its last.
@@ -293,7 +293,7 @@ class GivenSteps(_ByNumber):
     def __post_init__(self) -> None:
         _require(min(self.steps, default=0) >= 0)
 
-    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         return Decision(step in self.steps, "one of the steps given" if step in self.steps else "not one of them")
 
 

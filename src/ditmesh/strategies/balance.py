@@ -12,7 +12,7 @@ import torch
 
 from ..comm import Link
 from ..core.thread_clock import CoreShare, ThreadClock
-from .loads import evened
+from .loads import levelled_speeds
 
 # The number of runs of a block that are timed, after one run that does not count.
 RUNS = 3
@@ -79,7 +79,7 @@ class Balance:
         measured = [(int(one[0]), one[which]) for one in gathered]
         speeds = [min(speed for share, speed in measured if share == number) for number in range(self._shares)]
         fresh: Sequence[float] = [speed / sum(speeds) for speed in speeds]
-        fresh = evened(fresh, self._band)
+        fresh = levelled_speeds(fresh, self._band)
         if self._measured:
             fresh = mixed(fresh, self.speeds)
         # Three digits are more than a measurement is worth, and two equal ranks stay equal.

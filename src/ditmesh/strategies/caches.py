@@ -36,7 +36,7 @@ def stateful_hooks(model: nn.Module) -> Iterator[Any]:
         yield from (hook for hook in diffusers_hooks(module).values() if getattr(hook, "_is_stateful", False))
 
 
-def kept_by(model: nn.Module) -> str:
+def state_clause(model: nn.Module) -> str:
     """A clause that names the state of a model between steps; see `Strategy.keeps_between_steps`.
 
     diffusers (0.42) keeps it in the hooks: some (Faster Cache, Pyramid Attention Broadcast) have one state for all

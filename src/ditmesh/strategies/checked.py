@@ -39,13 +39,13 @@ class CheckedLayout(Strategy):
         return KnownForms.wanted(config) or config.tensor > 1
 
     @classmethod
-    def looks_at(cls, layout: TokenLayout) -> bool:
+    def is_compared(cls, layout: TokenLayout) -> bool:
         """True if calls with a layout are compared."""
         return layout.source == GIVEN
 
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
-            if self.looks_at(model.layout):
+            if self.is_compared(model.layout):
                 check = model.add(LayoutCheck(model, self.context))
                 undo.callback(model.chain.add(check.around_call))
 
@@ -54,7 +54,7 @@ class CheckedCalls(CheckedLayout):
     """The same for every layout, reviewed or derived: `parallelize(..., check=True)`."""
 
     @classmethod
-    def looks_at(cls, layout: TokenLayout) -> bool:
+    def is_compared(cls, layout: TokenLayout) -> bool:
         return True
 
 

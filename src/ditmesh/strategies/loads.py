@@ -138,7 +138,7 @@ class Watch:
         self._before = tuple(share / whole for share in shares), excess
         found = [share / one for share, one in zip(shares, took, strict=True)]
         least = [share / whole * sum(found) * MIN_KEPT_SHARE for share in shares]
-        return evened([max(one, bound) for one, bound in zip(found, least, strict=True)], DEAD_BAND)
+        return levelled_speeds([max(one, bound) for one, bound in zip(found, least, strict=True)], DEAD_BAND)
 
     def _is_slow(self, over: Sequence[float]) -> bool:
         """Add a step to the sums, and say whether one is at its limit, or a rank is far off."""
@@ -166,7 +166,7 @@ class Watch:
         return max(took) * self._ranks / sum(took) - 1
 
 
-def evened(speeds: Sequence[float], band: float) -> tuple[float, ...]:
+def levelled_speeds(speeds: Sequence[float], band: float) -> tuple[float, ...]:
     """Speeds, with a sum of 1; equal ones where the slowest would take less than ``band`` longer than the mean."""
     times = [1 / speed for speed in speeds]
     if max(times) * len(times) / sum(times) - 1 < band:

@@ -40,7 +40,7 @@ from ..layout import Region, Stream, TokenLayout
 from . import tiled_gradients as tiled
 from .base import VariantLimits, variant
 from .hooks import BlockSite, requires_grad
-from .sequence import ExactSequence, SequenceParallel, counted_here, only, replicated, result_of, shared, with_result
+from .sequence import ExactSequence, SequenceParallel, only, replicated, result_of, shared, tokens_of_part, with_result
 from .tiled_gradients import AttentionOfTiles, TileWeights, WeightGradients
 from .virtual import ask, run_together
 
@@ -275,7 +275,7 @@ class TiledSequence(SequenceParallel):
             value = arguments.get(counted.arg)
             if isinstance(value, int):
                 own = here.select((counted.stream,))
-                spread(counted.arg, [counted_here(counted, value, own, tile) for tile in range(here.parts)])
+                spread(counted.arg, [tokens_of_part(counted, value, own, tile) for tile in range(here.parts)])
         if region.grid is not None:
             cols = arguments.get(region.grid.cols)
             spread(region.grid.rows, [length // cols for length in here.select((region.main.name,)).lengths])

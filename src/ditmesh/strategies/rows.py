@@ -28,7 +28,7 @@ from ..core.arguments import MISSING, Arguments, covers
 from ..core.clock import CallClock, TransformerCall, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
-from ..core.values import Seen, is_plain, seen, tracked
+from ..core.values import SeenValue, is_plain, seen, tracked
 from ..errors import ConfigError, InputError, LayoutError
 from ..forecast.costs.step import Share, StepForecast, Term
 from ..forecast.costs.work import Work, Workload
@@ -59,8 +59,8 @@ class _StepCalls:
     """
 
     first: int = 0
-    calls: list[dict[str, Seen]] = field(default_factory=list)
-    ahead: dict[int, tuple[dict[str, Seen], set[str], Any]] = field(default_factory=dict)
+    calls: list[dict[str, SeenValue]] = field(default_factory=list)
+    ahead: dict[int, tuple[dict[str, SeenValue], set[str], Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -161,12 +161,12 @@ class BatchParallel:
         new = not (of.before.calls or self._hooks.layout.rows) and self.data.size == 1
         return self._shared(proceed, arguments, self.data if sequential or new else self.rows)
 
-    def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, Seen]:
-        plain = {path: Seen(value, None) for path, value in arguments.others() if isinstance(value, _PLAIN)}
-        return {**{path: seen(value) for path, value in arguments.leaves()}, **plain, _STATE: Seen(state, None)}
+    def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, SeenValue]:
+        plain = {path: SeenValue(value, None) for path, value in arguments.others() if isinstance(value, _PLAIN)}
+        return {**{path: seen(value) for path, value in arguments.leaves()}, **plain, _STATE: SeenValue(state, None)}
 
     def _as_predicted(
-        self, given: dict[str, Seen], predicted: dict[str, Seen], own: set[str], call: TransformerCall
+        self, given: dict[str, SeenValue], predicted: dict[str, SeenValue], own: set[str], call: TransformerCall
     ) -> bool:
         """True if a call's arguments are the predicted ones; ``own``: paths of those that are not the first call's."""
         if given.keys() != predicted.keys():
@@ -187,7 +187,7 @@ class BatchParallel:
 
     # --- guidance branches ------------------------------------------------------------------------------------
 
-    def _branches_of(self, step: _StepCalls, given: dict[str, Seen], latents: str) -> list[dict[str, Any]]:
+    def _branches_of(self, step: _StepCalls, given: dict[str, SeenValue], latents: str) -> list[dict[str, Any]]:
         """For every call of a step, the arguments in which it differed from the first; empty if it was not guidance.
 
         Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one
@@ -224,7 +224,7 @@ class BatchParallel:
         """Run this rank's branches of the step, and exchange results."""
         now = self._of.value.now
         mine: list[Any] = []
-        predictions: list[dict[str, Seen]] = []
+        predictions: list[dict[str, SeenValue]] = []
         busy = min(len(branches), self.branches.size) * min(self._rows(arguments), self.data.size)
         self._busy = max(self._busy, busy)
         last = len(branches) - 1
@@ -422,7 +422,7 @@ def _gathered(rows: Any, shares: Partition, link: Link) -> Any:
         everybody = owners.made(
             ("gather", link.name, counts), lambda: Owners(gather(owners.of.int()).short(), owners.patches)
         )
-        return rows.sent_through(gather, like, everybody)
+        return rows.map_versions(gather, like, everybody)
     return gather(rows)
 
 
@@ -437,14 +437,14 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
 
     def exchange(part: Any) -> Sequence[Any]:
         if isinstance(part, LazyPatches) and part.settled is None:
-            return part.shared_out(parts_of, link.size)
+            return part.map_to_several(parts_of, link.size)
         return parts_of(part) if isinstance(part, Tensor) else [part] * link.size
 
     parts, form = tree_flatten(output)
     return [tree_unflatten(rank, form) for rank in zip(*map(exchange, parts), strict=True)]
 
 
-def _alike(one: Seen, other: Seen) -> bool:
+def _alike(one: SeenValue, other: SeenValue) -> bool:
     """True if both are plain tensors of one shape."""
     a, b = one.value, other.value
     return is_plain(a) and is_plain(b) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)

@@ -46,7 +46,7 @@ def sums_of(values: Tensor) -> Tensor:
     return torch.cat([whole.sum(0, dtype=torch.float32), rest.to(torch.float32), norm])
 
 
-def apart(here: Tensor, there: Tensor) -> float:
+def relative_distance(here: Tensor, there: Tensor) -> float:
     """The distance of two tensors' `sums_of` relative to the norm; infinite if sizes, NaN or infinities differ."""
     if here.shape != there.shape:
         return float("inf")
@@ -117,7 +117,7 @@ class SameLatents(Strategy):
             odd = [
                 rank
                 for rank, other in zip(link.ranks, every, strict=True)
-                if (step, number) in other and apart(other[step, number], every[0][step, number]) > limit
+                if (step, number) in other and relative_distance(other[step, number], every[0][step, number]) > limit
             ]
             if odd:
                 ranks = f"rank {odd[0]} has" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} have"

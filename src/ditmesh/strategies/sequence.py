@@ -49,7 +49,7 @@ TRADING = {"to heads": 5, "to tokens": 3}
 GATHERING = 3
 # Attention kernels of GPUs take heads of multiples of this width.
 KERNEL_WIDTH = 8
-# One measurement of a block says of ranks that differ by less than this that they are equal: see `loads.evened`.
+# Ranks whose measurements of a block differ by less than this count as equal: see `loads.levelled_speeds`.
 EQUAL_SPEEDS = 0.2
 # A long sequence is cut between multiples of this many tokens: kernels like it, and their edges stay the same.
 UNIT = 16
@@ -355,7 +355,7 @@ class SequenceParallel:
                 f"{site.path}: {counted.arg!r} is {number}, and the layout of {site.model} says that it counts all "
                 f"{tokens.total} {counted.stream} tokens; which {number} of them it means is not known"
             )
-        return counted_here(counted, number, tokens, self.link.rank)
+        return tokens_of_part(counted, number, tokens, self.link.rank)
 
     def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
         """This rank's part of a per-token tensor; the same tensor is cut once per call."""
@@ -533,7 +533,7 @@ def _same(value: Any, other: Any) -> bool:
     return value.data_ptr() == other.data_ptr() and (value.shape, value.stride()) == (other.shape, other.stride())
 
 
-def counted_here(counted: Count, number: int, tokens: Partition, part: int) -> int:
+def tokens_of_part(counted: Count, number: int, tokens: Partition, part: int) -> int:
     """The number of tokens that a part holds, of the ``number`` tokens of a stream that an argument counts."""
     if tokens.replicated:
         return number
@@ -653,7 +653,7 @@ class ExactSequence(TokenStrategy):
         Keys of text that every rank has stay where they are.
         """
         config = step.config
-        yield from traded(step, step.share.pieces if config.stages_or_patches else 1)
+        yield from exchange_terms(step, step.share.pieces if config.stages_or_patches else 1)
         for block, times, one in step.attentions() if config.ring > 1 else ():
             sent = step.size_of(one, queries=0, texts=not step.replicates_text(block)) / config.sequence
             if not cls.kind.travels:
@@ -676,7 +676,7 @@ class ExactSequence(TokenStrategy):
         yield from gather_stream(step)
 
 
-def traded(step: StepForecast, pieces: int = 1) -> Iterator[Term]:
+def exchange_terms(step: StepForecast, pieces: int = 1) -> Iterator[Term]:
     """Tokens against heads and back at every attention that runs once for each of so many pieces.
 
     Of ``chunks`` the first one's way there and the last one's way back have no attention beside them. Text that every

@@ -112,7 +112,7 @@ class Packed:
                     yield number, slice(part.start + offset, part.stop + offset), part
 
 
-def arranged(sizes: Sequence[int], ranks: int) -> list[int]:
+def balanced_order(sizes: Sequence[int], ranks: int) -> list[int]:
     """An order of tensors in which few lie on two ranks: each, the largest first, goes to the rank with least.
 
     After Graham 1969, doi:10.1137/0117039.
@@ -293,7 +293,7 @@ def units_of(model: nn.Module, groups: Iterable[GatherGroup], link: Link) -> lis
         every = [model.get_parameter(name) for name in group.parameters]
         parameters = [one for one in every if not any(hasattr(part, ABSENT_ATTRIBUTE) for part in parts_of(one))]
         found = [part for p in parameters for part in parts_of(p) if part.numel() and part.is_contiguous()]
-        parts = [found[number] for number in arranged([part.nbytes for part in found], link.size)]
+        parts = [found[number] for number in balanced_order([part.nbytes for part in found], link.size)]
         if parts:
             specs = tuple((tuple(part.shape), part.dtype) for part in parts)
             packed = Packed(specs, link.size, tuple(map(offset_of, parts)))

@@ -30,7 +30,7 @@ from .sharded import GatherGroup, ShardedWeights, grouped
 _WAY_OUT = "use text_encoder='rank0' or 'sharded'"
 
 
-class Placed(Protocol):
+class PlacedEncoder(Protocol):
     """A text encoder that is not as it was."""
 
     def close(self) -> None:
@@ -301,7 +301,7 @@ class TextEncoders(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         # By id: the encoder, its form, and how many pipelines use it.
-        self._placed: dict[int, tuple[nn.Module, Placed, int]] = {}
+        self._placed: dict[int, tuple[nn.Module, PlacedEncoder, int]] = {}
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
@@ -325,14 +325,14 @@ class TextEncoders(Strategy):
             self._placed[id(module)] = known, placed, users + 1
             undo.callback(self._leave, module)
 
-    def _made(self, name: str, module: nn.Module) -> Placed:
+    def _made(self, name: str, module: nn.Module) -> PlacedEncoder:
         if any(hasattr(one, "_hf_hook") for one in module.modules()):
             raise InputError(
                 f"{name} is offloaded to the CPU, and text_encoder={self.context.config.text_encoder!r} would move its "
                 "weights as well; use one of the two"
             )
         link = self.context.mesh.world
-        makers: dict[str, Callable[[], Placed]] = {
+        makers: dict[str, Callable[[], PlacedEncoder]] = {
             "sharded": lambda: in_pieces(module, link),
             "rank0": lambda: OnOneRank(module, link),
             "freed": lambda: FreedAfterUse(name, module),

@@ -12,8 +12,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..config import ParallelConfig
-from ..errors import ConfigError, did_you_mean, nearest_problem, reason_of, what_is_wrong
-from .data.settings import DataSetConfig, of_class_images
+from ..errors import ConfigError, did_you_mean, nearest_problem, problem_text, reason_of
+from .data.settings import DataSetConfig, class_image_settings
 from .islands.settings import IslandsConfig
 
 Positive = Annotated[int, Field(ge=1)]
@@ -460,7 +460,7 @@ class TrainConfig(BaseModel):
         """The settings of every data set; of the class images of prior preservation last."""
         found = [self.model_copy(update={"train_data": (), **one.changes}) for one in self.train_data] or [self]
         if self.class_data_dir is not None:
-            more = of_class_images(self.class_data_dir, self.class_prompt)
+            more = class_image_settings(self.class_data_dir, self.class_prompt)
             found.append(self.model_copy(update={"train_data": (), **more}))
         return tuple(found)
 
@@ -568,5 +568,5 @@ def _said_of(error: ValidationError) -> str:
         return f"{where} is missing"
     if where and isinstance(first["input"], (int, float, str)):
         where += f"={first['input']!r}"
-    said = what_is_wrong(first)
+    said = problem_text(first)
     return f"{where}: {said}" if where else said

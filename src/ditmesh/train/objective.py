@@ -26,7 +26,7 @@ MOST_MODE_SCALE = 1.75
 
 
 @dataclass(frozen=True)
-class Noised:
+class NoisyBatch:
     """A batch for the transformer.
 
     Attributes:
@@ -63,7 +63,7 @@ class Objective(ABC):
     @abstractmethod
     def __call__(
         self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
-    ) -> Noised:
+    ) -> NoisyBatch:
         """Add noise to a batch.
 
         Args:
@@ -91,7 +91,7 @@ class RectifiedFlow(Objective):
 
     def __call__(
         self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
-    ) -> Noised:
+    ) -> NoisyBatch:
         from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
         density = [
@@ -105,7 +105,7 @@ class RectifiedFlow(Objective):
         start, end = (noise, latents) if scheduler.config.get("invert_sigmas") else (latents, noise)
         levels = onto(scheduler.sigmas[places], latents.device, latents.dtype)
         factor = levels.view(-1, *[1] * (latents.dim() - 1))
-        return Noised(
+        return NoisyBatch(
             latents=start + factor * (end - start),
             timesteps=onto(scheduler.timesteps[places], latents.device),
             target=end - start,
@@ -120,7 +120,7 @@ class Epsilon(Objective):
 
     def __call__(
         self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
-    ) -> Noised:
+    ) -> NoisyBatch:
         from diffusers.training_utils import compute_snr
 
         steps = scheduler.config["num_train_timesteps"]
@@ -130,7 +130,7 @@ class Epsilon(Objective):
         if config.snr_gamma is not None:
             weights = self._min_snr(compute_snr(scheduler, timesteps), config.snr_gamma)
         mixed = scheduler.add_noise(latents, noise, timesteps)
-        return Noised(mixed, timesteps, self._target(scheduler, latents, noise, timesteps), weights.float())
+        return NoisyBatch(mixed, timesteps, self._target(scheduler, latents, noise, timesteps), weights.float())
 
     def _target(self, scheduler: Any, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         return noise
@@ -225,7 +225,7 @@ class NoiseObjective:
         self.scheduler.sigmas = self.scheduler.sigmas[: len(times)][kept]
         self.scheduler.timesteps = times[kept]
 
-    def __call__(self, latents: Tensor, generators: Sequence[torch.Generator]) -> Noised:
+    def __call__(self, latents: Tensor, generators: Sequence[torch.Generator]) -> NoisyBatch:
         """Add noise.
 
         Args:
@@ -310,7 +310,9 @@ class NoiseTables:
         return alpha**0.5, (1 - alpha) ** 0.5
 
 
-def sample_losses(prediction: Tensor, noised: Noised, seen: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+def sample_losses(
+    prediction: Tensor, noised: NoisyBatch, seen: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
     """(B,) weighted mean squared errors, in float32.
 
     Args:

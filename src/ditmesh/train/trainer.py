@@ -48,7 +48,14 @@ from .logs.training_log import TrainingLog
 from .model.frozen import freeze_encoders
 from .model.token_subset import on_grid, random_tokens
 from .objective import NoiseObjective, sample_losses
-from .optimizer.optimizers import begin_state, facts_of_state, fill_state, known_state, optimizer_tensors, rate_of
+from .optimizer.optimizers import (
+    facts_of_state,
+    fill_state,
+    initialise_state,
+    matching_state,
+    optimizer_tensors,
+    rate_of,
+)
 from .optimizer.precision import AUTOCAST
 from .optimizer.update import WeightUpdate
 from .parallel import ParallelTraining, trained_modules
@@ -315,7 +322,7 @@ class Trainer:
             if log is not None:
                 log.close()
         outcome.step = self.step
-        skipped, outcome.notes = self.data.encoded.told(self.mesh)
+        skipped, outcome.notes = self.data.encoded.gather_notes(self.mesh)
         outcome.skipped += skipped
         return outcome
 
@@ -413,7 +420,7 @@ class Trainer:
 
         stages.run(len(batches), forward)
         # Those of other stages mean nothing.
-        sums.copy_(stages.of_last(sums))
+        sums.copy_(stages.from_last_stage(sums))
 
     def _losses(self, micro: MicroBatch) -> Tensor:
         # Random numbers of the model (dropout) also depend on the micro-batch and not on the rank.
@@ -582,7 +589,7 @@ class Trainer:
 
     def _load(self, folder: Path, facts: dict[str, Any]) -> None:
         names, about = self.checkpoints.names(folder), facts.get("optimizer", {})
-        begin_state(self.update.optimizer, self.update.named, about)
+        initialise_state(self.update.optimizer, self.update.named, about)
         state = self._state()
         if "islands" not in facts:
             # Of a run without islands.
@@ -607,7 +614,7 @@ class Trainer:
             # Of an earlier version, which kept it among the tensors.
             scaler = state["scaler"] = self.update.scaler.state_dict()
         another = facts.get("settings", {}).get("optimizer", "AdamW").lower() != self.config.optimizer.lower()
-        kept = known_state(state["optimizer"]["state"], set() if another else names, self.config.optimizer)
+        kept = matching_state(state["optimizer"]["state"], set() if another else names, self.config.optimizer)
         state["optimizer"]["state"] = kept
         self.step = self.checkpoints.load(folder, state)
         options = StateDictOptions(strict=False, ignore_frozen_params=True)

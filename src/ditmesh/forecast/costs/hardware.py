@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ...errors import InputError, did_you_mean, reason_of, what_is_wrong
+from ...errors import InputError, did_you_mean, problem_text, reason_of
 
 PARTS = Path(__file__).with_name("parts.yaml")
 Collective = Literal["all_to_all", "all_gather", "all_reduce", "shift", "broadcast"]
@@ -213,7 +213,7 @@ class Hardware(_Profile):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise InputError(
-                f"the hardware profile {str(path)!r}: {where}: {what_is_wrong(first)}; ditmesh doctor --save FILE "
+                f"the hardware profile {str(path)!r}: {where}: {problem_text(first)}; ditmesh doctor --save FILE "
                 "writes one that can be read"
             ) from None
 

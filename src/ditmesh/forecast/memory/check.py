@@ -31,7 +31,7 @@ from ..model_work import work_of
 from ..search import Model, SearchLimits, search
 from ..workload import workload_of
 from .available import free_memory
-from .phases import Component, Components, fullest, needs
+from .phases import Component, Components, largest_phase, needs
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class _MemoryFit:
             every = needs(self.components, config, asked, self.dtype, **options)
             worst = max((one.phases[0] for one in every), key=lambda phase: phase.total)
         else:
-            worst = fullest(self.components, config, asked, self.dtype, **options)
+            worst = largest_phase(self.components, config, asked, self.dtype, **options)
         return worst.total, worst.name
 
     def refusal(self, config: ParallelConfig, room: float) -> str | None:

@@ -164,7 +164,7 @@ def needs(
     return found
 
 
-def fullest(
+def largest_phase(
     components: Components,
     config: ParallelConfig,
     workload: Workload,

@@ -106,7 +106,7 @@ def denoise(
     counts = [order.count(kind) for kind in range(max(order) + 1)]
 
     def look(blocks: Sequence[int]) -> Needs:
-        with kept_blocks(model, layout, blocks), collected_by_hand():
+        with kept_blocks(model, layout, blocks), manual_collection():
             return _step(model, layout, config, workload, how)
 
     once = look([1] * len(counts))
@@ -132,7 +132,7 @@ def model_on_meta(kind: str, settings: str) -> nn.Module:
 
 
 @contextmanager
-def collected_by_hand() -> Iterator[None]:
+def manual_collection() -> Iterator[None]:
     """Garbage is collected where the walk says so, among what the walk has made.
 
     Else what is alive would depend on when Python collects, and most of a walk's time would go into looking at the
@@ -315,7 +315,7 @@ def decode(
     video = any(parameter.dim() == 5 for parameter in getattr(vae, "decoder", vae).parameters())
     pictures, frames, *plane = sizes
     latents = (pictures, channels, *((frames,) if video else ()), *plane)
-    with fake_weights(vae, how.dtype), collected_by_hand():
+    with fake_weights(vae, how.dtype), manual_collection():
         alive, pools = how.meters(vae)
         context = Context(config, phantom_mesh(config, pools), [])
         wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
@@ -369,7 +369,7 @@ def walk_encoder(
     """
     model = encoder_on_meta(kind, settings)
     most = getattr(model.config, "max_position_embeddings", None) or tokens
-    with fake_weights(model, how.dtype), collected_by_hand():
+    with fake_weights(model, how.dtype), manual_collection():
         alive, pools = how.meters(model)
         sharded = None
         if config.text_encoder == "sharded" and config.world_size > 1:

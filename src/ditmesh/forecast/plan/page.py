@@ -8,11 +8,11 @@ from typing import Any
 
 from ...report import charts as figures
 from ...report.curves import Point
-from ...report.report import Download, Report, Styled
+from ...report.report import Download, Report, StyledText
 from ..costs.hardware import Hardware
 from ..explain import Line, number
 from ..prediction import Prediction
-from ..search import Found
+from ..search import SearchResult
 from .subject import PlanSubject
 
 # Configurations of a chart: more are a cloud.
@@ -20,7 +20,7 @@ POINTS = 40
 
 
 def page_of(
-    subject: PlanSubject, hardware: Hardware, found: Found, lines: Sequence[Line], data: dict[str, Any]
+    subject: PlanSubject, hardware: Hardware, found: SearchResult, lines: Sequence[Line], data: dict[str, Any]
 ) -> Report:
     """The page of a plan; every figure on it is predicted.
 
@@ -60,7 +60,7 @@ def page_of(
             ),
             (
                 figures.scatter_chart(
-                    [_point(one, one.memory / 1e9, one.latency) for one in some if one.looked_at],
+                    [_point(one, one.memory / 1e9, one.latency) for one in some if one.memory_is_known],
                     "Predicted seconds of all denoising steps over the memory of a rank",
                     "GB of a rank",
                     "seconds, predicted",
@@ -100,8 +100,8 @@ def _row(line: Line) -> tuple[str, ...]:
         str(one.config.world_size),
         number(one.latency),
         number(one.step * 1e3),
-        Styled(f"{one.memory / 1e9:.3g}", "" if line.fits else "bad"),
-        Styled(line.sentence, "words"),
+        StyledText(f"{one.memory / 1e9:.3g}", "" if line.fits else "bad"),
+        StyledText(line.sentence, "words"),
     )
 
 

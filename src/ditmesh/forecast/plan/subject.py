@@ -16,7 +16,7 @@ from ..costs.hardware import Hardware
 from ..costs.step import Term
 from ..costs.work import Workload
 from ..memory.check import components_of, components_of_shape
-from ..memory.phases import Components, fullest
+from ..memory.phases import Components, largest_phase
 from ..search import Exactness, Model, SearchLimits
 from ..shipped import derived, shipped_model
 from ..workload import workload_of
@@ -64,7 +64,7 @@ class PlanSubject:
 
         def memory_of(config: ParallelConfig) -> list[Term] | None:
             try:
-                phase = fullest(
+                phase = largest_phase(
                     self.components, config, self.workload, self.dtype, part.runtime, where, self.offloaded, before
                 )
             except LayoutError:

@@ -24,13 +24,13 @@ from ..settings import ApiSettings
 from ..types import EventName, Job, ModelCard, ServerState, Status
 from . import openai, videos
 from .bodies import Bodies, JsonRoute
-from .errors import Refused, answer_to, described, wait_header
+from .errors import Refused, described, error_response, wait_header
 from .guard import RequestGuard
-from .intake import IdempotencyHeader, JobBody, JobId, Server, file_response, known_job, result_file
+from .intake import IdempotencyHeader, JobBody, JobId, Server, file_response, logged_job_id, result_file
 from .keys import Keys, Limiter
 from .logs import JobWatch
 from .metrics import Metrics
-from .streams import EventStream, closed_after, event_schema, sse
+from .streams import EventStream, event_schema, iterate_and_close, sse
 from .uploads import Uploads
 
 if TYPE_CHECKING:
@@ -96,13 +96,13 @@ async def get_jobs(
 @jobs.get("/jobs/{id}", responses=OF_JOBS, summary="A job")
 async def get_job(request: Request, id: JobId) -> Job:
     """The current state of a job."""
-    return await request.app.state.server.backend.job(known_job(id, request), request.state.owner)
+    return await request.app.state.server.backend.job(logged_job_id(id, request), request.state.owner)
 
 
 @jobs.delete("/jobs/{id}", responses=described(401, 403, 404), summary="Cancel a job")
 async def delete_job(request: Request, id: JobId) -> Job:
     """Cancel a job: it stops at the next step. A job that has ended does not change."""
-    return await request.app.state.server.backend.cancel(known_job(id, request), request.state.owner)
+    return await request.app.state.server.backend.cancel(logged_job_id(id, request), request.state.owner)
 
 
 @jobs.get(
@@ -123,10 +123,10 @@ async def get_events(
     server: Server = request.app.state.server
     owner = request.state.owner
     # An unknown job has a different status, which must be sent before the stream begins.
-    await server.backend.job(known_job(id, request), owner)
+    await server.backend.job(logged_job_id(id, request), owner)
 
     async def events() -> AsyncIterator[str]:
-        async with closed_after(server.backend.events(id, owner, last)) as found:
+        async with iterate_and_close(server.backend.events(id, owner, last)) as found:
             async for event in found:
                 yield sse(event.data, event.event, event.id)
 
@@ -299,7 +299,7 @@ def create_app(
         app.include_router(router)
 
     async def answer(_: Request, error: Exception) -> Response:
-        return answer_to(error)
+        return error_response(error)
 
     for kind in (DitmeshError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, answer)

@@ -75,7 +75,7 @@ class Bodies:
             del self._of[who]
 
 
-def most_structure(settings: ApiSettings) -> int:
+def max_structure(settings: ApiSettings) -> int:
     """Maximum `STRUCTURE` characters of a request: its own, and those of two prompts with any escapes."""
     return OWN + 2 * 4 * settings.max_prompt
 
@@ -103,7 +103,7 @@ async def read_json(request: Request, known: Collection[str], most: int, setting
             structure += sum(piece.count(one) for one in STRUCTURE)
             if len(data) > most:
                 raise Refused(413, f"the request's body has more than {most} bytes; send a smaller one")
-            if structure > most_structure(settings):
+            if structure > max_structure(settings):
                 raise Refused(400, "the body has more fields and marks than any request; send fewer", "invalid_json")
     except ClientDisconnect:
         raise Refused(400, "the body did not come whole; send it again") from None

@@ -26,7 +26,7 @@ import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .errors import Refused, answer_to, wait_header
+from .errors import Refused, error_response, wait_header
 
 try:
     import resource
@@ -196,7 +196,7 @@ class ClientConnection(H11Protocol):
             await self._application(scope, receive, send)
             return
         self.cycle.keep_alive = False
-        await answer_to(refused)(scope, receive, send)
+        await error_response(refused)(scope, receive, send)
 
     def _check(self, scope: Scope) -> Refused | None:
         """The reason why the application does not answer a request; None: it does."""
@@ -261,7 +261,7 @@ class ClientConnection(H11Protocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer instead of the application, and close."""
-        answer = answer_to(Refused(status, message))
+        answer = error_response(Refused(status, message))
         headers = [*answer.raw_headers, (b"connection", b"close")]
         try:
             for event in (

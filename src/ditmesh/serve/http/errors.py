@@ -92,7 +92,7 @@ def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def as_refused(error: Exception) -> Refused:
+def refusal_response(error: Exception) -> Refused:
     """The error response for a public exception."""
     if isinstance(error, Refused):
         return error
@@ -119,9 +119,9 @@ def as_refused(error: Exception) -> Refused:
     return Refused(503, str(error), headers=wait_header(5))
 
 
-def answer_to(error: Exception) -> JSONResponse:
+def error_response(error: Exception) -> JSONResponse:
     """The response for a public exception."""
-    refused = as_refused(error)
+    refused = refusal_response(error)
     detail = {"message": _text(str(refused)), "type": refused.type, "code": refused.code, "param": refused.param}
     return JSONResponse({"error": detail}, refused.status, refused.headers)
 

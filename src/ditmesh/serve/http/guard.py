@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..settings import ApiSettings
 from .bodies import Bodies
-from .errors import Refused, answer_to
+from .errors import Refused, error_response
 from .keys import Keys
 from .metrics import Metrics
 
@@ -75,7 +75,7 @@ class RequestGuard:
             if status:
                 # Part of the response has been sent: only closing the connection shows that the rest is missing.
                 raise
-            await answer_to(Refused(500, "the server has failed; its log says more"))(scope, receive, answer)
+            await error_response(Refused(500, "the server has failed; its log says more"))(scope, receive, answer)
         finally:
             seconds = time.perf_counter() - began
             route = _route(scope)
@@ -100,7 +100,7 @@ class RequestGuard:
             state["owner"], state["party"] = self._owner(scope, headers), (scope.get("client") or ("",))[0]
             self._check_length(headers)
         except Refused as refused:
-            await answer_to(refused)(scope, receive, send)
+            await error_response(refused)(scope, receive, send)
             return
         state = scope["state"]
         counted = self._counted(receive, state)

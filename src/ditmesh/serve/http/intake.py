@@ -25,7 +25,7 @@ from ..queue.storage import storage_error
 from ..settings import ApiSettings
 from ..types import Input, InputRole, Job, JobRequest, ModelCard
 from .bodies import LIMITED, check_limits
-from .errors import Refused, as_refused, wait_header
+from .errors import Refused, refusal_response, wait_header
 from .keys import Keys, Limiter
 from .logs import JobWatch
 from .metrics import Metrics
@@ -199,7 +199,7 @@ class Server:
                 job = await self.backend.submit(request, owner, repeatable)
                 self.watch.follow(job, owner, caller.headers)
         except DitmeshError as error:
-            self.metrics.refused.labels(as_refused(error).code).inc()
+            self.metrics.refused.labels(refusal_response(error).code).inc()
             raise
         finally:
             for digest in kept:
@@ -303,10 +303,10 @@ def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
     try:
         return kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
-        raise as_refused(error) from None
+        raise refusal_response(error) from None
 
 
-def known_job(id: str, request: Request) -> str:
+def logged_job_id(id: str, request: Request) -> str:
     """The job's id, which is also added to the log.
 
     Raises:
@@ -341,7 +341,7 @@ async def result_file(request: Request, id: str, index: int, download: bool = Fa
         StorageError: it cannot be read.
     """
     server: Server = request.app.state.server
-    found = await server.backend.result(known_job(id, request), index, request.state.owner)
+    found = await server.backend.result(logged_job_id(id, request), index, request.state.owner)
     try:
         status = await asyncio.to_thread(readable, found.path)
     except FileNotFoundError:

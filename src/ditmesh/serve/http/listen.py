@@ -105,7 +105,7 @@ class HttpServer(uvicorn.Server):
 
         async def watch() -> None:
             nonlocal failed
-            failed = await backend.given_up()
+            failed = await backend.permanent_failure()
             self.should_exit = True
 
         # Before the ranks start, because they inherit the process's descriptor limit.

@@ -15,7 +15,7 @@ from ...core.files import finite
 from ...errors import DitmeshError, InputError
 from ..types import ENDED, Event, Job
 from .metrics import Metrics
-from .streams import closed_after, ended
+from .streams import ended, iterate_and_close
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -179,7 +179,7 @@ class JobWatch:
     async def _follow(self, job: Job, owner: str, headers: Mapping[str, str]) -> None:
         span = self._begin(job, headers)
         try:
-            async with closed_after(self._backend.events(job.id, owner)) as events:
+            async with iterate_and_close(self._backend.events(job.id, owner)) as events:
                 async for event in events:
                     self._tell(job, event, span)
         except DitmeshError as error:

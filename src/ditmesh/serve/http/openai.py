@@ -21,7 +21,7 @@ from ..types import ENDED, MOST_DEADLINE, Adapter, Format, Input, Job, JobImage,
 from .bodies import JsonRoute
 from .errors import ErrorDetail, Refused, described, wait_header
 from .intake import FILE, IdempotencyHeader, Server, Size, sized, validated
-from .streams import EventStream, closed_after, ended, event_schema, gone, sse
+from .streams import EventStream, ended, event_schema, iterate_and_close, sse, wait_disconnect
 
 router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
 
@@ -331,7 +331,7 @@ async def _ended(server: Server, request: Request, job: Job, owner: str, key: st
     """The job after it has ended; None: the client has disconnected."""
     tasks = {
         "end": asyncio.ensure_future(_last(server, job, owner, key)),
-        "gone": asyncio.ensure_future(gone(request.receive)),
+        "gone": asyncio.ensure_future(wait_disconnect(request.receive)),
         "closing": asyncio.ensure_future(server.closing.wait()),
     }
     try:
@@ -352,7 +352,7 @@ async def _ended(server: Server, request: Request, job: Job, owner: str, key: st
 
 async def _last(server: Server, job: Job, owner: str, key: str | None) -> Job:
     """The job according to its last event."""
-    async with closed_after(server.backend.events(job.id, owner)) as events:
+    async with iterate_and_close(server.backend.events(job.id, owner)) as events:
         async for event in events:
             if event.event in ENDED:
                 return Job.model_validate(event.data)
@@ -371,7 +371,7 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int,
     """The events of a stream: for each image at most ``partial`` previews, then the image."""
     over, seen = False, dict.fromkeys(range(job.request.n), 0)
     try:
-        async with server.waiting(job), closed_after(server.backend.events(job.id, owner)) as events:
+        async with server.waiting(job), iterate_and_close(server.backend.events(job.id, owner)) as events:
             async for event in events:
                 if event.event == "preview" and seen[event.data["image"]] < partial:
                     preview = StreamedImage(

@@ -37,14 +37,14 @@ def event_schema(names: Sequence[str]) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": ["event", "data"]}
 
 
-async def gone(receive: Receive) -> None:
+async def wait_disconnect(receive: Receive) -> None:
     """Return when the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 @contextlib.asynccontextmanager
-async def closed_after(source: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[Item]]:
+async def iterate_and_close(source: AsyncIterator[Item]) -> AsyncIterator[AsyncIterator[Item]]:
     """Iterate over the source and close it at the end if possible."""
     try:
         yield source
@@ -80,7 +80,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        left = asyncio.ensure_future(gone(receive))
+        left = asyncio.ensure_future(wait_disconnect(receive))
         stops = asyncio.ensure_future(self._closing.wait())
         following: asyncio.Future[str] | None = None
         try:
@@ -110,7 +110,7 @@ class EventStream(Response):
             for task in (left, stops, following):
                 if task is not None:
                     await ended(task)
-            async with closed_after(self._source):
+            async with iterate_and_close(self._source):
                 pass
 
 

@@ -23,7 +23,7 @@ from .intake import (
     JobId,
     Server,
     file_response,
-    known_job,
+    logged_job_id,
     result_file,
     validated,
 )
@@ -165,7 +165,7 @@ async def get_videos(
 async def get_video(request: Request, id: JobId) -> Video:
     """The current state of a video job."""
     server: Server = request.app.state.server
-    job = await server.backend.job(known_job(id, request), request.state.owner)
+    job = await server.backend.job(logged_job_id(id, request), request.state.owner)
     return _video(job, server.model(job.request.model))
 
 
@@ -173,7 +173,7 @@ async def get_video(request: Request, id: JobId) -> Video:
 async def delete_video(request: Request, id: JobId) -> dict[str, Any]:
     """Cancel a video job at the next step. The file of a finished job is deleted only when it expires."""
     server: Server = request.app.state.server
-    owner, id = request.state.owner, known_job(id, request)
+    owner, id = request.state.owner, logged_job_id(id, request)
     if (job := await server.backend.job(id, owner)).status in ENDED:
         raise Refused(400, f"{id} has {job.status}; its file is deleted when it expires", "already_ended")
     await server.backend.cancel(id, owner)

@@ -31,7 +31,7 @@ from ..worker.protocol import (
     TaskBegan,
     TaskFailed,
     TaskStepped,
-    under_way,
+    running_indices,
 )
 from ..worker.replicas import MakeRanks, RanksDown, RanksUp, Replica, ReplicaReport
 from .jobs import JobState, JobStore
@@ -155,7 +155,7 @@ class Dispatcher:
         self._giver.cancel()
         await asyncio.gather(self._giver, return_exceptions=True)
 
-    async def given_up(self) -> str:
+    async def permanent_failure(self) -> str:
         """Return the reason when no ranks will ever serve; jobs stay queued for a later server."""
         await self._gave_up.wait()
         return self._reason
@@ -206,7 +206,7 @@ class Dispatcher:
             # Only for a job more urgent than a task of the same owner, which then pauses.
             tasks = [(live.owner, live.job.request.priority) for live, _ in slot.running.values()]
             tasks.append((self._jobs.live_jobs[head.id].owner, head.priority))
-            if len(tasks) - 1 not in under_way(tasks, self._most_running):
+            if len(tasks) - 1 not in running_indices(tasks, self._most_running):
                 return False
         if head.again:
             if not (slot.idle or slot.exclusive_job == head.id):

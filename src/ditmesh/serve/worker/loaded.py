@@ -23,8 +23,8 @@ from ...generate.arguments import check_call
 from ...generate.files import IMAGE_ARGUMENTS, InputFile, adapter, check_mask_support, partial_fits, pipeline_for
 from ...generate.job import PictureJob, check_config, check_content, check_layout, job_for
 from ...generate.loras import LAYERS
-from ...generate.made import Made
 from ...generate.model_info import ModelInfo, find_model
+from ...generate.outputs import PipelineOutput
 from ...generate.preview import latent_colours
 from ...generate.receipt import Receipt
 from ...generate.runner import PipelineRunner, Prepared, check_job_memory, rank_of_process, receipt_facts, share_of
@@ -430,7 +430,7 @@ class LoadedModel:
             self._runners[name] = other, template
         return self._runners[name]
 
-    def receipt(self, prepared: Prepared, made: Made, seconds: float) -> Receipt:
+    def receipt(self, prepared: Prepared, made: PipelineOutput, seconds: float) -> Receipt:
         """The receipt of a task; on rank 0, or any of a pool."""
         facts: dict[str, Any] = {"seconds": seconds}
         if self._files:

@@ -36,7 +36,7 @@ class PictureTask:
     within: float | None = None
 
 
-def under_way(tasks: Sequence[tuple[str, int]], most: int) -> list[int]:
+def running_indices(tasks: Sequence[tuple[str, int]], most: int) -> list[int]:
     """The indices of the tasks that take steps, if there are more tasks than places.
 
     Tasks go on in the order in which they came. A later task takes the place of a less urgent one of the same owner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .protocol import under_way
+from .protocol import running_indices
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def next_turn(requests: Sequence[Waiting], most: int, room: float) -> tuple[int,
     """
     used = sum(one.size for one in requests if one.open)
     able = [place for place, one in enumerate(requests) if one.open or not used or used + one.size <= room]
-    chosen = under_way([(requests[place].owner, requests[place].priority) for place in able], most)
+    chosen = running_indices([(requests[place].owner, requests[place].priority) for place in able], most)
     able = [able[each] for each in chosen]
     urgent: dict[str, int] = {}
     for place in able:

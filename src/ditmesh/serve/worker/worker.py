@@ -21,7 +21,7 @@ from ...comm import PeerError
 from ...core.device_clock import DeviceClock
 from ...core.steps import SchedulerStep, StepEvents, loop_steps
 from ...generate.arguments import CALLBACK, call_parameters
-from ...generate.made import Picture, made_of
+from ...generate.outputs import Picture, outputs_of
 from ...generate.preview import preview_jpeg
 from ...generate.receipt import Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
@@ -45,7 +45,7 @@ from .protocol import (
     TaskBegan,
     TaskFailed,
     TaskStepped,
-    under_way,
+    running_indices,
 )
 from .rendezvous import FailureReason, RankRendezvous, RoundMessage, failure_of
 from .trim import MemoryTrimmer
@@ -116,7 +116,7 @@ class RunningTask:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Owner and priority, as `under_way` takes them."""
+        """Owner and priority, as `running_indices` takes them."""
         return self.task.owner, self.task.request.priority
 
 
@@ -337,7 +337,7 @@ class TaskScheduler:
                     f"the latents of the last step are not finite in {model.spec.dtype}; serve the model in another "
                     "dtype, or ask for another guidance"
                 )
-            made = made_of(output)[0]
+            made = outputs_of(output)[0]
             images = [*made.frames]
             receipt = model.receipt(prepared, made if len(images) > 1 else Picture(images[0]), seconds)
         except Exception as error:
@@ -401,7 +401,7 @@ class TaskScheduler:
     def _chosen(self, model: LoadedModel, most: int) -> tuple[list[RunningTask], list[RunningTask]]:
         """A model's tasks in the order in which they came, and those that take steps, the most urgent first."""
         came = sorted((w for w in self.tasks.values() if w.task.model == model.spec.name), key=lambda w: w.order)
-        chosen = [came[place] for place in under_way([work.place for work in came], most)]
+        chosen = [came[place] for place in running_indices([work.place for work in came], most)]
         return came, sorted(chosen, key=lambda work: work.urgency)
 
     def _batched_round(self, model: LoadedModel) -> None:

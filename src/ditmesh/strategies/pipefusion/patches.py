@@ -35,7 +35,15 @@ from ..base import ParallelModel
 from ..heads import check_heads, heads_of
 from ..hooks import BlockSite, Handler
 from ..reproducible import check_tiles
-from ..sequence import MIN_TEXT_TOKENS, ExactSequence, SequenceParallel, gather_stream, replicated, shared, traded
+from ..sequence import (
+    MIN_TEXT_TOKENS,
+    ExactSequence,
+    SequenceParallel,
+    exchange_terms,
+    gather_stream,
+    replicated,
+    shared,
+)
 from ..stale.warmup import numbered
 from ..tokens import TokenStrategy
 from .stages import PipeStrategy
@@ -471,7 +479,7 @@ class PatchTokens(PipeStrategy, TokenStrategy):
     def terms(cls, step: StepForecast) -> Iterator[Term]:
         """Heads and keys of a patch's tokens among the sequence ranks; keys of the whole image are kept."""
         config, share = step.config, step.share
-        yield from traded(step, share.pieces)
+        yield from exchange_terms(step, share.pieces)
         for _, times, one in step.attentions():
             keys = step.size_of(one, queries=0) / share.heads
             if config.ring > 1:

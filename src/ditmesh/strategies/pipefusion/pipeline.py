@@ -308,7 +308,7 @@ class PipeFusion:
         """The whole tensor, on every rank: the first stage has it and sends it to the others. Waits for all patches."""
         self.flushes += 1
         if self.link.rank == 0:
-            return self.back.broadcast(lazy.put_together().contiguous(), 0)
+            return self.back.broadcast(lazy.assemble_whole().contiguous(), 0)
         return self.back.broadcast(torch.empty(lazy.shape, dtype=lazy.dtype, device=lazy.device), 0)
 
     # --- dry runs --------------------------------------------------------------------------------------------

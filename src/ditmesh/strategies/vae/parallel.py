@@ -24,7 +24,7 @@ from ...core.partition import even_cut
 from ...core.patching import Patch
 from ...errors import UntestedWarning
 from ...parts.band import bands_of
-from ...parts.banded import Banded, Bands, Uncut
+from ...parts.banded import Banded, Bands, UncuttableOperation
 from ...parts.banded_rules import BAND_RULES, FUNCTION_RULES
 from ...parts.part import whole_of
 from ..base import Context, Request, Strategy
@@ -145,7 +145,7 @@ class BandedVae(Strategy):
             before = Counter(banded.bands.whole)
             try:
                 result = banded.call(name, given, *args[1:], **kwargs)
-            except Uncut as refusal:
+            except UncuttableOperation as refusal:
                 # Raised by what the model does, so on all ranks alike.
                 reason = str(refusal)
             else:

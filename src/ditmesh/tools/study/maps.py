@@ -10,10 +10,10 @@ import numpy as np
 from PIL import Image
 
 from ...quality.pictures import eight_bits
-from ...report.charts import Chart, brightest, coloured, heat_map, line_chart
+from ...report.charts import Chart, coloured, heat_map, line_chart, scale_maximum
 from ...report.curves import Series, grid
 from ...report.formatting import number_text
-from ...report.report import Report, Shown
+from ...report.report import GridImage, Report
 
 # Pixels of a map's side on the page, about.
 MAP_SIDE = 192
@@ -82,13 +82,19 @@ def place_maps(
     whole = np.sqrt((values[list(stale)] ** 2).mean(0))[:, :, None]
     factor = max(1, MAP_SIDE // max(whole.shape[:2]))
     large = whole.repeat(factor, 0).repeat(factor, 1)
-    bright = brightest([whole])
+    bright = scale_maximum([whole])
     borders = [rank / devices for rank in range(1, devices)]
     image = Image.fromarray(eight_bits(coloured(large, bright, borders)))
     seam, inside = seam_ratio(whole[:, :, 0], devices)
     ratio = "" if seam is None else f"; at the ranks' borders {number_text(seam)}, elsewhere {number_text(inside)}"
     report.pictures(
-        [[Shown(image, f"stale steps, largest {number_text(float(whole.max()), 2)}", f"{of}: error by place", bright)]],
+        [
+            [
+                GridImage(
+                    image, f"stale steps, largest {number_text(float(whole.max()), 2)}", f"{of}: error by place", bright
+                )
+            ]
+        ],
         f"{of}: where in the picture the predictions of stale steps are wrong, over the whole prediction's root mean "
         f"square{ratio}. Dashes: where the ranks' shares meet, if they are even.",
     )

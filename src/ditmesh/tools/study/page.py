@@ -17,10 +17,10 @@ from PIL import Image
 from ...core.files import without_folder
 from ...quality.perceptual import HINT, METRIC, available
 from ...quality.pictures import as_picture, eight_bits
-from ...report.charts import Chart, bar_chart, brightest, coloured, heat_map, line_chart, scatter_chart
+from ...report.charts import Chart, bar_chart, coloured, heat_map, line_chart, scale_maximum, scatter_chart
 from ...report.curves import Point, Series, grid
 from ...report.formatting import as_csv, number_text
-from ...report.report import Download, Report, Shown, Styled
+from ...report.report import Download, GridImage, Report, StyledText
 from .analysis import (
     CAP,
     Combination,
@@ -295,11 +295,11 @@ def _others(report: Report, results: StudyResults) -> None:
                 (
                     f"{policy['sampler']}, {policy['strategy']}, N = {policy['devices']}",
                     f"{policy['synchronous']:g} of {policy['evaluations']}",
-                    Styled(policy["warmup"], "name"),
+                    StyledText(policy["warmup"], "name"),
                     f"{Mean(**policy['psnr']):.2f}",
-                    Styled(other["warmup"], "name"),
+                    StyledText(other["warmup"], "name"),
                     f"{Mean(**other['psnr']):.2f}",
-                    Styled("the same steps" if same else f"{apart:+.2f}", kind),
+                    StyledText("the same steps" if same else f"{apart:+.2f}", kind),
                     "" if same else f"{other['closer']} of {apart.count}",
                 )
             )
@@ -380,7 +380,7 @@ def _first_and_worst(results: StudyResults, pair: Pair) -> tuple[tuple[str, int]
     return some[0][:2], worst[:2]
 
 
-def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, int]) -> list[list[Shown]]:
+def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, int]) -> list[list[GridImage]]:
     """For every policy a row of one picture by N, and a row of their differences; the synchronous one stands once."""
     exact_file = folder / results.synchronous[(pair.sampler, *asked)]["file"]
     exact, rows = _read(exact_file), []
@@ -395,15 +395,15 @@ def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, 
                     found.append((devices, caption, _read(folder / picture["file"])))
         if not found:
             continue
-        begin = Shown(None) if rows else _shown(exact, SYNCHRONOUS, asked[0])
+        begin = GridImage(None) if rows else _shown(exact, SYNCHRONOUS, asked[0])
         apart = [np.abs(as_picture(ours) - as_picture(exact)) for _, _, ours in found]
-        bright = brightest(apart)
+        bright = scale_maximum(apart)
         rows.append([begin, *(_shown(ours, caption, asked[0]) for _, caption, ours in found)])
         # Frames of a video lie beside one another in its picture: no line says where tokens are in each.
         still = results.plan.setup.frames is None
         rows.append(
             [
-                Shown(None),
+                GridImage(None),
                 *(
                     _difference(one, bright, devices if still else 1, caption.partition(":")[0])
                     for one, (devices, caption, _) in zip(apart, found, strict=True)
@@ -456,16 +456,16 @@ def _read(file: Path) -> Image.Image:
         return image.convert("RGB")
 
 
-def _shown(image: Image.Image, caption: str, prompt: str, bright: float | None = None) -> Shown:
+def _shown(image: Image.Image, caption: str, prompt: str, bright: float | None = None) -> GridImage:
     if max(image.size) > SIDE:
         image = image.copy()
         image.thumbnail((SIDE, SIDE))
-    return Shown(image, caption, f"{prompt}, {caption}", bright)
+    return GridImage(image, caption, f"{prompt}, {caption}", bright)
 
 
-def _difference(apart: np.ndarray, bright: float, devices: int, name: str) -> Shown:
+def _difference(apart: np.ndarray, bright: float, devices: int, name: str) -> GridImage:
     if not apart.any():
-        return Shown(np.zeros_like(apart), "no difference", f"{name}: no difference from the synchronous picture")
+        return GridImage(np.zeros_like(apart), "no difference", f"{name}: no difference from the synchronous picture")
     borders = [rank / devices for rank in range(1, devices)]
     shades = Image.fromarray(eight_bits(coloured(apart, bright, borders)))
     caption = f"difference, largest {number_text(float(apart.max()), 2)}"
@@ -593,7 +593,7 @@ def _real_ranks(report: Report, results: StudyResults) -> None:
                     f"{work:.3f}",
                     f"{rank['in_collectives']:.3f}",
                     f"{rank['bytes_sent'] / 1e6:.2f}",
-                    Styled("yes", "good") if result["equal_to_simulation"] else Styled("no", "bad"),
+                    StyledText("yes", "good") if result["equal_to_simulation"] else StyledText("no", "bad"),
                 )
             )
     report.table(

@@ -130,7 +130,7 @@ class Runner:
         return self._reference[1]
 
     def _compare(self, cell: Cell, key: str, pictures: np.ndarray, reference: np.ndarray) -> list[dict[str, Any]]:
-        right = nearest_is_right(Path(self.setup.model), cell, pictures) or [None] * len(pictures)
+        right = nearest_matches_prompt(Path(self.setup.model), cell, pictures) or [None] * len(pictures)
         compared = []
         for number, (picture, exact) in enumerate(zip(pictures, reference, strict=True)):
             name = f"{key}-{number}.png"
@@ -179,7 +179,7 @@ def run_cell(
 
     from ...core.steps import SchedulerStep, StepEvents
     from ...generate.job import PictureJob
-    from ...generate.made import Picture
+    from ...generate.outputs import Picture
     from ...generate.runner import PipelineRunner
     from ...parts.part import whole_of
 
@@ -361,7 +361,7 @@ def _first(output: Any) -> Tensor:
     return output if hasattr(output, "norm") else output[0]
 
 
-def nearest_is_right(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool] | None:
+def nearest_matches_prompt(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool] | None:
     """For every image, whether the nearest training image is that of its prompt; None: unknown.
 
     Known of the embedded models with training pictures in their folders, for prompts that are captions.

@@ -18,7 +18,7 @@ from ...report import charts as figures
 from ...report import curves
 from ...report.curves import Series
 from ...report.formatting import as_csv, number_text, setting_text
-from ...report.report import Download, Report, Shown, Styled
+from ...report.report import Download, GridImage, Report, StyledText
 from .runs import RankRun
 from .verdicts import TOLERANCES, Verdict
 
@@ -117,7 +117,7 @@ def _outcomes(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     equal = "equal" if any(one.accuracy.psnr is not None for one in verdicts) else ""
 
     def row(verdict: Verdict) -> list[str]:
-        outcome = Styled(verdict.outcome, ("good" if verdict.passed else "bad") if verdict.judged else "")
+        outcome = StyledText(verdict.outcome, ("good" if verdict.passed else "bad") if verdict.judged else "")
         if verdict.refused:
             return [verdict.config, outcome] + [""] * (len(header) - 2)
         far, cost = verdict.accuracy, verdict.cost
@@ -149,7 +149,7 @@ def _settings(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
     for verdict in verdicts:
         settings = verdict.settings
         values = [setting_text(settings[name]) if settings[name] != usual[name] else "" for name in changed]
-        rows.append([verdict.config, str(verdict.devices), *(Styled(value, "name") for value in values)])
+        rows.append([verdict.config, str(verdict.devices), *(StyledText(value, "name") for value in values)])
     return ["configuration", "devices", *changed], rows
 
 
@@ -179,9 +179,9 @@ def _circumstances(job: PictureJob, references: Mapping[str, RankRun]) -> dict[s
 
 def _where(verdict: Verdict) -> list[str]:
     if verdict.refused:
-        return [verdict.config, Styled(f"refused: {verdict.refused}", "words"), Styled("", "words")]
+        return [verdict.config, StyledText(f"refused: {verdict.refused}", "words"), StyledText("", "words")]
     places = (verdict.where.first_bit, verdict.where.first_beyond)
-    return [verdict.config, *(Styled(place.describe() if place else "none", "words") for place in places)]
+    return [verdict.config, *(StyledText(place.describe() if place else "none", "words") for place in places)]
 
 
 def _configuration(report: Report, job: PictureJob, verdict: Verdict, run: RankRun, alone: RankRun) -> None:
@@ -218,7 +218,7 @@ def _pictures(report: Report, job: PictureJob, verdict: Verdict, pairs: Sequence
     shown = dict.fromkeys(first)
     apart = {number: np.abs(as_picture(pairs[number][0]) - as_picture(pairs[number][1])) for number in shown}
     # One scale serves all of a configuration's images.
-    bright = figures.brightest(list(apart.values()))
+    bright = figures.scale_maximum(list(apart.values()))
     rows = []
     for number in shown:
         ours, theirs = pairs[number]
@@ -227,9 +227,9 @@ def _pictures(report: Report, job: PictureJob, verdict: Verdict, pairs: Sequence
         difference, differs = verdict.accuracy.pictures[number], bool(apart[number].any())
         caption = f"difference, largest {number_text(difference.largest, 2)}" if differs else "no difference"
         alt = "the difference of the two pictures" + (": black, they are equal" if difference.equal else "")
-        pair = Shown(theirs, f"{verdict.reference}: {what}"), Shown(ours, f"{verdict.config}: {what}")
+        pair = GridImage(theirs, f"{verdict.reference}: {what}"), GridImage(ours, f"{verdict.config}: {what}")
         shades = figures.coloured(apart[number], bright)
-        rows.append([*pair, Shown(shades, caption, alt, bright if differs else None)])
+        rows.append([*pair, GridImage(shades, caption, alt, bright if differs else None)])
     left = len(pairs) - len(rows)
     more = f" {left} more {'frames ' if each > 1 else ''}were generated." if left else ""
     scale = "of values from 0 to 1; the bright end of the scale is the 99th percentile of the differences shown"

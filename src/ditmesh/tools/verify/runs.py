@@ -192,7 +192,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
     """
 
     from ...engine import parallelize, restore
-    from ...generate.loading import why_whole
+    from ...generate.loading import partial_read_refusal
 
     rank, device = rank_of_process(), device_of_rank()
     pipe: Any = None
@@ -201,7 +201,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
         mesh = None
         # A share of the weights is loaded for this run alone.
         share = task.config is not None and task.config.cuts_weights
-        share = share and why_whole(find_model(job.model), job.variant) is None
+        share = share and partial_read_refusal(find_model(job.model), job.variant) is None
         if share:
             pipe = None
             gc.collect()

@@ -384,7 +384,7 @@ class TraceComparer:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedTensor:
     """A tensor of all ranks against one device.
 
     Attributes:
@@ -404,7 +404,7 @@ class Compared:
     ranks: tuple[int, ...] = ()
 
 
-def merge(trace: Trace, parts: Sequence[ComparedPart]) -> list[Compared]:
+def merge(trace: Trace, parts: Sequence[ComparedPart]) -> list[ComparedTensor]:
     """All ranks' parts put together, a result for each tensor of the trace, in one device's order.
 
     The scheduler's tensors come at the end of their step.
@@ -423,7 +423,7 @@ def merge(trace: Trace, parts: Sequence[ComparedPart]) -> list[Compared]:
         largest = max((part.largest for part in mine), default=0.0)
         scale = max((part.scale for part in mine), default=0.0)
         results.append(
-            Compared(
+            ComparedTensor(
                 spot=entry.spot,
                 seen=float(seen.mean()) if seen.size else 1.0,
                 equal=not differing,

@@ -17,7 +17,7 @@ from ...recipe import promise_of
 from ...strategies.base import Promise
 from .runs import RankRun, config_name, reference_config
 from .timeline import Overlap, overlaps
-from .tracing import SCHEDULER, Compared, Trace, merge
+from .tracing import SCHEDULER, ComparedTensor, Trace, merge
 
 # Largest relative difference of latents and images that rounding explains, by type of the weights. Measured with the
 # embedded model, exact strategies stay under 5e-7, 3e-3 and 2e-2; steps multiply what the first ones differ by, and
@@ -243,7 +243,7 @@ def _same_pictures(runs: Sequence[RankRun]) -> bool:
 
 
 def _agreement(
-    runs: Sequence[RankRun], compared: Sequence[Compared], pictures: Sequence[metrics.Difference]
+    runs: Sequence[RankRun], compared: Sequence[ComparedTensor], pictures: Sequence[metrics.Difference]
 ) -> Agreement:
     states = [one for one in compared if one.spot.path == SCHEDULER]
     return Agreement(
@@ -255,7 +255,7 @@ def _agreement(
 
 
 def _accuracy(
-    runs: Sequence[RankRun], compared: Sequence[Compared], pictures: tuple[metrics.Difference, ...]
+    runs: Sequence[RankRun], compared: Sequence[ComparedTensor], pictures: tuple[metrics.Difference, ...]
 ) -> Accuracy:
     latents = [one for one in compared if one.spot.path == SCHEDULER and one.spot.tensor == "latents"]
     errors = [*(one.error for one in latents), *(picture.largest for picture in pictures)]
@@ -275,7 +275,7 @@ def _cost(runs: Sequence[RankRun], alone: RankRun) -> RunCost:
     return RunCost(max(run.seconds for run in runs), alone.seconds, dict(sent))
 
 
-def _where(compared: Sequence[Compared], tolerance: float) -> Divergences:
+def _where(compared: Sequence[ComparedTensor], tolerance: float) -> Divergences:
     return Divergences(
         first_bit=_first(compared, lambda one: not one.equal),
         first_beyond=_first(compared, lambda one: not one.error <= tolerance),
@@ -293,7 +293,7 @@ def _worst(pictures: Sequence[metrics.Difference]) -> dict[str, Any]:
     }
 
 
-def _first(compared: Sequence[Compared], differs: Callable[[Compared], bool]) -> Divergence | None:
+def _first(compared: Sequence[ComparedTensor], differs: Callable[[ComparedTensor], bool]) -> Divergence | None:
     one = next(filter(differs, compared), None)
     if one is None:
         return None
@@ -302,7 +302,7 @@ def _first(compared: Sequence[Compared], differs: Callable[[Compared], bool]) ->
     return Divergence(*place, one.token, one.ranks, one.error, one.largest)
 
 
-def _growth(compared: Sequence[Compared]) -> tuple[StepDifference, ...]:
+def _growth(compared: Sequence[ComparedTensor]) -> tuple[StepDifference, ...]:
     kinds = ("latents", "prediction", "blocks")
     steps: dict[int, dict[str, float]] = {}
     for one in compared:
@@ -312,7 +312,7 @@ def _growth(compared: Sequence[Compared]) -> tuple[StepDifference, ...]:
     return tuple(StepDifference(step, **errors) for step, errors in sorted(steps.items()) if step > 0)
 
 
-def _heat(compared: Sequence[Compared]) -> dict[str, dict[int, float]]:
+def _heat(compared: Sequence[ComparedTensor]) -> dict[str, dict[int, float]]:
     heat: dict[str, dict[int, float]] = {}
     for one in compared:
         if one.spot.call:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...core.files import folder_written_whole, written_whole
+from ...core.files import written_atomically, written_whole
 from ...errors import InputError
 from ...report.formatting import size_text
 from ..config import TrainConfig
@@ -95,7 +95,7 @@ def export(
     """
     folder = Path(config.output_dir) / ("lora" if config.lora is not None else "pipeline")
     try:
-        with folder_written_whole(folder) as part:
+        with written_atomically(folder) as part:
             _write(pipe, weights, config, model, part)
             (part / "README.md").write_text(_card(pipe, config, folder, step, loss), encoding="utf-8")
     except (OSError, SafetensorError) as error:

@@ -84,7 +84,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Attached:
+class SampleImages:
     """The images that belong to a sample.
 
     Attributes:
@@ -178,7 +178,7 @@ class AttachedImages:
                 found.setdefault(column, []).append(name)
         return found
 
-    def of(self, name: str, parts: Mapping[str, Sequence[Part]], size: tuple[int, int]) -> Attached:
+    def of(self, name: str, parts: Mapping[str, Sequence[Part]], size: tuple[int, int]) -> SampleImages:
         """The images that belong to a sample.
 
         Args:
@@ -199,7 +199,7 @@ class AttachedImages:
             raise InputError(f"{name} is left out: it has {len(mask)} masks; give one")
         if self._wants_masks and not mask:
             self.unmasked.append(name)
-        attached = Attached(mask[0] if mask else None, tuple(references))
+        attached = SampleImages(mask[0] if mask else None, tuple(references))
         try:
             attached.check(name, size)
         except InputError as error:

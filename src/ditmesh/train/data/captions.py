@@ -92,7 +92,7 @@ def caption(value: Any, where: str) -> str | tuple[str, ...] | None:
         every = [one if isinstance(one, (list, tuple)) else caption(one, where) for one in value]
         if nested := [one for one in every if isinstance(one, (list, tuple))]:
             raise InputError(f"{where} has a list of lists of captions ({json.dumps(nested[0], default=str)[:80]})")
-        return of_several([one for one in every if isinstance(one, str)])
+        return captions_of_sample([one for one in every if isinstance(one, str)])
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -108,7 +108,7 @@ def caption(value: Any, where: str) -> str | tuple[str, ...] | None:
     return value
 
 
-def of_several(captions: Sequence[str]) -> str | tuple[str, ...] | None:
+def captions_of_sample(captions: Sequence[str]) -> str | tuple[str, ...] | None:
     """Captions of one sample, without blank ones: a text, several texts, or None."""
     there = tuple(dict.fromkeys(one for one in captions if one.strip()))
     return there if len(there) > 1 else next(iter(there), None)
@@ -133,7 +133,7 @@ def label(value: Any, where: str, column: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CaptionColumn:
     """The words to read: captions or labels.
 
     Attributes:
@@ -339,7 +339,7 @@ _READERS: dict[str, Callable[[Path, str], _Rows]] = {
 
 
 @dataclass(frozen=True)
-class Said:
+class SidecarContent:
     """The content of files beside an image that describe it.
 
     Attributes:
@@ -357,7 +357,7 @@ class Said:
     row: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: Wanted) -> Said:
+def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: CaptionColumn) -> SidecarContent:
     """Read the files beside an image that describe it.
 
     Args:
@@ -385,7 +385,7 @@ def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: Wa
                 columns = tuple(row)
                 if wanted.column is not None and wanted.by == "text":
                     # A configured column is not replaced by another one.
-                    return Said(columns=columns, row=row)
+                    return SidecarContent(columns=columns, row=row)
                 continue
             value, source = wanted.value(row[column], name), f"{column} in .json"
         elif wanted.by_line and wanted.by == "text":
@@ -395,7 +395,7 @@ def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: Wa
         if value is not None:
             found.append((source, value))
     if not found:
-        return Said(columns=columns, row=row)
+        return SidecarContent(columns=columns, row=row)
     source, value = found[0]
     others = tuple(kind for kind, other in found[1:] if str(other).strip() != str(value).strip())
-    return Said(value, source, others, row=row)
+    return SidecarContent(value, source, others, row=row)

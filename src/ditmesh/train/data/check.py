@@ -20,7 +20,7 @@ from .agreement import sample_bytes
 from .contact_sheet import SeenSample, write_sheet
 from .encoded import EncodedSamples
 from .held_out import with_held_out
-from .order import Drawn, SampleOrder
+from .order import DrawnSample, SampleOrder
 from .references import reference_image
 from .samples import Sample, Samples, crop_to_fill
 from .sources import Sources, found_samples, sources_of
@@ -214,7 +214,9 @@ def _duplicates(samples: Sequence[Sample]) -> list[list[str]]:
     return [list(names) for names in found.values() if len(names) > 1]
 
 
-def _seen(encoded: EncodedSamples, sources: Sources, drawn: Drawn, size: tuple[int, int], of_class: bool) -> SeenSample:
+def _seen(
+    encoded: EncodedSamples, sources: Sources, drawn: DrawnSample, size: tuple[int, int], of_class: bool
+) -> SeenSample:
     sample = sources.samples.good[drawn.index]
     config = sources.configs[sample.source]
     flip, said = encoded.drawn(drawn)

@@ -30,10 +30,10 @@ from ..families import Conditions, Family, stacked
 from .cache import VERSION, DamagedFile, SampleCache
 from .cut_captions import cut_captions
 from .masks import mask_of, stacked_masks
-from .order import Drawn, MicroBatch
-from .own_pictures import HOLE, own_picture, own_picture_of
+from .order import DrawnSample, MicroBatch
 from .references import check_references, conditions_of, reference_image
 from .samples import Sample, crop_to_fill, pixels
+from .source_images import HOLE, source_image, source_image_of
 from .wording import Wording
 
 logger = logging.getLogger(__name__)
@@ -127,8 +127,8 @@ class EncodedSamples:
         self._notes: list[str] = []
         _check(pipe, family, samples, sizes, config)
         # Of families that make an image of the sample itself.
-        self._own_picture = own_picture_of(family)
-        self._has_references = self._own_picture is not None or any(one.attached.references for one in samples)
+        self._source_image = source_image_of(family)
+        self._has_references = self._source_image is not None or any(one.attached.references for one in samples)
 
     # --- the cache ---------------------------------------------------------------------------------------
 
@@ -236,9 +236,9 @@ class EncodedSamples:
                 found.append((kind, one.name, one.offset, one.length, one.stamp()))
         if sample.attached.mask is not None:
             found.append(self._config.unmasked_weight)
-        if self._own_picture is not None:
-            by_mask = self._own_picture == HOLE and sample.attached.mask is not None
-            found.append(f"{self._own_picture} by mask" if by_mask else self._own_picture)
+        if self._source_image is not None:
+            by_mask = self._source_image == HOLE and sample.attached.mask is not None
+            found.append(f"{self._source_image} by mask" if by_mask else self._source_image)
         if self._is_referenced(sample):
             found.append(self._config.proportion_empty_prompts > 0)
         return found
@@ -293,7 +293,7 @@ class EncodedSamples:
         self._skipped[index] = str(error)
         logger.warning("%s; another sample takes its place", error)
 
-    def told(self, mesh: Mesh) -> tuple[list[str], list[str]]:
+    def gather_notes(self, mesh: Mesh) -> tuple[list[str], list[str]]:
         """The notes of all ranks about their samples, on every rank. Collective.
 
         Returns:
@@ -339,17 +339,17 @@ class EncodedSamples:
 
     def _is_referenced(self, sample: Sample) -> bool:
         """True if an image stands beside a sample's caption."""
-        return self._own_picture is not None or bool(sample.attached.references)
+        return self._source_image is not None or bool(sample.attached.references)
 
     def _reference(self, sample: Sample, index: int, flip: bool, seed: int, seen: Tensor | None = None) -> Image | None:
         """The image beside a sample's caption; None: there is none. Raises `OSError` if it is corrupt."""
-        if self._own_picture is None:
+        if self._source_image is None:
             return reference_image(sample, self._sizes[index], flip)
         hole = None
-        if self._own_picture == HOLE and sample.attached.mask is not None:
+        if self._source_image == HOLE and sample.attached.mask is not None:
             hole = crop_to_fill(sample.attached.mask.mask(), self._sizes[index])
             hole = ImageOps.mirror(hole) if flip else hole
-        return own_picture(self._own_picture, self._pixels(sample, index, flip) if seen is None else seen, seed, hole)
+        return source_image(self._source_image, self._pixels(sample, index, flip) if seen is None else seen, seed, hole)
 
     def _every_condition(self, sample: Sample, index: int) -> Conditions:
         """Conditions of all captions that a sample can have; of reference images also mirrored, and without caption."""
@@ -402,7 +402,7 @@ class EncodedSamples:
     # --- batches -----------------------------------------------------------------------------------------
 
     def batch(self, micro: MicroBatch) -> Batch:
-        """The samples of a micro-batch, encoded; a corrupt one is replaced by its neighbour, see `told`."""
+        """The samples of a micro-batch, encoded; a corrupt one is replaced by its neighbour, see `gather_notes`."""
         generators = [torch.Generator().manual_seed(self.seed_of(drawn)) for drawn in micro.samples]
         found, said, rows, masks = [], [], [], []
         references: list[Image | None] = []
@@ -456,13 +456,13 @@ class EncodedSamples:
         # On the device also where latents come from the cache, which is in host memory.
         return onto(torch.tensor(weights), self._device)
 
-    def _chances(self, drawn: Drawn, generator: torch.Generator) -> tuple[bool, bool]:
+    def _chances(self, drawn: DrawnSample, generator: torch.Generator) -> tuple[bool, bool]:
         """(mirrored, without a caption): the random decisions for a sample."""
         chances = torch.rand(2, generator=generator)
         flip = self._flips(self._samples[drawn.index]) and bool(chances[0] < 0.5)
         return flip, bool(chances[1] < self._config.proportion_empty_prompts)
 
-    def drawn(self, drawn: Drawn) -> tuple[bool, Any]:
+    def drawn(self, drawn: DrawnSample) -> tuple[bool, Any]:
         """(mirrored, caption or label): the form in which a sample is trained in a step."""
         flip, empty = self._chances(drawn, torch.Generator().manual_seed(self.seed_of(drawn)))
         said = self._said(self._samples[drawn.index], self.seed_of(drawn, "caption"))
@@ -475,7 +475,7 @@ class EncodedSamples:
             return length
         return length[self.seed_of(micro.samples[0], "length") % len(length)]
 
-    def seed_of(self, drawn: Drawn, *about: str) -> int:
+    def seed_of(self, drawn: DrawnSample, *about: str) -> int:
         """The seed of all that is random about a sample, or of one thing; samples of a run, and runs, have others."""
         return int(digest((self._config.seed, *about, drawn.number)), 16) % 2**63
 

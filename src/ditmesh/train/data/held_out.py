@@ -24,7 +24,7 @@ from ..objective import NoiseObjective, NoiseTables
 from .agreement import agreed_samples
 from .captions import By
 from .encoded import EncodedSamples
-from .order import Drawn, MicroBatch, buckets_of
+from .order import DrawnSample, MicroBatch, buckets_of
 from .samples import Sample, Samples
 
 NUM_LEVELS = 8
@@ -148,7 +148,7 @@ class HeldOutLoss:
         self._kept: dict[int, tuple[Tensor, Conditions, Tensor | None]] = {}
         self._batches: list[MicroBatch] = []
         for size in sorted(set(sizes)):
-            of_size = [Drawn(number, number) for number, its in enumerate(sizes) if its == size]
+            of_size = [DrawnSample(number, number) for number, its in enumerate(sizes) if its == size]
             for first in range(0, len(of_size), config.train_batch_size):
                 self._batches.append(MicroBatch(tuple(of_size[first : first + config.train_batch_size]), size))
 
@@ -180,7 +180,7 @@ class HeldOutLoss:
         # Each is one rank's; the zeros of the others change no bit of it.
         return sum(data.all_reduce(sums).flatten().tolist()) / (self._count * NUM_LEVELS)
 
-    def _noise(self, drawn: Drawn, level: int, shape: torch.Size) -> Tensor:
+    def _noise(self, drawn: DrawnSample, level: int, shape: torch.Size) -> Tensor:
         generator = torch.Generator().manual_seed(self._encoded.seed_of(drawn, "held out", str(level)))
         return torch.randn(shape, generator=generator)
 

@@ -57,7 +57,7 @@ def bucket_sizes(config: TrainConfig) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnSample:
     """A sample in one step.
 
     Attributes:
@@ -80,7 +80,7 @@ class MicroBatch:
         prior: how many of the samples are class images.
     """
 
-    samples: tuple[Drawn, ...]
+    samples: tuple[DrawnSample, ...]
     size: tuple[int, int]
     prior: int = 0
 
@@ -96,7 +96,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Sets:
+class SampleSets:
     """The data sets that samples are of.
 
     Attributes:
@@ -131,11 +131,11 @@ class SampleOrder:
         seed: int,
         micro: int,
         per_step: int,
-        sets: Sets | None = None,
+        sets: SampleSets | None = None,
         island: tuple[int, int] = (0, 1),
     ) -> None:
         self._island, self._islands = island
-        sets = Sets((0,) * len(sizes)) if sets is None else sets
+        sets = SampleSets((0,) * len(sizes)) if sets is None else sets
         self._rows: dict[tuple[int, int], list[_Row]] = {}
         self._class_images: dict[tuple[int, int], _Row] = {}
         for size in sorted(set(sizes)):
@@ -191,11 +191,11 @@ class SampleOrder:
         given = dict.fromkeys(self._rows, 0)
         for place in random.permutation(len(groups)):
             indices, size = groups[place]
-            drawn = [Drawn(int(i), number + n) for n, i in enumerate(indices)]
+            drawn = [DrawnSample(int(i), number + n) for n, i in enumerate(indices)]
             if self._has_prior:
                 first = epoch * sum(row.count for row in self._rows[size]) + given[size]
                 beside = self._class_images[size].at(first, len(indices))
-                drawn += [Drawn(i, number + self._samples + n) for n, i in enumerate(beside)]
+                drawn += [DrawnSample(i, number + self._samples + n) for n, i in enumerate(beside)]
                 given[size] += len(indices)
             yield MicroBatch(tuple(drawn), size, len(indices) * self._has_prior)
             number += len(indices)

@@ -31,8 +31,18 @@ from ...media.videos import VIDEO_SUFFIXES as VIDEOS
 from ...media.videos import frame_size, read_frames
 from ...report.formatting import count, enumerated
 from ..config import TrainConfig
-from .attached import Attached, AttachedImages, Part
-from .captions import BESIDE, MOST_BESIDE, By, Said, Wanted, Words, is_listing, read_beside, read_listing
+from .attached import AttachedImages, Part, SampleImages
+from .captions import (
+    BESIDE,
+    MOST_BESIDE,
+    By,
+    CaptionColumn,
+    SidecarContent,
+    Words,
+    is_listing,
+    read_beside,
+    read_listing,
+)
 from .tables import TableRows, TableSearch, holds_tables
 
 # Of a video model's data set; animated images are videos too.
@@ -67,7 +77,7 @@ class Sample:
     offset: int = 0
     length: int = -1
     content: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
-    attached: Attached = field(default_factory=Attached)
+    attached: SampleImages = field(default_factory=SampleImages)
     source: int = 0
 
     @property
@@ -178,7 +188,7 @@ class Samples:
         if not folder.is_dir():
             raise InputError(f"train_data_dir={config.train_data_dir!r} is no folder")
         column = config.caption_column if by == "text" else config.label_column
-        wanted = Wanted(by, column, config.multiline_captions)
+        wanted = CaptionColumn(by, column, config.multiline_captions)
         if holds_tables(folder):
             return _of_table(TableSearch(TableRows(folder, config), wanted, config, advance))
         search = _Search(folder, wanted, config, AttachedImages(config), advance)
@@ -246,7 +256,7 @@ class _Search:
     """Walks a data set; see `Samples` for what it collects."""
 
     folder: Path
-    wanted: Wanted
+    wanted: CaptionColumn
     config: TrainConfig
     attached: AttachedImages
     advance: Callable[[int], None] | None = None
@@ -261,7 +271,7 @@ class _Search:
     _unread: list[str] = field(default_factory=list)
     _has_column: bool = False
     # Files of a folder that are to be samples, or why they are left out; and those that belong to others.
-    _waiting: list[tuple[str, Said | str, dict[str, list[str]]]] = field(default_factory=list)
+    _waiting: list[tuple[str, SidecarContent | str, dict[str, list[str]]]] = field(default_factory=list)
     _belong: set[str] = field(default_factory=set)
 
     @property
@@ -466,11 +476,11 @@ class _Search:
             if value is None:
                 self._waiting.append((name, f"{name} is left out: {error}", {}))
                 return
-            said = Said()
+            said = SidecarContent()
         if value is not None:
             if said.value is not None and str(said.value).strip() != str(value).strip():
                 self._disputed[name] = f"{source}, {said.source}"
-            said = Said(value, source)
+            said = SidecarContent(value, source)
         self._waiting.append((name, said, named))
 
     # --- tars ---------------------------------------------------------------------------------------------------
@@ -533,13 +543,13 @@ class _Search:
 
     # --- samples ------------------------------------------------------------------------------------------------
 
-    def _sample(self, name: str, said: Said, part: Part, belong: Mapping[str, Sequence[Part]]) -> None:
+    def _sample(self, name: str, said: SidecarContent, part: Part, belong: Mapping[str, Sequence[Part]]) -> None:
         if self.advance is not None:
             self.advance(len(self.good) + len(self.corrupt) + 1)
         try:
             with part.open() as opened:
                 size = (image_size if self.config.num_frames is None else frame_size)(opened, name)
-            attached = self.attached.of(name, belong, size) if self.attached.any else Attached()
+            attached = self.attached.of(name, belong, size) if self.attached.any else SampleImages()
         except InputError as error:
             self.corrupt.append(str(error))
             return
@@ -549,7 +559,7 @@ class _Search:
         if said.source.endswith(" in .json"):
             self._has_column = True
         if _nothing(said.value) and self.config.instance_prompt is not None and self.wanted.by == "text":
-            said = Said(self.config.instance_prompt, "instance_prompt")
+            said = SidecarContent(self.config.instance_prompt, "instance_prompt")
         if said.value is not None:
             self.sources[said.source] += 1
         content = part.content

@@ -56,7 +56,7 @@ class DataSetConfig(BaseModel):
         return {"train_data_dir": self.dir, **own}
 
 
-def of_class_images(folder: str, prompt: str | None) -> dict[str, Any]:
+def class_image_settings(folder: str, prompt: str | None) -> dict[str, Any]:
     """The settings of the class images of prior preservation that are not the run's: their captions are left alone."""
     none = (
         "class_data_dir",

@@ -12,7 +12,7 @@ from ...errors import InputError
 from ..config import TrainConfig
 from .attached import renamed
 from .captions import By
-from .order import Sets, buckets_of
+from .order import SampleSets, buckets_of
 from .samples import Sample, Samples
 
 # Settings of a data set that are no matter of what is learned, or are in the samples themselves.
@@ -35,7 +35,7 @@ class Sources:
     names: tuple[str, ...]
     configs: tuple[TrainConfig, ...]
     sizes: tuple[tuple[int, int], ...]
-    sets: Sets
+    sets: SampleSets
 
     @property
     def digest(self) -> str:
@@ -115,7 +115,7 @@ def sources_of(config: TrainConfig, samples: Samples) -> Sources:
                 f"class_data_dir={config.class_data_dir!r} has no image for the bucket of {height} x {width} pixels "
                 "(height x width), in which there are samples; add one of that shape, or leave aspect_ratio_buckets out"
             )
-    return Sources(samples, names_of(config), configs, tuple(sizes), Sets(tuple(numbers), config.weights, prior))
+    return Sources(samples, names_of(config), configs, tuple(sizes), SampleSets(tuple(numbers), config.weights, prior))
 
 
 def names_of(config: TrainConfig) -> tuple[str, ...]:

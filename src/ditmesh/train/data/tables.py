@@ -20,7 +20,7 @@ from ...media.files import read_whole
 from ...media.images import IMAGE_SUFFIXES, image_size
 from ..config import TrainConfig
 from .attached import AttachedImages, Part
-from .captions import Wanted, is_listing
+from .captions import CaptionColumn, is_listing
 
 # Files of `save_to_disk`: of one split, and of several.
 _ONE, _SEVERAL = ("state.json", "dataset_info.json"), "dataset_dict.json"
@@ -202,7 +202,7 @@ class TableSearch:
     """
 
     rows: TableRows
-    wanted: Wanted
+    wanted: CaptionColumn
     config: TrainConfig
     advance: Callable[[int], None] | None = None
     found: list[tuple[str, Any, tuple[int, int], Part, Any]] = field(default_factory=list)

@@ -294,7 +294,7 @@ class TrainedStages:
         """Names of the trained modules' parameters that other stages have."""
         return {name for name, p in self._trained.named_parameters() if hasattr(p, ABSENT_ATTRIBUTE)}
 
-    def of_last(self, tensor: Tensor) -> Tensor:
+    def from_last_stage(self, tensor: Tensor) -> Tensor:
         """The last stage's tensor, on all stages. Collective."""
         return self._back.broadcast(tensor.contiguous(), self.link.size - 1)
 
@@ -317,7 +317,7 @@ class TrainedStages:
         if not recorded:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor):
-                    leaf.copy_(self.of_last(leaf.detach()))
+                    leaf.copy_(self.from_last_stage(leaf.detach()))
         return output
 
     def _around_block(self, number: int, proceed: Proceed, arguments: Arguments) -> Any:

@@ -23,7 +23,7 @@ from ...engine import Engine
 from ...errors import DitmeshError, LayoutError, first_line
 from ...forecast.memory.cache import Needs, kept
 from ...forecast.memory.phantom import phantom_mesh
-from ...forecast.memory.walk import FAILURES, WalkOptions, collected_by_hand, fake_weights, first_of, weight_bytes
+from ...forecast.memory.walk import FAILURES, WalkOptions, fake_weights, first_of, manual_collection, weight_bytes
 from ...forecast.model_work import WithoutValues, kept_blocks
 from ...layout import TokenLayout, known_models
 from ...layout.conventions import Conventions, Size, call_variants
@@ -163,7 +163,7 @@ def _walked(
         with (
             kept_blocks(model, layout, blocks),
             _as_in_training(model, given, config.tensor > 1) as elsewhere,
-            collected_by_hand(),
+            manual_collection(),
         ):
             try:
                 return _step(model, layout, config, Conventions(model, way), size, given, elsewhere)

@@ -80,7 +80,7 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
         "timesteps": family.moments_of_training,
         "adapter": None if adapter is None else type(adapter).__name__,
         "trained_as": None if family.base is None else family.base.__name__,
-        "picture": family.own_picture or ("reference" if family.reference else None),
+        "picture": family.source_image or ("reference" if family.reference else None),
         "objective": NoiseObjective(family.scheduler, config).kind,
         "sizes": sizes,
     }

@@ -134,10 +134,10 @@ class ObservedFamily(TextFamily):
     @property
     def reference(self) -> str | None:
         """The argument for a reference image that a data set has for each sample; None: it takes none of those."""
-        return None if self.own_picture is not None else self._picture
+        return None if self.source_image is not None else self._picture
 
     @property
-    def own_picture(self) -> str | None:
+    def source_image(self) -> str | None:
         """The image of the sample itself beside its caption: ``"first frame"``, ``"hole"``; None: none."""
         if self._picture is None:
             return None
@@ -458,7 +458,7 @@ class ObservedFamily(TextFamily):
             pipe: the pipeline.
             said: captions.
             length: tokens of a prompt.
-            references: an image for every caption, of the size of its sample, where `reference` or `own_picture` is
+            references: an image for every caption, of the size of its sample, where `reference` or `source_image` is
                 not None. In an image with a hole what is to be painted is transparent.
 
         Raises:

@@ -46,7 +46,7 @@ class NumberMap:
         return found.view(self.source)
 
     @property
-    def held_once(self) -> Tensor:
+    def unique_marks(self) -> Tensor:
         """Marks of the input's numbers that stand in the output exactly once, of the input's shape."""
         places = self.index[self.scale != 0]
         return (torch.bincount(places, minlength=_size(self.source)) == 1).view(self.source)
@@ -129,7 +129,7 @@ def _size(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-class Fills:
+class FillValues:
     """Chosen numbers for one tensor: zeros, ones, the digits of every place, noise.
 
     Args:

@@ -21,8 +21,8 @@ from torch import Tensor
 from ...errors import ConfigError
 from ..config import SECOND
 from ..objective import NoiseTables
-from .maps import Fills, NumberMap
-from .watch import PipelineWatcher, Watched, WatchedStep, replaced, sample_of, tensors_in, values_in
+from .maps import FillValues, NumberMap
+from .watch import ObservedRun, PipelineWatcher, WatchedStep, replaced, sample_of, tensors_in, values_in
 
 # The largest distance of the loop's end from the chosen latents, relative to the largest: solvers of higher order, and
 # schedulers with whole timesteps, are off by some thousandths. Planted errors are off by a tenth and more.
@@ -163,7 +163,7 @@ def derive_recipe(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recip
         watcher.by_parts = True
         plain = watcher.run(request)
     shape, result = _checked(plain, watcher)
-    samples, last = Fills(shape), len(plain.steps) - 1
+    samples, last = FillValues(shape), len(plain.steps) - 1
     decoded = []
     for fill in samples.values:
         seen = watcher.run(request, samples=lambda step, fill=fill: fill if step == last else None).decoded
@@ -171,12 +171,12 @@ def derive_recipe(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recip
         decoded.append(seen[0])
     latents = samples.map_of(decoded, "what the autoencoder decodes", lenient=True)
     inputs = _inputs(watcher, request, samples)
-    prediction = _prediction(watcher, request, Fills(result), shape)
+    prediction = _prediction(watcher, request, FillValues(result), shape)
     counts = torch.stack([into.held for _, into in inputs]).sum(0)
     if bool((counts > 1).any()):
         raise ConfigError(f"several arguments hold the sample ({', '.join(path for path, _ in inputs)})")
     held = counts > 0
-    live = latents.held_once & held & (prediction.scale != 0)
+    live = latents.unique_marks & held & (prediction.scale != 0)
     if not bool(live.any()):
         raise ConfigError("no number of the sampler's sample is predicted, decoded and given to the transformer")
     first = plain.calls[0]
@@ -255,7 +255,7 @@ def _off(found: Tensor, wanted: Tensor) -> float:
     return off if off == off else float("inf")
 
 
-def _checked(seen: Watched, watcher: PipelineWatcher) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _checked(seen: ObservedRun, watcher: PipelineWatcher) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of a sample and of a result, of a run that training can follow."""
     name = type(watcher.model).__name__
     if not seen.calls:
@@ -273,7 +273,7 @@ def _checked(seen: Watched, watcher: PipelineWatcher) -> tuple[tuple[int, ...], 
 
 
 def _prediction(
-    watcher: PipelineWatcher, request: Mapping[str, Any], fills: Fills, shape: tuple[int, ...]
+    watcher: PipelineWatcher, request: Mapping[str, Any], fills: FillValues, shape: tuple[int, ...]
 ) -> NumberMap:
     """The map from the transformer's result to the scheduler's input; 0 where that is something else."""
     answers = []
@@ -298,7 +298,9 @@ def _prediction(
     return replace(found.without_base(), scale=scale, index=found.index * clean)
 
 
-def _inputs(watcher: PipelineWatcher, request: Mapping[str, Any], fills: Fills) -> tuple[tuple[str, NumberMap], ...]:
+def _inputs(
+    watcher: PipelineWatcher, request: Mapping[str, Any], fills: FillValues
+) -> tuple[tuple[str, NumberMap], ...]:
     """The arguments that hold the sample, and how."""
     answers = []
     for fill in fills.values:
@@ -320,7 +322,7 @@ def _inputs(watcher: PipelineWatcher, request: Mapping[str, Any], fills: Fills) 
             if len(depends) == 1:
                 raise
             raise ConfigError(f"several arguments depend on the sample ({', '.join(depends)}): {error}") from None
-        if bool((into.held & ~into.held_once).any()):
+        if bool((into.held & ~into.unique_marks).any()):
             raise SeveralBranches(f"{path} of the transformer holds numbers of the sampler's sample more than once")
         found.append((path, into))
     return tuple(sorted(found, key=lambda one: -int(one[1].held.sum())))
@@ -331,7 +333,7 @@ def _with_given(into: NumberMap, seen: Tensor) -> NumberMap:
     return replace(into, base=torch.where(into.scale != 0, into.base, seen.float().cpu()))
 
 
-def _check_given(seen: Watched, inputs: Sequence[tuple[str, NumberMap]]) -> None:
+def _check_given(seen: ObservedRun, inputs: Sequence[tuple[str, NumberMap]]) -> None:
     """Check that the arguments beside the sample are the same in every step, as training has them."""
     for path, into in inputs:
         first, *others = (dict(tensors_in(call.arguments))[path][into.scale == 0] for call in seen.calls)
@@ -340,7 +342,7 @@ def _check_given(seen: Watched, inputs: Sequence[tuple[str, NumberMap]]) -> None
 
 
 def _times(
-    watcher: PipelineWatcher, few: Watched, many: Watched, inputs: Sequence[str]
+    watcher: PipelineWatcher, few: ObservedRun, many: ObservedRun, inputs: Sequence[str]
 ) -> tuple[tuple[TimeArgument, ...], list[str]]:
     """Arguments that change from step to step beside the sample: times, and what the model can be kept apart from."""
     every = [dict(values_in(call.arguments)) for call in many.calls]
@@ -371,7 +373,7 @@ def _times(
     return tuple(sorted(times, key=lambda time: "time" not in time.path)), beside
 
 
-def _bounds(watcher: PipelineWatcher, seen: Watched) -> tuple[float, float] | None:
+def _bounds(watcher: PipelineWatcher, seen: ObservedRun) -> tuple[float, float] | None:
     """The timesteps at which the one of two transformers that is trained is called; None: there is one."""
     if getattr(watcher.pipe, SECOND, None) is None:
         return None
@@ -441,7 +443,7 @@ def _affine(path: str, values: Sequence[Any], moments: np.ndarray) -> TimeArgume
     )
 
 
-def _tabled(path: str, values: Sequence[Any], times: np.ndarray, few: Watched) -> TimeArgument | None:
+def _tabled(path: str, values: Sequence[Any], times: np.ndarray, few: ObservedRun) -> TimeArgument | None:
     """A time that is one function of the timestep, by a table of it; in a loop of few steps it must hold."""
     rows = torch.stack([torch.as_tensor(value).double().cpu() for value in values])
     columns = rows.flatten(1).cpu().numpy()

@@ -56,7 +56,7 @@ class WatchedStep:
 
 
 @dataclass
-class Watched:
+class ObservedRun:
     """The observations of one run of a pipeline.
 
     Attributes:
@@ -145,7 +145,7 @@ class PipelineWatcher:
         samples: SampleOf | None = None,
         calls: int | None = None,
         steps: int | None = None,
-    ) -> Watched:
+    ) -> ObservedRun:
         """Run the pipeline up to its decoder.
 
         Args:
@@ -154,7 +154,7 @@ class PipelineWatcher:
             calls: stop in the transformer's call of this number, counted from 1.
             steps: stop in the scheduler's step of this number, counted from 1.
         """
-        seen = Watched()
+        seen = ObservedRun()
         scheduler = self.pipe.scheduler
 
         def forward(*args: Any, is_second: bool = False, **kwargs: Any) -> Any:

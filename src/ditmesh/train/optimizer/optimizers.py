@@ -423,7 +423,7 @@ def facts_of_state(optimizer: torch.optim.Optimizer, named: Named) -> dict[str, 
     return {"groups": groups, "numbers": numbers, "shapes": shapes}
 
 
-def begin_state(optimizer: torch.optim.Optimizer, named: Named, facts: Mapping[str, Any]) -> None:
+def initialise_state(optimizer: torch.optim.Optimizer, named: Named, facts: Mapping[str, Any]) -> None:
     """Make an optimizer's state as it is after a first step, for a checkpoint to fill. Weights may change.
 
     Args:
@@ -451,11 +451,11 @@ def begin_state(optimizer: torch.optim.Optimizer, named: Named, facts: Mapping[s
                 optimizer.state[named[name]][key] = value.new_zeros(shape)
 
 
-def known_state(state: Mapping[str, Any], names: set[str], optimizer: str) -> dict[str, Any]:
+def matching_state(state: Mapping[str, Any], names: set[str], optimizer: str) -> dict[str, Any]:
     """The optimizer's state in a checkpoint, as far as it is known.
 
     Args:
-        state: as `optimizer_tensors` returns it, after `begin_state`.
+        state: as `optimizer_tensors` returns it, after `initialise_state`.
         names: of all tensors of the checkpoint.
         optimizer: its name.
 
@@ -487,7 +487,7 @@ def fill_state(
     """Give an optimizer the state of a checkpoint; what the checkpoint has nothing of begins with the next step.
 
     Args:
-        optimizer: after `begin_state`.
+        optimizer: after `initialise_state`.
         named: its parameters.
         state: as `optimizer_tensors` returns it.
         facts: as `facts_of_state` returns them; none in checkpoints of earlier versions.

@@ -1,6 +1,6 @@
 """Images beside a caption that are made of the sample itself: the first frame of a video, or an image with a hole.
 
-A family says by ``own_picture`` that its pipeline makes a video of an image (``"first frame"``), or paints in an
+A family says by ``source_image`` that its pipeline makes a video of an image (``"first frame"``), or paints in an
 image where a mask is white (``"hole"``), and takes the images by the parameter ``references`` of its `encode`.
 """
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from ..families import Family
 
-# The name in `own_picture` of an image with a part that is to be painted.
+# The name in `source_image` of an image with a part that is to be painted.
 HOLE = "hole"
 # Sides of a hole that is drawn, in shares of the image's.
 HOLE_SIDES = (0.25, 0.75)
 
 
-def own_picture_of(family: Family) -> str | None:
+def source_image_of(family: Family) -> str | None:
     """The image that a family makes conditions of; observed families know it after `check_size`."""
-    return getattr(family, "own_picture", None)
+    return getattr(family, "source_image", None)
 
 
-def own_picture(kind: str, values: Tensor, seed: int, hole: Image.Image | None = None) -> Image.Image:
+def source_image(kind: str, values: Tensor, seed: int, hole: Image.Image | None = None) -> Image.Image:
     """The image of a sample.
 
     Args:

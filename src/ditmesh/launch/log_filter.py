@@ -38,7 +38,7 @@ class ChatterFilter(logging.Filter):
         return self._patterns.match(str(record.msg)) is None
 
 
-def chatter_off() -> None:
+def hide_chatter() -> None:
     """Hide `CHATTER` in this process's logs. For ditmesh's own processes, before their imports."""
     for name, patterns in CHATTER.items():
         logger = logging.getLogger(name)

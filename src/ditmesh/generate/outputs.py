@@ -28,10 +28,10 @@ class VideoFrames:
     frames: Sequence[Any]
 
 
-Made: TypeAlias = Picture | VideoFrames
+PipelineOutput: TypeAlias = Picture | VideoFrames
 
 
-def made_of(output: Any) -> list[Made]:
+def outputs_of(output: Any) -> list[PipelineOutput]:
     """The images or videos in a pipeline's output.
 
     Raises:

@@ -6,16 +6,16 @@ import difflib
 import re
 from typing import Any
 
-from ..errors import did_you_mean, what_is_wrong
+from ..errors import did_you_mean, problem_text
 
 
-def is_mistake(error: BaseException) -> bool:
+def is_usage_error(error: BaseException) -> bool:
     """True if the command line's parser has raised an exception."""
     # Its class is typer's or click's, by the version.
     return hasattr(error, "format_message") and hasattr(error, "exit_code")
 
 
-def said_of_mistake(error: Any) -> str:
+def mistake_message(error: Any) -> str:
     """The sentence for an error of the command line's parser."""
     context = getattr(error, "ctx", None)
     path = "ditmesh" if context is None else context.command_path
@@ -69,7 +69,7 @@ def _of_value(error: Any, message: str) -> str:
     if words:
         why = f"none of {', '.join(words)}{did_you_mean(value, words)}"
     elif problems:
-        why = what_is_wrong(problems[0])
+        why = problem_text(problems[0])
     elif quoted is not None:
         why = "not a whole number" if "integer" in quoted[2] else "not a number" if "float" in quoted[2] else message
     else:
