@@ -294,11 +294,7 @@ class ParallelConfig(BaseModel):
         self._check()
 
     def _check(self) -> None:
-        """Reject settings that cannot be combined.
-
-        Raises:
-            ConfigError: naming both, and the way out.
-        """
+        """Reject settings that cannot be combined."""
         self._check_shard()
         self._check_speeds()
         self._check_stages()
@@ -554,7 +550,6 @@ class ParallelConfig(BaseModel):
         """The exact configuration to start from: Ulysses as far as the heads divide, ring for the rest.
 
         Args:
-            world_size: number of ranks.
             heads: attention heads of the model (the smallest number among its blocks).
         """
         ulysses = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= heads and heads % d == 0)

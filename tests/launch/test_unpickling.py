@@ -43,7 +43,6 @@ EXCEPTIONS = {
 # Of checkpoints in the format of torch: what is in them is checked before it is read, or read with a list of names.
 CHECKPOINTS = {
     ("train/checkpoints/checkpoint.py", "Checkpoints.load", "torch.distributed.checkpoint.state_dict_loader.load"),
-    ("train/checkpoints/storage.py", "_IndexUnpickler", "pickle.Unpickler"),
 }
 
 # Where ranks exchange objects, which torch pickles: files of which every call is a message of one process group.

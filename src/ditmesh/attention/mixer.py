@@ -243,7 +243,6 @@ def gather_keys(ring: Link, tensors: Sequence[Tensor], keys: Partition) -> list[
     """Whole tensors (B, H, S, D), tokens in the order of one device, from those of every rank of a ring.
 
     Args:
-        ring: the ranks.
         tensors: keys, values …: this rank's (B, H, s, D).
         keys: their streams, by rank of the ring.
     """

@@ -209,7 +209,6 @@ class _HeadRun:
 
 
 def _even_runs(starts: Sequence[int], counts: Sequence[int]) -> list[_HeadRun]:
-    """The heads of all ranks, in rank order."""
     runs: list[_HeadRun] = []
     for start, count in zip(starts, counts, strict=True):
         if runs and runs[-1].count == count:

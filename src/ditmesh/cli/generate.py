@@ -177,7 +177,6 @@ def generate(
 def _check_launch(
     ranks: RankOptions, world_size: int, config: ParallelConfig | None, elastic: bool, compare: bool
 ) -> None:
-    """Reject options that the launcher does not support."""
     from ..generate.elastic import check_elastic
 
     joined = torchrun_rank() is not None
@@ -274,7 +273,6 @@ def _compared(
 
 
 def _generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tuple[list[Generated], dict[str, Any]]:
-    """Generate; returns the images and the facts about the run."""
     from ..generate.run import generate
 
     with progress(job, what, ranks.is_reporter) as (report, made, facts):
@@ -333,7 +331,6 @@ def progress(
 
 
 def _above(progress: Any, text: str) -> None:
-    """Print one line above the progress bar."""
     progress.console.print(f"ditmesh: {text}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -260,7 +260,6 @@ def _say_anatomy(report: Report, facts: dict[str, Any]) -> None:
 
 
 def _config_of(config: str | None, devices: int | None, settings: dict[str, Any], heads: int | None) -> ParallelConfig:
-    """The configuration, in words or by its settings; without either one that suits so many devices."""
     if config is not None:
         return parse_config(config)
     count, chosen = parallel_config(devices, None, settings, heads)
@@ -376,7 +375,6 @@ def _asked(
 def _needed(
     components: Components, workload: Workload, config: ParallelConfig, dtype: str, hardware: str
 ) -> dict[str, Any]:
-    """The memory of every rank, as JSON data."""
     import torch
 
     from ..forecast.costs.hardware import Hardware, device

@@ -371,7 +371,6 @@ def _config_option(name: str, words: str | None = None, shown_in_help: bool = Tr
 
 
 def _settings(options: Any) -> dict[str, Any]:
-    """The settings that were given, by name."""
     given = {name: value for name, value in vars(options).items() if value is not None}
     return {name: _numbers(name, value) if isinstance(value, str) else value for name, value in given.items()}
 
@@ -406,7 +405,6 @@ if TYPE_CHECKING:
 else:
 
     def _config_options(name: str, training: bool = False, words: Mapping[str, str] | None = None) -> type:
-        """A dataclass with an option for every setting."""
         known = [field for field in ParallelConfig.model_fields if setting(field).option]
         made = [
             _config_option(field, (words or {}).get(field), not training or setting(field).untrained is None)

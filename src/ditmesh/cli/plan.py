@@ -273,7 +273,6 @@ def _planned(
 
 
 def _hardware(settings: dict[str, Any]) -> Hardware:
-    """The devices and links from the options."""
     import torch
 
     from ..forecast.auto import hardware_here

@@ -387,11 +387,7 @@ def _specs(
     parallel: ConfigOptions,
     together: int,
 ) -> tuple[int, list[ModelSpec]]:
-    """The number of ranks of a replica, and the checked models with their configurations.
-
-    Raises:
-        InputError: there is no such model or LoRA, or the configuration does not fit.
-    """
+    """The number of ranks of a replica, and the checked models with their configurations."""
     from ..generate.files import adapter
     from ..generate.job import check_config
     from ..serve.offers import ModelSpec
@@ -418,11 +414,7 @@ def _pooled(
     parallel: ConfigOptions,
     together: int,
 ) -> tuple[int, list[ModelSpec]]:
-    """As `_specs`, for a pool: the settings are those of one rank, and degrees are chosen step by step.
-
-    Raises:
-        InputError: as `_specs`; or degrees are given, or something that keeps data between the steps of a request.
-    """
+    """As `_specs`, for a pool: the settings are those of one rank, and degrees are chosen step by step."""
     from ..recipe import RECIPE, keeps_between_steps
 
     settings = parallel.settings()
@@ -451,7 +443,6 @@ def state_folder() -> Path:
 
 
 def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, grace: float, logs: LogOptions) -> None:
-    """Serve until a signal arrives."""
     from ..launch import leave
     from ..serve.http.app import create_app
     from ..serve.http.listen import HttpServer, url_of

@@ -250,7 +250,6 @@ def _memory_words(memory: dict[str, Any]) -> str:
 
 
 def _say_data(report: Report, data: dict[str, Any]) -> None:
-    """Report the data set of a run."""
     rows = []
     for one in data["sets"]:
         share = "one beside every sample" if one["class_images"] else f"{one['per_epoch']} (weight {one['weight']:g})"

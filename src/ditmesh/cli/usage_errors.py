@@ -56,7 +56,6 @@ def _shown(param: Any) -> list[str]:
 
 
 def _name(param: Any) -> str:
-    """An option's long name, or an argument's name in the usage."""
     return next((one for one in param.opts if one.startswith("--")), param.metavar or str(param.name).upper())
 
 

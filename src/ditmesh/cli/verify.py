@@ -186,7 +186,6 @@ def _checked(
 
 
 def _check_joined(world_size: int, configs: Sequence[ParallelConfig], ranks: RankOptions) -> None:
-    """Reject options that ranks of torchrun do not support."""
     check_joined(ranks)
     for config in configs:
         if config.world_size != world_size:
@@ -348,7 +347,6 @@ def _cells(verdict: dict[str, Any]) -> list[str]:
 
 
 def _lines(verdict: dict[str, Any]) -> list[str]:
-    """Details below the table."""
     from ..tools.verify.verdicts import Divergence
 
     name = verdict["config"]

@@ -147,5 +147,4 @@ class _Sum(torch.autograd.Function):
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A tensor to be overwritten."""
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -78,7 +78,6 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device | str) -> s
 
     Args:
         group: None: the default group, which has to be there.
-        device: of the tensors.
     """
     # The typed stub leaves out that WORLD is there once the default group is.
     world = dist.group.WORLD if group is None else group

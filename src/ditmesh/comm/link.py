@@ -214,7 +214,6 @@ class Link:
         return value
 
     def _count_to(self, peer: int, sent: int) -> None:
-        """Count bytes that go to one rank of the group."""
         self.traffic.add(self.name, sent, sent if peer in self._far else 0)
 
     def _enter(self, kind: str) -> None:
@@ -385,7 +384,6 @@ class Link:
         """Every rank's piece, in rank order, along ``dim``; on every rank.
 
         Args:
-            piece: this rank's piece.
             lengths: sizes along ``dim`` of every rank's piece, which may differ.
             dim: dimension that was cut (not negative).
         """
@@ -413,7 +411,6 @@ class Link:
         return [part if peer == self.rank else [tensor.clone() for tensor in part] for peer, part in enumerate(parts)]
 
     def _gather(self, tensors: Sequence[Tensor], shapes: ShapesByRank) -> list[list[Tensor]]:
-        """`all_gather_list` of tensors that are only to be read."""
         sizes = [sum(map(prod, of)) for of in shapes] if self.packs else []
         if any(sizes) and self.size * max(sizes) <= _FILLED * sum(sizes):
             parts = self._gather_packed(tensors, sizes).view(self.size, -1)
@@ -434,7 +431,6 @@ class Link:
         NCCL goes between hosts as it likes; bytes are counted as if a tensor went to each of them once.
 
         Args:
-            tensors: this rank's.
             sizes: elements of every rank's tensors.
         """
         self._enter("all_gather")
@@ -606,7 +602,6 @@ class Link:
         return self._gather_by_hosts(self._relay, "all_gather_async", outgoing, incoming)
 
     def _gather_from_all(self, outgoing: Sequence[Tensor], incoming: TensorsByRank) -> Transfer:
-        """`all_gather_async` between all pairs of ranks."""
         kind, others = "all_gather_async", self._others
         self._enter(kind)
         sent = sum(t.nbytes for t in outgoing)
@@ -670,14 +665,12 @@ class Link:
     def _through_memory(
         self, shared: SharedChannel, kind: str, outgoing: Outgoing, incoming: Incoming, watched: Watched = _UNSEEN
     ) -> Transfer:
-        """`_start` through shared memory."""
         for tensors, to in outgoing:
             shared.send(kind, tensors, to)
         messages = [shared.expect(kind, _specs(like), peer) for like, peer in incoming]
         return Transfer(messages=messages, link=self.name, watched=watched)
 
     def _over_group(self, kind: str, outgoing: Outgoing, incoming: Incoming, watched: Watched = _UNSEEN) -> Transfer:
-        """`_start` over the process group."""
         sent = [([tensor.contiguous() for tensor in tensors], to) for tensors, to in outgoing]
         operations = self._operations(kind, sent, incoming)
         try:
@@ -715,7 +708,6 @@ class Link:
 
 
 def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Tensors that lie one after the other."""
     parts = flat.split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

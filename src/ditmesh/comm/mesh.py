@@ -111,7 +111,6 @@ def _current(device: torch.device | str | None) -> torch.device:
 
 
 def _links_of(config: ParallelConfig) -> list[str]:
-    """The links that a configuration needs."""
     # Without a data axis the group is the world.
     staged = config.pipe > 1 and config.inputs == "per-data-rank"
     some = {"group": config.data > 1, "shard": config.shard > 1, "stage": staged}
@@ -290,7 +289,6 @@ class Mesh:
         return name in ("pipe", "pipe_back", "shard") or (name == "ring" and self.config.exchange == "displaced")
 
     def _sets(self, name: str) -> list[list[int]]:
-        """All sets of ranks that a link of this name joins."""
         return self.config.shard_groups() if name == "shard" else self.config.groups(LINKS[name])
 
     def _link(self, name: str) -> Link:

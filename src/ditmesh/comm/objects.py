@@ -31,7 +31,6 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     """The value of every rank of a group, in rank order, on all of them: anything that can be pickled. Collective.
 
     Args:
-        value: this rank's.
         group: None: the default group.
     """
     every: list[Any] = [None] * dist.get_world_size(group)

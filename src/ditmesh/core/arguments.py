@@ -88,7 +88,6 @@ class Arguments:
 
 @cache
 def _places(names: tuple[str, ...]) -> dict[str, int]:
-    """The position of every name."""
     return {name: place for place, name in enumerate(names)}
 
 

@@ -138,7 +138,6 @@ class CallClock:
         """Count the calls of a transformer, before whatever else is hooked to it so far; returns what stops it.
 
         Args:
-            model: the transformer.
             timestep: name of its timestep, see `timestep_of`; None: it takes none.
         """
         names = parameter_names(type(model).forward)

@@ -23,7 +23,6 @@ def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
     """A temporary file beside ``path`` to write to; when the block ends without an error it takes that name.
 
     Args:
-        path: where the file goes.
         replace: a file of that name is replaced; False: it stays, even if another process makes it meanwhile.
 
     Raises:

@@ -236,7 +236,6 @@ def call_backend(name: str, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, **gi
     """Call an attention backend of diffusers as diffusers' dispatcher does.
 
     Args:
-        name: of the backend.
         q_bhsd, k_bhsd, v_bhsd: (B, H, Sq, D), (B, H, Sk, D), (B, H, Sk, D); the backend gets them as (B, S, H, D).
         given: further arguments; those that the backend does not have are left out, but for a scale that counts.
 

@@ -49,7 +49,6 @@ def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
     (modules, attention processors, forwards) is to come from libraries of layers: torch, peft, quantisers.
 
     Args:
-        model: the model.
         lists: paths of the lists of blocks to look at.
     """
     kind = library_class(type(model))

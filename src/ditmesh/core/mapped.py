@@ -125,9 +125,6 @@ def _has_own_pages(pagemap: int, first: int, end: int) -> bool:
 
     By the ioctl PAGEMAP_SCAN of Linux 6.7, which is told of a range what is looked for. What was written to may have
     left memory since.
-
-    Raises:
-        OSError: the system has no such thing.
     """
     from fcntl import ioctl
 

@@ -52,7 +52,6 @@ class Patch:
 
     Args:
         owner: any object with a ``__dict__``.
-        name: of a method.
         replacement: takes the method's place; it may call `original`.
 
     Attributes:

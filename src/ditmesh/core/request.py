@@ -20,7 +20,6 @@ class PipelineCall:
     Python looks ``__call__`` up on the class, so the pipeline gets a subclass of its own class, of the same name.
 
     Args:
-        pipe: the pipeline.
         around: called as ``around(proceed, *args, **kwargs)``; ``proceed(*args, **kwargs)`` is the pipeline's own call.
     """
 

@@ -70,7 +70,6 @@ class StepEvents:
     """Tells a listener of every step of a scheduler, until `undo`.
 
     Args:
-        scheduler: of a pipeline.
         seen: takes the step. What it raises leaves the pipeline's call.
     """
 

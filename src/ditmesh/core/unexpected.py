@@ -17,7 +17,6 @@ def unexpected(log: logging.Logger, error: Exception, what: str) -> None:
     """Log an error of a prediction: one line as a warning, its traceback for debugging.
 
     Args:
-        log: of the module.
         error: what was raised; raised again if the environment variable `RAISE` is set.
         what: what is done in place of the prediction, a whole sentence.
     """

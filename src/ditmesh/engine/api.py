@@ -159,7 +159,6 @@ def _warn_of_hosts(target: Any, model: nn.Module, mesh: Mesh) -> None:
 
 
 def _usual_call(target: Any, model: nn.Module, guidance: bool | None = None, image: int | None = None) -> UsualCall:
-    """The known properties of the calls of a pipeline or a bare transformer."""
     element = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
     return UsualCall(None if isinstance(target, nn.Module) else type(target), guidance, image, element=element)
 
@@ -206,11 +205,7 @@ def _layout_before_a_call(model: nn.Module) -> TokenLayout | None:
 
 
 def _share(target: Any, models: list[nn.Module], config: ConfigLike) -> None:
-    """Attach a pipeline to transformers that another pipeline has parallelised.
-
-    Raises:
-        InputError: they are shared out in another way than is asked for, or not all of them.
-    """
+    """Attach a pipeline to transformers that another pipeline has parallelised."""
     engines: dict[int, Any] = {id(vars(m)[ENGINE]): vars(m)[ENGINE] for m in models if ENGINE in vars(m)}
     engine = next(iter(engines.values()))
     name = type(target).__name__

@@ -41,7 +41,6 @@ class Engine:
 
     Args:
         models: the transformers and their layouts.
-        config: the configuration in force.
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         owns_mesh: whether `close` gives the mesh's groups back.
         recipe: strategies, in the order in which they are applied.
@@ -192,7 +191,6 @@ class Engine:
             strategy.begin_request(request)
 
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
-        """One call of a pipeline."""
         result: Any = None
         with self.request(f"a call of {type(pipe).__name__}"):
             self._check_devices()
@@ -210,11 +208,7 @@ class Engine:
         return result
 
     def _check_devices(self) -> None:
-        """Refuse models that have been moved since.
-
-        Raises:
-            ConfigError: one of them is on another kind of device than the mesh.
-        """
+        """Refuse models that have been moved since."""
         for model in self.models:
             weight = next(model.model.parameters(), None)
             # An offloaded model lies elsewhere between calls: it is asked where it computes.
@@ -296,7 +290,6 @@ class Engine:
             strategy.forget()
 
     def _around_call(self, model: nn.Module, proceed: Proceed, arguments: Arguments) -> Any:
-        """One call of a transformer: the outermost layer."""
         with self._alone():
             if requires_grad(model, arguments):
                 for strategy in self.strategies:

@@ -49,7 +49,6 @@ class FirstCall:
     generators set back to where they stood, and the pipeline called again with the same arguments.
 
     Args:
-        models: the transformers.
         layouts: of the models with a known layout, to be compared with one device before weights are cut.
         config, mesh, owns_mesh, recipe: as for the engine.
     """
@@ -196,11 +195,7 @@ class FirstCall:
         return (None if others else self._layouts), output
 
     def _agreed(self, model: nn.Module, answer: TokenLayout | str) -> list[TokenLayout]:
-        """The layout of every transformer, the same on all ranks. Collective.
-
-        Raises:
-            LayoutError: on all ranks alike: one of them could derive none, or they have derived different ones.
-        """
+        """The layout of every transformer, the same on all ranks. Collective."""
         every = self.mesh.world.all_gather_object(answer)
         refused = next((other for other in every if isinstance(other, str)), None)
         if refused is not None:

@@ -115,7 +115,6 @@ class CallLead:
 
     Args:
         name: of what is called.
-        mesh: its ranks.
         engine: the engine in force; before a first call that shows the layout, what stands in its place.
     """
 
@@ -200,9 +199,7 @@ class CallFollower:
 
     Args:
         name: of what is called.
-        mesh: its ranks.
         engine: as for `CallLead`.
-        call: what is called.
     """
 
     def __init__(self, name: str, mesh: Mesh, engine: Callable[[], Any], call: Callable[..., Any]) -> None:

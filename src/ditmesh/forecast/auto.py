@@ -68,7 +68,6 @@ def chosen(
         layout: where its tokens are, if that is known.
         heads: the smallest number of heads.
         call: what it will be asked for.
-        world_size: number of ranks.
         device: where they compute; default: the CPU.
     """
     simple = ParallelConfig.auto(world_size, heads)
@@ -111,7 +110,6 @@ def guided(pipeline: type | None, config: Mapping[str, Any]) -> bool:
 
     Args:
         pipeline: its class; None: there is none.
-        config: of its transformer.
     """
     # Guidance beside a distilled one needs a negative prompt to be given.
     given = {} if pipeline is None else inspect.signature(pipeline.__call__).parameters

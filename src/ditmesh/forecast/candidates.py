@@ -44,7 +44,6 @@ def resized(
     What decides the bits of a reproducible image stays in either case: tiles, patches, the tensor degree.
 
     Args:
-        config: the given one.
         devices: number of ranks that are there.
         keep: ``"bits"``: as many of the devices as can be used, shared among the axes much as they are. Among
             those for equally many the images' axis (data) shrinks first, then the branches' (cfg), then the

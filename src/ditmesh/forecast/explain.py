@@ -117,12 +117,10 @@ def _of_seconds(term: Term) -> float:
 
 
 def _waits(term: Term) -> str:
-    """The reason for the wait of a transfer or pause."""
     return f"{term.through} ({term.name})" if term.through else term.name
 
 
 def _ms(seconds: float) -> str:
-    """Such as ``31 ms`` or ``4.2 s``."""
     return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
 
 

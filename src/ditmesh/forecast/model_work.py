@@ -145,7 +145,6 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
 
     Args:
         model: on the meta device, as `ditmesh.layout.describe.meta_model` makes it. Left as it was.
-        layout: where its tokens are.
 
     Raises:
         LayoutError: it cannot be called on the meta device; says why.
@@ -192,7 +191,6 @@ def _elements(tensors: Iterable[Tensor]) -> int:
 
 
 def _gathers(runs: list[_Run]) -> tuple[Gather, ...]:
-    """The gathers of sequence ranks behind lists of blocks, with how they grow."""
     tokens = [run.tokens for run in runs]
     return tuple(
         Gather(
@@ -451,7 +449,6 @@ def _solved(runs: list[_Run]) -> list[tuple[_OperationRecord, list[TokenCount]]]
 
 
 def _some(records: list[_OperationRecord], wanted: Counter[Any]) -> list[_OperationRecord]:
-    """So many of every form, those of one form side by side."""
     kept = []
     for record in sorted(records, key=lambda one: (one.kind, one.path, one.widths)):
         form = (record.kind, record.path, record.widths)

@@ -108,9 +108,6 @@ def predict(
 
     Args:
         config: a valid configuration for the model.
-        work: of the transformer.
-        workload: what is asked for.
-        hardware: devices and links.
         recipe: its strategies say what they share out and exchange.
         memory_of: as of `Prediction`.
     """
@@ -148,7 +145,6 @@ def synchronous_steps(config: ParallelConfig, steps: int) -> int:
 
 
 def _merged(terms: Sequence[Term]) -> tuple[Term, ...]:
-    """Terms of one name and link added up, the longest first."""
     found: dict[tuple[str, str, str], Term] = {}
     for term in terms:
         key = (term.name, term.kind, term.through)

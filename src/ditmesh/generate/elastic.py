@@ -78,7 +78,6 @@ def generate_elastically(
     Args:
         job: what to generate; its ``config`` is for ``world_size`` ranks.
         world_size: number of ranks to begin with.
-        device: what they run on.
         threads: threads of each, before and after a restart: arithmetic depends on them.
         report: takes what rank 0 reports (`job.Loaded`, `StepDone`, `Generated`), each step and image once, and
             `Restarted`.

@@ -315,7 +315,6 @@ def check_encoder(files: Iterable[InputFile], index: Mapping[str, Any]) -> None:
     """Reject an IP-Adapter without an encoder for its image.
 
     Args:
-        files: of the job.
         index: ``model_index.json`` of the pipeline.
 
     Raises:
@@ -334,8 +333,6 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
 
     Args:
         name: class of the saved pipeline.
-        files: of the job.
-        strength: of the job.
 
     Returns:
         The name of the class in diffusers.
@@ -389,7 +386,6 @@ def check_mask_support(pipeline: str, files: Iterable[InputFile], channels: Any)
 
     Args:
         pipeline: class of the pipeline, as of `pipeline_for`.
-        files: of the job.
         channels: of the transformer's input.
 
     Raises:
@@ -422,11 +418,7 @@ def _beside(own: type[Any], masked: bool) -> list[type[Any]]:
 
 
 def _with_controlnet(kinds: list[type[Any]], network: type[Any]) -> list[type[Any]]:
-    """diffusers' ControlNet variants of pipeline classes.
-
-    Raises:
-        InputError: there are none, or they take another ControlNet.
-    """
+    """diffusers' ControlNet variants of pipeline classes."""
     import diffusers
 
     names = [one.__name__ for one in kinds]
@@ -467,7 +459,6 @@ def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> d
     """The job's ControlNet as a pipeline's component, by name; empty: there is none.
 
     Args:
-        files: of the job.
         options: of diffusers' ``from_pretrained``.
 
     Raises:
@@ -508,7 +499,6 @@ def partial_fits(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
 
     Args:
         pipe: with the adapters loaded.
-        files: of the job.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -202,11 +202,6 @@ class Generated:
 def check_job(job: PictureJob, model: ModelInfo, devices: int) -> None:
     """Reject a job that cannot be generated or written, as far as the model's JSON files tell.
 
-    Args:
-        job: what is asked for.
-        model: the model's files.
-        devices: number of ranks.
-
     Raises:
         InputError: one sentence that names the thing, its value, and the way out.
     """
@@ -238,7 +233,6 @@ def check_content(job: PictureJob, model: ModelInfo, devices: int) -> None:
 
 
 def _check_pixels(job: PictureJob, size: tuple[int, int] | None) -> None:
-    """Reject more pixels than one pipeline call may generate."""
     if size is None:
         return
     pixels, together = size[0] * size[1] * (job.frames or 1), min(job.n, job.per_call)
@@ -394,7 +388,6 @@ def check_folder(out: str | Path, option: str = "--out") -> None:
     """Create the folder, and reject one that cannot be written to.
 
     Args:
-        out: the folder.
         option: of the command line that names it.
 
     Raises:
@@ -416,11 +409,9 @@ def job_for(
     """A job for a model.
 
     Args:
-        model: the model's files.
         request: what is asked for. A size that it does not give is that of an input image, see `input_size`. Size and
             frames of an embedded model are its own if not given: its pipeline's defaults are those of a model a
             thousand times as large.
-        out: folder of the files.
         prompts: in the place of the request's one.
         more: the other fields of the job; ``labels`` are found by the prompts if not given.
 

@@ -87,8 +87,6 @@ class Journal:
     Args:
         models: the transformers by their names in the pipeline; their ``forward`` is replaced on the instance until
             `close`.
-        folder: the journal.
-        rank: of this process.
         clock: counts the transformers' calls; default: one of its own.
 
     Attributes:
@@ -230,7 +228,6 @@ def keep_longest(folder: str | Path, request: int) -> list[JournalEntry]:
     """Keep the longest journal of a request for all new ranks. No rank may be running.
 
     Args:
-        folder: the journal.
         request: the request that is to be gone on with; what is there of others is removed.
 
     Returns:
@@ -276,11 +273,7 @@ _LIBRARIES = ("diffusers", "transformers")
 
 
 def _taken_apart(output: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """An output as JSON can hold it; its tensors are added to ``tensors``, each dense and with memory of its own.
-
-    Raises:
-        TypeError: it holds something else than tensors, plain values, lists, tuples, dicts and diffusers' outputs.
-    """
+    """An output as JSON can hold it; its tensors are added to ``tensors``, each dense and with memory of its own."""
     from torch import Tensor
 
     if isinstance(output, Tensor):
@@ -317,11 +310,7 @@ def _put_together(form: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
 
 
 def _output_class(module: str, name: str) -> type[Any]:
-    """A class of outputs of diffusers or transformers.
-
-    Raises:
-        JournalError: it is something else.
-    """
+    """A class of outputs of diffusers or transformers."""
     kind = None
     if module.partition(".")[0] in _LIBRARIES:
         with contextlib.suppress(ImportError):

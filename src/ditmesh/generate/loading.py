@@ -321,7 +321,6 @@ class _Pieces:
 
     Args:
         model: without memory for its weights.
-        mesh: the ranks.
         absent: names of parameters that other stages have.
         shapes: of the others on this rank, by name.
         torch_dtype: as for `load_transformer`.
@@ -365,7 +364,6 @@ class _Pieces:
         """Read what this rank holds of a parameter; returns an empty tensor in its place.
 
         Args:
-            name: of the parameter.
             rows: reads some of its rows, from and to, into a tensor if one is given.
         """
         number, place = self._places[name]
@@ -496,7 +494,6 @@ def _held(pipe: Any, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
 
 
 def _units(model: nn.Module) -> list[Unit]:
-    """The sharded parameters of a model, before or after `parallelize`."""
     engine = vars(model).get(ENGINE)
     found = [each.find(ShardedWeights) for each in getattr(engine, "models", ()) if each.model is model]
     return found[0].units if found and found[0] is not None else vars(model).get(UNITS, [])
@@ -639,7 +636,6 @@ def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None, tables
     """The model without memory for its weights; small tables that are computed, not saved, are there.
 
     Args:
-        kind: its class.
         folder: with its configuration.
         dtype: of what has none of its own.
         tables: compute those that are saved with the weights as well; a table of positions takes longer than all else.
@@ -694,7 +690,6 @@ def _holds_tensors(value: Any, depth: int = 4) -> bool:
 
 
 def _denoisers_in(info: ModelInfo) -> dict[str, type[Any]]:
-    """Names and classes of the transformers of a saved pipeline."""
     import diffusers
 
     found: dict[str, type[Any]] = {}

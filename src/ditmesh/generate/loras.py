@@ -37,8 +37,6 @@ def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) ->
     without ``load_lora_weights``, and LoKr under the transformer's own names.
 
     Args:
-        pipe: the pipeline.
-        file: the adapter.
         name: of the adapter in the pipeline.
         component: the transformer, of two, that gets it; None: the one that the file names, else the first.
 

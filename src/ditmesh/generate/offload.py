@@ -36,7 +36,6 @@ def offload(pipe: Any, how: Offload, device: torch.device) -> None:
         how: ``"model"``: a component is on the device from its call to the next component's or transformer's;
             ``"group"``: its layers are, each during its own call (diffusers' group offloading); ``"sequential"``: the
             same with weights that are nowhere in between (accelerate); ``"none"``: everything is on the device.
-        device: where the pipeline computes.
     """
     if how == "none":
         pipe.to(device)

@@ -38,7 +38,6 @@ def shareable_components(info: ModelInfo, without: Collection[str] = ()) -> list
     """Names of the components with weights, and the bytes of their files; none, where sharing is not worth it.
 
     Args:
-        info: the pipeline's files.
         without: components that are not read whole, or not at all.
     """
     found = []

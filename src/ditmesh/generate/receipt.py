@@ -153,8 +153,6 @@ def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = 
     """Write an image with its receipt inside; the file appears whole or not at all.
 
     Args:
-        image: the image.
-        path: where it goes.
         receipt: how the image was generated.
         replace: a file of that name is replaced.
 
@@ -287,11 +285,7 @@ def _named(problem: Any) -> str:
 
 
 def _texts(path: Path) -> Mapping[str, str]:
-    """The text chunks of a PNG, the metadata of an MP4.
-
-    Raises:
-        InputError: the file cannot be read, or is not an image of a possible size.
-    """
+    """The text chunks of a PNG, the metadata of an MP4."""
     if is_video(path):
         return metadata_of(path)
     from PIL import Image, UnidentifiedImageError

@@ -31,7 +31,6 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
     replaces a file that ditmesh has not written, and one that it has only when ``job.overwrite`` says so.
 
     Args:
-        job: what to generate.
         kept: keep a journal, and go on from what it holds; None: generate everything, keep nothing.
         report: takes the reports; may be left out.
 

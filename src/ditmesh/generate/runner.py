@@ -327,7 +327,6 @@ def load_pipeline(
     """Load a diffusers pipeline onto its device, without a progress bar.
 
     Args:
-        model: its folder.
         name: what the user calls it.
         dtype: of the weights, by name.
         device: None: the pipeline stays where it is loaded to.

@@ -20,9 +20,7 @@ def input_size(model: ModelInfo, files: Sequence[InputFile], strength: float | N
     """The output's width and height for a job's input files, if no size is requested.
 
     Args:
-        model: the model's files.
         files: of the job; images and videos are read.
-        strength: of the job.
 
     Returns:
         The input's size as `ModelInfo.size_like` has it; None: there is no input image, and the model's own size is
@@ -79,7 +77,6 @@ def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> 
 
 
 def _alike(small: tuple[int, int], large: tuple[int, int]) -> bool:
-    """True if two sizes have the same shape, within a pixel of the smaller one."""
     small, large = sorted((small, large))
     return abs(small[0] * large[1] / large[0] - small[1]) <= 1
 

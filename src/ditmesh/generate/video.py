@@ -68,7 +68,6 @@ def copy_mp4(content: bytes, path: str | Path, name: str, metadata: dict[str, st
 
     Args:
         content: of the file.
-        path: the file to write.
         name: of the video, for messages.
         metadata: as for `write_mp4`.
 

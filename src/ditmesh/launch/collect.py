@@ -103,5 +103,4 @@ class Collector:
 
     @property
     def _silent(self) -> list[int]:
-        """Ranks that have neither answered nor failed."""
         return [rank for rank in range(self._world_size) if rank not in self.answers and rank not in self.failed]

@@ -69,7 +69,6 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """The output of nvidia-smi; empty if it is missing or fails."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()

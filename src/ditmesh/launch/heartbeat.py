@@ -25,7 +25,6 @@ class Heartbeat:
 
     Args:
         store: a connection of its own, with answers within `ANSWER` seconds.
-        rank: which rank this is.
         hosts: names of the hosts of all ranks.
     """
 

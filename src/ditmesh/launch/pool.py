@@ -84,7 +84,6 @@ class RankPool(StayingRanks):
         """Start the ranks and wait until all of them have joined.
 
         Args:
-            world_size: number of ranks.
             device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
             threads: threads of each rank; default: an equal share of the physical cores (at most 8 on CUDA).
             timeout: deadline of every collective, in seconds.
@@ -173,7 +172,6 @@ class RankPool(StayingRanks):
     _main = staticmethod(rank_.main)
 
     def _is_here(self, rank: int) -> bool:
-        """True if a rank has no process of its own (`HostedRanks`)."""
         return False
 
     @property

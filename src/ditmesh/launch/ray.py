@@ -74,13 +74,11 @@ class RayRanks(StayingRanks):
         """Start the ranks and wait until all of them have joined.
 
         Args:
-            world_size: number of ranks.
             device: ``"auto"`` takes CUDA when the cluster has GPUs.
             threads: of each rank, and CPUs that it takes of the cluster; default: the cluster's CPUs shared out.
             timeout: deadline of every collective, in seconds.
             preload, stop_limit: no use is made of them: a rank that is stopped is noticed by the others' deadline.
             gpus: no use is made of it: Ray gives each rank a GPU of its own.
-            address: of the cluster.
 
         Raises:
             ConfigError: Ray is not installed or not there, or has not enough CPUs or GPUs; hosts have other versions.
@@ -246,7 +244,6 @@ class RayRanks(StayingRanks):
         return collector.result(self._whereabouts, self._join_anew)
 
     def _next(self, stream: Any, rank: int) -> tuple[str, Any]:
-        """The next message of a rank."""
         try:
             kind, content = self._ray.get(next(stream))
         except StopIteration:

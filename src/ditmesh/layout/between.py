@@ -57,8 +57,6 @@ class IdentityBlocks:
     """A model with blocks that, in some regions, return what they are given.
 
     Args:
-        model: the transformer.
-        regions: the block lists.
         ran: the blocks in the order they ran.
         run: what to call with the arguments.
         call: the arguments by name.
@@ -243,7 +241,6 @@ class _ListsInOne:
         return None
 
     def _dims(self, region: Region) -> dict[str, int]:
-        """The dimension of the tokens of every stream that can be cut."""
         given = self.before[self.first]
         return {s.name: s.dim for s in region.streams if not s.replicate and given[s.name].shape[s.dim] >= _RANKS}
 
@@ -335,7 +332,6 @@ def _whole(region: Region, names: Sequence[str]) -> Region:
 
 
 def _with_local(region: Region, local: set[str]) -> Region:
-    """The region with arguments that hold a rank's tokens already."""
     cuts = tuple(cut for cut in region.cuts if cut.arg not in local)
     found = [cut.arg for cut in region.cuts if cut.arg in local]
     return replace(region, cuts=cuts, local=(*region.local, *found))

@@ -360,7 +360,6 @@ def derive_rows(
     """The layout of a call with tokens that stay whole on every rank: which of its arguments have rows.
 
     Args:
-        model: the transformer.
         base: what else is known of it.
         call: the arguments of its forward by name.
         run: as for `derive_layout`.
@@ -431,11 +430,7 @@ def _layout(
 
 
 def _carrying(name: str, observer: _Observer, choose: bool) -> dict[str, list[_SeenBlock]]:
-    """The block lists through which tokens run, with their blocks.
-
-    Raises:
-        LayoutError: there are none, or the one with most at stake cannot be understood.
-    """
+    """The block lists through which tokens run, with their blocks."""
     carrying = {
         path: seen
         for path, seen in observer.seen.items()
@@ -466,11 +461,7 @@ def _is_chained(region: Region, before: Region, observer: _Observer) -> bool:
 
 
 def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
-    """The facts that the blocks of one list have in common.
-
-    Raises:
-        LayoutError: they are wired in different ways.
-    """
+    """The facts that the blocks of one list have in common."""
     first = seen[0][1]
     attention: tuple[Attention, ...] = ()
     cuts: dict[str, Cut] = {}
@@ -554,11 +545,7 @@ def _attention(site: str, facts: Facts, observer: _Observer) -> tuple[Attention,
 
 
 def _alternating(order: list[str], observer: _Observer) -> bool:
-    """True if the lists run by turns; every block must be given what the block before it returned.
-
-    Raises:
-        LayoutError: the model changes the tokens between two blocks.
-    """
+    """True if the lists run by turns; every block must be given what the block before it returned."""
     sites = [site for site in observer.order if site.rsplit(".", 1)[0] in order]
     turns = [site.rsplit(".", 1)[0] for site in sites]
     changes = sum(a != b for a, b in pairwise(turns))
@@ -711,7 +698,6 @@ def _row_holds(
 
 
 def _row(output: Any, number: int) -> list[Tensor]:
-    """One sample of every tensor of a result; of a list, which has an item per sample, that item."""
     if isinstance(output, Tensor):
         return [output[number : number + 1] if output.dim() else output]
     if isinstance(output, list):

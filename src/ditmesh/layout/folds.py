@@ -66,7 +66,6 @@ class Folding:
         return self._made[key][1]
 
     def _by_token(self, one: Fold, value: Tensor) -> Tensor:
-        """A tensor with an entry for every token."""
         if one.axes > 1:
             behind = one.dim + one.axes
             if prod(value.shape[one.dim : behind]) == 1:

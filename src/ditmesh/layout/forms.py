@@ -63,7 +63,6 @@ def argument_kind(value: Any, within: tuple[int, ...] = ()) -> ArgumentKind:
     tokens of its own. What is inside itself (a node that names its parent) is there of the kind of how far out it is.
 
     Args:
-        value: the argument.
         within: ids of the objects that it is inside of, the outermost first.
     """
     if isinstance(value, Tensor):
@@ -139,7 +138,6 @@ def holds_tensors(value: Any, depth: int = 8, seen: set[int] | None = None) -> b
     """True if an object has a tensor among its attributes, however deep; so is one taken to that does not show them.
 
     Args:
-        value: the object.
         depth: levels of objects that are looked into.
         seen: ids of what has been looked into already.
     """
@@ -205,7 +203,6 @@ class Processors:
     apart.
 
     Args:
-        model: the transformer.
         regions: its block lists. A module that a `Leaf` stands in for runs with any processor.
         present: whether the layout holds for those that are set now, too.
     """

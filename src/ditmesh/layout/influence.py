@@ -162,9 +162,7 @@ class RecordedBlock:
 
     Args:
         site: its path in the model.
-        module: the block.
         arguments: as they were passed.
-        output: what it returned.
         asked: its attention calls.
         written: paths of the arguments that it writes to; ``arguments`` has them as they were before.
         folding: has folded the arguments and the output; the block gets them unfolded.
@@ -230,7 +228,6 @@ class RecordedBlock:
         """The results and attention calls of the block with other arguments.
 
         Args:
-            edits: the arguments.
             answer: answers its attention calls.
             stand_in: what mixers do; default: they return what they did before.
         """
@@ -257,7 +254,6 @@ class RecordedBlock:
         """The changes that other arguments cause while attention answers as before.
 
         Args:
-            edits: the arguments.
             local: numbers of the attention calls that are computed after all: they mix no tokens.
             answers: other answers to attention calls, by number.
         """
@@ -335,7 +331,6 @@ def differs(new: Any, old: Any) -> Tensor | None:
 
 
 def _changed_rows(new: Tensor, old: Tensor, keys: Tensor) -> Any:
-    """Rows of the values that have changed, in the shape of the keys."""
     changed = differs(new, old)
     assert changed is not None
     return changed.any(3, keepdim=True).expand(*changed.shape[:3], keys.shape[3])
@@ -377,7 +372,6 @@ def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
     """The facts about a block's arguments.
 
     Args:
-        block: as it ran.
         before: streams of the block before it in its list: the last one need not return all of them.
 
     Raises:
@@ -445,11 +439,7 @@ def _text_kept_whole(calls: list[_CallStreams], main: str, lengths: Mapping[str,
 
 
 def _ragged(block: RecordedBlock, calls: list[_CallStreams], main: str, lengths: Mapping[str, int]) -> set[str]:
-    """Streams of which attention calls leave out padding.
-
-    Raises:
-        LayoutError: the calls share out the tokens of a stream.
-    """
+    """Streams of which attention calls leave out padding."""
     calls = [call for call in calls if call.keys]
     found = {name for call in calls for rows in (call.queries, call.keys) for name in _shortened(rows, lengths)}
     places = {(name, rows.start, rows.length) for call in calls for name, rows in call.keys.items()}
@@ -606,11 +596,7 @@ def _named(block: RecordedBlock, found: list[Stream]) -> tuple[Stream, ...]:
 
 
 def _find_rows(block: RecordedBlock, stream: Stream, calls: list[_CallStreams]) -> None:
-    """Note where a stream's tokens lie in the rows of every attention call.
-
-    Raises:
-        LayoutError: they do not lie one after the other.
-    """
+    """Note where a stream's tokens lie in the rows of every attention call."""
     value = block.leaves[stream.arg]
     _note_rows(
         block, stream, calls, lambda places: block.touched({stream.arg: with_corrupted(value, stream.dim, places)})
@@ -618,11 +604,7 @@ def _find_rows(block: RecordedBlock, stream: Stream, calls: list[_CallStreams]) 
 
 
 def _find_answered_rows(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[_CallStreams]) -> None:
-    """The same for attention calls that are asked what an earlier one has answered, and nothing of an argument.
-
-    Raises:
-        LayoutError: as `_find_rows`.
-    """
+    """The same for attention calls that are asked what an earlier one has answered, and nothing of an argument."""
 
     def unknown() -> int:
         """Rows of attention calls over tokens of no known stream."""
@@ -986,7 +968,6 @@ class _RankCheck:
             )
 
     def _rows(self, whole: Tensor, rows: Mapping[str, _TokenRows]) -> Tensor:
-        """The rank's rows of the tensor (B, H, S, D) of an attention call."""
         pieces = []
         for name in sorted(rows, key=lambda name: rows[name].start):
             found, own = rows[name], self.tokens.select((name,))

@@ -82,7 +82,6 @@ class LeftBehind:
     Args:
         block: runs it again; knows nothing of what it returned.
         traces: of its run.
-        output: what it returned.
         streams: its tokens.
         suspect: whether something was kept when it had run.
     """

@@ -288,11 +288,7 @@ def _in_srgb(colour: Image, profile: bytes | None, name: str) -> Image:
 
 @lru_cache(maxsize=32)
 def _transform(profile: bytes) -> tuple[str, Any]:
-    """The mode of images with this profile, and their transform to sRGB; None: the profile is equivalent to sRGB.
-
-    Raises:
-        ValueError: the profile is broken, or of another space.
-    """
+    """The mode of images with this profile, and their transform to sRGB; None: the profile is equivalent to sRGB."""
     import numpy as np
     from PIL import Image, ImageCms
 

@@ -43,7 +43,6 @@ class Bands:
     """The ranks among which rows are cut.
 
     Args:
-        link: of these ranks.
         rules: what a rank does, by operation of aten, all its overloads, or else by family.
         functions: the same for functions of torch that are to be seen before torch takes them apart, by name.
 
@@ -137,7 +136,6 @@ class Banded(PartTensor):
         local: this rank's rows.
         band: how they are cut.
         like: a tensor of the whole one's shape and strides, without memory.
-        bands: the ranks.
         copied: whether it stands for a view of another tensor, and does not share its memory.
     """
 

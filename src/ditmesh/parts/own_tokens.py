@@ -60,7 +60,6 @@ class OwnTokens(PartTensor):
             own: this rank's tokens.
             along: their dimension.
             tokens: all ranks' tokens.
-            rank: this rank.
             gather: makes the whole of a tensor with this rank's tokens along that dimension.
         """
         shape = (*own.shape[:along], tokens.total, *own.shape[along + 1 :])

@@ -127,7 +127,6 @@ _TORCH = frozenset(vars(nn.Module()))
 
 
 def _tensor(value: Tensor | None) -> Any:
-    """A tensor, by which it is told later whether it is the same: it is not kept alive."""
     if value is None:
         return None
     return weakref.ref(value), None if value.is_inference() else value._version, value.data_ptr()

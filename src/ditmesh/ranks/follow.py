@@ -223,7 +223,6 @@ class FollowedModule(ABC):
         """Join all ranks in a mesh, and prepare the module and its copies for calls.
 
         Args:
-            config: of the mesh.
             begin: called here with the mesh, which is closed if this raises.
             begin_copy: called on the other ranks with the copy's key, ``config``, the mesh's deadline and ``args``.
             engine: as for `CallLead`.

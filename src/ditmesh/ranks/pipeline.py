@@ -98,7 +98,6 @@ class RemotePipeline:
         Args:
             on_update: is called with the steps that are done and the bar's total (None: unknown) after every step, by
                 pipelines without a callback too. What it raises stops the ranks, as what a callback raises does.
-            options: of tqdm.
         """
         vars(self).update(_bar=options, _on_update=on_update)
 

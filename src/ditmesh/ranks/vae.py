@@ -29,7 +29,6 @@ class FollowedVae(FollowedModule):
     The module itself stays as it is: calls of its own are this process's alone.
 
     Args:
-        followers: the other ranks.
         vae: the autoencoder, on this process's device.
 
     Attributes:

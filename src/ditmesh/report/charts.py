@@ -139,7 +139,6 @@ def _stretches(points: Sequence[tuple[float, float, float, float]], log: bool) -
 
 
 def _drawn(line: Series, number: int, across: _Scale, up: _Scale, x_label: str) -> Iterator[str]:
-    """One line of a chart: bands and stretches first, then bars and marks above them."""
     colour, crowded = f"s{number % NUM_COLOURS}", len(line.x) > CROWDED
     bars = zip(line.low, line.high, strict=True) if line.low else repeat((nan, nan), len(line.x))
     points = [(x, y, *ends) for x, y, ends in zip(line.x, line.y, bars, strict=True)]

@@ -157,10 +157,8 @@ class ServedModel:
         """A picture of a job as a scheduler sees it.
 
         Args:
-            id: of the task.
             job: accepted, or not yet.
             step: steps of the picture that are done.
-            owner: of the job.
         """
         card, request = self.card.model_dump(), job.request
         total = request_steps(self.spec, card, request)

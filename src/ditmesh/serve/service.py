@@ -129,12 +129,7 @@ class Service(JobStore):
         return await self._to_the_end(self.accept(id, request, owner, model.work(request), key))
 
     def _check_deadline(self, request: JobRequest, owner: str) -> None:
-        """Reject a deadline that cannot be met, or a server that knows none.
-
-        Raises:
-            InputError: the schedule is fixed.
-            DeadlineImpossible: all ranks together, after the accepted jobs that are due before it, take longer.
-        """
+        """Reject a deadline that cannot be met, or a server that knows none."""
         assert request.deadline_ms is not None
         if self._settings.schedule == "fixed":
             raise InputError(

@@ -126,7 +126,6 @@ class WarmupControl:
     any number of stages.
 
     Args:
-        policy: decides.
         devices: ranks that share an image, or patches that stand for them.
         monitor: measures drift; strategies feed it.
         clock: reports when a step begins.

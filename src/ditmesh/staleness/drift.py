@@ -81,7 +81,6 @@ class DriftMonitor:
         Args:
             block: its number.
             key: what the tensors are: branch, block, attention call.
-            step: the step in progress.
             tensors: of one shape, for example a rank's own K and V.
             dim: their token dimension; `SAMPLED_TOKENS` evenly spaced tokens are looked at.
             share: of those who use the tensors of the step before moved on by a share of their latest change: the share

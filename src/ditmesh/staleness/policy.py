@@ -308,7 +308,6 @@ IMAGE_SPREAD = 0.5
 
 
 def _weight(noise: Sequence[float], step: int) -> float:
-    """The share of a step's error that reaches the image: see `Adaptive`."""
     here, after = noise[step], noise[step + 1]
     move = abs(here - after)
     if here in (after, noise[step - 1] if step else None):

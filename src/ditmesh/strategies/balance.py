@@ -26,7 +26,6 @@ class Balance:
     Args:
         setting: the configuration's ``speeds``: numbers, ``"auto"`` to measure, None for equal shares.
         link: the ranks that have to agree.
-        device: where this rank computes.
         shares: how many share the work; default: every rank of the link has a share of its own.
         share: this rank's, where several ranks have one together (a stage); the slowest of them counts.
         band: where the slowest is measured to take less than this share longer than the mean, all are equal.

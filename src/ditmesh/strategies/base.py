@@ -169,7 +169,6 @@ class Strategy:
         Args:
             config: degrees, and what else all of them are to have in common. It is tried by itself, too, unless it
                 promises nothing: then the variants stand for it.
-            limits: what is asked for.
         """
         return []
 

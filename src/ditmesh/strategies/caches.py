@@ -89,11 +89,7 @@ class Caches(Strategy):
         return proceed(arguments)
 
     def _check(self, model: ParallelModel) -> None:
-        """Reject a cache that would reuse one part of the image for another.
-
-        Raises:
-            ConfigError: blocks run once for each tile or patch, and a cache in them keeps one state.
-        """
+        """Reject a cache that would reuse one part of the image for another."""
         config = self.context.config
         in_patches = config.stages_or_patches
         if not (config.reproducible or in_patches):

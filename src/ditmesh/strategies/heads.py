@@ -17,7 +17,6 @@ def heads_of(model: nn.Module, layout: TokenLayout | None = None) -> int | None:
     """The smallest number of attention heads in the model's blocks; None when the model does not say.
 
     Args:
-        model: the transformer.
         layout: names the lists of blocks to look at; default: all modules (an adapter's own may have fewer heads).
     """
     lists = [model.get_submodule(region.blocks) for region in layout.regions] if layout is not None else [model]

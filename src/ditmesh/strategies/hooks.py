@@ -164,7 +164,6 @@ class ModelHooks:
 
     Args:
         model: the transformer; must be of the class the layout is for.
-        layout: where its tokens are.
         handler: receives the callbacks of calls, blocks and attention.
         chain: what wraps the model's forward; the hooks on the call become its next layer.
         fixed: what is set up by this layout, as in `Forms`.
@@ -334,7 +333,6 @@ class ModelHooks:
             raise LayoutError(f"one rank cannot run it alone ({error_line(error)})") from error
 
     def _sites_of(self, layout: TokenLayout) -> dict[str, BlockSite]:
-        """Every block's place by its path, as a layout has it."""
         if id(layout) in self._of:
             return self._of[id(layout)]
         sites: dict[str, BlockSite] = {}

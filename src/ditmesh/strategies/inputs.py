@@ -66,7 +66,6 @@ class AgreedInputs:
     """Makes all ranks of a pipeline run the same call. Every rank makes one before weights are cut.
 
     Args:
-        pipe: the pipeline.
         mesh: its ranks; with ``"per-data-rank"`` those of one data group (`Mesh.data_group`).
         policy: ``"broadcast"`` and ``"per-data-rank"``: every rank runs the first rank's inputs. ``"strict"``: inputs
             that differ are refused by name.

@@ -92,7 +92,6 @@ class TiledSequence(SequenceParallel):
 
     Args:
         config: degrees, speeds, and the number of tiles V.
-        mesh: ranks and links.
     """
 
     keeps_keys = True
@@ -126,7 +125,6 @@ class TiledSequence(SequenceParallel):
     # --- where the tiles are --------------------------------------------------------------------------------
 
     def _lay_out(self, site: BlockSite, streams: list[Stream], arguments: Arguments) -> Partition:
-        """Tokens of every rank: those of its tiles, which are cut first."""
         by_stream: list[Partition] = []
         for stream in streams:
             by_stream.append(self._by_tile(site, stream, arguments, by_stream[0].parts if by_stream else 0))
@@ -282,7 +280,6 @@ class TiledSequence(SequenceParallel):
         return parts
 
     def _results(self, region: Region, outputs: list[Any]) -> Any:
-        """The block's output from its outputs for every tile."""
         here, output = self._tiles.here, outputs[0]
         for stream in region.streams:
             values = [result_of(one, stream) for one in outputs]
@@ -300,11 +297,7 @@ class TiledSequence(SequenceParallel):
         return output
 
     def _check_recorded(self, site: BlockSite, block: nn.Module) -> None:
-        """Reject a block with gradients that would depend on the number of ranks.
-
-        Raises:
-            ConfigError: naming what is in the way.
-        """
+        """Reject a block with gradients that would depend on the number of ranks."""
         tokens = self._tiles.tokens
         if tokens.replicated:
             name = tokens.names[min(tokens.replicated)]

@@ -195,7 +195,6 @@ class BatchParallel:
         skipped layers hangs hooks on it for one branch only) cannot be run ahead of that change.
 
         Args:
-            step: the calls.
             given: the first call's arguments of the step behind it.
             latents: name of the transformer's first argument.
         """
@@ -221,7 +220,6 @@ class BatchParallel:
     def _run_ahead(
         self, proceed: Proceed, arguments: Arguments, branches: list[dict[str, Any]], state: tuple[Any, ...]
     ) -> None:
-        """Run this rank's branches of the step, and exchange results."""
         now = self._of.value.now
         mine: list[Any] = []
         predictions: list[dict[str, SeenValue]] = []
@@ -340,8 +338,6 @@ def batched_in(arguments: Arguments, batch: int, layout: TokenLayout) -> dict[st
 
     Args:
         arguments: of a call of a transformer.
-        batch: its samples.
-        layout: of such calls.
     """
     listed, known = layout.listed, (*layout.unbatched, *layout.listed)
 
@@ -427,8 +423,6 @@ def _gathered(rows: Any, shares: Partition, link: Link) -> Any:
 
 
 def _exchanged(output: Any, link: Link) -> list[Any]:
-    """The output of every rank of the link, in rank order."""
-
     def parts_of(tensor: Tensor) -> list[Tensor]:
         tensor = tensor.contiguous()
         parts = link.all_gather_list([tensor], [[tuple(tensor.shape)]] * link.size)
@@ -445,7 +439,6 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
 
 
 def _alike(one: SeenValue, other: SeenValue) -> bool:
-    """True if both are plain tensors of one shape."""
     a, b = one.value, other.value
     return is_plain(a) and is_plain(b) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 

@@ -141,7 +141,6 @@ def _on_the_host(sums: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int]
 
 
 def _images_in(value: Any) -> Iterator[Tensor]:
-    """Arrays and images in a pipeline's output, as tensors; for large ones a part of the elements."""
     import numpy as np
     from PIL.Image import Image
 

@@ -83,7 +83,6 @@ class SequenceParallel:
 
     Args:
         config: degrees and text policy.
-        mesh: ranks and links.
     """
 
     # Whether `attend_distributed` wants to see keys and values even when all tokens are here.

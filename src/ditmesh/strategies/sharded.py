@@ -146,7 +146,6 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
     memory for the weights, and with any of them elsewhere.
 
     Args:
-        model: the model.
         lists: paths of its lists of blocks.
         kept: ids of parameters inside blocks that are used outside of them as well.
     """

@@ -179,7 +179,6 @@ class SimulatedStale(StaleStrategy):
 
 
 def _meet(questions: list[tuple[str, Any]]) -> list[list[Any]]:
-    """Exchange the values of all virtual ranks."""
     kinds = {kind for kind, _ in questions}
     if len(kinds) > 1:
         raise LayoutError(f"virtual ranks do different things at one time: {' and '.join(sorted(kinds))}")

@@ -49,7 +49,6 @@ def check_tested(model: str, config: ParallelConfig, recipe: Iterable[type[Strat
 
     Args:
         model: name of the transformer's class.
-        config: the configuration.
         recipe: strategies to choose from.
         published: whether it is diffusers' class, as it was tested; another class may have the name.
 
@@ -135,7 +134,6 @@ def _figure(error: float) -> str:
 
 
 def _by_class(classes: Mapping[str, Row], keys: list[str], marks: Mapping[tuple[str, str], str]) -> list[str]:
-    """Lines of the table with a row for each class."""
     lines = ["| transformer | " + " | ".join(keys) + " |", "|---|" + "---|" * len(keys)]
     for name, row in classes.items():
         cells = (_cell(row.get(key, {}), marks.get((name, key), "")) for key in keys)
@@ -144,7 +142,6 @@ def _by_class(classes: Mapping[str, Row], keys: list[str], marks: Mapping[tuple[
 
 
 def _by_combination(classes: Mapping[str, Row], keys: list[str], marks: Mapping[tuple[str, str], str]) -> list[str]:
-    """Lines of the table with a row for each combination: how many classes run, the largest error, the others."""
     lines = ["| combination | supported classes | largest error | bit-identical | not |", "|---|---|---|---|---|"]
     for key in keys:
         errors = [row[key]["error"] for row in classes.values() if "error" in row.get(key, {})]

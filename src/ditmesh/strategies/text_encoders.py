@@ -64,7 +64,6 @@ class OnOneRank:
 
     Args:
         module: the encoder, whole on every rank. All ranks call it together, with the same inputs.
-        link: the ranks.
     """
 
     def __init__(self, module: nn.Module, link: Link) -> None:
@@ -137,10 +136,6 @@ class _Sent:
 
 class FreedAfterUse:
     """A text encoder that lets go of its weights when `free` is called and reads them again when it is.
-
-    Args:
-        name: of the component.
-        module: the encoder.
 
     Raises:
         InputError: its weights are not, bit for bit, those of the files it was loaded from.

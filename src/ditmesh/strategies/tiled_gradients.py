@@ -198,7 +198,6 @@ def summed(mine: OrderedSum, runs: Sequence[range | set[int]], link: Link, like:
     Args:
         mine: this rank's addends, those with the numbers ``runs[link.rank]``; it may have none.
         runs: the numbers of every rank's addends.
-        link: the ranks.
         like: of the shape and dtype of an addend.
     """
     if link.size == 1:

@@ -551,7 +551,6 @@ class TrainConfig(BaseModel):
 
 
 def _said_of(error: ValidationError) -> str:
-    """The sentence about the first setting that is wrong."""
     top = error.errors()[0]["loc"][:1]
     first = nearest_problem([one for one in error.errors() if one["loc"][:1] == top])
     # Names of types are part of the place as well.

@@ -394,7 +394,6 @@ def _simple_tuner(given: Any, folder: Path) -> ImportedRun:
 
 
 def _backends(found: ImportedRun, name: str | None, folder: Path) -> Sequence[Mapping[str, Any]]:
-    """The file of data sets that a run names: relative to the tool's folder, which has that of configurations in it."""
     if not name:
         return []
     tries = [one / name for one in (folder, *folder.resolve().parents[:2])]

@@ -269,12 +269,7 @@ def _tables(scheduler: Any) -> tuple[Any, bool]:
 
 
 class NoiseTables:
-    """The noise levels and the target of training at single moments, as the objective has them.
-
-    Args:
-        scheduler: the pipeline's.
-        config: the objective.
-    """
+    """The noise levels and the target of training at single moments, as the objective has them."""
 
     def __init__(self, scheduler: Any, config: TrainConfig) -> None:
         objective = NoiseObjective(scheduler, config)

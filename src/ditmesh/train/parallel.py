@@ -57,9 +57,6 @@ class ParallelTraining:
 
     Args:
         trained: modules by name, whole.
-        model: the transformer.
-        config: the run.
-        mesh: the ranks.
         undo: gets what takes the ranks off the model again.
         restore: undoes `parallelize`, or what it is given.
 

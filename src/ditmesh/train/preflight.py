@@ -69,10 +69,6 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
 
     Imports torch, and diffusers where there is a LoRA.
 
-    Args:
-        config: the run.
-        info: the model's files.
-
     Raises:
         ConfigError, InputError: naming the setting, its value and the way out.
     """

@@ -43,7 +43,6 @@ def train(
     Rank 0 writes checkpoints' names, logs, validation images and in the end the pipeline to ``output_dir``.
 
     Args:
-        config: the run.
         timeout: deadline of every collective, in seconds.
         report: takes a `Preparing` now and then and one `DataReport` before the first step, and a `Progress` after
             every step; on rank 0.

@@ -151,9 +151,7 @@ class Trainer:
     """Trains a pipeline's transformer on the ranks of a mesh; every rank makes one and calls `run`.
 
     Args:
-        config: the run.
         pipe: the pipeline, the same on every rank; it is trained in place.
-        device: of this rank.
         timeout: deadline of every collective, in seconds.
         preparing: called with a `Preparing` while the data set is read and encoded, and with a `ResumeReport` when a
             checkpoint has been loaded.
@@ -334,7 +332,6 @@ class Trainer:
         done: StepResult,
         held_out: float | None,
     ) -> None:
-        """Log and report the step that has ended."""
         pace, steps = done.samples / times.seconds, self.data.steps
         if log is not None:
             log.add(
@@ -609,10 +606,6 @@ class Trainer:
                 f"use_ema={self.config.use_ema}: the run of {folder} {had} a moving average; resume with use_ema: "
                 f"{str('average_steps' in names).lower()}"
             )
-        scaler = facts.get("scaler")
-        if "scaler.scale" in names and self.update.scaler.is_enabled():
-            # Of an earlier version, which kept it among the tensors.
-            scaler = state["scaler"] = self.update.scaler.state_dict()
         another = facts.get("settings", {}).get("optimizer", "AdamW").lower() != self.config.optimizer.lower()
         kept = matching_state(state["optimizer"]["state"], set() if another else names, self.config.optimizer)
         state["optimizer"]["state"] = kept
@@ -628,8 +621,8 @@ class Trainer:
             for mine, loaded in zip(self.update.average.shadow_params, average.values(), strict=True):
                 mine.copy_(loaded)
             self.update.average.optimization_step = int(state["average_steps"])
-        if self.update.scaler.is_enabled() and scaler is not None:
-            self.update.scaler.load_state_dict(scaler)
+        if self.update.scaler.is_enabled() and "scaler" in facts:
+            self.update.scaler.load_state_dict(facts["scaler"])
         self._load_outer(state.get("outer", {}), facts)
         bad = self.update.bad_weights()
         if bad is not None:

@@ -234,11 +234,7 @@ def local_attention(name: str | None = None, ring: int = 1, reproducible: bool =
 
 
 def _usable(name: str, ring: int, reproducible: bool) -> Kernel:
-    """The kernel of that name, for the uses of `local_attention`.
-
-    Raises:
-        ConfigError: there is none of that name, or it cannot be used so; naming those that can.
-    """
+    """The kernel of that name, for the uses of `local_attention`."""
     kernel = KERNELS.get(name) or backend_kernel(name)
     if kernel is None:
         backends = known_backends()

@@ -188,7 +188,6 @@ class StepForecast:
         """Transfers between the ranks of neighbouring axes.
 
         Args:
-            name: of the term.
             axes: the axes of the ranks that take part, or `SHARD`.
             collective: what they call.
             sent: bytes that one rank sends in each call.

@@ -59,10 +59,7 @@ def anatomy(
 
     Args:
         transformer, settings: class and configuration.
-        layout: where its tokens are.
-        config: any.
         workload: what is asked of it.
-        dtype: of the weights.
 
     Returns:
         The layers, and rank 0's exchanges in order. None in their place: the model does not run without values, or

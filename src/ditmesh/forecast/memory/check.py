@@ -45,7 +45,6 @@ def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
     """The components of a pipeline's folder, from its JSON files; for other components the file sizes.
 
     Args:
-        info: the pipeline.
         without: names of components that are left out.
     """
     parts: dict[str, Component] = {}
@@ -93,8 +92,6 @@ def check_memory(
     Args:
         info: the model; its files are here.
         config: of the ranks; or what says it, if it has to be known.
-        dtype: of the weights.
-        device: where this rank computes.
         workload: what will be asked for; None: not known, so only the weights count.
         limit: bytes that a rank may take; default: what the device has left (on a CPU the host, in equal parts).
         without: components that are not loaded.
@@ -156,7 +153,6 @@ class _MemoryFit:
     """The test of configurations against the memory of a model's ranks.
 
     Args:
-        components: of the pipeline.
         workload: what is asked for; None: not known.
         usual: what is usually asked for.
         dtype, offloaded: as of `check_memory`.
@@ -190,7 +186,6 @@ class _MemoryFit:
         """The reason why a configuration does not fit, and one that does; None: it fits.
 
         Args:
-            config: the configuration.
             room: bytes of a rank; on a CPU a part of the host's, which all ranks share.
         """
         needed, phase = self.most(config)

@@ -138,10 +138,6 @@ def needs(
     whole on every rank while it loads, and then where ``text_encoder`` says.
 
     Args:
-        components: of the pipeline.
-        config: of the ranks.
-        workload: what is asked for.
-        dtype: of the weights.
         process: bytes of a process without a model.
         device: what ranks compute on. GPUs pass no tensors through shared memory; what their kernels take besides
             results (cuDNN, cuBLAS) is not known and not counted.
@@ -273,7 +269,6 @@ def _denoising(components: Components, config: ParallelConfig, workload: Workloa
 
 
 def _settings(config: ParallelConfig, *names: str, **others: Any) -> ParallelConfig:
-    """A configuration of these settings of another one, and of others."""
     return ParallelConfig(**config.model_dump(include={*names}), **others)
 
 

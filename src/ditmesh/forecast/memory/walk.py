@@ -89,7 +89,6 @@ def denoise(
 
     Args:
         transformer, settings: class and configuration.
-        layout: where its tokens are.
         config: without stages and patches.
         workload: what is asked of it.
         how: what else the walk is told.
@@ -363,7 +362,6 @@ def walk_encoder(
 
     Args:
         kind, settings: class of transformers, and configuration.
-        config: of the ranks.
         tokens: of the prompt, at most as many as the model has positions for.
         how: what else the walk is told.
     """

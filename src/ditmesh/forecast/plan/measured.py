@@ -86,7 +86,6 @@ def keep_fastest(
 
 @cache
 def _model(transformer: str, config: str) -> Any:
-    """The transformer with random weights, on this rank's device."""
     torch.manual_seed(0)
     model = model_class(transformer).from_config(json.loads(config)).eval()
     if torch.cuda.is_available() and torch.cuda.is_initialized():

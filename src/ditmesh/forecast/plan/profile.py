@@ -124,7 +124,6 @@ def _products(where: torch.device, rows: int, inputs: int, outputs: int) -> floa
 
 
 def _device(where: torch.device) -> dict[str, Any]:
-    """Entries of a `Device`."""
     import psutil
     import torch
     import torch.nn.functional as F
@@ -215,7 +214,6 @@ def _one_speed(work: Sequence[float], times: Sequence[float]) -> tuple[float, fl
 
 
 def _link(mesh: Mesh) -> dict[str, Any]:
-    """Entries of a `LinkSpeed`: every collective's line."""
     import torch
 
     link, size, gpu = mesh.ring, mesh.ring.size, mesh.device.type == "cuda"

@@ -96,7 +96,6 @@ def subject(
     Args:
         name: of the catalogue (`ditmesh.forecast.catalogue`), else a folder, a hub id or an embedded model.
         steps: of denoising.
-        dtype: of the weights.
         encoders, offloaded: as of `PlanSubject`.
         pictures: made at once.
         sizes: what else `workload_of` takes.

@@ -262,7 +262,6 @@ def create_app(
     It starts the backend when it is started itself, and stops it unless that was done before.
 
     Args:
-        backend: the queue.
         settings: limits and behaviour.
         tracer: of OpenTelemetry; None: no traces.
         grace: seconds that jobs under way have when it is stopped.

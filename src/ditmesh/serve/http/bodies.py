@@ -87,7 +87,6 @@ async def read_json(request: Request, known: Collection[str], most: int, setting
         request: with a body that has not been read yet.
         known: names of its fields.
         most: bytes of it.
-        settings: of the server.
 
     Raises:
         Refused: it is too large, no JSON object, or has fields that are not known.

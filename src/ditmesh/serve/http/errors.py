@@ -37,7 +37,6 @@ class Refused(DitmeshError):
         status: of HTTP.
         message: one sentence.
         code, param: for programs.
-        headers: of the answer.
     """
 
     def __init__(
@@ -171,7 +170,6 @@ def _sentence(problem: Any) -> str:
 
 
 def _invalid(problems: Sequence[Any]) -> Refused:
-    """The first error in a request's fields."""
     first = problems[0]
     if first["type"] == "json_invalid":
         return Refused(400, "the body is not JSON; send one JSON object", "invalid_json")

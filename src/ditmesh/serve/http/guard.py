@@ -190,5 +190,4 @@ def _host(header: str) -> str:
 
 
 def _route(scope: Scope) -> str:
-    """The declared path without ids; empty for unknown paths, which could be any number."""
     return getattr(scope.get("route"), "path", "") or "other"

@@ -149,7 +149,6 @@ class Server:
         """Submit a job, or find the job of a repeated request.
 
         Args:
-            request: what is asked for.
             caller: the HTTP request.
             videos: the endpoint is for videos alone, for pictures alone, or (None) for both.
             inputs: decodes and keeps the input pictures, when all else is allowed; called with a list that takes the

@@ -249,11 +249,7 @@ async def edits(request: Request, key: IdempotencyHeader = None) -> Response:
 
 
 async def _kept(server: Server, data: Mapping[EditFile, bytes], kept: list[str]) -> tuple[Input, ...]:
-    """The pictures of an edit as inputs of a job; their digests in ``kept``.
-
-    Raises:
-        Refused: one of them is none, or they are of two sizes.
-    """
+    """The pictures of an edit as inputs of a job; their digests in ``kept``."""
     found: dict[EditFile, tuple[bytes, tuple[int, int]]] = {
         role: await server.uploads.png(data[role], role, role == "mask") for role in data
     }
@@ -269,11 +265,7 @@ async def _kept(server: Server, data: Mapping[EditFile, bytes], kept: list[str])
 
 
 def _parts(form: FormData) -> tuple[EditRequest, dict[EditFile, UploadFile]]:
-    """The fields of a form, and its files by name.
-
-    Raises:
-        Refused: a field is wrong or there twice, or a file is none of an edit's.
-    """
+    """The fields of a form, and its files by name."""
     fields: dict[str, Any] = {}
     files: dict[EditFile, UploadFile] = {}
     for name, value in form.multi_items():

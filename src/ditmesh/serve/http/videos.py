@@ -117,11 +117,7 @@ async def post_video(request: Request, key: IdempotencyHeader = None) -> Video:
 
 
 async def _body(request: Request) -> VideoBody:
-    """The request's fields, from JSON or a form.
-
-    Raises:
-        Refused: it cannot be read, or a field is wrong.
-    """
+    """The request's fields, from JSON or a form."""
     server: Server = request.app.state.server
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":

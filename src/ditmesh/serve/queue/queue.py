@@ -302,9 +302,7 @@ class Queue:
         """Accept a job: it is on disk when this returns. A repeated request returns its job.
 
         Args:
-            id: of the job.
             request: with its model and seed.
-            owner: who asks.
             work: of one picture, in any unit.
             rate: of all ranks together, in work per second, as far as it has been measured.
             key: see `repeated`.
@@ -460,7 +458,6 @@ class Queue:
         """Record a cancelled job; None if it has ended already.
 
         Args:
-            id: of the job.
             done: of each of its pictures under way the part that is done, from 0 to 1.
         """
         with self._change() as db:
@@ -474,7 +471,6 @@ class Queue:
         """Put lost running images back into the queue; None if the job has ended already.
 
         Args:
-            id: of the job.
             pictures: their numbers.
             counts: this is another attempt.
         """

@@ -187,7 +187,6 @@ def _failed(what: str, error: OSError) -> StorageError:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder durable (fsync)."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -57,7 +57,6 @@ def storage_error(what: str, error: OSError | sqlite3.Error) -> StorageError | N
 
     Args:
         what: that could not be done, such as ``"cannot write /x"``.
-        error: why.
 
     Returns:
         None: it is a mistake in a statement.

@@ -59,8 +59,6 @@ class LoadedModel:
     """A model of a server. Every rank makes one at the same time, with the same arguments.
 
     Args:
-        spec: what to load.
-        device: where this rank computes.
         exchange: all-gather of the ranks, with the deadline of their collectives.
         undo: what is to be given back, by all ranks at the same time, when it cannot be loaded.
 
@@ -153,11 +151,7 @@ class LoadedModel:
         return [ALONE] if self._placements is None else self._placements.modes
 
     def _open_placements(self, batcher: PoolBatcher) -> None:
-        """Prepare the ways in which ranks of a pool share a call. Every rank calls this at the same time.
-
-        Raises:
-            ConfigError: calls of its requests cannot take turns.
-        """
+        """Prepare the ways in which ranks of a pool share a call. Every rank calls this at the same time."""
         if batcher.why:
             raise ConfigError(
                 f"model {self.spec.name} cannot be scheduled by the step ({batcher.why}); serve it with "

@@ -49,7 +49,6 @@ class HostAllGather:
         """Every rank's value, in rank order: anything that can be pickled. A collective call.
 
         Args:
-            value: this rank's.
             seconds: for which others are waited for; None: the group's timeout.
 
         Raises:

@@ -92,7 +92,6 @@ class Replica:
         """Prepare; `start` starts.
 
         Args:
-            name: of the replica.
             make: starts ranks of a launcher that takes replies (`launch.backend.Conversing`).
             say: called in the replica's thread with what rank 0 reports, and `RanksUp` and `RanksDown` around it.
             limits: when ranks are given up.

@@ -32,12 +32,9 @@ def open_requests(
 
     Args:
         job: as it was loaded; its configuration is known.
-        info: the model.
-        device: where this rank computes.
         each: bytes that this rank keeps of a request.
         most: as many are enough.
         exchange: gives every rank's value, in rank order.
-        rank: this one.
     """
     every = exchange((each, free_memory(device, 1)))
     # Ranks on one host share what is free there.

@@ -483,7 +483,6 @@ class TaskScheduler:
             self._ranks.message.failed[work.task.id] = failure_of(run.failure)
 
     def _begin(self, work: RunningTask, model: LoadedModel) -> None:
-        """Prepare a task's run; a task that cannot be done fails at the next round, on all ranks."""
         try:
             prepared = model.prepare(work.task)
         except Exception as error:
@@ -519,7 +518,6 @@ class TaskScheduler:
         work.undo.callback(StepEvents(scheduler, seen).undo)
 
     def _stepped(self, work: RunningTask, model: LoadedModel) -> None:
-        """Report a step of a task; called in its coroutine."""
         run, prepared = work.run, work.prepared
         assert run is not None
         assert prepared is not None

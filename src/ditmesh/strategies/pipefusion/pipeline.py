@@ -95,7 +95,6 @@ class PipeFusion:
     Args:
         model: the transformer, with its `Stages`, and the hooks of a `PatchParallel` in place; this becomes the next
             layer of its forward.
-        mesh: ranks and links.
         control: the request's steps.
 
     Attributes:
@@ -242,7 +241,6 @@ class PipeFusion:
         return run
 
     def _run_patch(self, run: PatchRun, args: Any, kwargs: Any) -> Any:
-        """The model's forward for one patch; None on a stage that leaves it half way."""
         if self.handler.config.reproducible:
             # A tensor that was sent lies in memory in another way than one that was computed here.
             args, kwargs = tree_map(lambda leaf: aligned(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -267,7 +265,6 @@ class PipeFusion:
     # --- messages ------------------------------------------------------------------------------------------
 
     def _send_on(self, tensors: Sequence[Tensor]) -> None:
-        """Send a patch's streams to the next stage."""
         self._keep_sent(self.link.send([tensor.contiguous() for tensor in tensors], self.link.rank + 1))
 
     def _keep_sent(self, sent: Transfer) -> None:
@@ -277,7 +274,6 @@ class PipeFusion:
             under_way.popleft().wait()
 
     def _send_prediction(self, plan: PatchPlan, patch: int, tensors: Sequence[Tensor]) -> None:
-        """Send the elements of the model's output that belong to a patch to the first stage."""
         pieces = [
             tensor.reshape(-1)[owners.indices(patch)] for tensor, owners in zip(tensors, plan.owners, strict=True)
         ]
@@ -434,7 +430,6 @@ class PipeFusion:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The tensors in the model's output, in order."""
     return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
 
 

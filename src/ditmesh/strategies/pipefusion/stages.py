@@ -145,9 +145,7 @@ class Stages:
 
     Args:
         model: the transformer: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
-        layout: its block lists.
         config: ``stages``, ``speeds``.
-        mesh: ranks and links.
 
     Attributes:
         numbers: of every block, by its path.
@@ -330,11 +328,7 @@ class StageWeights:
         ]
 
     def _held(self, parameters: Sequence[Tensor]) -> list[list[int]]:
-        """The stages that have each parameter. A collective call, also of none: it returns when all have come.
-
-        Raises:
-            PeerError: no stage has one of them.
-        """
+        """The stages that have each parameter. A collective call, also of none: it returns when all have come."""
         have = torch.tensor(
             [[1, *(not hasattr(parameter, ABSENT_ATTRIBUTE) for parameter in parameters)]], dtype=torch.int8
         )

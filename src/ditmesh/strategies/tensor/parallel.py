@@ -119,11 +119,7 @@ class TensorParallel:
                 self._gather(site, _base_parameters(site, self._base(site)))
 
     def _check_share(self) -> None:
-        """Reject a model with almost no splittable weights, and report a small share.
-
-        Raises:
-            ConfigError: less than `LEAST_SHARE` of the parameters are cut.
-        """
+        """Reject a model with almost no splittable weights, and report a small share."""
         share, name = share_cut(self.model, self.plan), type(self.model).__name__
         said = f"tensor={self.link.size} cuts {share:.0%} of the parameters in the blocks of {name}"
         if share < LEAST_SHARE:
@@ -193,11 +189,7 @@ class TensorParallel:
                 self._undo.callback(patch)
 
     def _call_guarded(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the model that fuses projections, or adds or fuses adapters.
-
-        Raises:
-            InputError: adapters are added to projections that were fused since the weights were cut.
-        """
+        """Call a method of the model that fuses projections, or adds or fuses adapters."""
         if name == "fuse_lora":
             # Adapters are added to weights that are cut: they must be cut alike, even before the first call.
             self._follow_adapters()

@@ -164,11 +164,7 @@ def _apply_rows(
 
 
 def _refuse_unknown(rule: Rule, module: nn.Module, path: str, attention: nn.Module, queries: int) -> None:
-    """Reject an attention with projections of all heads that the rule does not split.
-
-    Raises:
-        ConfigError: naming the projection.
-    """
+    """Reject an attention with projections of all heads that the rule does not split."""
     known = {id(_linear_at(module, name)) for name in (*rule.column, *rule.row)}
     for name, child in attention.named_modules():
         linear = base_layer_of(child)

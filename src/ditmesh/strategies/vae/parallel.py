@@ -42,7 +42,6 @@ def in_bands(bands: Bands, function: Callable[..., Any], rows: tuple[int, ...], 
     """The result of a function for an image in bands, whole on every rank. Collective.
 
     Args:
-        bands: the ranks.
         function: of tensors, the first of which is cut: (batch, channels, height, width), or a video with frames before
             the height; on all ranks the same.
         rows: of every rank.
@@ -57,7 +56,6 @@ def in_bands(bands: Bands, function: Callable[..., Any], rows: tuple[int, ...], 
 
 
 def _gathered(value: Any) -> Any:
-    """A result, or what it consists of, with whole tensors."""
     for leaf in tree_leaves(value):
         if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor):
             # A distribution of latents is an object that has them as attributes.
@@ -70,7 +68,6 @@ class InBands:
 
     Args:
         vae: the autoencoder, the same on all ranks.
-        link: the ranks.
 
     Attributes:
         bands: the ranks, and what was computed on whole tensors for want of a rule.
@@ -127,7 +124,6 @@ class BandedVae(Strategy):
         self._patches.close()
 
     def _around(self, vae: nn.Module, name: str, banded: InBands, *args: Any, **kwargs: Any) -> Any:
-        """One call of ``decode`` or ``encode``."""
         original = banded.calls[name]
         if not args:
             return original(*args, **kwargs)

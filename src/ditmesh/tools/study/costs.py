@@ -96,7 +96,6 @@ class Costs:
             )
 
     def _sizes(self) -> dict[tuple[int, int], PredictedCost]:
-        """Predicted costs by side and devices, with the first strategy and policy."""
         strategy, warmup = self._plan.strategies[0], self._plan.warmups[0]
         found = {
             (side, devices): self._model.cost(strategy, devices, warmup, 1, self._evaluations, side)

@@ -59,7 +59,6 @@ def place_maps(
     """Maps of the prediction's error in the image: rows over steps, and all stale steps together.
 
     Args:
-        report: the page.
         tokens: `running.token_errors`, (evaluations, rows, columns).
         devices: N; ranks have runs of tokens, row after row.
         stale: steps, from 0.

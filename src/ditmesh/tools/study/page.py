@@ -121,9 +121,7 @@ def page_of(
     """The page.
 
     Args:
-        results: of the study.
         pictures: folder of its PNGs.
-        sentences: those of `findings`.
         rules: `StudyResults.rule` by sampler and strategy.
         facts: where the figures are from, by name.
         files: what can be saved from the page.
@@ -432,7 +430,6 @@ def _distribution(report: Report, results: StudyResults, pair: Pair) -> None:
 
 
 def _frames(report: Report, results: StudyResults, pair: Pair) -> None:
-    """Charts of videos: how far every frame is from the synchronous one, with every policy and N."""
     values: dict[tuple[str, str], float] = {}
     count = 0
     for devices, warmup in product(results.plan.devices, results.plan.warmups):
@@ -549,7 +546,6 @@ def _places(report: Report, results: StudyResults, pair: Pair) -> None:
 
 
 def _ordered(blocks: Iterable[str]) -> list[str]:
-    """Block paths by list and number."""
     return sorted(blocks, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
 
 

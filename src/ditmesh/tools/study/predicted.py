@@ -29,7 +29,6 @@ class CostModel:
     """Predictions of `ditmesh plan` for the requests of a study, one picture each.
 
     Args:
-        setup: of the study.
         hardware: a device such as ``h100``, with its usual link.
 
     Raises:

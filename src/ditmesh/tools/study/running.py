@@ -148,7 +148,6 @@ class Runner:
 
 
 def _as_one(made: np.ndarray) -> np.ndarray:
-    """A picture as it is; of a video (frames, h, w, 3) some frames, evenly spaced, in rows."""
     if made.ndim == 3:
         return made
     places = np.linspace(0, len(made) - 1, min(SHOWN_FRAMES, len(made))).round().astype(int)

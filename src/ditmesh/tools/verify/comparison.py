@@ -20,7 +20,6 @@ class Comparison:
 
     Args:
         job, configs: what is generated, and how.
-        ranks: run it.
         folder: keeps what one device computes.
         timed: record when ranks compute and wait.
         said: takes what is done now, and how many runs have begun.
@@ -72,7 +71,6 @@ class Comparison:
                 self._runs[config_name(config)] = of_ranks
 
     def _run(self, devices: int, tasks: Sequence[RunTask]) -> list[list[RankRun]]:
-        """For each task every rank's run."""
         self._said(f"starting {devices} rank{'s' if devices > 1 else ''}", 0)
 
         def begin(rank: int, began: Any) -> None:

@@ -142,7 +142,6 @@ def _outcomes(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
 
 
 def _settings(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
-    """The settings that any of the configurations has changed."""
     usual = ParallelConfig().model_dump(mode="json")
     changed = [name for name in usual if any(verdict.settings[name] != usual[name] for verdict in verdicts)]
     rows: list[list[str]] = []
@@ -154,7 +153,6 @@ def _settings(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str]]]:
 
 
 def _circumstances(job: PictureJob, references: Mapping[str, RankRun]) -> dict[str, Any]:
-    """The settings of the run as text."""
     prompts = job.prompts
     facts: dict[str, Any] = {
         "model": without_folder(job.name),

@@ -95,7 +95,6 @@ class TimelineRecorder:
     On a GPU times are those of the stream that computes (CUDA events), on a CPU those of the thread that computes.
 
     Args:
-        pipe: the pipeline.
         models: its transformers, and the paths of their lists of blocks.
         traffic: of the mesh; its messages are shown; None: there is none.
         alone: no other rank of the job records.
@@ -240,8 +239,6 @@ def write_chrome_trace(file: str | Path, configs: Sequence[tuple[str, Sequence[R
 
 
 def _add(events: list[dict[str, Any]], process: int, name: str, rank: RankTimeline, later: float) -> None:
-    """The events of one rank; its time 0 is ``later`` seconds after that of the first."""
-
     def at(seconds: float) -> float:
         return round((seconds + later) * 1e6, 3)
 

@@ -30,7 +30,7 @@ from ...comm.mesh import Mesh
 from ...comm.objects import on_first
 from ...core.files import digest_of_file, written_whole
 from ...errors import InputError
-from .storage import TensorPlanner, names_in, reader, tensor_bytes, writer
+from .storage import HuggingFaceStorageReader, names_in, tensor_bytes, writer
 
 MANIFEST = "manifest.json"
 # torch's warning when a single process saves.
@@ -44,7 +44,6 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        folder: where they are.
         mesh: the ranks that write them together.
         keep: how many of the newest stay; None: all.
     """
@@ -181,7 +180,6 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
 
     def _clear(self) -> None:
-        """Remove incomplete checkpoints, and rename complete ones that lack only their final name."""
         for part in self.folder.glob(".checkpoint-*"):
             if part.suffix == ".part" and broken(part) is None:
                 self._name(part)
@@ -200,7 +198,6 @@ class Checkpoints:
         """The checkpoint to resume from: ``latest`` (the newest complete one) or a folder. Collective.
 
         Args:
-            wanted: which.
             runs: of ``latest``: the runs with checkpoints that count, each up to a step (None: all of its); by
                 `checkpoint_facts` under ``"run"``. None: any.
 
@@ -247,8 +244,7 @@ class Checkpoints:
             with _one_process_is_meant():
                 load(
                     state,
-                    storage_reader=reader(folder),
-                    planner=TensorPlanner(),
+                    storage_reader=HuggingFaceStorageReader(str(folder)),
                     process_group=self._group,
                     no_dist=self._mesh.world_size == 1,
                 )
@@ -303,7 +299,6 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _cause(error: BaseException) -> str:
-    """The operating system's message, if any."""
     if isinstance(error, CheckpointException):
         # It is no Exception, and holds what ranks have raised.
         error = next(iter(error.failures.values()))[0]

@@ -30,7 +30,6 @@ def export_bytes(pipe: Any, config: TrainConfig) -> tuple[int, int]:
 
     Args:
         pipe: with the adapters of a LoRA, its weights whole.
-        config: the run.
     """
     modules = [module for module in pipe.components.values() if isinstance(module, nn.Module)]
     trained = sum(p.nbytes for module in modules for p in module.parameters() if p.requires_grad)
@@ -83,7 +82,6 @@ def export(
     Args:
         pipe: the pipeline that was trained; its transformer may be in shards, and is replaced.
         weights: by name, whole, on the CPU.
-        config: the run.
         model: the transformer's class.
         step, loss: the last one, and its loss.
 

@@ -109,9 +109,6 @@ def _held(folder: Path) -> IO[str]:
 class RunFolder:
     """The output folder, held by the process of the first rank.
 
-    Args:
-        config: the run.
-
     Attributes:
         runs: that have written this run's checkpoints, oldest first: an identity (None: of a version that had none) and
             the last step that counts, None for all.
@@ -188,7 +185,6 @@ def run_settings(config: TrainConfig, data: str) -> dict[str, Any]:
     """A run's settings for its checkpoints, as JSON data.
 
     Args:
-        config: the run.
         data: a digest of the samples.
     """
     return {**config.model_dump(mode="json"), "batch": config.batch, "data": data}

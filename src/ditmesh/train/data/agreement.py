@@ -37,7 +37,6 @@ def agreed_samples(mesh: Mesh, find: Callable[[Callable[[int], None]], Samples],
     have different times.
 
     Args:
-        mesh: the ranks.
         find: reads the data set of this rank; it is given what to call with how many samples it has seen so far.
         show: as for `uneven_work`.
 
@@ -107,7 +106,6 @@ def _differences(mesh: Mesh, samples: Sequence[Sample], identities: Sequence[str
 
 
 def _refused(sentences: Sequence[str | None]) -> InputError:
-    """The common error of all ranks, as one sentence."""
     ranks = [rank for rank, sentence in enumerate(sentences) if sentence]
     first = str(sentences[ranks[0]])
     if len(ranks) == len(sentences) and len(set(sentences)) == 1:

@@ -99,7 +99,6 @@ class SampleImages:
         """Reject images that cannot be read, and masks of another shape than their image.
 
         Args:
-            name: of the sample.
             size: (height, width) of its image, in pixels.
 
         Raises:
@@ -119,9 +118,6 @@ class SampleImages:
 
 class AttachedImages:
     """Finds the images that belong to the samples of a data set.
-
-    Args:
-        config: of the data set.
 
     Attributes:
         columns: the columns or keys that name masks and reference images; None: none do.
@@ -182,7 +178,6 @@ class AttachedImages:
         """The images that belong to a sample.
 
         Args:
-            name: of the sample.
             parts: images by column, if columns name some.
             size: (height, width) of its image, in pixels.
 

@@ -201,7 +201,6 @@ def read_listing(path: Path, name: str) -> Listing:
     """Read JSON lines, CSV, TSV, parquet, or JSON: a list of objects, or an object by file name.
 
     Args:
-        path: where it is.
         name: of it, for messages.
 
     Raises:
@@ -362,7 +361,6 @@ def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: Ca
 
     Args:
         files: by suffix: name, for messages, and what reads it.
-        wanted: what is looked for.
 
     Raises:
         InputError: one of them cannot be read.

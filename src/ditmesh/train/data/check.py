@@ -34,7 +34,6 @@ def checked_data(config: TrainConfig, pipe: Any, sheet: str | Path | None = None
     """Read a run's data as a run would, decode it, and look at the first step.
 
     Args:
-        config: the run.
         pipe: its pipeline, for the lengths of captions and the sizes that it takes.
         sheet: a PNG with the samples of the first step is written there.
 
@@ -156,7 +155,6 @@ def _captions(found: Samples, encoded: EncodedSamples) -> dict[str, Any]:
 
 
 def _much_cut(sources: Sources) -> list[str]:
-    """Sentences about samples of which more than half is cut away."""
     found = []
     for sample, size in zip(sources.samples.good, sources.sizes, strict=True):
         _, cut = _scaled(sample, size)

@@ -49,7 +49,6 @@ def write_sheet(samples: Sequence[SeenSample], path: str | Path) -> int:
 
     Args:
         samples: of a step, `MOST_CELLS` of which are shown.
-        path: of the file.
 
     Returns:
         The number of samples on it.
@@ -107,7 +106,6 @@ def _paste(sheet: Image.Image, picture: Image.Image, place: tuple[int, int]) -> 
 
 
 def _masked(picture: Image.Image, mask: Image.Image) -> Image.Image:
-    """An image in red where its loss does not count."""
     faint = Image.blend(picture, Image.new("RGB", picture.size, "#d00000"), 0.6)
     return Image.composite(picture, faint, mask)
 

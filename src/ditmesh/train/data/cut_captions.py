@@ -56,7 +56,6 @@ def cut_captions(pipe: Any, encode: Callable[[str], Any], captions: Iterable[tup
     """The captions that the tokenizers of a pipeline cut; nothing of those that cannot be watched.
 
     Args:
-        pipe: the pipeline.
         encode: encodes a caption as training does.
         captions: name of the sample and caption.
     """

@@ -139,7 +139,6 @@ class EncodedSamples:
         own, each encodes what it lacks when it trains it.
 
         Args:
-            mesh: the ranks.
             show: called with what is done and how far each rank is.
 
         Raises:
@@ -244,7 +243,6 @@ class EncodedSamples:
         return found
 
     def _flips(self, sample: Sample) -> bool:
-        """True if half of the uses of a sample are mirrored."""
         return self._sets[sample.source].random_flip
 
     def _encode(self, index: int | None) -> Conditions:
@@ -265,11 +263,7 @@ class EncodedSamples:
         return {name: value.detach().cpu().contiguous() for name, value in encoded.items()}
 
     def _kept(self, index: int | None) -> Conditions:
-        """A sample from the cache; it is encoded and stored if it is missing.
-
-        Raises:
-            OSError: the sample is corrupt; names it.
-        """
+        """A sample from the cache; it is encoded and stored if it is missing."""
         assert self._cache is not None
         try:
             return self._cache.read(index)
@@ -446,7 +440,6 @@ class EncodedSamples:
 
     @property
     def _is_kept(self) -> bool:
-        """True if conditions come from the cache."""
         return self._cache is not None and self._keeps_text
 
     def _weights(self, micro: MicroBatch) -> Tensor | None:
@@ -483,7 +476,6 @@ class EncodedSamples:
         """Pixels, or moments and conditions from the cache; and the reference image if conditions are not kept.
 
         Args:
-            index: of the sample.
             flip: mirror it.
             empty: without caption.
             words: seed of its caption.
@@ -526,7 +518,6 @@ class EncodedSamples:
         return _Encoded(encoded["mirrored" if flip else "moments"], sample, row, encoded.get("mask"), None)
 
     def _shape(self, sample: Sample, place: int) -> tuple[int, int]:
-        """(h, w) of the latents of a sample's bucket."""
         size = self._sizes[place]
         if size not in self._shapes:
             height, width = self._moments(self._pixels(sample, place, False)[None]).shape[-2:]
@@ -535,7 +526,6 @@ class EncodedSamples:
 
 
 def _name_of(variant: int | None, flip: bool) -> str:
-    """The name of one caption's conditions in a cache file; None: of the empty one."""
     if variant == 0 and not flip:
         return "condition"
     return f"condition[{'empty' if variant is None else variant}{', mirrored' if flip else ''}]"

@@ -52,7 +52,6 @@ def with_held_out(
         found: the data set, the same on all ranks.
         by: what is said of an image.
         config: ``validation_data_dir`` or ``validation_split``.
-        mesh: the ranks.
         show: called with what is done and how far each rank is.
 
     Raises:
@@ -109,9 +108,6 @@ class HeldOutLoss:
         samples: of all ranks alike.
         pipe: the pipeline with its autoencoder and text encoders.
         family: how it is called.
-        config: the run.
-        mesh: the ranks.
-        device: of this rank.
 
     Raises:
         ConfigError: the noise levels of the objective are not known.

@@ -314,7 +314,6 @@ class _Search:
     # --- folders ------------------------------------------------------------------------------------------------
 
     def _walk(self) -> list[str]:
-        """Names of all files below the folder, relative to it, sorted."""
         found: list[str] = []
         seen: set[tuple[int, int]] = set()
 
@@ -387,7 +386,6 @@ class _Search:
             self._sample(name, said, Part(name, self.folder / name), parts)
 
     def _listings(self, files: list[str]) -> list[str]:
-        """Names of the listings, of which a folder may have one."""
         listings = [name for name in files if is_listing(os.path.basename(name))]
         places = [os.path.dirname(name) for name in listings]
         for place in places:
@@ -592,11 +590,7 @@ class _Finder:
             self._stems.setdefault(os.path.splitext(name)[0], []).append(name)
 
     def find(self, place: str, file: str) -> str | None:
-        """The name relative to the data set's folder; None: there is no such file.
-
-        Raises:
-            InputError: it is outside of the folder.
-        """
+        """The name relative to the data set's folder; None: there is no such file."""
         tries = [file] if "\\" not in file else [file, file.replace("\\", "/")]
         for one in tries:
             if os.path.isabs(one):
@@ -634,7 +628,6 @@ def _member_reader(tar: Path, name: str, member: tarfile.TarInfo) -> Callable[[]
 
 
 def _unread_words(names: Sequence[str]) -> str:
-    """A sentence about files that are not read."""
     kinds = Counter(_suffixes(name) for name in names)
     way = "; unpack archives, or write plain tars" if kinds.keys() & set(ARCHIVES) else ""
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(8))
@@ -642,7 +635,6 @@ def _unread_words(names: Sequence[str]) -> str:
 
 
 def _suffixes(name: str) -> str:
-    """The ending of a file's or a tar member's name, for messages."""
     file = os.path.basename(name).rpartition(":")[2]
     return file[file.index(".") :].lower()[-12:] if "." in file else "without suffix"
 

@@ -61,7 +61,6 @@ def found_samples(config: TrainConfig, by: By, advance: Callable[[int], None] | 
     """The samples of all data sets of a run, in one list.
 
     Args:
-        config: the run.
         by: ``"text"`` or ``"label"``.
         advance: called with the number of samples that have been looked at so far.
 
@@ -92,7 +91,6 @@ def sources_of(config: TrainConfig, samples: Samples) -> Sources:
     """Samples with their buckets, and how often each is trained.
 
     Args:
-        config: the run.
         samples: as `found_samples` returns them.
 
     Raises:
@@ -154,7 +152,6 @@ def lines_of(sources: Sources, per_epoch: Sequence[int]) -> list[str]:
     """Lines of a report about several data sets: the share of each in an epoch.
 
     Args:
-        sources: the data sets.
         per_epoch: samples of every data set that an epoch has.
     """
     if len(sources.names) == 1:

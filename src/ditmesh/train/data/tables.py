@@ -56,10 +56,6 @@ def _holds_bytes(kind: Any) -> bool:
 class TableRows:
     """The rows of a data set on disk.
 
-    Args:
-        folder: where it is.
-        config: of the data set.
-
     Attributes:
         data: the data set with undecoded images.
         file: the newest of its files.
@@ -191,7 +187,6 @@ class TableSearch:
     Args:
         rows: of the data set.
         wanted: captions or labels.
-        config: of the data set.
         advance: called with the number of samples that have been looked at so far.
 
     Attributes:

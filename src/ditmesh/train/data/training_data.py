@@ -26,9 +26,6 @@ class TrainingData:
     Args:
         pipe: encodes samples.
         family: how the pipeline is called in training.
-        config: the run.
-        mesh: the ranks.
-        device: of this rank.
         show: called with what is done and how far each rank is.
 
     Attributes:

@@ -17,11 +17,7 @@ TRIGGER = "[trigger]"
 
 @dataclass(frozen=True)
 class Wording:
-    """The rules by which a data set's captions become those that are trained.
-
-    Args:
-        config: of the data set.
-    """
+    """The rules by which a data set's captions become those that are trained."""
 
     config: TrainConfig
 

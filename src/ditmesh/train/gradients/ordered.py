@@ -25,9 +25,7 @@ class OrderedGradients:
     """The gradients of one optimizer step.
 
     Args:
-        parameters: what is trained.
         tiles: what tiles have added, of every transformer.
-        mesh: the ranks.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], tiles: Sequence[WeightGradients], mesh: Mesh) -> None:
@@ -82,7 +80,6 @@ class OrderedGradients:
         return found
 
     def _share(self, flat: Tensor) -> Tensor:
-        """This sequence rank's share of the elements."""
         link = self._mesh.sequence
         return Partition((even_cut(flat.numel(), link.size),)).copy(flat, 0, link.rank)
 
@@ -107,7 +104,6 @@ class OrderedGradients:
 
 
 def _flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Gradients of parameters one after the other; zeros for none."""
     return torch.cat(
         [
             (torch.zeros_like(parameter) if gradient is None else gradient).detach().reshape(-1)

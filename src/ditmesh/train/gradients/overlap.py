@@ -66,7 +66,6 @@ class OverlappedSum:
 
     Args:
         parameters: that are trained; the same on every rank.
-        group: the ranks.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -21,7 +21,6 @@ class DataSpeeds:
 
     Args:
         given: as `TrainConfig.data_speeds`.
-        mesh: the ranks.
 
     Attributes:
         values: one for each data rank.

@@ -51,9 +51,7 @@ def stages_refusal(name: str, layout: TokenLayout | None, config: ParallelConfig
     """The reason why a transformer cannot be trained on stages, a sentence; None: it can.
 
     Args:
-        name: of its class.
         layout: of its class; None: there is none that is reviewed.
-        config: the stages.
     """
     reason = None
     if layout is None:
@@ -108,7 +106,6 @@ class TrainedStages:
         trained: the modules that are trained, by name.
         model: the transformer: whole on every stage, parallelised inside of the stages.
         config: ``stages``, ``speeds``.
-        mesh: all ranks.
 
     Attributes:
         link: the stages.
@@ -346,7 +343,6 @@ class TrainedStages:
         }
 
     def _read_after(self, number: int) -> list[Stream]:
-        """The streams of a block's result that are read."""
         region, following = self._regions[number], self._regions[number + 1]
         chained = following is region or following.chained
         return [stream for stream in region.streams if stream.returned and (stream.used_after or chained)]
@@ -403,7 +399,6 @@ def _remember(known: dict[tuple[Any, ...], Any], form: tuple[Any, ...], value: A
 
 
 def _form_of(arguments: Arguments) -> tuple[Any, ...]:
-    """A key for the shapes and dtypes of a call's streams."""
     return tuple(
         (path, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (path, value)
         for path, value in arguments.leaves()

@@ -36,7 +36,6 @@ class GradientSync:
 
     Args:
         modules: what is trained, by name; parallelised already.
-        mesh: the ranks.
         sharding: as in `TrainConfig`.
         slices: what tensor ranks hold.
         undo: gets what takes hooks off the parameters.
@@ -180,7 +179,6 @@ class GradientSync:
 
 
 def _sharded_like(sample: DTensor, tensor: Tensor) -> Tensor:
-    """A tensor that all ranks hold, sharded like ``sample``."""
     return distribute_tensor(tensor, sample.device_mesh, sample.placements, src_data_rank=None)
 
 
@@ -189,7 +187,6 @@ class TensorSlicesOf:
 
     Args:
         model: the transformer, before it is cut.
-        mesh: the ranks.
         prefix: of its parameters' names.
     """
 

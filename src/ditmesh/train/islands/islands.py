@@ -106,7 +106,6 @@ class Islands:
     """The outer steps of one rank.
 
     Args:
-        config: the islands.
         mesh: the ranks of this island.
         parameters: what the rank trains.
         replicated: whether the ranks of `Mesh.gradient_group` hold equal weights.

@@ -28,7 +28,6 @@ class IslandLink:
     """The ranks with one place in their islands, over gloo.
 
     Args:
-        config: the islands.
         rank: this rank in its island.
         timeout: deadline of every exchange, in seconds, and of the first meeting.
 

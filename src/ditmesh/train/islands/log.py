@@ -19,7 +19,6 @@ class IslandLog:
     """``islands.csv``, which a resumed run continues.
 
     Args:
-        folder: of the run.
         from_step: rows of later steps are dropped: they belong to a run that was lost.
     """
 

@@ -49,7 +49,6 @@ def training_chart(rows: Sequence[Mapping[str, float]], path: Path, held_out: st
 
     Args:
         rows: as `read_log` returns them; ``validation_loss`` is NaN where it was not measured.
-        path: the file.
         held_out: the name of the held-out loss in the legend.
 
     Raises:

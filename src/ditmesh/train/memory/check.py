@@ -53,7 +53,6 @@ def predicted_training(config: TrainConfig, hardware: str = "cpu") -> dict[str, 
     """The memory of every rank of a run, as JSON data; nothing is read but configurations.
 
     Args:
-        config: the run.
         hardware: a device of `plan`'s table.
 
     Raises:
@@ -102,9 +101,7 @@ def check_training_memory(
     A run that cannot be predicted is not refused.
 
     Args:
-        config: the run.
         info: the model; its files are here.
-        device: where this rank computes.
         limit: bytes that a rank may take; None: what the device has left (on a CPU the host, in equal parts).
 
     Raises:

@@ -72,8 +72,6 @@ def training_needs(
     """Predict the memory of every rank of a run from configurations, without computing anything.
 
     Args:
-        components: of the pipeline.
-        config: the run.
         workload: tokens of a sample at the largest size of the run.
         device: what ranks compute on; on GPUs what kernels take besides results is not counted.
         process: bytes of a process without a model.
@@ -112,7 +110,6 @@ def unpredicted(config: TrainConfig) -> str | None:
 
 
 def _others(components: Components, config: TrainConfig, workload: Workload) -> float:
-    """Bytes of the other components and of transformers that are not trained: float32, and `encoder_precision`."""
     parts = [components.vae] if components.vae is not None else []
     beside = _denoisers(components, config)[1:]
     weights = sum(_weights(part.kind, part.settings) for part in [*parts, *beside])
@@ -130,7 +127,6 @@ def _others(components: Components, config: TrainConfig, workload: Workload) -> 
 
 
 def _denoisers(components: Components, config: TrainConfig) -> tuple[Component, ...]:
-    """The transformers, the one that is trained first."""
     return components.denoisers[:: -1 if config.denoiser == SECOND else 1]
 
 

@@ -133,7 +133,6 @@ def _frozen_layer(layer: nn.Linear, precision: str) -> FrozenLinear:
 
 
 def _freeze(model: nn.Module, precision: str | None, offload: float) -> float:
-    """Frozen layers in the place of those that a run freezes; bytes of those in the host's memory."""
     if precision is None and not offload:
         return 0.0
     elsewhere = 0.0
@@ -244,7 +243,6 @@ class _Gradients:
     """The fate of finished gradients: shards are cut from them, or they are copied into messages.
 
     Args:
-        trained: the weights.
         sharding: of the gradients.
 
     Attributes:

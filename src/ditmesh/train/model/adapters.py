@@ -72,7 +72,6 @@ def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
 
 
 def _linears(model: nn.Module) -> list[str]:
-    """Names of linear layers that are called: torch's own attention reads the weights of its layers."""
     own = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     return [
         name
@@ -278,7 +277,6 @@ def _load_base(pipe: Any, lora: LoraConfig, denoiser: str) -> dict[str, float]:
 
 
 def _fuse(pipe: Any, scales: Mapping[str, float]) -> None:
-    """Add adapters to the weights below them and take them off."""
     from diffusers.utils.peft_utils import recurse_remove_peft_layers
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -306,7 +304,6 @@ def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig,
     Args:
         pipe: with the adapters.
         weights: trained, by name in the pipeline, whole.
-        config: the run.
         folder: exists.
     """
     from peft import get_peft_model_state_dict

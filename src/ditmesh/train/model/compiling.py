@@ -20,7 +20,6 @@ def compile_blocks_of(model: nn.Module, config: TrainConfig, undo: ExitStack) ->
     """Compile the forward of every block in the transformer's lists.
 
     Args:
-        model: the transformer.
         config: ``compile`` is True for inductor, or another backend's name.
         undo: gets what puts the blocks' own forwards back.
 

@@ -34,7 +34,6 @@ def dropout_refusal(model: nn.Module, mesh: Mesh) -> str | None:
 
     Args:
         model: a transformer with its adapters, before it is made parallel.
-        mesh: the ranks.
     """
     found = dropping(model)
     if not found or mesh.sequence.size * mesh.tensor.size == 1:
@@ -58,7 +57,6 @@ class TokenDropout:
 
     Args:
         model: parallelised; `dropout_refusal` has returned None for it.
-        mesh: the ranks.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -88,11 +86,7 @@ class TokenDropout:
         return value * cut.copy(F.dropout(whole, p), dim, self._link.rank)
 
     def _cut(self, name: str, region: Region, length: int) -> Partition:
-        """The tokens of a tensor with ``length`` of this rank's tokens.
-
-        Raises:
-            ConfigError: it cannot be told.
-        """
+        """The tokens of a tensor with ``length`` of this rank's tokens."""
         tokens, rank = self._handler.tokens(), self._link.rank
         found: dict[Any, Partition] = {}
         for names in self._orders(region, tokens):

@@ -370,7 +370,6 @@ def read_pipeline_frozen(info: ModelInfo, precision: str) -> Any:
     """A saved pipeline with its transformers in fewer bits, of which one weight at a time is read whole.
 
     Args:
-        info: of the pipeline.
         precision: a value of ``base_precision``.
 
     Raises:

@@ -49,10 +49,6 @@ class TokenSubset:
 
     Behind the last block the others are zeros, and what the model makes of them there says nothing.
 
-    Args:
-        model: the transformer.
-        layout: where its tokens are.
-
     Attributes:
         per_sample: whether every sample can have tokens of its own; where blocks get positional tables, which have no
             batch dimension, all have the same.
@@ -126,7 +122,6 @@ class TokenSubset:
         return hook
 
     def _cut(self, value: Tensor, cut: Cut, lengths: dict[str, int], image: str) -> Tensor:
-        """A per-token tensor without the entries of dropped tokens."""
         dim = cut.dim % value.dim()
         if value.shape[dim] == 1 or image not in cut.tokens:
             return value

@@ -67,7 +67,6 @@ def check_observable(kind: type, config: TrainConfig) -> None:
 
     Args:
         kind: the pipeline's class.
-        config: the run.
 
     Raises:
         ConfigError: it takes no prompt alone, or a setting needs an adapter.
@@ -156,7 +155,6 @@ class ObservedFamily(TextFamily):
     def _request(
         self, said: Sequence[str], size: tuple[int, int], length: int | None = None, picture: Image | None = None
     ) -> dict[str, Any]:
-        """Arguments of the pipeline's call for some captions, and an image beside them."""
         wanted: dict[str, Any] = {
             "prompt": list(said) if len(said) > 1 else said[0],
             "height": size[0],
@@ -324,7 +322,6 @@ class ObservedFamily(TextFamily):
         return found
 
     def _derived(self, request: Mapping[str, Any]) -> Recipe:
-        """A recipe; of pipelines that cannot be without guidance, of its first branch."""
         self._watcher.branches = 1
         for branches in BRANCHES:
             try:
@@ -338,7 +335,6 @@ class ObservedFamily(TextFamily):
 
         Args:
             recipe: with the arguments of the one.
-            request: the other.
             given: of what holds the sample, paths at which other numbers may be others.
         """
         one, other = recipe.arguments, self._watcher.first_call(request)
@@ -455,7 +451,6 @@ class ObservedFamily(TextFamily):
         """Changes in the transformer's arguments by the captions, and by images beside them.
 
         Args:
-            pipe: the pipeline.
             said: captions.
             length: tokens of a prompt.
             references: an image for every caption, of the size of its sample, where `reference` or `source_image` is
@@ -503,7 +498,6 @@ class ObservedFamily(TextFamily):
         return recipe.latents.moved(recipe.prediction(results.to(latents.dtype)))
 
     def _recipe(self, latents: Tensor) -> Recipe:
-        """The recipe of latents (B, ...), on their device."""
         shape, device = tuple(latents.shape[1:]), latents.device
         if shape not in self.recipes:
             raise ConfigError(f"{self.name} was not observed with latents of {shape}")
@@ -563,11 +557,7 @@ def _merged_lists(calls: Sequence[Sequence[Any]], one: Sequence[Any], two: Seque
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Paths of values that are not the same in two calls' arguments.
-
-    Raises:
-        ConfigError: one call has arguments that the other has not.
-    """
+    """Paths of values that are not the same in two calls' arguments."""
     here, there = dict(values_in(one)), dict(values_in(other))
     if here.keys() != there.keys():
         odd = sorted(here.keys() ^ there.keys())

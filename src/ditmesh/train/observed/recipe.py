@@ -209,7 +209,6 @@ def round_trip(
 
     Args:
         watcher, request: as for `derive_recipe`.
-        recipe: what is tried.
         tables: noise levels and target of training.
         renewed: the solver adds noise of its own in every step, so that the path is another one after each.
 
@@ -250,7 +249,6 @@ def round_trip(
 
 
 def _off(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference, relative to the largest number."""
     off = float((found - wanted).abs().max() / wanted.abs().max())
     return off if off == off else float("inf")
 

@@ -303,7 +303,6 @@ def replaced(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
 
 
 def _stepped(result: Any, chosen: Tensor) -> Any:
-    """The result of a scheduler's step, with another sample."""
     before = result[0] if isinstance(result, tuple) else result.prev_sample
     after = chosen.to(before).expand_as(before) if before.dim() > chosen.dim() else chosen.to(before)
     if isinstance(result, tuple):
@@ -328,7 +327,6 @@ def _sample_of(output: Any) -> Tensor | Sequence[Tensor]:
 
 
 def _first(value: Tensor | Sequence[Tensor]) -> Tensor:
-    """A batch's first sample."""
     return value[0]
 
 

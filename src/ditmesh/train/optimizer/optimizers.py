@@ -53,16 +53,11 @@ def optimizer_name(config: TrainConfig) -> str:
 
 
 def _named(name: str) -> str:
-    """The entry of `OPTIMIZERS` that a name means; case does not matter."""
     return next((known for known in OPTIMIZERS if known.lower() == name.lower()), name)
 
 
 def _class_of(config: TrainConfig) -> type[torch.optim.Optimizer]:
-    """The class of ``optimizer``.
-
-    Raises:
-        ConfigError: there is none of that name, or its package is not installed.
-    """
+    """The class of ``optimizer``."""
     wanted = config.optimizer
     path, install = OPTIMIZERS.get(_named(wanted), (wanted, ""))
     package, _, name = path.rpartition(".")
@@ -85,7 +80,6 @@ def _class_of(config: TrainConfig) -> type[torch.optim.Optimizer]:
 
 
 def _takes(kind: type) -> dict[str, inspect.Parameter]:
-    """The arguments of a class but for its parameters, by name."""
     given = list(inspect.signature(kind.__init__).parameters.values())[2:]
     return {one.name: one for one in given if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
 
@@ -428,7 +422,6 @@ def initialise_state(optimizer: torch.optim.Optimizer, named: Named, facts: Mapp
 
     Args:
         optimizer: without any state.
-        named: its parameters.
         facts: of the checkpoint.
     """
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
@@ -488,9 +481,8 @@ def fill_state(
 
     Args:
         optimizer: after `initialise_state`.
-        named: its parameters.
         state: as `optimizer_tensors` returns it.
-        facts: as `facts_of_state` returns them; none in checkpoints of earlier versions.
+        facts: as `facts_of_state` returns them.
     """
     numbers = facts.get("numbers", {})
     for name, parameter in named.items():

@@ -24,7 +24,6 @@ class MeshGradScaler(torch.amp.GradScaler):
     them: an overflow in one of these skips the step of every rank.
 
     Args:
-        mesh: the ranks.
         enabled: False: gradients are neither scaled nor looked at.
     """
 

@@ -27,8 +27,6 @@ class WeightUpdate:
 
     Args:
         trained: modules by name, parallelised and sharded already.
-        config: the run.
-        mesh: the ranks.
         steps: optimizer steps of the run.
 
     Attributes:
