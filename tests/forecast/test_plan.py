@@ -249,7 +249,7 @@ def test_a_command_explains_a_configuration(capsys):
     assert [each["link"] for each in found["exchanges"]] == ["ulysses", "ulysses", "sequence", "batch"]
     with pytest.raises(SystemExit):
         main(["inspect", "--explain"])
-    assert "--explain is of a configuration" in capsys.readouterr().err
+    assert "--explain needs a configuration" in capsys.readouterr().err
 
 
 def test_predictions_of_branches_travel_once_a_step(ranks):
@@ -634,7 +634,7 @@ def test_measured_plans_are_kept_and_forgotten(monkeypatch, capfd, tmp_path, kep
     (entry,) = json.loads(out)["kept"]
     assert entry["config"] == measured[0]["words"]
     assert plan(capfd, "--forget")[1].startswith("1 kept")
-    assert plan(capfd, "--show-cache")[1].startswith("nothing is kept")
+    assert plan(capfd, "--show-cache")[1].startswith("nothing is stored")
 
 
 # --- the tables of others ----------------------------------------------------------------------------------------

@@ -461,7 +461,7 @@ def test_a_png_with_exif_behind_its_pixels_is_named(tmp_path):
     moved = content[:place] + content[place + length : end] + content[place : place + length] + content[end:]
     put(tmp_path, ("a.png", moved), ("a.txt", "A"))
     (sample,) = found_in(tmp_path).good
-    with pytest.raises(OSError, match=r"a.png was 96 x 48 pixels by its head and is 48 x 96"):
+    with pytest.raises(OSError, match=r"a.png has 96 x 48 pixels by its header and 48 x 96"):
         sample.picture()
 
 

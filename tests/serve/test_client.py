@@ -341,7 +341,7 @@ def test_generate_on_a_server(url: str, tmp_path: Path, capfd: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--devices", "2"], "--devices: with --server that is the server's own"),
+        (["--devices", "2"], "--devices: with --server the server decides this"),
         (["--ulysses", "2", "--dtype", "bf16", "--elastic"], "--dtype"),
         (["--lora", "none:0.5"], "there is no LoRA 'none'"),
         (["--lora", "oil:x"], "the scale 'x' is not a number"),

@@ -945,7 +945,7 @@ def test_a_server_that_stops_ends_what_is_under_way(done: bool):
     assert (seen[-1]["event"] == "succeeded") is done
     assert answers[0].status_code == (200 if done else 503)
     if not done:
-        assert "goes on with job_" in error_of(answers[0])["message"]
+        assert "continues job_" in error_of(answers[0])["message"]
         # The job is not made twice by a client that asks again.
         assert answers[0].headers["x-should-retry"] == "false"
     assert backend.open_streams == 0

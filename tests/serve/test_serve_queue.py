@@ -595,7 +595,7 @@ def test_another_version_is_refused_and_a_broken_file_moved_aside(opened: Any, t
     with sqlite3.connect(folder / FILE) as db:
         db.execute("PRAGMA user_version = 7")
     db.close()
-    with pytest.raises(ConfigError, match="is of version 7, and this ditmesh keeps its queue in version 1; move it"):
+    with pytest.raises(ConfigError, match="was written by version 7, and this ditmesh has queues of version 1"):
         Queue(folder)
     # Nor did it keep the lock, or touch anything.
     with sqlite3.connect(folder / FILE) as db:

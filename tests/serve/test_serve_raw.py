@@ -217,7 +217,7 @@ def test_half_a_header_is_told_that_it_was_too_slow(port: int):
     answer = said(port, b"GET /healthz HTTP/1.1\r\nHo", wait=10.0)
     assert answer.statuses == [408]
     assert answer.closed
-    assert b"did not come within 1.5 seconds" in answer.body
+    assert b"did not arrive within 1.5 seconds" in answer.body
     # After an answer as well: a connection that is kept is no excuse.
     answer = said(port, get() + b"GET /healthz HTTP/1.1\r\nHo", wait=10.0)
     assert answer.statuses == [200, 408]

@@ -205,7 +205,7 @@ def test_noise_and_velocity(tmp_path, kind, solver):
 @pytest.mark.parametrize(
     ("scheduler", "more", "said"),
     [
-        (diffusers.DDIMScheduler(), {"objective": "flow"}, "not what DDIMScheduler samples with"),
+        (diffusers.DDIMScheduler(), {"objective": "flow"}, "does not fit DDIMScheduler"),
         (diffusers.FlowMatchEulerDiscreteScheduler(), {"objective": "epsilon"}, "not what FlowMatch"),
         (diffusers.FlowMatchEulerDiscreteScheduler(), {"snr_gamma": 5.0}, "leave it out for rectified flow"),
         (diffusers.DDIMScheduler(prediction_type="sample"), {}, "which nothing here trains"),

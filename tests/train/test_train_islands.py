@@ -215,7 +215,7 @@ def test_an_island_that_fails_ends_the_others_in_a_sentence(pools, data, tmp_pat
     given = runs(data, tmp_path / "out", DILOCO)
     found = on_islands(pools(1), weights_of, given[0], {**given[1], "fails": 3})
     assert "planted" in str(found[1])
-    assert "another island than 0 is gone, or did not come within" in str(found[0])
+    assert "another island than 0 has ended, or did not answer within" in str(found[0])
 
 
 def test_islands_that_do_not_meet_are_named(data, tmp_path):

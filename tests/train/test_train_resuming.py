@@ -123,7 +123,7 @@ def test_a_resumed_run_says_what_its_changes_mean(stopped):
     assert [line.strip() for line in lines] == [
         "changes the curve: learning_rate was 0.0001 and is 1e-05 from this step on: weights move by the new rate",
         'changes the curve: optimizer_args was {} and is {"amsgrad": false} from this step on: the optimizer keeps its '
-        "state and goes on with the new value",
+        "state and continues with the new value",
         "changes the curve: seed was 0 and is 1 from this step on (allowed): samples come in another order with other "
         "noise and noise levels",
         "harmless: gradient_checkpointing was false and is true: memory and time change, the curve does not",

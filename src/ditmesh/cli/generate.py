@@ -187,7 +187,7 @@ def _check_launch(
     if elastic:
         check_elastic(config or ParallelConfig(), world_size)
     if compare and joined:
-        raise InputError("--compare starts ranks of its own; leave torchrun out and say --devices")
+        raise InputError("--compare starts ranks of its own; leave torchrun out and use --devices")
     if compare and world_size == 1:
         raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
     if joined:

@@ -134,9 +134,9 @@ def inspect(
     asked = bool(settings) or devices is not None or config is not None
     if asked != (explain or hosts is not None):
         raise InputError(
-            "a configuration is for --memory, or with --hosts for what travels between them; give both or neither"
+            "a configuration belongs to --memory, or to --hosts for the traffic between them; give both or neither"
             if not explain
-            else "--explain is of a configuration; give --config, or --devices and degrees"
+            else "--explain needs a configuration; give --config, or --devices and degrees"
         )
     place = model or str(zoo.path())
     info = find_model(place)

@@ -333,7 +333,7 @@ class RankOptions:
             InputError: an address without a launcher.
         """
         if self.address is not None and self.launcher is None:
-            raise InputError(f"--address {self.address} is of a cluster; say --launcher ray as well")
+            raise InputError(f"--address {self.address} is that of a cluster; add --launcher ray")
         return self.launcher if self.address is None else f"{self.launcher}@{self.address}"
 
     def kind(self, world_size: int) -> Literal["cpu", "cuda"]:

@@ -338,7 +338,7 @@ def _say_kept(result: dict[str, Any]) -> Report:
         ]
     )
     if not result["kept"]:
-        report.text("nothing is kept; ditmesh plan MODEL --measure keeps what it finds")
+        report.text("nothing is stored; ditmesh plan MODEL --measure stores its measurements")
     return report
 
 

@@ -52,7 +52,7 @@ def check_options(context: typer.Context) -> None:
     if "--video" in given:
         raise InputError("--video: servers accept input images, but no input videos; leave --server out")
     if given:
-        raise InputError(f"{', '.join(given)}: with --server that is the server's own; say it to ditmesh serve")
+        raise InputError(f"{', '.join(given)}: with --server the server decides this; give it to ditmesh serve")
 
 
 def generate_on(

@@ -430,7 +430,7 @@ def _pooled(
         )
     one = ParallelConfig(**settings)
     if kept := keeps_between_steps(RECIPE, one):
-        raise InputError(f"{kept}, which are of no use on other ranks; use --schedule fixed")
+        raise InputError(f"{kept}, which other ranks cannot use; use --schedule fixed")
     _, specs = _specs(models, loras, 1, config, parallel, together)
     ranks = devices or 1
     return ranks, [replace(spec, config=one, pool=ranks) for spec in specs]

@@ -55,7 +55,7 @@ class StudyOptions:
         typer.Option(
             metavar="NAMES",
             help="Study these of displaced, pipefusion, naive, and displaced-fp16, -bf16, -int8, -int4, -residual4, "
-            "-residual2, -residual1.6 and -residual1, which compress what is sent; +linear behind a displaced one "
+            "-residual2, -residual1.6 and -residual1, which compress the messages; +linear behind a displaced one "
             "moves keys on.",
         ),
     ] = "displaced,naive"

@@ -225,7 +225,7 @@ def _say_check(result: dict[str, Any]) -> Report:
         what = {"first frame": "the sample's first frame", "hole": "the sample's image with a hole"}.get(
             result["picture"], "a reference picture"
         )
-        report.text(f"Beside the caption it is given {what}.")
+        report.text(f"Its input beside the caption is {what}.")
     names = ("time", "input", "prediction", "latents")
     for size in result["sizes"]:
         rows = [[name, size[name]] for name in names]

@@ -369,7 +369,7 @@ def _lines(verdict: dict[str, Any]) -> list[str]:
         hidden = 1 - found["waited"] / found["under_way"] if found["under_way"] else 1.0
         lines.append(
             f"{name}: {axis}: {found['messages']} messages under way for {found['under_way']:.3f} s, ranks waited "
-            f"{found['waited']:.3f} s for them; {hidden:.0%} was beside computation"
+            f"{found['waited']:.3f} s for them; {hidden:.0%} overlapped computation"
         )
     if not verdict["repeats"]:
         lines.append(f"{name}: two runs of it gave different bits")

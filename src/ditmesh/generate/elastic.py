@@ -40,7 +40,7 @@ def check_elastic(config: ParallelConfig, devices: int) -> None:
         )
     if kept := keeps_between_steps(RECIPE, config):
         raise ConfigError(
-            f"--elastic keeps what the transformer returned and nothing else, but {kept}; use ring or ulysses instead"
+            f"--elastic keeps the transformer's results and nothing else, but {kept}; use ring or ulysses instead"
         )
     if devices == 1:
         raise ConfigError("--elastic with 1 device has no other device to continue on; use --devices 2 or more")

@@ -205,7 +205,7 @@ class NoiseObjective:
         self._objective = OBJECTIVES[self.kind]
         if self._objective.is_flow != is_flow:
             raise ConfigError(
-                f"objective={self.kind!r} is not what {type(scheduler).__name__} samples with; use objective='auto'"
+                f"objective={self.kind!r} does not fit {type(scheduler).__name__}; use objective='auto'"
             )
         self._objective.check(config)
 

@@ -255,7 +255,7 @@ class ClientConnection(H11Protocol):
     def _too_slow(self, what: str, seconds: float) -> None:
         began = self.busy or bool(self.conn.trailing_data[0])
         if began and not (self.busy and self.cycle.response_started):
-            self._refuse(408, f"the request's {what} did not come within {seconds:g} seconds; send it at once")
+            self._refuse(408, f"the request's {what} did not arrive within {seconds:g} seconds; send it at once")
         else:
             self.transport.close()
 

@@ -56,7 +56,7 @@ class Refused(DitmeshError):
 
 # For each status: its meaning, its class of errors, and its default code.
 MEANINGS: dict[int, tuple[str, str, str]] = {
-    400: ("What is asked for cannot be done; the message says what can", "invalid_request_error", "invalid_value"),
+    400: ("The request cannot be done; the message names the way out", "invalid_request_error", "invalid_value"),
     401: ("The key is missing or wrong", "authentication_error", "invalid_api_key"),
     403: ("A page of another site asks", "permission_error", "foreign_origin"),
     404: ("There is no such thing, or no longer", "not_found_error", "not_found"),
@@ -72,7 +72,7 @@ MEANINGS: dict[int, tuple[str, str, str]] = {
     431: ("The request's header is too large", "invalid_request_error", "header_too_large"),
     505: ("Another version of HTTP", "invalid_request_error", "http_version"),
     429: ("Too many jobs; Retry-After says when to ask again", "rate_limit_error", "rate_limit_exceeded"),
-    500: ("The server has failed, or the job has; the code says of what", "server_error", "internal"),
+    500: ("The server or the job has failed; the code names the cause", "server_error", "internal"),
     503: ("Not ready, or about to stop; Retry-After says when to ask again", "server_error", "unavailable"),
     507: ("The disk is full", "server_error", "no_space"),
 }

@@ -127,7 +127,7 @@ class RequestGuard:
         if urlsplit(origin).netloc != headers.get("host"):
             raise Refused(
                 403,
-                f"pages of {origin[:200]!r} may not ask this server; start it with --cors-origin for those that may",
+                f"pages of {origin[:200]!r} may not use this server; allow a site with --cors-origin",
             )
 
     def _owner(self, scope: Scope, headers: Headers) -> str:

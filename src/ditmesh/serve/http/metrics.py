@@ -107,7 +107,7 @@ class Metrics:
         )
         self.submitted = counter("jobs_submitted", "Jobs that were accepted", "model")
         self.refused = counter("jobs_refused", "Jobs that were not accepted", "code")
-        self.ended = counter("jobs_ended", "Jobs that have ended, by what they ended in", "status")
+        self.ended = counter("jobs_ended", "Jobs that have ended, by status", "status")
         self.failures = counter("job_failures", "Jobs that failed, by the error's code", "code")
         self.restarts = counter("job_restarts", "Jobs that were begun again after a failure")
         self.waiting = seconds("job_waiting", "From a job's acceptance to its start")

@@ -356,7 +356,7 @@ def _stops(server: Server, job: Job, key: str | None) -> Refused:
     if key is None:
         # A client that retries would generate the same image twice.
         headers["x-should-retry"] = "false"
-    return Refused(503, f"the server stops; it goes on with {job.id} when it is back", headers=headers)
+    return Refused(503, f"the server is stopping; it continues {job.id} after its next start", headers=headers)
 
 
 async def _events(server: Server, job: Job, owner: str, kind: str, partial: int, key: str | None) -> AsyncIterator[str]:

@@ -310,7 +310,7 @@ class Dispatcher:
                     elif said.id in slot.running:
                         await self._apply_task_report(slot, *slot.running[said.id], said)
             except Exception:
-                logger.exception("what %s said was not understood", slot.replica.name)
+                logger.exception("a message of %s could not be handled", slot.replica.name)
             if not isinstance(said, (Beat, TaskBegan, TaskStepped, Preview, Paused)):
                 self._jobs.wake.set()
 

@@ -204,8 +204,8 @@ class Queue:
             if tables and (ours, version) != (APPLICATION, VERSION):
                 writer = f"version {version}" if ours == APPLICATION else "another program"
                 raise ConfigError(
-                    f"{self.path} is of {writer}, and this ditmesh keeps its queue in version {VERSION}; move it away, "
-                    "or give another folder"
+                    f"{self.path} was written by {writer}, and this ditmesh has queues of version {VERSION}; move it "
+                    "away, or give another folder"
                 )
             (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
             if state != "ok":
@@ -259,7 +259,7 @@ class Queue:
                 first = problem.errors()[0]
                 where = ".".join(map(str, first["loc"]))
                 why = f"field {where!r} is not known" if first["type"] == "extra_forbidden" else "it is not readable"
-                message = f"this version of the server cannot do the job as it was asked for ({why}); submit it again"
+                message = f"this version of the server cannot run the job as requested ({why}); submit it again"
                 error = JobError(code="invalid_request", message=message)
                 db.execute("UPDATE jobs SET error = ? WHERE number = ?", (error.model_dump_json(), row["number"]))
                 self._end(db, row, "failed")

@@ -123,7 +123,7 @@ class Checkpoints:
     def _settle(self, step: int, problem: str | None) -> None:
         """Record the checkpoint's result; runs in the writing thread."""
         if problem is not None and self._mesh.rank == 0:
-            logger.warning("no checkpoint of step %d: %s; training goes on", step, problem)
+            logger.warning("no checkpoint of step %d: %s; training continues", step, problem)
         assert self._under_way is not None
         self._under_way.set_result(problem)
 
@@ -289,7 +289,7 @@ def broken(folder: Path) -> str | None:
         if name not in there:
             return f"{folder / name} is missing"
         if there[name] != digest:
-            return f"{folder / name} is not what was written"
+            return f"{folder / name} has changed since it was written"
     return None
 
 

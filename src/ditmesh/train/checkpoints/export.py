@@ -56,7 +56,7 @@ def check_room(config: TrainConfig, checkpoint: int, exported: int, step: int, s
     if checkpoint + exported > free:
         raise InputError(
             f"output_dir={config.output_dir!r} has {size_text(free)} left, and the end of the run needs "
-            f"{size_text(checkpoint)} for a checkpoint and {size_text(exported)} for what it exports; free some, or "
+            f"{size_text(checkpoint)} for a checkpoint and {size_text(exported)} for the export; free some space, or "
             "give an output_dir on another disk"
         )
     count = -(-steps // config.checkpointing_steps) - step // config.checkpointing_steps

@@ -24,7 +24,7 @@ EFFECTS: dict[str, str] = {
     "optimizer": "the optimizer is another one, and its state begins empty",
     **dict.fromkeys(
         ("optimizer_args", "adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon"),
-        "the optimizer keeps its state and goes on with the new value",
+        "the optimizer keeps its state and continues with the new value",
     ),
     "max_grad_norm": "gradients are clipped at the new norm",
     "ema_decay": "the moving average follows the weights at another pace",

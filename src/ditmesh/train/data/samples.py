@@ -95,7 +95,7 @@ class Sample:
         if (seen.height, seen.width) != self.size:
             # A PNG with EXIF behind its pixels; or the file is another one by now.
             raise OSError(
-                f"{self.name} was {self.size[1]} x {self.size[0]} pixels by its head and is {seen.width} x "
+                f"{self.name} has {self.size[1]} x {self.size[0]} pixels by its header and {seen.width} x "
                 f"{seen.height} when it is decoded; save it upright"
             )
         return seen

@@ -79,7 +79,7 @@ class IslandLink:
     def lost(self, error: Exception) -> IslandError:
         """The error of an exchange that failed."""
         return IslandError(
-            f"another island than {self.index} is gone, or did not come within {self._timeout:g} s "
+            f"another island than {self.index} has ended, or did not answer within {self._timeout:g} s "
             f"({reason_of(error)[:200]}); start all islands again with --resume"
         )
 

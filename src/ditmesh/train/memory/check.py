@@ -137,7 +137,7 @@ def _refusal(config: TrainConfig, info: ModelInfo, device: Literal["cpu", "cuda"
                 way = f"with {words} it would need {needed / 1e9:.3g} GB"
                 break
     except (DitmeshError, OSError) as error:
-        log.debug("%s: what its training needs is not known: %s", info.name, error)
+        log.debug("%s: the memory of its training is not known: %s", info.name, error)
         return None
     except MISTAKES as error:
         unexpected(log, error, f"{info.name} is trained without a check of its memory")

@@ -103,9 +103,9 @@ def unpredicted(config: TrainConfig) -> str | None:
     if tuple(config.train_modules) not in (("transformer",), (SECOND,)):
         return f"train_modules={list(config.train_modules)}: the memory of training text encoders is not predicted"
     if config.compile:
-        return f"compile={config.compile}: what compiled blocks need is not predicted"
+        return f"compile={config.compile}: the memory of compiled blocks is not predicted"
     if config.in_order:
-        return "reproducible: what its tiles need in training is not predicted"
+        return "reproducible: the memory of its tiles in training is not predicted"
     return None
 
 
@@ -189,7 +189,7 @@ def encode_picture(kind: str, settings: Mapping[str, Any], sizes: tuple[int, int
                 vae.encode(torch.empty(pictures, channels, *((frames or 1,) if video else ()), *plane))
         except FAILURES as error:
             raise LayoutError(
-                f"{kind} cannot run without values, so what encoding needs is not known: {first_line(error)}"
+                f"{kind} cannot run without values, so the memory of encoding is not known: {first_line(error)}"
             ) from None
         return Needs(weight_bytes(vae), alive.peak)
 
@@ -200,7 +200,7 @@ def _stages(part: Component, config: TrainConfig) -> list[list[int] | None]:
         return [None]
     layout = known_models().get(part.kind)
     if layout is None:
-        raise LayoutError(f"{part.kind} has no reviewed token layout, so what it needs is not known before it has run")
+        raise LayoutError(f"{part.kind} has no reviewed token layout, so its memory is not known before it has run")
     model = meta_model(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config.parallel)
     places = [*zip(order, stage_of(lengths), strict=True)]

@@ -168,7 +168,7 @@ def _walked(
                 return _step(model, layout, config, Conventions(model, way), size, given, elsewhere)
             except (DitmeshError, *FAILURES) as error:
                 reasons.append(f"{first_line(error)} ({way})")
-    raise LayoutError(f"{kind} cannot be trained without values, so what it needs is not known: {first_of(reasons)}")
+    raise LayoutError(f"{kind} cannot be trained without values, so its memory is not known: {first_of(reasons)}")
 
 
 @contextmanager
@@ -314,7 +314,7 @@ def step_needs(
     """
     layout = known_models().get(kind)
     if layout is None:
-        raise LayoutError(f"{kind} has no reviewed token layout, so what it needs is not known before it has run")
+        raise LayoutError(f"{kind} has no reviewed token layout, so its memory is not known before it has run")
     text = json.dumps(settings, default=str)
     order = kinds_of(meta_model(kind, json.loads(text)), layout)
     counts = [order.count(one) for one in range(max(order) + 1)] if lengths is None else [*lengths]

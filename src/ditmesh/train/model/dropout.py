@@ -48,7 +48,7 @@ def dropout_refusal(model: nn.Module, mesh: Mesh) -> str | None:
     apart = layout is None or any(not planned.queries for region in layout.regions for planned in region.attention)
     if apart or any(type(one) is not nn.Dropout for one in found.values()):
         name = type(model).__name__
-        return f"{what}, and which tokens of it a rank of ulysses or ring has is not known for {name}; {way}"
+        return f"{what}, and it is not known which of its tokens a rank of ulysses or ring has in {name}; {way}"
     return None
 
 
@@ -96,7 +96,7 @@ class TokenDropout:
         if len(found) != 1:
             every = ", ".join(f"{total} of {one}" for one, total in zip(tokens.names, tokens.totals, strict=True))
             raise ConfigError(
-                f"{name} drops out of {length} tokens, and which these are of {every} cannot be told; use data ranks "
+                f"{name} drops out of {length} tokens, and it is not known which of {every} they are; use data ranks "
                 "alone, or no dropout"
             )
         return next(iter(found.values()))

@@ -533,7 +533,7 @@ def merged(calls: Sequence[Any], one: Any, two: Any, path: str = "") -> Any:
     elif not isinstance(one, (Tensor, Mapping, list, tuple)) and _equal(one, two):
         found = calls[0]
     if found is None:
-        raise ConfigError(f"{path} of the transformer is of another form for two images than for one")
+        raise ConfigError(f"{path} of the transformer has another form for two images than for one")
     return found
 
 

@@ -169,7 +169,7 @@ def derive_recipe(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recip
         seen = watcher.run(request, samples=lambda step, fill=fill: fill if step == last else None).decoded
         assert seen is not None
         decoded.append(seen[0])
-    latents = samples.map_of(decoded, "what the autoencoder decodes", lenient=True)
+    latents = samples.map_of(decoded, "the autoencoder's input", lenient=True)
     inputs = _inputs(watcher, request, samples)
     prediction = _prediction(watcher, request, FillValues(result), shape)
     counts = torch.stack([into.held for _, into in inputs]).sum(0)
@@ -261,7 +261,7 @@ def _checked(seen: ObservedRun, watcher: PipelineWatcher) -> tuple[tuple[int, ..
     if not seen.steps:
         raise ConfigError("the pipeline's scheduler takes no step")
     if seen.decoded is None:
-        raise ConfigError("no autoencoder decodes what the loop ends in")
+        raise ConfigError("no autoencoder decodes the result of the loop")
     if len(seen.decoded) != 1:
         raise ConfigError(f"the autoencoder decodes {len(seen.decoded)} latents for one sample")
     if [step.call for step in seen.steps] != list(range(len(seen.calls))):
@@ -283,7 +283,7 @@ def _prediction(
         answers.append(seen.steps[1].output)
     if answers[0].shape != shape:
         raise ConfigError(f"the scheduler is given {tuple(answers[0].shape)} for a sample of {shape}")
-    found = fills.map_of(answers, "what the scheduler is given", lenient=True)
+    found = fills.map_of(answers, "the scheduler's input", lenient=True)
     # Numbers that are not the transformer's result alone are left out.
     clean = found.base.abs() <= 1e-4 * found.scale.abs().max()
     scale = found.scale * clean
@@ -291,7 +291,7 @@ def _prediction(
         # Its size is the sampler's; what the transformer predicts is of the size of latents.
         sizes = scale[scale != 0].abs()
         if not sizes.numel() or float(sizes.max() / sizes.min()) > 1 + TIME_TOLERANCE:
-            raise ConfigError("what the scheduler is given is not one multiple of the transformer's result")
+            raise ConfigError("the scheduler's input is not one multiple of the transformer's result")
         scale = scale.sign() * watcher.levels.sign
     return replace(found.without_base(), scale=scale, index=found.index * clean)
 
@@ -314,7 +314,7 @@ def _inputs(
     for path in depends:
         try:
             if any(one.get(path, zeros[path]).shape != zeros[path].shape or path not in one for one in answers):
-                raise ConfigError(f"{path} of the transformer is of another shape for another sample")
+                raise ConfigError(f"{path} of the transformer has another shape for another sample")
             into = fills.map_of([one[path] for one in answers], f"{path} of the transformer")
         except ConfigError as error:
             if len(depends) == 1:
@@ -380,9 +380,9 @@ def _bounds(watcher: PipelineWatcher, seen: ObservedRun) -> tuple[float, float] 
         moments[call.is_second].append(step.timestep)
     first, second = moments
     if not first or not second:
-        raise ConfigError(f"a second transformer is there, and of {MANY_STEPS} steps all are of one of the two")
+        raise ConfigError(f"there is a second transformer, and all of {MANY_STEPS} steps use one of the two")
     if min(first) <= max(second):
-        raise ConfigError("a second transformer is there, which does not take over at low noise once for all")
+        raise ConfigError("there is a second transformer, which does not take over at low noise once and for all")
     # Training's timesteps lie closer than the loop's.
     share = watcher.pipe.config.get("boundary_ratio")
     count = watcher.pipe.scheduler.config.num_train_timesteps
@@ -404,7 +404,7 @@ def _isolated(
         first, second = (sample_of(watcher.model(**one))[0] for one in (alone, others))
     if not torch.equal(first, second):
         raise ConfigError(
-            f"{', '.join(beside)} of the transformer is another sample, from which it cannot be kept apart"
+            f"{', '.join(beside)} of the transformer is another sample, which cannot be separated from it"
         )
     return alone, first
 

@@ -217,7 +217,7 @@ def _check_settings(config: TrainConfig, kind: type) -> None:
         raise ConfigError("optimizer_args: the learning rate is learning_rate; leave lr out")
     unused = [one for one in ADAM if one in config.model_fields_set]
     if unused and not _is_adam(kind) and _named(config.optimizer) != "Muon":
-        raise ConfigError(f"{unused[0]} is no argument of {name}; give it what it has with optimizer_args")
+        raise ConfigError(f"{unused[0]} is no argument of {name}; pass arguments of {name} in optimizer_args")
     if "learning_rate" not in config.model_fields_set and "d_coef" in _takes(kind):
         raise ConfigError(
             f"optimizer={config.optimizer!r} finds its own step size, which learning_rate multiplies; set "
