@@ -116,7 +116,6 @@ def _wait(response: httpx.Response, waited: float, patience: float) -> float | N
 
 
 def _check(response: httpx.Response) -> None:
-    """Raise the error of a response, if it is one."""
     if response.is_success:
         return
     try:

@@ -116,7 +116,6 @@ def build(arguments: dict[str, Any]) -> Any:
 
 
 def _app(arguments: Mapping[str, Any]) -> FastAPI:
-    """The FastAPI application in the serving process."""
     from .serve.http.app import create_app
     from .serve.http.logs import log_config
 

@@ -293,7 +293,6 @@ def _between(model: str, wanted: dict[str, Any], config: ParallelConfig, hosts: 
 
 
 def _say_between(report: Report, between: dict[str, Any]) -> None:
-    """Lines about the traffic between hosts."""
     from ..forecast.hosts import BUSY, describe_bytes
 
     ranks = " + ".join(map(str, between["hosts"]))

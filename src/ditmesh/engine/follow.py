@@ -59,9 +59,7 @@ class FollowerFailure:
     """The reason why a rank did not finish a call.
 
     Attributes:
-        rank: which.
         what: the exception, in a line.
-        traceback: of it.
         error: it, pickled; None: it cannot be.
         lost: whether it may be a consequence of another rank's failure.
     """

@@ -20,7 +20,6 @@ class Shape:
 
     Attributes:
         name: as the user gives it.
-        transformer: the class.
         config: entries that are not the class's defaults.
         pixels: along one side of an image token.
         frames: of a video along one token, but for the first.
@@ -31,7 +30,6 @@ class Shape:
         batched: whether its pipeline puts them into one call.
         steps: usual denoising steps.
         source: where the figures are from.
-        pipeline: class of the pipeline.
         scale: pixels of a latent.
         vae: class of the autoencoder and its configuration; None: not known.
         encoders: the same of text encoders, by the component's name.

@@ -112,7 +112,6 @@ class HostTraffic:
     """The traffic of a configuration between hosts.
 
     Attributes:
-        config: the configuration.
         axes: those of which a group has ranks on several hosts.
         sent: bytes of a step that all ranks together send to other hosts, by axis, after the warm-up.
         synchronous: the same of a synchronous step.

@@ -22,8 +22,6 @@ class Prediction:
     """A configuration's prediction.
 
     Attributes:
-        config: the configuration.
-        workload: what is asked for.
         synchronous: terms of an exact step.
         stale: terms of one that reuses keys; as ``synchronous`` where none does.
         exact_steps: how many steps are synchronous.

@@ -33,7 +33,6 @@ class Model:
 
     Attributes:
         module: on the meta device, or with its weights.
-        layout: where its tokens are.
         work: what it does.
     """
 

@@ -48,7 +48,6 @@ class PictureJob(PictureRequest):
         config: parallel configuration; ``"auto"``: the engine chooses.
         max_sequence_length: longest prompt in tokens, where the pipeline takes it; None: the pipeline's own.
         per_call: images that one call of the pipeline makes, at most.
-        dtype: of the weights.
         timeout: deadline of every collective, in seconds.
         overwrite: images replace those of the same names that ditmesh has written.
         files: input images and adapters.

@@ -66,15 +66,11 @@ class Receipt(AddedFields):
         negative_prompt: what was to be avoided, if anything.
         seed: seed of this image's own `torch.Generator` on the CPU.
         index: number of the image in its run, from 0.
-        steps: denoising steps.
-        guidance: guidance scale.
         max_sequence_length: longest prompt in tokens, when it was given.
         width, height: in pixels.
         model: folder or hub id of the pipeline.
-        pipeline: class of the pipeline.
         dtype: of the weights, such as ``"float32"``.
         device: ``"cpu"`` or ``"cuda"``.
-        devices: number of ranks.
         config: the parallel configuration, as given to `ParallelConfig`.
         versions: of Python and of the libraries that compute.
         seconds: time that the pipeline's call took (shared by the images of one call), in seconds. After a restart:

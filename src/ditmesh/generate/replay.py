@@ -29,7 +29,6 @@ class Change:
     """Something that is not as it was when the image was generated.
 
     Attributes:
-        what: name of it.
         was, now: in words.
         decides: whether it can change a reproducible image; anything can change another one's last bits.
     """

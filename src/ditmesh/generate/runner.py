@@ -43,7 +43,6 @@ class Prepared:
     Attributes:
         job, call: what is asked for, and which images of it.
         pipe, kind: the pipeline and its class.
-        arguments: of the call.
         steps: denoising steps that are taken.
         adapters: LoRA adapters that are on, with their scales, where they change from request to request.
     """
@@ -78,7 +77,6 @@ class PipelineRunner:
 
     Attributes:
         pipe, kind, device: as given.
-        parameters: of its call.
         facts: what receipts say that only the run knows; of weights and environment rank 0's.
         load_seconds, sampled: see `Loaded`.
     """

@@ -82,7 +82,6 @@ def _alike(small: tuple[int, int], large: tuple[int, int]) -> bool:
 
 
 def _usual_pixels(model: ModelInfo, files: Sequence[InputFile], strength: float | None) -> int:
-    """The model's default number of pixels."""
     import diffusers
 
     if model.default_size is not None:

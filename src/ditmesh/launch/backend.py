@@ -38,7 +38,6 @@ class Launcher(Protocol):
     `ConfigError`.
 
     Attributes:
-        world_size: number of ranks.
         device: what all of them compute on.
         threads: threads of each rank.
         is_reporter: whether this process prints results. Where the caller is itself one of

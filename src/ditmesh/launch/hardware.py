@@ -177,7 +177,6 @@ def measure_links(pool: Launcher) -> list[dict[str, Any]]:
 
 
 def _measure() -> list[dict[str, Any]]:
-    """One rank's rows."""
     import torch.distributed as dist
 
     from ..comm.mesh import Mesh

@@ -326,7 +326,6 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _whole(region: Region, names: Sequence[str]) -> Region:
-    """The region with some streams whole on every rank."""
     streams = (replace(stream, replicate=stream.replicate or stream.name in names) for stream in region.streams)
     return replace(region, streams=tuple(streams))
 

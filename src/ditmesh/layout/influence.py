@@ -291,7 +291,6 @@ class RecordedBlock:
 
 
 def _standing(mixer: _Mixer, module: nn.Module, stand_in: StandIn) -> Callable[..., Any]:
-    """A forward that counts its calls."""
     names, forward, calls = parameter_names(type(module).forward), module.forward, count()
     return lambda *args, **kwargs: stand_in(mixer, next(calls), Arguments(names, args, kwargs), forward)
 
@@ -885,7 +884,6 @@ class _RankCheck:
         return self.tokens.select(streams).take(whole, dim, self.rank)
 
     def _arguments(self) -> dict[str, Any]:
-        """The rank's part of the arguments that follow or count tokens."""
         facts, leaves = self.facts, self.block.leaves
         edits: dict[str, Any] = {s.arg: self._part(leaves[s.arg], s.dim, s.name) for s in facts.streams}
         edits |= {cut.arg: self._part(leaves[cut.arg], cut.dim, *cut.tokens) for cut in facts.cuts.values()}

@@ -188,7 +188,6 @@ class Operation(PartOperation[Banded]):
     """One operation of aten with banded arguments.
 
     Attributes:
-        bands: the ranks.
         target: the banded tensor that it writes to; None: it writes to none.
     """
 
@@ -253,7 +252,6 @@ class Operation(PartOperation[Banded]):
         return tree_map(cut, result)
 
     def _written(self, result: Any, known: Mapping[int, Tensor]) -> Any:
-        """Rows of what was written to."""
         for argument, value in zip(self.func._schema.arguments, self.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Banded):
                 if known[id(value)].shape != value.shape:

@@ -34,7 +34,6 @@ class PartTensor(Tensor):
         raise NotImplementedError
 
     def _held(self) -> str:
-        """The part of it that is on this rank."""
         raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

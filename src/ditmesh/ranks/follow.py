@@ -200,7 +200,6 @@ class FollowedModule(ABC):
     """A module of this process with copies on the other ranks, which take part in its calls.
 
     Attributes:
-        followers: the other ranks.
         closed: whether the copies are gone.
         mesh: of all ranks.
         lead: what sends calls.
@@ -321,12 +320,7 @@ class FollowedModule(ABC):
 
 
 class FollowedModel(FollowedModule):
-    """A model of this process; all ranks take part in its calls.
-
-    Attributes:
-        model: it.
-        config: the configuration in force.
-    """
+    """A model of this process; all ranks take part in its calls."""
 
     def __init__(self, followers: Followers, model: nn.Module, config: ParallelConfig, options: dict[str, Any]) -> None:
         config.check_world_size(followers.world_size)

@@ -31,9 +31,6 @@ class FollowedVae(FollowedModule):
     Args:
         vae: the autoencoder, on this process's device.
 
-    Attributes:
-        vae: it.
-
     Raises:
         InputError: it cannot be copied.
         RankFailed: a rank was lost.

@@ -77,7 +77,6 @@ class ServedModel:
     """A model that the server offers.
 
     Attributes:
-        info: what its files say.
         card: what clients are told; filled in when the model is loaded.
         known: the card has been filled in.
     """

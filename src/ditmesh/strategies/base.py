@@ -60,8 +60,6 @@ class ParallelModel(Parts):
     """One denoising transformer with the objects of its strategies.
 
     Attributes:
-        model: the transformer.
-        layout: where its tokens are.
         prefix: tells the blocks of several transformers apart in logs; empty for the only one.
         chain: everything that wraps its forward.
     """

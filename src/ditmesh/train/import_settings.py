@@ -135,7 +135,6 @@ class ImportedRun:
 
     Attributes:
         tool: the trainer that reads the file.
-        settings: ours.
         without: a sentence for every setting that has no counterpart, or a value that ours does not take.
         missing: names of settings that have to be given.
     """

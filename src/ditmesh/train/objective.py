@@ -204,9 +204,7 @@ class NoiseObjective:
             raise ConfigError(f"{type(scheduler).__name__} predicts {self.kind!r}, which nothing here trains")
         self._objective = OBJECTIVES[self.kind]
         if self._objective.is_flow != is_flow:
-            raise ConfigError(
-                f"objective={self.kind!r} does not fit {type(scheduler).__name__}; use objective='auto'"
-            )
+            raise ConfigError(f"objective={self.kind!r} does not fit {type(scheduler).__name__}; use objective='auto'")
         self._objective.check(config)
 
     def keep_between(self, lowest: float, highest: float) -> None:
@@ -294,7 +292,6 @@ class NoiseTables:
         return noise if self._kind == "epsilon" else clean_share * noise - noise_share * clean
 
     def _shares(self, timestep: float) -> tuple[float, float]:
-        """The shares of clean latents and of noise in noisy latents."""
         if self._kind == "flow":
             times, levels = self._scheduler.timesteps.double(), self._scheduler.sigmas.double()
             order = times.argsort()

@@ -16,7 +16,6 @@ class Embedded:
     """Facts about an embedded model, known before it is loaded.
 
     Attributes:
-        pipeline: class of the pipeline.
         summary: what it makes of what.
         steps, guidance_scale, max_sequence_length: those at which the figures of its card were measured; a
             class-conditional model takes no text, and its ``max_sequence_length`` is None.

@@ -125,9 +125,6 @@ class LocalAttention:
         kernel: the one in force at first.
         choose: the kernel that is a backend of diffusers, by name: a call gets the one that it asks for. None: all
             calls get ``kernel``.
-
-    Attributes:
-        kernel: the one in force.
     """
 
     def __init__(self, kernel: Kernel, choose: Callable[[str], Kernel] | None = None) -> None:

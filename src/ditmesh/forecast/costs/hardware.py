@@ -78,7 +78,6 @@ class Device(_Profile):
     takes what the device needs, or all launches if those are more.
 
     Attributes:
-        name: of the part.
         memory: bytes.
         matmul: FLOP/s of large matrix products.
         attention: FLOP/s of attention over many tokens.

@@ -49,7 +49,6 @@ class Term:
 
     Attributes:
         name: what takes the time, or the memory.
-        kind: its class.
         seconds: of a step that nothing hides.
         hidden: seconds that run beside computation.
         meetings: how often ranks wait for the last of them in a step.

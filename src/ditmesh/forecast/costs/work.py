@@ -71,8 +71,6 @@ class BlockWork:
     """A kind of block: those of one list with weights of one shape.
 
     Attributes:
-        name: of its list.
-        count: how many there are.
         operations: in no order.
         parameters: of one block.
         sliced: of these, how many tensor parallelism shares out.
@@ -173,7 +171,6 @@ class Workload:
         pictures: made at once.
         branches: of guidance; 1 without.
         batched: whether they are rows of one call of the transformer; else each has a call of its own.
-        steps: of denoising.
         element: bytes of an element of the weights.
         width, height: in pixels; 0 where only tokens are known, which do not say what decoding takes.
         latent_frames: that the autoencoder decodes; 0: as many as there are tokens along time.

@@ -114,7 +114,6 @@ def _freed(slots: Sequence[_PhantomSlot]) -> None:
 
 
 def _inside(whole: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in a message."""
     count = torch.Size(shape).numel() * dtype.itemsize
     return whole[:count].view(dtype).view(shape)
 

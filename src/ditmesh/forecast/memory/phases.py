@@ -37,9 +37,7 @@ class Components:
     """The components of a pipeline that need memory.
 
     Attributes:
-        name: of the model.
         pipeline: class of the pipeline; None: not known.
-        denoisers: the transformers.
         encoders: of texts, by the component's name.
         vae: the autoencoder, if there is one.
         scale: pixels of a latent.
@@ -60,7 +58,6 @@ class Phase:
     """Bytes of a rank in a phase of a workload.
 
     Attributes:
-        name: of the phase.
         weights: of all components that are there.
         activations: of tensors beside weights at the peak, with what kernels take.
         kept: keys and values of earlier steps that are there besides.

@@ -62,7 +62,6 @@ class WalkOptions:
     """Options of all walks.
 
     Attributes:
-        dtype: of the weights.
         shared_memory: whether ranks pass tensors through shared memory; else a process group.
         kernels: whether what a CPU's kernels take besides their results counts.
     """

@@ -96,7 +96,6 @@ def _model(transformer: str, config: str) -> Any:
 def _seconds(
     transformer: str, config: dict[str, Any], sizes: tuple[int, int, int, int], settings: dict[str, Any]
 ) -> float:
-    """Best time of some steps on this rank."""
     model = _model(transformer, json.dumps(config))
     rows, cols, text, batch = sizes
     inputs = Conventions(model, _way(model)).inputs(Size(rows, cols, text, batch=batch))
@@ -126,7 +125,6 @@ def _late(settings: dict[str, Any]) -> bool:
 
 @cache
 def _way(model: Any) -> Any:
-    """A way of calling the model that works."""
     from ...layout.probe import _first_way
 
     return _first_way(model, type(model).__name__).way

@@ -33,10 +33,8 @@ class PlanSubject:
     """A model and its request.
 
     Attributes:
-        name: of the model.
         transformer, config: class and configuration of its transformer.
         model: on the meta device, with its layout and its work.
-        workload: what is asked for.
         source: where the sizes are from.
         components: what takes memory.
         encoders: where text encoders are: a policy of `ParallelConfig`, or ``"before"``: a program of its own has

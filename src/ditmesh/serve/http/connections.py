@@ -183,7 +183,6 @@ class ClientConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _note(self) -> None:
-        """Record that a request has begun or ended."""
         if self.busy == self._busy:
             return
         self._busy = self.busy
@@ -260,7 +259,6 @@ class ClientConnection(H11Protocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer instead of the application, and close."""
         answer = error_response(Refused(status, message))
         headers = [*answer.raw_headers, (b"connection", b"close")]
         try:

@@ -159,7 +159,6 @@ FIELD_ERRORS = {
 
 
 def _sentence(problem: Any) -> str:
-    """The message about a wrong field."""
     known = FIELD_ERRORS.get(problem["type"])
     if known is not None:
         given = repr(problem.get("input"))

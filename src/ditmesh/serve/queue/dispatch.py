@@ -98,9 +98,6 @@ class Dispatcher:
 
     Tasks of different jobs run on a replica at the same time. When its ranks fail, their jobs begin again, and from
     then on without company: so the one under which ranks fail again is the one to blame, and fails with the reason.
-
-    Attributes:
-        slots: the replicas.
     """
 
     def __init__(

@@ -410,12 +410,10 @@ class JobStore:
         return job.model_copy(update=update)
 
     def _seen(self, job: Job) -> Job:
-        """A job of the queue with its state in memory."""
         live = self.live_jobs.get(job.id)
         return job if live is None else self.view(live)
 
     def _eta(self, live: JobState) -> float | None:
-        """Estimated seconds until a job is done."""
         place, pace, rate = self._places.get(live.id), self._pace.get(live.model), self.throughput.rate
         undone = sum(image.url is None for image in live.job.images)
         waiting = (place.work if place else 0.0) + (undone - len(live.tasks)) * live.work

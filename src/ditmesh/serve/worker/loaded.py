@@ -63,7 +63,6 @@ class LoadedModel:
         undo: what is to be given back, by all ranks at the same time, when it cannot be loaded.
 
     Attributes:
-        batcher: runs its calls.
         colours: of its latents, for previews, which rank 0 makes; None: it has none.
         card: the fields of its `ModelCard` that loading shows.
         room: requests of the default size that may be open, where something is kept of each from step to step.
@@ -176,7 +175,6 @@ class LoadedModel:
             torch.cuda.empty_cache()
 
     def _load(self) -> PipelineRunner:
-        """The pipeline, not parallelised yet."""
         job, self._mesh = self._job, None
         self._placements: Placements | None = None
         self._ways: ExitStack | None = None
@@ -209,7 +207,6 @@ class LoadedModel:
     # --- looking at it -----------------------------------------------------------------------------------------
 
     def _trial(self, runner: PipelineRunner) -> Prepared:
-        """A small call, to look at the model with."""
         info, parameters, job = self.info, runner.parameters, self._job.changed(files=())
         size, most = info.default_size, TRIED_SIDE * info.size_multiple
         more: dict[str, Any] = {"num_inference_steps": TRIED_STEPS}
@@ -326,7 +323,6 @@ class LoadedModel:
 
     @staticmethod
     def _fps(defaults: Mapping[str, Any]) -> int:
-        """The default frame rate of a video."""
         rate = defaults.get(RATE)
         return max(1, round(rate)) if isinstance(rate, (int, float)) else FPS
 

@@ -194,7 +194,6 @@ class Replica:
         self._say(self, message)
 
     def _missed(self) -> str | None:
-        """The deadline that the ranks have missed, if any."""
         if self._killed or (self._stopping.is_set() and self._pool is None):
             return "stopped when they were told to"
         now, slow = time.monotonic(), self._starting or self._loading

@@ -356,7 +356,6 @@ class TaskScheduler:
             self._report_failure(name, failure_of(error))
 
     def _leave(self, work: RunningTask) -> None:
-        """Stop a task where it is, and forget it."""
         if work.run is not None:
             work.run.leave()
         self._drop(work)

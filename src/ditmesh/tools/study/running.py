@@ -347,7 +347,6 @@ def token_errors(predictions: Sequence[Tensor], exact: Sequence[Tensor], picture
 
 
 def _add(sums: list[float], ours: Tensor, exact: Tensor) -> None:
-    """Add the squares of a difference, and of what is exact."""
     sums[0] += float((ours - exact).float().square().sum())
     sums[1] += float(exact.float().square().sum())
 

@@ -348,7 +348,6 @@ class TraceComparer:
     """A sink that compares received parts with a trace.
 
     Attributes:
-        parts: the comparisons.
         unknown: spots that the trace does not have, in order.
     """
 

@@ -68,11 +68,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """A report before the first step of a resumed run.
-
-    Attributes:
-        lines: to print.
-    """
+    """A report before the first step of a resumed run."""
 
     lines: tuple[str, ...]
 

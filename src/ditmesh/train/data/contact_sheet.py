@@ -20,7 +20,6 @@ class SeenSample:
     """A sample as the model sees it.
 
     Attributes:
-        name: of the sample.
         caption: it is trained with; empty for none.
         size: (height, width) of its bucket, in pixels.
         file_size: (height, width) of its file.

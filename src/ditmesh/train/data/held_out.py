@@ -96,7 +96,6 @@ def _measured(config: TrainConfig) -> TrainConfig:
 
 
 def _first(samples: tuple[Sample, ...], count: int) -> tuple[Sample, ...]:
-    """Some of the samples, chosen by their names."""
     chosen = sorted(range(len(samples)), key=lambda number: digest(("held out", samples[number].name, number)))
     return tuple(samples[number] for number in sorted(chosen[:count]))
 

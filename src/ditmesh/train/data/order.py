@@ -61,7 +61,6 @@ class DrawnSample:
     """A sample in one step.
 
     Attributes:
-        index: of the sample.
         number: how many were drawn before it; with the seed it decides noise, noise level, mirroring and whether the
             caption is left out.
     """

@@ -117,7 +117,6 @@ class DataReport:
     """The report about a run's data before its first step.
 
     Attributes:
-        lines: to print.
         odd: whether captions are missing, files were skipped, or there is something else to know.
     """
 

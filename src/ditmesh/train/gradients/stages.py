@@ -108,7 +108,6 @@ class TrainedStages:
         config: ``stages``, ``speeds``.
 
     Attributes:
-        link: the stages.
         lengths: blocks of every stage.
         most_under_way: the largest number of micro-batches that kept activations at the same time.
 

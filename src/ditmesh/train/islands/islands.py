@@ -340,7 +340,6 @@ class Islands:
 
 
 def _share_of(total: int, group: dist.ProcessGroup | None) -> slice:
-    """The part of a vector that this rank exchanges."""
     if group is None:
         return slice(0, total)
     rank, size = dist.get_rank(group), dist.get_world_size(group)

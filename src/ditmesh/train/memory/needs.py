@@ -216,7 +216,6 @@ def _step(
     lengths: list[int] | None,
     stage: int,
 ) -> StepNeeds:
-    """The memory that a rank of a stage needs for the passes of a step."""
     ranks = config.parallel
     names = {"ring", "ulysses", "tensor", "text", "shared_memory"}
     among = ParallelConfig(**{**ranks.model_dump(include=names), "inputs": "trust"})

@@ -29,7 +29,6 @@ class WatchedCall:
     """A call of a transformer.
 
     Attributes:
-        arguments: by name.
         result: its result or a stand-in, without batch dimension.
         is_second: it was the pipeline's second transformer's.
     """
