@@ -147,7 +147,7 @@ def test_prediction_and_loss_are_those_of_the_scripts(folders, tmp_path, name, e
     fresh = diffusers.DiffusionPipeline.from_pretrained(folders[name][0])
     said: list[Any] = [("" if name != "dit" else None) if empty else sample.said for sample in samples]
     with torch.no_grad():
-        latents = latents_of(fresh, [sample.file for sample in samples])
+        latents = latents_of(fresh, [sample.part.file for sample in samples])
         assert torch.allclose(batch.latents, latents, atol=1e-5)
         noise = noised.target + latents if name == "flux" else noised.target
         assert 0.9 < float(noise.std()) < 1.1

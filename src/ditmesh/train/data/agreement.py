@@ -27,7 +27,7 @@ def sample_bytes(sample: Sample) -> int:
     Raises:
         OSError: the file is gone.
     """
-    return sample.file.stat().st_size if sample.length < 0 else sample.length
+    return sample.part.file.stat().st_size if sample.part.length < 0 else sample.part.length
 
 
 def agreed_samples(mesh: Mesh, find: Callable[[Callable[[int], None]], Samples], show: Show | None = None) -> Samples:

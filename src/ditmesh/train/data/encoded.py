@@ -223,7 +223,7 @@ class EncodedSamples:
             when = sample.part.stamp()
             said, variants = sample.said, self._wording[sample.source].variants(sample.said)
             said = said if variants == (said,) or not self._keeps_text else variants
-            identity = (sample.name, sample.offset, sample.length, when, said, self._sizes[index])
+            identity = (sample.name, sample.part.offset, sample.part.length, when, said, self._sizes[index])
             found.append(digest((identity, self._flips(sample), *self._beside(sample))))
         return found
 

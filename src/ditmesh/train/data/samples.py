@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,7 @@ class Sample:
         name: for messages: its file, or tar and file.
         said: caption, several of which one is drawn, label, or None.
         size: (height, width) of what is seen, in pixels.
-        file: where its bytes are.
-        offset, length: of the bytes in the file; the whole file when length is -1.
-        content: reads the bytes from somewhere else than the file.
+        part: the place of its bytes.
         attached: its mask and reference images.
         source: number of its data set.
     """
@@ -73,17 +72,9 @@ class Sample:
     name: str
     said: Any
     size: tuple[int, int]
-    file: Path
-    offset: int = 0
-    length: int = -1
-    content: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
+    part: Part
     attached: SampleImages = field(default_factory=SampleImages)
     source: int = 0
-
-    @property
-    def part(self) -> Part:
-        """The place of its bytes."""
-        return Part(self.name, self.file, self.offset, self.length, self.content)
 
     def picture(self) -> Image.Image:
         """The decoded image, upright sRGB.
@@ -238,10 +229,7 @@ def _of_table(search: TableSearch) -> Samples:
         why = f" ({search.corrupt[0]})" if search.corrupt else ""
         raise InputError(f"{str(search.rows.folder)!r} has no image that can be read{why}")
     return Samples(
-        good=tuple(
-            Sample(name, said, size, part.file, part.offset, part.length, part.content, beside)
-            for name, said, size, part, beside in search.found
-        ),
+        good=tuple(starmap(Sample, search.found)),
         corrupt=tuple(search.corrupt),
         notes=tuple(search.notes),
         sources=tuple(sorted(search.sources.items())),
@@ -559,8 +547,7 @@ class _Search:
             said = SidecarContent(self.config.instance_prompt, "instance_prompt")
         if said.value is not None:
             self.sources[said.source] += 1
-        content = part.content
-        self.good.append(Sample(name, said.value, size, part.file, part.offset, part.length, content, attached))
+        self.good.append(Sample(name, said.value, size, part, attached))
 
     def _note_columns(self, columns: Iterable[str]) -> None:
         for one in columns:

@@ -145,7 +145,8 @@ def _with(sample: Sample, prefix: str, number: int) -> Sample:
     beside = sample.attached
     (mask,) = renamed([beside.mask], prefix) if beside.mask is not None else (None,)
     attached = replace(beside, mask=mask, references=renamed(beside.references, prefix))
-    return replace(sample, name=f"{prefix}{sample.name}", source=number, attached=attached)
+    (part,) = renamed([sample.part], prefix)
+    return replace(sample, name=part.name, part=part, source=number, attached=attached)
 
 
 def lines_of(sources: Sources, per_epoch: Sequence[int]) -> list[str]:
