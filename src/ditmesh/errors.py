@@ -92,7 +92,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, best))}?" if best else ""
 
 
-# By the type of a pydantic error: what a value should be.
+# By the type of a pydantic error: the valid values.
 NOT_OF_KIND = {
     "int": "not a whole number",
     "float": "not a number",

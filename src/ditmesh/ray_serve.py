@@ -175,5 +175,5 @@ class RayServeReplica:
                 return
 
     async def __del__(self) -> None:
-        """Close what the application has left, after its jobs have ended."""
+        """Free the application's resources after its jobs have ended."""
         self.app.state.last.close()

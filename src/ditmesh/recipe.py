@@ -1,6 +1,6 @@
 """The strategies in the order in which they are applied: from the inside of a call to its outside.
 
-What a configuration does not want is not there.
+A strategy that a configuration does not want is not installed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def wanted(recipe: Recipe, config: ParallelConfig) -> list[type[Strategy]]:
 
 
 def check_recipe(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[nn.Module, TokenLayout]]) -> None:
-    """Refuse what a strategy cannot do with a model, before any rank has begun.
+    """Refuse combinations of strategy and model that cannot work, before any rank has begun.
 
     Raises:
         ConfigError: naming the model, the value and the way out.

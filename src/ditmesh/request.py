@@ -63,7 +63,7 @@ class RequestField:
         flags: of the command line, its spelling first; none: there is no option.
         common: whether help shows it among the common options.
         usual: the default, in words.
-        wrong: what is said of a value out of bounds, as `FieldError` takes it.
+        wrong: the message about a value out of bounds, as `FieldError` takes it.
         images: its name in bodies of the images API; None: it is not there.
         argument: of a pipeline's call, which is given the value as it is. A pipeline without it refuses the field.
         widget: of ComfyUI.
@@ -92,7 +92,7 @@ class PictureRequest(BaseModel):
 
     Attributes:
         prompt, negative_prompt: texts; for class-conditional models the prompt is the class's name.
-        n: number of images; each is what it would be alone.
+        n: number of images; each has the same pixels as alone.
         width, height: in pixels; None: those of an input image, rounded to what the model can make and with no more
             pixels than its default; without an image the pipeline's own.
         steps, guidance: None: the pipeline's own.

@@ -2,7 +2,7 @@
 
 Such a function takes ``(q, k, v, heads, mask, ...)`` and stands where the model calls attention. `HandedAttention`
 takes its place: it calls torch's `scaled_dot_product_attention`, where the strategies are, and the kernel `"handed"`
-calls the function for what is computed on one device.
+calls the function for attention on one device.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def everywhere(
         queries, keys: the streams of either, by sequence rank.
         link: the sequence ranks.
         ranks: the ranks that hold the queries.
-        steady: whether the mask is made of what it was made of in the step before, as in `per_token`.
+        steady: whether the mask has the same origin as in the previous step, as in `per_token`.
 
     Returns:
         4-D; dimensions of 1 stay 1.

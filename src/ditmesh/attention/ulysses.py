@@ -229,7 +229,7 @@ class _PackedHeads:
         message: what `all_to_all_packed` takes.
         here: for every tensor and stream this rank's heads of what every rank has; None: it travels.
         lengths: for every rank how many tokens it sends of every stream that travels, of all tensors.
-        shape: batch, heads and head size of what comes.
+        shape: batch, heads and head size of the received tensor.
     """
 
     message: tuple[Tensor, list[int], list[int]]
@@ -246,7 +246,7 @@ class _PackedHeads:
 
 
 def _whole(here: list[list[Tensor | None]], received: list[list[Tensor]]) -> list[Tensor]:
-    """Every tensor, (B, h_mine, S_group, D), from what lies here and what every rank sent."""
+    """Every tensor, (B, h_mine, S_group, D), from the local part and the received ones."""
     sent = zip(*received, strict=True)
     whole_bshd = [
         torch.cat([part for own in blocks for part in (next(sent) if own is None else (own,))], 1) for blocks in here

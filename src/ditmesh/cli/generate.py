@@ -286,7 +286,7 @@ def progress(
 ) -> Iterator[tuple[MessageSink, list[Generated], dict[str, Any]]]:
     """A progress bar for the whole job from rank 0's reports; collects the images and facts such as times.
 
-    When the job is broken off it is said what there is.
+    If the job is interrupted, the finished images are listed.
     """
     from rich.progress import TextColumn, TimeRemainingColumn
 

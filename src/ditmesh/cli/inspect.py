@@ -192,7 +192,7 @@ def _write(layout: TokenLayout, path: Path) -> None:
 
 
 def _layout(info: ModelInfo, check: bool) -> tuple[TokenLayout, dict[str, Any]]:
-    """The reviewed layout, or what a probe of the class derives; if it is to be checked, what the probe says."""
+    """The reviewed layout, or one that a probe of the class derives; with ``check`` also the probe's findings."""
     from ..layout import known_models
     from ..layout.describe import as_data, probed_layout
 

@@ -88,8 +88,8 @@ def _common(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit.
 
-    Exit code 0: done. 1: a rank failed (its traceback is on stderr), or a bug. 2: what was asked for cannot be done;
-    one sentence on stderr says why and what can. 130: stopped by Ctrl-C. 143: by SIGTERM.
+    Exit code 0: done. 1: a rank failed (its traceback is on stderr), or a bug. 2: the request cannot be done;
+    one sentence on stderr says why, and the way out. 130: stopped by Ctrl-C. 143: by SIGTERM.
     """
     if arguments is not None:
         _run(list(arguments))

@@ -277,7 +277,7 @@ class InputOptions:
         """Fields of a job; every file has been checked.
 
         Raises:
-            InputError: a file is not there, or not what it should be.
+            InputError: a file does not exist, or is of the wrong kind.
         """
         from ..generate.files import adapter, input_picture
         from ..generate.receipt import VARIANT

@@ -67,7 +67,7 @@ def generate_on(
 ) -> dict[str, Any]:
     """Generate on a server; the result has the form of `ditmesh generate`.
 
-    ``load_seconds`` is what the first job waited until it began.
+    ``load_seconds`` is the waiting time of the first job.
 
     Raises:
         InputError: the server refuses it, or is not there.

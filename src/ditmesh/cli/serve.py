@@ -316,7 +316,7 @@ def serve(
 ) -> None:
     """Serve images over HTTP: an OpenAI-compatible API, jobs with progress, and a web page.
 
-    Ctrl-C or SIGTERM lets what is under way end; what waits is done when the server is started again.
+    After Ctrl-C or SIGTERM running jobs finish; waiting jobs run when the server is started again.
 
     [bold]Examples[/bold]
 
@@ -463,8 +463,8 @@ def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, gra
     form: Any = logs.log_format
     app = create_app(backend, settings, tracer)
     server = HttpServer(app, grace, log_config(form, logs.log_level.upper()), up, at_once)
-    # What is there by now stays: a full collection would look at all of it, and keep requests waiting for a quarter of
-    # a second.
+    # All objects of now are permanent: a full collection would visit all of them, and requests would wait for a quarter
+    # of a second.
     gc.collect()
     gc.freeze()
     asyncio.run(server.run_on(listening))

@@ -1,7 +1,7 @@
 """Collectives that gradients pass through.
 
-Every rank computes a loss of its own, and what the backward pass computes is the gradient of the sum of all ranks'
-losses with respect to what a rank holds: each function below has the transposed exchange for its backward. Where all
+Every rank computes a loss of its own, and the backward pass computes the gradient of the sum of all ranks'
+losses with respect to a rank's own tensors: each function below has the transposed exchange for its backward. Where all
 ranks compute the same loss, the mean of a parameter's gradients over the ranks is one device's gradient, wherever the
 parameter is used. The ranks of a tensor-parallel group compute one loss together; those have functions of their own
 (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053: f and g).
@@ -50,7 +50,7 @@ def all_to_all_packed(link: Link, packed: Tensor, outgoing: Sequence[int], incom
 def all_gather(link: Group, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
     """`Link.all_gather`, differentiable: a rank gets back the sum of all ranks' gradients of its piece.
 
-    That sum is a reduce-scatter: what a rank makes of the whole tensor may be its own.
+    That sum is a reduce-scatter: each rank may use the whole tensor in another way.
     """
     if link.size == 1 or not tracked(piece):
         return link.all_gather(piece, lengths, dim)

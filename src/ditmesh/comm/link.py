@@ -42,7 +42,7 @@ _UNSEEN: Watched = nullcontext()
 class Transfer:
     """A transfer of tensors from other ranks.
 
-    Holds the buffers of what is received and sent, and the process group's handles, until `wait`: gloo hangs when a
+    Holds the buffers of received and sent tensors, and the process group's handles, until `wait`: gloo hangs when a
     send's handle is dropped, and a buffer must outlive its transfer. ``messages`` are functions that wait for more
     tensors, which come after ``received``; ``link`` is the link's name, for error messages; ``state`` counts waiting;
     ``watched`` is entered while `wait` waits.
@@ -257,12 +257,12 @@ class Link:
     def all_to_all_packed(
         self, packed: Tensor, outgoing: Sequence[int], incoming: Sequence[int]
     ) -> Callable[[], Tensor]:
-        """All-to-all of one buffer, where the link `packs`; returns at once: a function that waits for what comes.
+        """All-to-all of one buffer, where the link `packs`; returns at once: a function that waits for the result.
 
         One kernel packs it, however many ranks there are; so does the part that a rank sends to itself.
 
         Args:
-            packed: contiguous and 1-D: what every rank is to have, in rank order. Not written to before the wait.
+            packed: contiguous and 1-D: the elements for every rank, in rank order. Not written to before the wait.
             outgoing: how many of its elements go to every rank of the group.
             incoming: how many come from each.
 
@@ -297,7 +297,7 @@ class Link:
             shapes: shapes of the tensors that every rank sends here.
 
         Returns:
-            What every rank sent, contiguous; in this rank's own place what it gave itself, untouched.
+            The tensors from every rank, contiguous; in this rank's own place its own tensors, untouched.
         """
         return self._exchange("all_to_all", outgoing, shapes)()
 
@@ -391,13 +391,13 @@ class Link:
             return piece
         shapes = [[(*piece.shape[:dim], length, *piece.shape[dim + 1 :])] for length in lengths]
         if self.packs and len(set(lengths)) == 1 and prod(piece.shape[:dim]) == 1 and piece.numel():
-            # Pieces lie one after the other in what comes.
+            # The received pieces lie one after the other.
             whole = self._gather_packed([piece], [piece.numel()] * self.size)
             return whole.view(*piece.shape[:dim], sum(lengths), *piece.shape[dim + 1 :])
         return torch.cat([part for (part,) in self._gather([piece], shapes)], dim=dim)
 
     def all_gather_list(self, tensors: Sequence[Tensor], shapes: ShapesByRank) -> list[list[Tensor]]:
-        """Every rank's tensors, on every rank; what came is this rank's alone, to be written to.
+        """Every rank's tensors, on every rank; the received ones are this rank's alone, to be written to.
 
         Args:
             tensors: this rank's, any strides; all of one dtype.
@@ -485,7 +485,7 @@ class Link:
         return lambda timeout: self._added_up(transfer.wait(timeout), tensor)
 
     def _added_up(self, received: Sequence[Tensor], own: Tensor) -> Tensor:
-        """The sum of what the other ranks sent, one tensor each, and this rank's own: in rank order."""
+        """The sum of the other ranks' tensors, one each, and this rank's own: in rank order."""
         return reduce(torch.add, [*received[: self.rank], own, *received[self.rank :]])
 
     def _sum(self, flat: Tensor) -> None:
@@ -523,10 +523,10 @@ class Link:
         return self._start("send", [(tensors, [to])], [])
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> Transfer:
-        """Receive what a rank of the group sends; returns at once.
+        """Receive tensors from a rank of the group; returns at once.
 
         Args:
-            tensors: of the shapes and dtypes of what comes. They may take it: look at what `Transfer.wait` returns.
+            tensors: of the message's shapes and dtypes, which may be filled: use the result of `Transfer.wait`.
             source: rank in the group.
         """
         self._enter("receive")

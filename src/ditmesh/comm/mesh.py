@@ -128,7 +128,7 @@ class Mesh:
         world: link over all ranks.
         batch: link over the data and cfg axes, which both share out rows.
         data, cfg: links of the two alone.
-        pipe: link of the stages; stage = its rank. pipe_back: the same ranks, for what the last stage sends back.
+        pipe: link of the stages; stage = its rank. pipe_back: the same ranks, for messages of the last stage.
         ring, ulysses: links of the two sequence axes.
         sequence: link over both of them; sequence rank = ring rank × ulysses degree + ulysses rank.
         tensor: link of the ranks that share weights.
@@ -423,7 +423,7 @@ class Mesh:
         try:
             yield
             if self._depth == 1 and self._watcher is not None:
-                # The device may still compute with what a group received before it was aborted.
+                # The device may still compute with tensors that a group received before it was aborted.
                 if self.device.type == "cuda":
                     torch.cuda.current_stream(self.device).synchronize()
                 self._state.report()
@@ -439,7 +439,7 @@ class Mesh:
         If the request before has failed on any rank, process groups and shared memory are renewed; see `when_renewed`.
 
         Args:
-            purpose: what this rank has come for; the same on every rank (the first 104 bytes count).
+            purpose: the reason for the boundary; the same on every rank (the first 104 bytes count).
 
         Raises:
             PeerError: a rank has not come before the deadline, or has ended: the mesh is broken, and every later call

@@ -145,7 +145,7 @@ class SharedMemory:
         return peer is not None and peer.table[self._failed] > self.state.number
 
     def close(self) -> None:
-        """Give this rank's memory back; what others still read of it stays until they have done."""
+        """Free this rank's memory; parts that others still read stay until they have finished."""
         self._files.close()
         self._peers.clear()
         self._slots.clear()
@@ -211,7 +211,7 @@ class SharedMemory:
 
         Raises:
             PeerError: it did not come in time, or never will.
-            DesyncError: what came is something else than ``header`` says.
+            DesyncError: the message has another header than ``header``.
         """
         self.state.check()
         if (peer := self._peers.get(sender)) is None:

@@ -1,8 +1,8 @@
 """State that the links of a rank share: the request in progress, whether they may be used, and byte counters.
 
 A request is what lies between two boundaries (`ditmesh.Mesh.begin_request`), usually one call of a pipeline. All ranks
-number them alike. A message says which request it belongs to and what it is, so that one of another request, or of
-another operation, is never taken for what a rank waits for.
+number them alike. A message names its request and its operation, so that a message of another request, or of
+another operation, is never accepted by mistake.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Shape and dtype of a tensor.
 Spec = tuple[tuple[int, ...], torch.dtype]
 
-# What a message can be part of.
+# Operations that send messages.
 KINDS = ("all_to_all", "all_gather", "all_reduce", "shift", "send", "broadcast", "all_gather_async")
 
 
@@ -107,21 +107,21 @@ class MessageWatcher(Protocol):
     """Sees messages from their posting to the end of waiting for them."""
 
     def post(self, axis: str, kind: str, sent: int) -> AbstractContextManager[object]:
-        """A message or collective of ``sent`` bytes is posted now; what is returned is entered to wait for it."""
+        """A message or collective of ``sent`` bytes is posted now; the returned context is entered to wait for it."""
         ...
 
 
 class Traffic:
     """Bytes this rank has sent to other ranks and messages posted, by axis name.
 
-    What a rank keeps for itself is not traffic. Counting is arithmetic on sizes known on the host: it never
+    Data that a rank keeps for itself are not traffic. Counting is arithmetic on sizes known on the host: it never
     waits for a device.
 
     Attributes:
         bytes_sent, calls: by axis.
         bytes_across: those of them that go to ranks on other hosts.
         observer: called as ``observer(axis, kind)`` before every operation of a link, where ``kind`` is the link's
-            method; what it raises, the operation raises. For tests and measurements; None: no observer.
+            method; the operation raises its exceptions. For tests and measurements; None: no observer.
         watcher: sees when tensors are posted and waited for; None: no observer.
     """
 

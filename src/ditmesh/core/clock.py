@@ -91,7 +91,7 @@ class CallClock:
     (Heun) evaluates the same model again, and what that evaluation finds must not be taken for another branch. Two
     calls that differ in nothing (guidance by a changed model) are two branches.
 
-    A scheduler that counts its steps needs no look at any tensor: what is called between two of its steps is one step.
+    A scheduler that counts its steps needs no look at any tensor: the calls between two of its steps are one step.
     It is believed from the first step on that it was seen to count. Otherwise values are compared, at most
     once per call.
 
@@ -228,7 +228,7 @@ class CallClock:
         return not self._at_one_time(now.timestep, of.calls[0].timestep) or self._again(now)
 
     def _again(self, now: _SeenCall) -> bool:
-        """True if the model is asked again what it was asked before in this step, of other latents."""
+        """True if the model is called again in this step with equal arguments but other latents."""
         return any(
             now.model == call.model
             and self.values.all_same(now.others, call.others)

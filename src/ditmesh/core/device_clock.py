@@ -59,7 +59,7 @@ class DeviceClock:
             self._collect()
 
     def _collect(self) -> None:
-        """Take down what has finished, without waiting."""
+        """Record finished spans, without waiting."""
         while self._under_way and self._under_way[0][2].query():
             name, start, end = self._under_way.popleft()
             self.seconds[name] = start.elapsed_time(end) / 1e3

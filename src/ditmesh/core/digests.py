@@ -302,7 +302,7 @@ class _Digested(NamedTuple):
 
 
 class WeightDigests:
-    """Digests of every weight of a pipeline; what has not changed since is not hashed again.
+    """Digests of every weight of a pipeline; unchanged weights are not hashed again.
 
     A weight counts as changed when it is another tensor, lies elsewhere, has another form, or was written to in place
     (torch counts that). Writes that torch does not count, through ``.data`` or numpy, show in 64 of its values, which
@@ -320,7 +320,7 @@ class WeightDigests:
         """The digest and `id` of every weight, by name.
 
         Args:
-            adopt: what has changed since is known to be right: it is not hashed, and the same on ranks that adopt it.
+            adopt: changed weights are known to be right: they are not hashed, and equal on the ranks that adopt them.
             ranks: this rank and an all-gather of objects: all ranks look at the same time. Pages that all ranks have in
                 common (`pages_of`) are not read: their digest is that of their place in the file. Of pages that some
                 have in common each hashes a part.

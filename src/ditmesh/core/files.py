@@ -69,7 +69,7 @@ def written_atomically(path: str | Path) -> Iterator[Path]:
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
-                # A rename may reach the disk before what was written.
+                # A rename may reach the disk before the data.
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
         if path.exists():

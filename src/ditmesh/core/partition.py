@@ -66,7 +66,7 @@ class Partition:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Size of what every part holds."""
+        """The size of every part."""
         return tuple(map(sum, zip(*self.blocks, strict=True)))
 
     @cached_property
@@ -127,7 +127,7 @@ class Partition:
         return held.split(self.sizes(part), dim) if len(self.blocks) > 1 else (held,)
 
     def join(self, held: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole tensor from what every part holds; of a replicated block the first part's."""
+        """The whole tensor from all parts; of a replicated block the first part's."""
         if len(held) == 1:
             return held[0]
         by_part = [self.split(one, dim, part) for part, one in enumerate(held)]
@@ -217,10 +217,10 @@ def even_cut(length: int, parts: int) -> tuple[int, ...]:
 def weighted_cut(length: int, weights: Sequence[float], unit: int = 1) -> tuple[int, ...]:
     """Cut ``length`` into runs in proportion to ``weights``, each at least one unit, cut between units.
 
-    What is left over after rounding down goes to the runs that lost most by it, the first of them on a tie.
+    The remainder after rounding down goes to the runs that lost most by it, the first of them on a tie.
 
     Args:
-        length: what is cut.
+        length: of the dimension that is cut.
         weights: one positive number for every run.
         unit: runs are multiples of it; the last run also takes what is no whole unit. Ignored when there are
             fewer units than runs.

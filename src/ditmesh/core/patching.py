@@ -23,7 +23,7 @@ from ..errors import InputError
 
 _MISSING = object()
 
-# Calls what a layer, or something around a pipeline's call, stands around.
+# Calls the next layer, or the pipeline's call.
 Proceed = Callable[..., Any]
 Layer = Callable[..., Any]
 
@@ -55,7 +55,7 @@ class Patch:
         replacement: takes the method's place; it may call `original`.
 
     Attributes:
-        original: what was there, bound.
+        original: the replaced attribute, bound.
         undone: whether the original is in force again.
     """
 
@@ -72,7 +72,7 @@ class Patch:
         self._mine.call = replacement
 
     def undo(self) -> None:
-        """Put back what was there, or, under another library's wrapper, do nothing from now on. Harmless twice."""
+        """Restore the attribute, or, under another library's wrapper, do nothing from now on. Harmless twice."""
         if self.undone:
             return
         self.undone, self._mine.call = True, self.original
@@ -147,7 +147,7 @@ def _refusal(error: Exception) -> Callable[..., Any]:
 
 
 def is_patch(value: Any) -> bool:
-    """True if an attribute is what a `Patch` has put there."""
+    """True if an attribute was set by a `Patch`."""
     return isinstance(value, _Replacement)
 
 

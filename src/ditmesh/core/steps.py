@@ -21,7 +21,7 @@ class SchedulerStep:
         scheduler: of the pipeline, with its timesteps set.
         index: number of its timestep; None: this scheduler does not count.
         prediction: what the model returned, guided.
-        timestep, sample: what it was asked for, and of.
+        timestep, sample: the arguments of that call.
         result: what the scheduler returned.
     """
 
@@ -70,7 +70,7 @@ class StepEvents:
     """Tells a listener of every step of a scheduler, until `undo`.
 
     Args:
-        seen: takes the step. What it raises leaves the pipeline's call.
+        seen: takes the step. Its exceptions leave the pipeline's call.
     """
 
     def __init__(self, scheduler: Any, seen: Callable[[SchedulerStep], None]) -> None:

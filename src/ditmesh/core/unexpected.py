@@ -18,7 +18,7 @@ def unexpected(log: logging.Logger, error: Exception, what: str) -> None:
 
     Args:
         error: what was raised; raised again if the environment variable `RAISE` is set.
-        what: what is done in place of the prediction, a whole sentence.
+        what: the action in place of the prediction, a whole sentence.
     """
     if os.environ.get(RAISE):
         raise error

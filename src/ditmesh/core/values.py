@@ -68,7 +68,7 @@ class Values:
         self._before: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
     def turn(self) -> None:
-        """A new step begins: what the step before did not ask for is forgotten."""
+        """A new step begins: values that the previous step did not use are forgotten."""
         self._now, self._before = {}, self._now
 
     def found(self, key: Any, find: Callable[[], Any], of: tuple[Tensor, ...]) -> Any:
@@ -112,10 +112,10 @@ class Values:
 
 
 def _unwritten(one: SeenValue) -> bool:
-    """True if the tensor still holds what was seen."""
+    """True if the tensor still holds the values that were seen."""
     return version_of(one.value) in (None, one.key[-1])
 
 
 def tracked(*tensors: Tensor) -> bool:
-    """True if torch records what is computed of some tensors."""
+    """True if torch records operations on some of the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

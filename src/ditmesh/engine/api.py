@@ -43,7 +43,7 @@ from .targets import (
 T = TypeVar("T")
 
 
-# complex: what is refused before the first rank starts work, in one place and one order.
+# complex: all refusals before the first rank starts work, in one place and one order.
 def parallelize(
     target: T,
     config: ConfigLike = "auto",

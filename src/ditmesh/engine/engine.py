@@ -224,7 +224,7 @@ class Engine:
         themselves.
 
         Args:
-            purpose: what the ranks meet for; the same on every rank.
+            purpose: the reason for the boundary; the same on every rank.
 
         Yields:
             A function that sets the request of the next calls, before the first of them and whenever it changes. It

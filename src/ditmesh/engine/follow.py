@@ -100,7 +100,7 @@ def lost_another(error: BaseException) -> bool:
 
 
 def raise_first(error: BaseException | None, failures: Sequence[FollowerFailure]) -> None:
-    """Raise what was raised here or, if it came first, on another rank; nothing if nothing was."""
+    """Raise the exception of this rank or, if it came first, of another rank, if there is one."""
     if error is not None and not (failures and lost_another(error)):
         raise error
     if failures:
@@ -125,7 +125,7 @@ class CallLead:
 
     @property
     def inside(self) -> bool:
-        """True if this thread is in a call that was sent: what it calls in there is a part of it."""
+        """True if this thread is in a call that was sent: nested calls are a part of it."""
         return self._caller == threading.get_ident()
 
     def begin_request(self, steps: int | None = None) -> None:
@@ -313,7 +313,7 @@ class Following:
             self._met(error)
 
     def end(self) -> None:
-        """Let the others return from `follow`, and undo what this has put on the target."""
+        """Let the others return from `follow`, and remove the hooks from the target."""
         if self._ended:
             return
         self._ended = True

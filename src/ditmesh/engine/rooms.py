@@ -86,7 +86,7 @@ class Room:
             self._shared = _mapped(self._number, self._size, True, mmap.MAP_SHARED)
 
     def put(self, values: Tensor, dtype: torch.dtype | None = None) -> int:
-        """Copy a tensor behind what is there, as another dtype if one is given; where it begins."""
+        """Append a copy of a tensor, as another dtype if one is given; returns where it begins."""
         dtype = dtype or values.dtype
         start, end = self._used, self._used + values.numel() * dtype.itemsize
         if end > self._size:
@@ -108,7 +108,7 @@ class Room:
         return start
 
     def finish(self) -> None:
-        """Nothing more is written, and what is not filled is given back."""
+        """End writing, and free the part that is not filled."""
         if self._size > self._used:
             self._size = max(1, self._used)
             os.ftruncate(self._number, self._size)

@@ -1,6 +1,6 @@
 """Calls that travel: rank 0's arguments, on all ranks.
 
-What is no tensor is pickled. Tensors go over the mesh, in one message; one that every rank has from the call before is
+All but tensors is pickled. Tensors go over the mesh, in one message; one that every rank has from the call before is
 not sent again: the same object in the same version, or, where torch counts no versions (in inference mode), one with
 the same values at the same place.
 """
@@ -172,7 +172,7 @@ class CallSender:
         self.bytes_sent = 0
 
     def forget(self) -> None:
-        """Send everything in the next call: what the others have is not known any more."""
+        """Send everything in the next call: the state of the others is not known any more."""
         self._kept = []
 
     def pack(self, call: Any) -> tuple[bytes, list[Tensor]]:
@@ -245,7 +245,7 @@ class CallReceiver:
             tensor = from_bytes(message[place : place + one.size], one.shape, one.dtype)
             kept.append(tensor if one.near else tensor.cpu())
         self._kept = kept
-        # Models write to what they are given.
+        # Models write to their arguments.
         return _loaded_call(data, [tensor.clone() for tensor in kept], device)
 
 

@@ -68,7 +68,7 @@ def restore(target: T) -> T:
 
 
 def refuse_twice(target: Any) -> None:
-    """Refuse what is parallelised already."""
+    """Refuse a target that is parallelised already."""
     if getattr(target, ENGINE, None) is not None:
         raise InputError(f"this {type(target).__name__} is parallelised already; call ditmesh.restore(...) on it first")
 

@@ -140,7 +140,7 @@ def between_hosts(
 
     Args:
         config: a valid configuration for the model.
-        model, workload, hardware: what is computed, how much of it, on what.
+        model, workload, hardware: the model, the request, the devices.
         hosts: for every rank the number of its host.
     """
     prediction = predict(config, model.work, workload, hardware)

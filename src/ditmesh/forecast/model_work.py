@@ -66,7 +66,7 @@ class WithoutValues(TorchFunctionMode):
             # Of a mask, which hides nothing here.
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         if func is torch.equal:
-            # Comparisons are of what a model gives all tiles, such as a timestep's modulation, or two forms of a mask.
+            # Comparisons are of tensors for all tiles, such as a timestep's modulation, or of two forms of a mask.
             one, other = args
             return one.shape == other.shape and one.dtype == other.dtype
         return func(*args, **(kwargs or {}))
@@ -236,7 +236,7 @@ def kept_blocks(model: nn.Module, layout: TokenLayout, counts: Sequence[int]) ->
 
 @dataclass
 class _Gather:
-    """Elements of a stream behind a list of blocks, and of what was gathered in its place."""
+    """Elements of a stream behind a list of blocks, and of the gathered tensor in its place."""
 
     stream: str
     tokens: float
@@ -257,7 +257,7 @@ class _Run:
 def _runs(model: nn.Module, layout: TokenLayout, numbers: dict[nn.Module, int]) -> list[_Run]:
     """A run of every size, in the first way of calling the model that works."""
     reasons: list[str] = []
-    # Without what is optional first: masks are looked at, and on the meta device there is nothing to see.
+    # Without optional arguments first: masks are read, and on the meta device they have no values.
     # Tensors that say they are on the CPU are for models that ask; they are slower.
     attempts = product((False, True), (False, True), sorted(call_variants(model), key=lambda way: way.optional))
     for fake, fixed, way in attempts:
@@ -347,7 +347,7 @@ def _ends(layout: TokenLayout) -> list[Region]:
 
 @contextmanager
 def _cut_behind(ends: Iterable[tuple[nn.Module, Region]]) -> Iterator[list[_Gather]]:
-    """Behind these blocks the first of two ranks holds its own tokens; gives what it then gathers."""
+    """Behind these blocks the first of two ranks holds its own tokens; yields its gathers."""
     gathers: list[_Gather] = []
 
     def cut(value: Tensor, stream: Stream) -> Tensor:
@@ -461,7 +461,7 @@ def _some(records: list[_OperationRecord], wanted: Counter[Any]) -> list[_Operat
 def _operations(
     solved: list[tuple[_OperationRecord, list[TokenCount]]], kind: int | None, cuts: dict[str, Cut], names: set[str]
 ) -> tuple[Operation, ...]:
-    """The operations of one kind of block, equal ones counted, what is elementwise added up."""
+    """The operations of one kind of block, equal ones counted, elementwise ones added up."""
     counted: Counter[Operation] = Counter()
     rest = {True: [TokenCount(), TokenCount(), 0], False: [TokenCount(), TokenCount(), 0]}
     for record, amounts in solved:

@@ -106,7 +106,7 @@ def predict(
 
     Args:
         config: a valid configuration for the model.
-        recipe: its strategies say what they share out and exchange.
+        recipe: its strategies name their shares and exchanges.
         memory_of: as of `Prediction`.
     """
     strategies = wanted(recipe, config)

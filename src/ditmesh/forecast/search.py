@@ -33,7 +33,7 @@ class Model:
 
     Attributes:
         module: on the meta device, or with its weights.
-        work: what it does.
+        work: its operations.
     """
 
     module: nn.Module
@@ -63,7 +63,7 @@ class SearchLimits:
         memory: bytes of a device; default: the hardware's.
         deadline: seconds of a request.
         axes: those that may have a degree.
-        tested: leave out what the parity matrix has not run.
+        tested: leave out combinations that the parity matrix has not run.
         shared_memory: whether ranks of one host share memory.
         text_encoder: where text encoders are, as of `ParallelConfig`.
         memory_of: what says how much the rank that needs most holds; None: the transformer's weights are all that
@@ -108,7 +108,7 @@ def search(
     """Predict every valid configuration for the hardware's devices, or for some of them.
 
     Raises:
-        InputError: none is valid, or none fits; says what is missing and what would fit.
+        InputError: none is valid, or none fits; names the missing memory, and a configuration that would fit.
     """
     room = hardware.device.memory if limits.memory is None else limits.memory
     found, predictions = SearchResult(room=room), list[Prediction]()
@@ -172,7 +172,7 @@ def candidates(model: Model, workload: Workload, devices: int, limits: SearchLim
     most["pipe"] = min(most["pipe"], len(model.work.order))
     if limits.exactness == "exact":
         most["pipe"] = 1
-    # A cut that ranks cannot share evenly wastes what it leaves.
+    # A cut that ranks cannot share evenly wastes the remainder.
     for degrees in grids(devices, most):
         yield from _settings(degrees, workload, limits)
 

@@ -81,7 +81,7 @@ def _diffusers() -> str | None:
 def _outline(name: str, work: Work, timestep: str | None) -> nn.Module:
     """A stub module with the attributes that `ditmesh.recipe.check_recipe` reads of a transformer.
 
-    That is its class's name and what it calls its timestep, how many blocks its lists have, and their heads.
+    These are its class's name, its name for the timestep, how many blocks its lists have, and their heads.
     """
 
     def forward(self: nn.Module, *args: Any) -> None:

@@ -25,7 +25,7 @@ SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.f
 
 
 class Conversion(NamedTuple):
-    """A weight to convert: where it is stored, and as what it is wanted."""
+    """A weight to convert: its place in a file, and its new dtype."""
 
     file: str
     name: str
@@ -50,7 +50,7 @@ class Conversions:
 
         Args:
             files: in safetensors' format.
-            dtype_of: what a weight is wanted as, by its name and the stored dtype.
+            dtype_of: the new dtype of a weight, by its name and the stored dtype.
         """
         from safetensors import safe_open
 

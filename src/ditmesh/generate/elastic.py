@@ -81,7 +81,7 @@ def generate_elastically(
         threads: threads of each, before and after a restart: arithmetic depends on them.
         report: takes what rank 0 reports (`job.Loaded`, `StepDone`, `Generated`), each step and image once, and
             `Restarted`.
-        generate: what the ranks run, called as `run.generate` is.
+        generate: the function that the ranks run, called as `run.generate` is.
         launcher_name: see `launch.launcher`. On several hosts the folder of temporary files has to be one for all.
 
     Returns:

@@ -65,7 +65,7 @@ class InputFile:
     """A file of a job, or a ControlNet's folder.
 
     Attributes:
-        role: what it is for.
+        role: its use.
         path: where it is, absolute.
         digest: see `file_digest`.
         scale: of an adapter or a ControlNet.
@@ -495,7 +495,7 @@ DOWN = re.compile(r"(?:lora_A|lora_down|lora\.down|_lora\.down)(?:\.[^.]*)?\.wei
 def partial_fits(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
     """Notes on LoRA files that hold more layers than the pipeline could adapt, by path.
 
-    diffusers leaves out what the model does not have.
+    diffusers skips weights that the model does not have.
 
     Args:
         pipe: with the adapters loaded.

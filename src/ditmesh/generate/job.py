@@ -153,7 +153,7 @@ class Kept:
     Attributes:
         folder: the journal of its transformer calls, see `journal`.
         done: numbers of the images that are on disk.
-        restarts: what has happened to it.
+        restarts: its restarts so far.
     """
 
     folder: str
@@ -408,9 +408,8 @@ def job_for(
     """A job for a model.
 
     Args:
-        request: what is asked for. A size that it does not give is that of an input image, see `input_size`. Size and
-            frames of an embedded model are its own if not given: its pipeline's defaults are those of a model a
-            thousand times as large.
+        request: without a size, that of an input image is taken, see `input_size`. An embedded model has its own
+            size and frames if not given: its pipeline's defaults are those of a model a thousand times as large.
         prompts: in the place of the request's one.
         more: the other fields of the job; ``labels`` are found by the prompts if not given.
 

@@ -228,7 +228,7 @@ def keep_longest(folder: str | Path, request: int) -> list[JournalEntry]:
     """Keep the longest journal of a request for all new ranks. No rank may be running.
 
     Args:
-        request: the request that is to be gone on with; what is there of others is removed.
+        request: the request to resume; records of others are removed.
 
     Returns:
         The entries that are kept.

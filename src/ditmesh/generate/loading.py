@@ -187,10 +187,10 @@ def read_pipeline(
     if not (together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return whole()
 
-    # Options of from_pretrained may change what is loaded.
+    # Options of from_pretrained may change the loaded weights.
     plain = set(components) <= set(info.index)
     found = shareable_components(info, components) if plain else []
-    # Ranks that wait for the first one import meanwhile what they need.
+    # Ranks that wait for the first one do their imports meanwhile.
     with suppress(Exception):
         getattr(diffusers, info.pipeline_class)
     known = mesh.hosts if mesh is not None and mesh.world_size == dist.get_world_size() else None
@@ -361,7 +361,7 @@ class _Pieces:
         return name in self._places
 
     def read(self, name: str, rows: Callable[..., Tensor]) -> Tensor:
-        """Read what this rank holds of a parameter; returns an empty tensor in its place.
+        """Read this rank's part of a parameter; returns an empty tensor in its place.
 
         Args:
             rows: reads some of its rows, from and to, into a tensor if one is given.
@@ -418,7 +418,7 @@ def _elsewhere(model: nn.Module, config: ParallelConfig, mesh: Mesh, shapes: Map
             delattr(parameter, ABSENT_ATTRIBUTE)
 
 
-# --- what is spread ----------------------------------------------------------------------------------------------
+# --- split weights ----------------------------------------------------------------------------------------------
 
 
 def _slices(pipe: Any, mesh: Mesh) -> dict[int, tuple[int | None, Partition | None]]:
@@ -637,7 +637,7 @@ def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None, tables
 
     Args:
         folder: with its configuration.
-        dtype: of what has none of its own.
+        dtype: of weights without one of their own.
         tables: compute those that are saved with the weights as well; a table of positions takes longer than all else.
     """
     from accelerate import init_empty_weights
@@ -653,7 +653,7 @@ def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None, tables
         if dtype is not None:
             torch.set_default_dtype(dtype)
         if not tables:
-            # A class may compute with what it makes, which has no values then.
+            # A class may compute with its new tensors, which have no values then.
             with suppress(Exception), torch.device("meta"):
                 model = kind.from_config(settings)
                 if not _has_tables(model):

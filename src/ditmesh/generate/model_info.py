@@ -250,7 +250,7 @@ class ModelInfo:
 
 
 def find_model(model: str | Path) -> ModelInfo:
-    """Read what the model is, from a folder or from the hub (its JSON files only).
+    """Read the facts about a model from a folder or from the hub (its JSON files only).
 
     Args:
         model: folder that ``pipe.save_pretrained`` wrote, the name of an embedded model (`ditmesh.zoo`; a folder

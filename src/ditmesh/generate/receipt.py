@@ -62,8 +62,8 @@ class Receipt(AddedFields):
     """The record of how one image or video was generated.
 
     Attributes:
-        prompt: what was asked for (for class-conditional models: the class).
-        negative_prompt: what was to be avoided, if anything.
+        prompt: the prompt (for class-conditional models: the class).
+        negative_prompt: the negative prompt, if any.
         seed: seed of this image's own `torch.Generator` on the CPU.
         index: number of the image in its run, from 0.
         max_sequence_length: longest prompt in tokens, when it was given.

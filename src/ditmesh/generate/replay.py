@@ -1,4 +1,4 @@
-"""An image generated again from its receipt, and what is different this time."""
+"""An image generated again from its receipt, and the differences."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Replay:
         largest: largest difference of any channel, of 255; None when the sizes differ.
         pixels: share of pixels that differ.
         psnr: in dB; None when equal or of another size.
-        changes: what is different.
+        changes: differences of versions and settings.
     """
 
     promised: bool
@@ -94,7 +94,7 @@ def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
 
 
 def receipt_config(receipt: Receipt) -> ParallelConfig:
-    """The configuration that a receipt names. What it does not say is as usual.
+    """The configuration that a receipt names; missing settings have their defaults.
 
     Raises:
         ConfigError: it holds a setting that this version does not know.
@@ -203,7 +203,7 @@ def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[C
     def known(value: Any) -> str:
         return "unknown" if value is None else str(value)
 
-    # Receipts of earlier versions say less; what they do not say may have changed.
+    # Receipts of earlier versions have fewer fields; the missing ones may have changed.
     weights = was.weights_digest, now.weights_digest
     if was.weights_digest is None and sampled is not None:
         # Like with like; unless it was the whole digest that stood there.

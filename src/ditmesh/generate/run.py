@@ -31,16 +31,16 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
     replaces a file that ditmesh has not written, and one that it has only when ``job.overwrite`` says so.
 
     Args:
-        kept: keep a journal, and go on from what it holds; None: generate everything, keep nothing.
+        kept: keep a journal, and resume from it; None: generate everything, keep nothing.
         report: takes the reports; may be left out.
 
     Returns:
         Seconds that the pipeline's calls took on this rank, loading not included.
 
     Raises:
-        InputError: the pipeline cannot do what is asked.
+        InputError: the pipeline cannot run the request.
         LayoutError: the transformer's tokens could not be found out.
-        JournalError: what the journal holds is of another request.
+        JournalError: the journal is of another request.
     """
     import torch.distributed as dist
 

@@ -41,7 +41,7 @@ class Prepared:
     """A prepared call of a pipeline.
 
     Attributes:
-        job, call: what is asked for, and which images of it.
+        job, call: the request, and which of its images.
         pipe, kind: the pipeline and its class.
         steps: denoising steps that are taken.
         adapters: LoRA adapters that are on, with their scales, where they change from request to request.
@@ -70,7 +70,7 @@ class PipelineRunner:
     """A loaded pipeline, parallelised or not, that runs the calls of jobs. All its ranks run the same calls.
 
     Args:
-        pipe: the pipeline, or what is called as one, such as a `RemotePipeline`.
+        pipe: the pipeline, or an object that is called like one, such as a `RemotePipeline`.
         device: where it computes; default: the CPU.
         kind: the pipeline's class, if another than that of ``pipe``.
         facts: see below.
@@ -100,7 +100,7 @@ class PipelineRunner:
         """Load a job's pipeline and parallelise it. Every rank calls this; ``report`` takes rank 0's notes.
 
         Raises:
-            InputError: the pipeline cannot do what is asked, or does not fit into memory.
+            InputError: the pipeline cannot run the request, or does not fit into memory.
             LayoutError: the transformer's tokens could not be found out.
         """
         from ..comm.backends import device_of_rank
@@ -137,14 +137,14 @@ class PipelineRunner:
         """The job's pipeline, quiet, with its adapters, and not parallelised yet.
 
         Args:
-            job: what is to be generated.
+            job: the request.
             device: where the transformers are to be; the other components are there too unless they are offloaded.
             mesh: each rank reads only its share of the transformers, for ``mesh.config``; None: every rank reads all.
-            checked: refuse what the pipeline cannot do of the job.
+            checked: refuse a job that the pipeline cannot run.
             together: all ranks call this alike; see `read_pipeline`.
 
         Raises:
-            InputError: it cannot be loaded, or cannot do what the job asks.
+            InputError: it cannot be loaded, or cannot run the job.
         """
         import diffusers
         import torch
@@ -325,7 +325,7 @@ def load_pipeline(
     """Load a diffusers pipeline onto its device, without a progress bar.
 
     Args:
-        name: what the user calls it.
+        name: as the user gave it.
         dtype: of the weights, by name.
         device: None: the pipeline stays where it is loaded to.
         variant: of the weights' files.

@@ -61,7 +61,7 @@ def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> 
 
     Args:
         pictures: images, or frames of a video, by the argument of the pipeline's call.
-        size: width and height of what is made.
+        size: width and height of the output.
         step: sides are multiples of it.
     """
     for role in SHAPING:

@@ -1,6 +1,6 @@
 """Videos as files: MP4 with metadata, and strips of frames. Frames are read by `ditmesh.media.videos`.
 
-The frames of an MP4 are compressed. What they were compressed of is named by `frames_digest`.
+The frames of an MP4 are compressed. `frames_digest` identifies the frames before compression.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ class Launcher(Protocol):
     """Ranks with a process group that run functions.
 
     A launcher is made as ``make(world_size, device="auto", threads=None, timeout=600.0, **options)``, with the options
-    ``gpus``, ``stop_limit`` and ``preload`` (a hint), all as of `RankPool`. What it cannot do it refuses with a
-    `ConfigError`.
+    ``gpus``, ``stop_limit`` and ``preload`` (a hint), all as of `RankPool`. It refuses options that it does not support
+    with a `ConfigError`.
 
     Attributes:
-        device: what all of them compute on.
+        device: of all of them.
         threads: threads of each rank.
         is_reporter: whether this process prints results. Where the caller is itself one of
             the ranks, only one of them does.
@@ -69,7 +69,7 @@ class Launcher(Protocol):
                 it returns is what the ranks have failed to do: the rest of "ranks 0, 1 of 2 had not …".
 
         Returns:
-            What every rank returned, in rank order: CPU tensors or plain data, as results may be pickled.
+            The result of every rank, in rank order: CPU tensors or plain data, as results may be pickled.
 
         Raises:
             RankFailed: a rank failed. ``lost`` names the ranks that are gone through no error of the job (killed,
@@ -95,7 +95,7 @@ class Conversing(Launcher, Protocol):
     def reply(self, content: Any) -> None:
         """Send all ranks a message that their function receives by ``report.reply()``; thread-safe and in order.
 
-        What a rank has not taken when its call ends is dropped.
+        Replies that a rank has not taken when its call ends are dropped.
         """
         ...
 

@@ -68,7 +68,7 @@ class Collector:
         return max(0.0, self._limit - now)
 
     def give_up(self, ranks: Sequence[int], expected: str) -> None:
-        """End the call because of ranks that have not done what was ``expected``."""
+        """End the call because ranks have not done the ``expected`` action."""
         self._late, self._expected = ranks, expected
 
     def result(

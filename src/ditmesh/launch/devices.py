@@ -121,7 +121,7 @@ def join_default_group(
     """Join the default process group (gloo or NCCL), unless this process is in one; the device of this rank.
 
     Args:
-        kind, gpu: what the rank computes on.
+        kind, gpu: the rank's device.
         rank, world_size: which it is, and of how many.
         timeout: deadline of every collective, in seconds.
         rendezvous: ``init_method`` or ``store`` of `torch.distributed`.

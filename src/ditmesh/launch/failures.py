@@ -99,7 +99,7 @@ def rank_failed(failures: Sequence[Failure], stalled: Mapping[int, str], world_s
 
 
 def late(stalled: Mapping[int, str], world_size: int, expected: str) -> RankFailed:
-    """The error for ranks that have not done what was ``expected``, with the code position of each."""
+    """The error for ranks that have not done the ``expected`` action, with the code position of each."""
     parts = [f"{_names(stalled)} of {world_size} had not {expected}", *_whereabouts(stalled)]
     return RankFailed("\n\n".join(parts), next(iter(stalled)), lost=tuple(stalled))
 

@@ -76,7 +76,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def _shared_memory() -> dict[str, float] | None:
-    """Size of the folder of shared memory, and what is free, in 10^9 bytes; None where there is none."""
+    """Size and free space of the folder of shared memory, in 10^9 bytes; None where there is none."""
     try:
         room = shutil.disk_usage("/dev/shm")
     except OSError:

@@ -1,4 +1,4 @@
-"""Ranks beside a running program: its process stays what it is, and is rank 0 as well."""
+"""Ranks beside a running program: its own process becomes rank 0."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class HostedCall(Generic[T]):
     """The value or exception of this process, and the values of the other ranks.
 
     Attributes:
-        value: what was returned here, where nothing was raised.
-        error: what was raised here.
+        value: the result of this process, if nothing was raised.
+        error: the exception of this process.
         others: what ranks 1, 2, … have returned.
     """
 
@@ -192,7 +192,7 @@ class HostedRanks(RankPool):
             # Closed by the thread, which has given the ranks up.
             pass
         except BaseException:
-            # Ctrl-C: nothing is known of what the others do.
+            # Ctrl-C: the state of the others is not known.
             self._end("a call was broken off")
             raise
         thread.join()
@@ -222,7 +222,7 @@ class HostedRanks(RankPool):
             self._leave()
 
     def _leave(self) -> None:
-        """Leave the process group, and give back what this process had for it."""
+        """Leave the process group, and free this process's resources of it."""
         import torch.distributed as dist
 
         if self._left:

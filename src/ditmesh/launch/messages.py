@@ -76,18 +76,18 @@ class OwnerChannel:
 
     @property
     def sending(self) -> bool:
-        """True if a part of what was to be sent has found no room yet."""
+        """True if a part of a message waits for room in the socket."""
         return bool(self._outgoing)
 
     def send(self, data: bytes) -> None:
-        """Send what the socket takes; `flush` sends the rest."""
+        """Send as much as the socket takes; `flush` sends the rest."""
         with self._lock:
             self._outgoing += HEADER.pack(len(data))
             self._outgoing += data
             self._flush()
 
     def flush(self) -> None:
-        """Send more of what is left. A rank that is gone gets nothing: the end of the connection says so."""
+        """Send more of the rest. A rank that has ended gets nothing: the end of the connection shows it."""
         with self._lock:
             self._flush()
 

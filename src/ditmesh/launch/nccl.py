@@ -1,7 +1,7 @@
-"""torch's own watch over NCCL, what it does about a collective that does not end, and NCCL's order, in one place.
+"""The settings of torch's watchdog over NCCL, of collectives that do not end, and of NCCL's order, in one place.
 
-Deadlines are the process group's ``timeout``. What is set here is only what torch and NCCL read from the environment,
-before the first NCCL group of a process, and nothing that the user has set.
+Deadlines are the process group's ``timeout``. These are only the settings that torch and NCCL read from the
+environment before the first NCCL group of a process, and nothing that the user has set.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class RankPool(StayingRanks):
             process.join(max(0.0, limit - time.monotonic()))
 
     def _kill(self) -> None:
-        """Kill what is left of the ranks, at once: stopped ones too."""
+        """Kill the remaining ranks at once, stopped ones too."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -300,7 +300,7 @@ class RankPool(StayingRanks):
         return True
 
     def _next_events(self, done: Collection[int], timeout: float) -> list[int]:
-        """Ranks that have said something, have ended, or have room for what they are sent, in rank order."""
+        """Ranks that have sent something, have ended, or have room for pending messages, in rank order."""
         with DefaultSelector() as selector:
             for rank, (channel, process) in enumerate(zip(self._channels, self._processes, strict=True)):
                 if rank not in done:
@@ -313,7 +313,7 @@ class RankPool(StayingRanks):
         return sorted(found - {None})
 
     def _hear(self, rank: int, collector: Collector) -> None:
-        """Read what a rank has sent so far, or how it has ended."""
+        """Read a rank's messages so far, or how it has ended."""
         channel, process = self._channels[rank], self._processes[rank]
         channel.flush()
         try:

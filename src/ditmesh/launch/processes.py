@@ -95,7 +95,7 @@ def ignore_signals() -> None:
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM, SIGALRM act when what is inside is done, not between a thing's making and its being noted.
+    """Defer SIGINT, SIGTERM and SIGALRM to the end of the block, so that no resource is created and not recorded.
 
     For moments only. Outside the main thread nothing waits: signals act there alone.
     """
@@ -167,7 +167,7 @@ class FolderGuard:
     """A process that removes a folder when this one has ended without doing so, killed or not."""
 
     def __init__(self, folder: str) -> None:
-        # In a session of its own: what is sent to all processes of a terminal's job does not reach it.
+        # In a session of its own: signals to all processes of a terminal's job do not reach it.
         command = [os.fsdecode(spawn.get_executable()), "-I", "-S", "-c", GUARD, os.path.abspath(folder)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=os.sep, start_new_session=True

@@ -71,7 +71,7 @@ def main(settings: RankSettings, connection: socket.socket, joins: bool = True) 
 
 
 def leave_inherited() -> None:
-    """Have the garbage collector leave alone what this process was forked with: half a million objects of libraries.
+    """Exclude the objects of the fork, half a million of libraries, from garbage collection.
 
     A full collection writes to the head of each object that it looks at, and so makes a copy of nearly all memory that
     this rank has in common with the fork server. Python would also make one only when a quarter as many objects are

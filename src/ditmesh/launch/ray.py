@@ -275,7 +275,7 @@ def _grace(failed: Collection[Failure]) -> float:
 
 
 class _Rank:
-    """The actor of a rank. What the ranks compute runs in one thread, which CUDA's current device belongs to."""
+    """The actor of a rank. Its calls run in one thread, to which CUDA's current device belongs."""
 
     def __init__(self, threads: int, path: Sequence[str]) -> None:
         # The program's own modules, where this host has them.
@@ -345,7 +345,7 @@ class _Rank:
             out.put(("failure", of_exception(self._rank, error)))
 
     def reply(self, data: bytes) -> None:
-        """Take what the owner says in the middle of a call."""
+        """Take the owner's reply in the middle of a call."""
         self._replies.put(data)
 
     def stack_text(self) -> str:

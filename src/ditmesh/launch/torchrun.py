@@ -152,7 +152,7 @@ class TorchrunRanks(Launcher):
         watch: Watch | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``fn`` in this process; see `Launcher.run`. ``on_message`` takes what this rank alone reports."""
+        """Call ``fn`` in this process; see `Launcher.run`. ``on_message`` takes this rank's own reports."""
         import torch.distributed as dist
 
         from ..comm.objects import gather_objects

@@ -99,7 +99,7 @@ class IdentityBlocks:
         """The inputs of every block, and the model's result.
 
         Args:
-            edit: what a block is to return for a stream in place of what it was given, by site and stream name.
+            edit: the tensor that a block returns for a stream in place of its input, by site and stream name.
             call: other arguments by name.
         """
         self.given, self.handed, self._foldings = {}, {}, {}
@@ -294,7 +294,7 @@ class _ListsInOne:
         return not self.skeleton.returns_the_same(part, self._with_added(added, added_part))
 
     def _with_added(self, added: Sequence[Cut], cut_of: Callable[[Tensor, int], Tensor]) -> dict[str, Any]:
-        """The call with a part of what is added to the tokens between blocks."""
+        """The call with a part of the tensors that are added to the tokens between blocks."""
         call = self.skeleton.call
         arguments = Arguments((), (), dict(call))
         for cut in added:
@@ -339,7 +339,7 @@ def _with_local(region: Region, local: set[str]) -> Region:
 def rereads(skeleton: IdentityBlocks, region: Region) -> bool:
     """True if the model reads what it has given to a block for its tokens after the block has run.
 
-    What the blocks write to may be anything then: what they return is all that counts.
+    The blocks may write to anything then: only their results count.
     """
     sites, names = skeleton.sites(region.blocks), {s.name for s in region.streams if s.arg in region.written}
     before: list[tuple[Tensor, Tensor]] = []

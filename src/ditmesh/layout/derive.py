@@ -91,7 +91,7 @@ class _Observer:
     def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A block is about to run."""
         if not self._busy:
-            # The block may write to what it is given.
+            # The block may write to its arguments.
             leaves = Arguments((), args, kwargs).leaves()
             tensors = {id(v): v for _, v in leaves if isinstance(v, Tensor)}
             self._given = {key: (v, _version(v), v.clone(), self._source(v)) for key, v in tensors.items()}
@@ -165,7 +165,7 @@ class _Observer:
         return traces
 
     def look_back(self) -> None:
-        """Note what the latest block has kept of its tokens besides what it returned, now that nothing else does."""
+        """Note tensors of its tokens that the latest block has kept besides its results, now that nothing else does."""
         left, self._left = self._left, None
         if left is None:
             return
@@ -277,7 +277,7 @@ def derive_layout(
         lists: the block lists to look at; default: all that hold at least half as many tokens as any other.
 
     Returns:
-        What the forward returned, and the layout.
+        The forward's result, and the layout.
 
     Raises:
         LayoutError: the blocks' tensors cannot be explained as tokens; names the block and the argument or module.

@@ -139,7 +139,7 @@ def holds_tensors(value: Any, depth: int = 8, seen: set[int] | None = None) -> b
 
     Args:
         depth: levels of objects that are looked into.
-        seen: ids of what has been looked into already.
+        seen: ids of objects that have been searched already.
     """
     seen = set() if seen is None else seen
     if id(value) in seen:

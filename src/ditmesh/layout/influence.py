@@ -1,4 +1,4 @@
-"""Derive a token layout from one real call: by what every argument of a block touches.
+"""Derive a token layout from one real call: by the values that every argument of a block touches.
 
 The model runs once, whole, with the inputs of the call. When a block has run, it runs again a few times with
 attention's answers held fixed and a part of one argument made NaN; what has become NaN then is what that part touches.
@@ -59,7 +59,7 @@ Answer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, float | None], Te
 
 
 class Listener(intercept.Observer):
-    """Attention handler that notes what it is asked."""
+    """Attention handler that records its calls."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -143,8 +143,8 @@ class _Mixer:
     Attributes:
         path: in the block.
         arg: the stream's argument of the block.
-        dim: of the tokens in what goes into it.
-        calls: what went in, and what came out, call by call.
+        dim: of the tokens in its input.
+        calls: its inputs and results, call by call.
     """
 
     path: str
@@ -268,7 +268,7 @@ class RecordedBlock:
         return _Touched(self, *self.again(edits, answer))
 
     def mix(self, path: str, arg: str, dim: int) -> None:
-        """Hold what a module returns fixed from now on, as attention's answers are: it mixes tokens."""
+        """Hold a module's results fixed from now on, as attention's answers are: it mixes tokens."""
         mixer = _Mixer(path, arg, dim)
         self.mixers.append(mixer)
 
@@ -693,7 +693,7 @@ def _given_only(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[_
 
 
 def _other_arguments(block: RecordedBlock, facts: Facts) -> None:
-    """Sort what is no stream: cut with the tokens, counting them, or the same for all."""
+    """Sort all other arguments than streams: cut with the tokens, counting them, or the same for all."""
     for path, value in block.leaves.items():
         if any(path == stream.arg for stream in facts.streams):
             continue
@@ -854,7 +854,7 @@ class _RankCheck:
 
     Attributes:
         block: as it ran with all tokens.
-        facts: what is to be checked.
+        facts: to be checked.
         tokens: of every rank.
         rank: the rank that holds the tokens of the block.
     """
@@ -971,7 +971,7 @@ class _RankCheck:
             found, own = rows[name], self.tokens.select((name,))
             start, length = own.places(self.rank)[0]
             if found.length < own.total:
-                # Padding is left out: every rank has what is left.
+                # Padding is left out: every rank has the remaining tokens.
                 start, length = 0, found.length
             pieces.append(whole.narrow(2, found.start + start, length))
         return torch.cat(pieces, 2)

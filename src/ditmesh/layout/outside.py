@@ -22,7 +22,7 @@ from .types import Stream
 
 
 class Traces(TorchDispatchMode):
-    """Notes the memory that a block makes, and what it writes to that it was not given.
+    """Records the memory that a block allocates, and writes to memory that was not passed to it.
 
     Args:
         given: the tensors among its arguments, which are looked at elsewhere.

@@ -310,7 +310,7 @@ def _over_windows(op: Operation, x: Banded, kernel: int, stride: int, padding: i
 
 
 def _windows_alone(op: Operation, dim: int, pieces: Sequence[Tensor]) -> Tensor:
-    """A layer on rows that have what is beyond them with them."""
+    """A layer on rows that are padded with their neighbours' rows."""
     pieces = [piece for piece in pieces if piece.shape[dim]]
     rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
     spatial = _POOLS.get(op.func.overloadpacket, rows.dim() - 2)
@@ -405,7 +405,7 @@ def multiplied(op: Operation) -> Outcome:
 
 
 def _bias(bias: Tensor, band: Band, op: Operation) -> Tensor:
-    """A rank's part of what is added to a product."""
+    """A rank's part of a product's bias."""
     dim = bias.dim() - len(op.likes.shape) + band.dim
     if dim < 0 or bias.shape[dim] == 1:
         return bias

@@ -111,7 +111,7 @@ class Owners:
         return self.made(("expand", tuple(shape)), lambda: Owners(self.of.expand(shape).contiguous(), self.patches))
 
     def union(self, other: Owners) -> Owners | None:
-        """The map of what is computed from both; None if elements of different owners meet."""
+        """The map of a result of both tensors; None if elements of different owners meet."""
 
         def make() -> Owners | None:
             if torch.equal(self.of, other.of):
@@ -122,7 +122,7 @@ class Owners:
         return self if self is other else self.made(("union", id(other)), make, [other])
 
     def over(self, dims: tuple[int, ...], keepdim: bool) -> Owners | None:
-        """The map of what a reduction leaves; None if elements of different owners meet."""
+        """The map of a reduction's result; None if elements of different owners meet."""
 
         def make() -> Owners | None:
             top = self.of.amax(dims, keepdim=True)

@@ -90,7 +90,7 @@ class CopiedModule:
 
 
 def applied(module: nn.Module, changes: Sequence[ModuleChange]) -> None:
-    """Make a copy what the module has become."""
+    """Bring a copy to the module's present state."""
     order = list(module.modules())
     for change in changes:
         one = order[change.module]

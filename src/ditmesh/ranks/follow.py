@@ -183,7 +183,7 @@ class Followers:
         """The result of every other rank, each with the result of this one.
 
         Raises:
-            Exception: what was raised here, or, if it came first, there.
+            Exception: of this rank, or, if it came first, of another rank.
             RankFailed: a rank was lost.
         """
         if self.closed:
@@ -250,7 +250,7 @@ class FollowedModule(ABC):
         self.lead = CallLead(type(module).__name__, self.mesh, engine)
 
     def update(self, rewritten: Collection[str] = ()) -> None:
-        """Change the copies to what the module is now; see `call_on_all`. Calls do this by themselves.
+        """Bring the copies to the module's present state; see `call_on_all`. Calls do this by themselves.
 
         Raises:
             InputError: it has other modules than when it was copied.
@@ -373,7 +373,7 @@ class FollowedModel(FollowedModule):
         """Undo `sleep`.
 
         Raises:
-            InputError: what is patched was replaced meanwhile.
+            InputError: a patched attribute was replaced meanwhile.
         """
         if self._asleep is None:
             return
@@ -463,7 +463,7 @@ copies: dict[str, Copy] = {}
 
 
 def reported(fn: Callable[..., None]) -> Callable[..., FollowerFailure | None]:
-    """``fn`` for calls by rank 0: what it raises becomes a `FollowerFailure`, which is returned."""
+    """``fn`` for calls by rank 0: an exception becomes a `FollowerFailure`, which is returned."""
 
     @functools.wraps(fn)
     def outcome(*args: Any) -> FollowerFailure | None:

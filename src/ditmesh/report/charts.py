@@ -238,7 +238,7 @@ def _placed(x: float, y: float, texts: Sequence[str], taken: list[tuple[float, f
 def bar_chart(groups: Sequence[str], bars: Series, title: str, y_label: str, *, x_label: str = "") -> Chart:
     """One bar for each group, of height ``bars.y[group]``, with an error bar where there is one.
 
-    ``x_label`` says what the groups are.
+    ``x_label`` names the groups.
     """
     up = _scale((*bars.y, *bars.low, *bars.high), HEIGHT - BOTTOM, TOP, False, from_zero=True)
     across = _Scale(0, len(groups), LEFT, WIDTH - RIGHT)

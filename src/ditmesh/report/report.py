@@ -57,7 +57,7 @@ class GridImage:
 
     Attributes:
         image: as `quality.pictures.as_picture` takes it; None: its place stays empty.
-        caption: what stands under it; also what a screen reader says, unless ``alt`` does.
+        caption: the text under it; also for screen readers, unless ``alt`` is given.
         alt: what the image shows, in words.
         bright: the value at the bright end of a difference's colours: a scale is drawn; None: no scale.
     """
@@ -126,7 +126,7 @@ class ReportTable(ReportBlock):
 
     Attributes:
         header, rows: names of the columns, and cells; the first ``keys`` cells name their row.
-        caption: what it shows; may be empty in a terminal.
+        caption: a title; may be empty in a terminal.
         look: ``"cards"`` or ``"many"`` (rows become cards where there is no room, or on a tablet already), ``"facts"``
             (names and values), or empty.
     """

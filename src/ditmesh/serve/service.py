@@ -26,7 +26,7 @@ from .worker.replicas import LONGEST_BACKOFF, serve_adaptive
 class Service(JobStore):
     """Jobs in a queue on disk and the replicas that run them: the interface of the HTTP side.
 
-    Ranks that fail are started again, and what they were at begins again, once (see `Dispatcher`).
+    Ranks that fail are started again, and their tasks begin again, once (see `Dispatcher`).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Service(JobStore):
         Args:
             specs: the models; the first is the default, and is loaded at the start.
             folder: for the queue and the results; no other server may use it.
-            settings: of ranks, of what they run and of what is kept.
+            settings: of the ranks, their models and the stored results.
             function: what ranks run in the place of `worker.serve_rank`.
 
         Raises:

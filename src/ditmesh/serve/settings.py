@@ -19,7 +19,7 @@ class LimitOption(NamedTuple):
         help: of its option.
         form: of its value.
         least: the smallest one.
-        unit: what it is multiplied by.
+        unit: the factor to the setting's own unit.
     """
 
     help: str
@@ -79,7 +79,7 @@ class ApiSettings(BaseModel):
 
 
 class ServiceSettings(BaseModel):
-    """The ranks of a `Service`, their models, and what is kept.
+    """Settings of a `Service`: ranks, models, and stored results.
 
     Attributes:
         devices: ranks of each replica.

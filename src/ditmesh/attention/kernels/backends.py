@@ -177,7 +177,7 @@ class BackendWithLse(DiffusersKernel):
                 self.name, q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale, **{self.traits.flag: True}
             )
             out, lse = returned[0], self._in_order(returned[1], q_bhsd)
-        # The merge writes into what it is given.
+        # The merge writes into its arguments.
         out = out.clone() if out.data_ptr() in (q_bhsd.data_ptr(), v_bhsd.data_ptr()) else out
         return (out, lse.float()) if mask is None else without_blind(out, lse, mask)
 

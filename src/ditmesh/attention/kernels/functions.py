@@ -1,4 +1,4 @@
-"""Kernels that are functions of a program: what it calls its attention with, inside the strategies' exchanges."""
+"""Kernels that are a program's own attention functions, inside the strategies' exchanges."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class FunctionWithLse(FunctionKernel):
                 f"the attention kernel {self.name!r} returned its log-sum-exp as {tuple(lse.shape)} where "
                 f"{tuple(q_bhsd.shape[:3])} was expected, so ring attention cannot merge it"
             )
-        # The merge writes into what it is given.
+        # The merge writes into its arguments.
         out = out.clone() if out.data_ptr() in (q_bhsd.data_ptr(), v_bhsd.data_ptr()) else out
         return (out, lse.to(wide)) if mask is None else without_blind(out, lse.to(wide), mask)
 

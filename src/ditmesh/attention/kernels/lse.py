@@ -327,7 +327,7 @@ def _cuda_backward(
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to the scores."""
+    """A mask in its additive form."""
     if mask.dtype == torch.bool:
         return torch.full_like(mask, NEG_INF, dtype=dtype).masked_fill_(mask, 0)
     return mask.to(dtype)

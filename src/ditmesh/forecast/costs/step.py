@@ -123,8 +123,8 @@ class StepForecast:
 
     Args:
         config: degrees and settings.
-        work, workload, hardware: what is computed, how much of it, on what.
-        share: what a rank has of it.
+        work, workload, hardware: the model's operations, the request, the devices.
+        share: a rank's part of the work.
         stale: whether it is one that reuses keys of the step before.
     """
 
@@ -313,7 +313,7 @@ class StepForecast:
     def exchanged(self, kernels: float, times: float) -> Iterator[Term]:
         """The term of the kernels of an exchange between GPUs: what packs, carries and takes apart.
 
-        On a CPU they are part of what a transfer was measured to take.
+        On a CPU they are part of a transfer's measured seconds.
         """
         if self.hardware.device.ahead:
             yield self.launches(kernels, times)

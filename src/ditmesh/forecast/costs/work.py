@@ -98,7 +98,7 @@ class Gather:
     Attributes:
         text: whether it is the text's, which every rank may have whole anyway.
         tokens: elements that the blocks return.
-        results: of what the model makes of every token by itself before it needs them all.
+        results: of token-local operations before the model needs all tokens.
     """
 
     text: bool

@@ -59,7 +59,7 @@ def anatomy(
 
     Args:
         transformer, settings: class and configuration.
-        workload: what is asked of it.
+        workload: the request.
 
     Returns:
         The layers, and rank 0's exchanges in order. None in their place: the model does not run without values, or

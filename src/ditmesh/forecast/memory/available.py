@@ -15,7 +15,7 @@ def free_memory(device: torch.device, ranks_here: int = 1) -> float:
     """Bytes that a rank may still take.
 
     Args:
-        device: where it computes. On a CPU: what the host, or the container's limit, has left, in equal parts.
+        device: of the rank. On a CPU: equal parts of the free memory of the host or of the container's limit.
         ranks_here: that share the host.
     """
     if device.type == "cuda":

@@ -43,7 +43,7 @@ _known: dict[str, Any] = {}
 
 
 def kept(walk: Callable[..., Found]) -> Callable[..., Found]:
-    """Keep what a walk finds by its arguments, which consist of plain values.
+    """Keep a walk's result by its arguments, which consist of plain values.
 
     A process that finds its walks in the file imports no models.
     """

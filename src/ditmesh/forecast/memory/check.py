@@ -35,7 +35,7 @@ from .phases import Component, Components, largest_phase, needs
 
 log = logging.getLogger(__name__)
 
-# More than an image's activations take, in bytes a pixel and sample: what is far from a limit is not looked at.
+# More than an image's activations take, in bytes a pixel and sample: sizes far from the limit are not predicted.
 MAX_PIXEL_BYTES = 16e3
 # Numbers of devices that are tried for a configuration that would fit, and how many of their configurations.
 _DEVICES, _TRIED = (1, 2, 4, 8, 16), 2
@@ -93,7 +93,7 @@ def check_memory(
         info: the model; its files are here.
         config: of the ranks; or what says it, if it has to be known.
         workload: what will be asked for; None: not known, so only the weights count.
-        limit: bytes that a rank may take; default: what the device has left (on a CPU the host, in equal parts).
+        limit: bytes that a rank may take; default: the device's free memory (on a CPU the host's, in equal parts).
         without: components that are not loaded.
         offloaded: text encoders and autoencoder are elsewhere while they do not work.
 
@@ -153,10 +153,10 @@ class _MemoryFit:
     """The test of configurations against the memory of a model's ranks.
 
     Args:
-        workload: what is asked for; None: not known.
-        usual: what is usually asked for.
+        workload: the request; None: not known.
+        usual: the model's usual request.
         dtype, offloaded: as of `check_memory`.
-        device: what the ranks compute on.
+        device: of the ranks.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class _MemoryFit:
         return None
 
 
-# --- what was taken --------------------------------------------------------------------------------------------
+# --- measured peaks --------------------------------------------------------------------------------------------
 
 
 class Peaks:

@@ -56,7 +56,7 @@ class SharedPools:
         alive: counts tensors, of which those in shared memory are none.
 
     Attributes:
-        own: what this rank has written its messages to.
+        own: the memory of this rank's messages.
         others: what other ranks have written theirs for this one to.
     """
 

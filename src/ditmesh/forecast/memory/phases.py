@@ -62,7 +62,7 @@ class Phase:
         activations: of tensors beside weights at the peak, with what kernels take.
         kept: keys and values of earlier steps that are there besides.
         shared: messages in shared memory.
-        process: what a process has without a model.
+        process: bytes of a process without a model.
     """
 
     name: PicturePhase
@@ -139,7 +139,7 @@ def needs(
         device: what ranks compute on. GPUs pass no tensors through shared memory; what their kernels take besides
             results (cuDNN, cuBLAS) is not known and not counted.
         offloaded: text encoders and autoencoder are elsewhere while they do not work.
-        kernels: whether what a CPU's kernels take besides results counts.
+        kernels: whether a CPU kernel's memory besides its results counts.
 
     Raises:
         LayoutError: a component cannot run without values, or has no reviewed layout.

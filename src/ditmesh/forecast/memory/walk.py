@@ -63,7 +63,7 @@ class WalkOptions:
 
     Attributes:
         shared_memory: whether ranks pass tensors through shared memory; else a process group.
-        kernels: whether what a CPU's kernels take besides their results counts.
+        kernels: whether a CPU kernel's memory besides its results counts.
     """
 
     dtype: torch.dtype
@@ -89,7 +89,7 @@ def denoise(
     Args:
         transformer, settings: class and configuration.
         config: without stages and patches.
-        workload: what is asked of it.
+        workload: the request.
         how: what else the walk is told.
 
     Raises:
@@ -131,7 +131,7 @@ def model_on_meta(kind: str, settings: str) -> nn.Module:
 
 @contextmanager
 def manual_collection() -> Iterator[None]:
-    """Garbage is collected where the walk says so, among what the walk has made.
+    """Collect garbage at the walk's own points only, among the walk's own objects.
 
     Else what is alive would depend on when Python collects, and most of a walk's time would go into looking at the
     objects of all libraries.
@@ -272,7 +272,7 @@ def weight_bytes(model: nn.Module, units: Sequence[Unit] = ()) -> float:
 
     Args:
         model: the model, or a block of one.
-        units: what is in pieces.
+        units: the sharded weights.
     """
     held = {one.untyped_storage()._cdata: one for one in (*model.parameters(), *model.buffers())}
     inside = {*model.modules()}
@@ -308,7 +308,7 @@ def decode(
         LayoutError: it cannot run without values.
     """
     vae: Any = meta_model(kind, dict(settings)).eval()
-    # With what the class has by default.
+    # With the class's default.
     channels = vae.config.get("latent_channels") or vae.config.get("z_dim") or 4
     video = any(parameter.dim() == 5 for parameter in getattr(vae, "decoder", vae).parameters())
     pictures, frames, *plane = sizes

@@ -39,7 +39,7 @@ def measured(
         pool: as many ranks as every configuration has.
         subject: the model; its transformer runs with random weights and inputs.
         some: predictions.
-        hardware: what they were made with.
+        hardware: of the predictions.
         rounds: turns of each.
     """
     workload, times = subject.workload, [float("inf")] * len(some)

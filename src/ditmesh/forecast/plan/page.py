@@ -25,7 +25,7 @@ def page_of(
     """The page of a plan; every figure on it is predicted.
 
     Args:
-        subject, hardware: what is planned for, and on what.
+        subject, hardware: the request, and the devices.
         found: all predictions.
         lines: those that the table shows.
         data: everything, as JSON can hold it; it can be saved from the page.

@@ -150,7 +150,7 @@ def _device(where: torch.device) -> dict[str, Any]:
     element = 2 if gpu else 4
     counts = [count * scale for count in ELEMENTS]
     line = fit_line([2.0 * count * element for count in counts], [elementwise(count) for count in counts])
-    # With what every rank imports.
+    # With the imports of every rank.
     import_module("diffusers.pipelines.pipeline_utils")
     process = psutil.Process().memory_info().rss
     total = torch.cuda.get_device_properties(where).total_memory if gpu else psutil.virtual_memory().total

@@ -149,7 +149,7 @@ class ClientConnection(H11Protocol):
         """As uvicorn's."""
         self._heard += len(data)
         try:
-            # The parser bounds what is incomplete: a header that is there as a whole could have any size.
+            # The parser limits incomplete headers only: a complete one could have any size.
             for start in range(0, len(data), LONGEST_HEADER):
                 if not self.transport.is_closing():
                     super().data_received(data[start : start + LONGEST_HEADER])

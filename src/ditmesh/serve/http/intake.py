@@ -80,7 +80,7 @@ class Server:
     Attributes:
         keys: of clients, with their classes of service; None: anyone may ask.
         grace: seconds that jobs under way have when it stops, unless `stop` is told otherwise.
-        closing: set when the server stops and has done what it could.
+        closing: set when the server stops and its running jobs have ended.
     """
 
     backend: Service

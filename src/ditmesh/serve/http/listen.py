@@ -54,7 +54,7 @@ def url_of(listening: socket.socket) -> str:
 class HttpServer(uvicorn.Server):
     """Serves an application of `create_app` until a signal comes.
 
-    The first SIGINT or SIGTERM lets what is under way end, while new jobs are refused; the second ends at once.
+    After the first SIGINT or SIGTERM running jobs finish and new ones are refused; the second one ends the server.
 
     It also ends when the backend has given up.
 

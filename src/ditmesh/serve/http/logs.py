@@ -118,7 +118,7 @@ def log_config(form: LogFormat, level: str) -> dict[str, Any]:
 def otlp_traces() -> Iterator[Tracer]:
     """A tracer that sends to the endpoint in OpenTelemetry's environment variables (``OTEL_EXPORTER_OTLP_ENDPOINT`` …).
 
-    What has not been sent at the end is sent then.
+    Remaining spans are sent at the end.
 
     Raises:
         InputError: OpenTelemetry is not installed.
@@ -149,7 +149,7 @@ class JobWatch:
     Args:
         backend, metrics: of the server.
         tracer: None: no traces.
-        log_prompts: prompts are part of what is logged.
+        log_prompts: log prompts, too.
     """
 
     def __init__(self, backend: Service, metrics: Metrics, tracer: Tracer | None, log_prompts: bool) -> None:

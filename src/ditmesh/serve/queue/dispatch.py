@@ -263,7 +263,7 @@ class Dispatcher:
         slot.replica.send(Start(PictureTask(task, live.model, request, picture, files, live.owner, weight, within)))
 
     def possible(self, request: JobRequest, owner: str) -> float | None:
-        """Seconds in which a pool could do a request, after what is accepted and due before it; None: not known yet."""
+        """Seconds until a pool could finish a request, after accepted jobs that are due before it; None: not known."""
         slots = [slot for slot in self.slots if slot.up and slot.costs.knows(request.model)]
         model, now = self._models[request.model], time.time()
 

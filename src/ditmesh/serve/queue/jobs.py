@@ -130,7 +130,7 @@ class JobStore:
     ``owner`` is the hash of a client's API key, or empty. Calls may overlap.
 
     Attributes:
-        change: the lock of changes, and of what is read to be changed.
+        change: the lock of changes, and of reads for a change.
         wake: set when there may be something to do for replicas.
         live_jobs: jobs in memory, by id.
         throughput: of all ranks together.

@@ -492,7 +492,7 @@ class Queue:
         )
         db.execute("DELETE FROM pictures WHERE job = ? AND file IS NULL", (job["number"],))
 
-    # ---- what there is
+    # ---- reading
 
     def job(self, id: str, owner: str | None = None) -> Job:
         """A job; ``owner``: only if it belongs to this owner.

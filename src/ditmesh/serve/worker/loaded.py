@@ -60,7 +60,7 @@ class LoadedModel:
 
     Args:
         exchange: all-gather of the ranks, with the deadline of their collectives.
-        undo: what is to be given back, by all ranks at the same time, when it cannot be loaded.
+        undo: resources that all ranks free at the same time if it cannot be loaded.
 
     Attributes:
         colours: of its latents, for previews, which rank 0 makes; None: it has none.

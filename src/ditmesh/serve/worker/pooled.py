@@ -1,4 +1,4 @@
-"""Calls of tasks on the ranks of a pool: each rank makes those it is told to, and hands on what comes out of them."""
+"""Calls of tasks on the ranks of a pool: each rank makes its assigned calls, and passes the results on."""
 
 from __future__ import annotations
 

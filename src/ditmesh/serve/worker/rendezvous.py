@@ -214,7 +214,7 @@ class RankRendezvous:
 
     @property
     def silent(self) -> bool:
-        """True if what is done now is reported elsewhere: only rank 0 reports."""
+        """True if another rank reports the present work: only rank 0 reports."""
         return self.rank > 0
 
     def send(self, message: Message) -> None:

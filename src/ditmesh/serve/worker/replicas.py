@@ -95,7 +95,7 @@ class Replica:
             make: starts ranks of a launcher that takes replies (`launch.backend.Conversing`).
             say: called in the replica's thread with what rank 0 reports, and `RanksUp` and `RanksDown` around it.
             limits: when ranks are given up.
-            function: what every rank calls in the place of `worker.serve_rank`.
+            function: called by every rank in the place of `worker.serve_rank`.
         """
         self.name, self.limits = name, limits or ServiceSettings()
         self._make, self._say, self._function = make, say, function

@@ -15,7 +15,7 @@ from ...forecast.workload import workload_of
 from ...generate.job import PictureJob
 from ...generate.model_info import ModelInfo
 
-# While what is kept of all requests is less than this share of what is free, one request's own peak is not asked for.
+# While the kept state of all requests is less than this share of the free memory, a request's peak is not predicted.
 _SMALL = 0.25
 
 
@@ -37,7 +37,7 @@ def open_requests(
         exchange: gives every rank's value, in rank order.
     """
     every = exchange((each, free_memory(device, 1)))
-    # Ranks on one host share what is free there.
+    # Ranks on one host share its free memory.
     shared = len(every) if device.type == "cpu" else 1
     each, left = max(one for one, _ in every), min(free for _, free in every) / shared
     if job.memory_limit is None and each * most < _SMALL * left:
@@ -47,7 +47,7 @@ def open_requests(
 
 
 def _fitting(job: PictureJob, info: ModelInfo, device: torch.device, each: float, left: float) -> int:
-    """Requests that fit into what is left, from a prediction of one request's peak."""
+    """Requests that fit into the free memory, from a prediction of one request's peak."""
     assert not isinstance(job.config, str)
     kind: Any = "cuda" if device.type == "cuda" else "cpu"
     try:

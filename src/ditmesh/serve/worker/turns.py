@@ -14,7 +14,7 @@ class Waiting:
 
     Attributes:
         owner, priority: of its job.
-        size: what is kept of it, in requests of the model's default size.
+        size: of its kept state, in requests of the model's default size.
         open: whether it has begun, so that something is kept of it.
         served: when it took its latest turn; 0: never.
     """

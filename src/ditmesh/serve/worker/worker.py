@@ -92,7 +92,7 @@ class RunningTask:
         prepared, run: once it has begun.
         step, steps: denoising steps that are done, and that there are, see `loop_steps`.
         seen: the latest step, if its latents are to be shown; rank 0's.
-        size: what is kept of it from step to step, in requests of the model's default size; None: not asked for yet.
+        size: of the state kept from step to step, in requests of the model's default size; None: not known yet.
         served: number of the round in which it took its latest turn.
     """
 
@@ -273,7 +273,7 @@ class TaskScheduler:
         """End and report tasks according to the messages of all ranks, in the same way on every rank."""
         if any(message.stuck for message in messages):
             if (current := self._models.current) is not None:
-                # What is kept of the request in hand is lost on all ranks.
+                # The kept state of the active request is lost on all ranks.
                 lost = PeerError("a call has failed on another rank") if current.batcher.turns else None
                 current.batcher.close_request(lost)
             self._retry_failed_calls(messages)
@@ -551,7 +551,7 @@ def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) ->
     """Encode an image or a video's frames: a PNG contains its receipt; frames are an MP4, or animated PNG or WebP.
 
     Raises:
-        InputError: the format cannot hold what is to be in there.
+        InputError: the format cannot hold the images or the receipt.
     """
     from ...errors import InputError
     from ...generate.receipt import PNG_KEYWORD
