@@ -76,12 +76,12 @@ class Context(Parts):
     """The context that strategies are applied to.
 
     Attributes:
-        config: what was asked for.
+        config: the requested configuration.
         job: all ranks and their links.
         mesh: those that share a request: without the data axis where every data rank brings its own.
         models: the transformers that the ranks share.
         clock: says which call of them is in progress.
-        kept: what is kept of requests from step to step; a strategy keeps nothing of one outside of it.
+        kept: the state of requests from step to step; a strategy keeps none outside of it.
         pipe: the pipeline of the request in progress, or of the latest one; None for bare transformers.
     """
 
@@ -119,7 +119,7 @@ class VariantLimits:
             before are allowed.
         image: image tokens of a sample.
         patches_per_stage: numbers of patches that are tried for every stage of PipeFusion; empty: the default number.
-        baselines: also what is only there to be compared with, such as ranks that exchange nothing.
+        baselines: also variants that are only compared with, such as ranks that exchange nothing.
     """
 
     exactness: Exactness = "exact"
@@ -139,7 +139,7 @@ class Strategy:
     """One line of a recipe. Everything it may do has a default that does nothing.
 
     Args:
-        context: what it will be applied to; nothing has been changed yet.
+        context: of the models to which it will be applied; nothing has been changed yet.
     """
 
     # As messages and docs call it.
@@ -223,7 +223,7 @@ class Strategy:
         """
 
     def put_aside(self) -> None:
-        """The request is put aside for another one; what was kept of it is in `Context.kept`."""
+        """The request is put aside for another one; its state is in `Context.kept`."""
 
     def take_up(self, request: Request) -> None:
         """A request that was put aside goes on."""

@@ -80,7 +80,7 @@ class Caches(Strategy):
             self._agreeing.pop()[1].undo()
 
     def _around_call(self, model: ParallelModel, proceed: Proceed, arguments: Arguments) -> Any:
-        """Let ranks agree about what a cache of diffusers skips in a call."""
+        """Let ranks agree on the blocks that a cache of diffusers skips in a call."""
         # A cache may be enabled before or after `parallelize`, and changed between requests.
         if self._agreeing or getattr(model.model, "is_cache_enabled", True):
             self._check(model)

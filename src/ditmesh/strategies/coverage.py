@@ -25,7 +25,7 @@ class Coverage:
 
     def __init__(self) -> None:
         self._blocks: dict[str, nn.Module] = {}
-        # By what a block has made all calls, as `_processors` has it.
+        # The processors with which a block has made all its calls, as `_processors` returns them.
         self._covered: dict[str, list[tuple[Any, ...]]] = {}
 
     def watch(self, site: BlockSite, block: nn.Module) -> None:

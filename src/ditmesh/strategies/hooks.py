@@ -166,10 +166,10 @@ class ModelHooks:
         model: the transformer; must be of the class the layout is for.
         handler: receives the callbacks of calls, blocks and attention.
         chain: what wraps the model's forward; the hooks on the call become its next layer.
-        fixed: what is set up by this layout, as in `Forms`.
+        fixed: the settings that depend on this layout, as in `Forms`.
 
     Attributes:
-        tap: is called with what every block returns, if there is one.
+        tap: called with every block's result, if there is one.
         layout: that of the latest call.
         tokens_whole: whether blocks see all tokens on every rank, so that only the rows of a call need a layout.
 

@@ -313,7 +313,7 @@ def rank_differences(
 
     Args:
         every: each rank's fields.
-        ranks: what the ranks are called.
+        ranks: the name of the ranks, for messages.
         places: compare ranks of one place only, each with the first of them; default: all with the first.
     """
     places = places or [0] * len(every)

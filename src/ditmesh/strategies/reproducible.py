@@ -177,7 +177,7 @@ class TiledSequence(SequenceParallel):
         return self._call.cuts[key][1]
 
     def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
-        # All ranks compute the same loss of what is gathered.
+        # All ranks compute the same loss from gathered tensors.
         return gather_features(self._sequence, value, tokens.lengths, stream.dim)
 
     @property
@@ -247,7 +247,7 @@ class TiledSequence(SequenceParallel):
                 part.set(path, piece)
 
         for path, value in arguments.leaves() if recorded else ():
-            # Of what has tokens, every tile is given its own below.
+            # Tensors with tokens are cut for every tile below.
             if isinstance(value, Tensor) and value.requires_grad:
                 spread(path, self._for_each(value))
         for stream in region.streams:
@@ -619,7 +619,7 @@ def check_tiles(layout: TokenLayout) -> None:
     """Reject reproducible mode for blocks that cannot run tile by tile.
 
     Raises:
-        ConfigError: naming what is in the way.
+        ConfigError: names the obstacle.
     """
     for region in layout.regions:
         names = [leaf.module for leaf in region.leaves]

@@ -504,7 +504,7 @@ class BatchRows(Strategy):
 class DecodedRows(Strategy):
     """Rows of the batch in the VAE's decode of every pipeline, inside of its requests.
 
-    Outside of one every rank decodes what it is given, which may be its own. Pipelines that share a decoder are decoded
+    Outside of a request every rank decodes its own argument. Pipelines that share a decoder are decoded
     by the request that is open.
     """
 

@@ -247,7 +247,7 @@ class Unit:
         self.empty()
 
     def fill(self, pieces: Sequence[Tensor], own: bool = False) -> None:
-        """Let the tensors be what all ranks' parts hold; ``own``: in memory of their own."""
+        """Fill the tensors from all ranks' parts; ``own``: in memory of their own."""
         for number, (part, (shape, dtype)) in enumerate(zip(self.parts, self.packed.specs, strict=True)):
             found = [pieces[rank][place] for rank, place in self.packed.places[number]]
             flat = found[0]
@@ -323,7 +323,7 @@ class ShardedWeights:
 
     Args:
         model: the model: whole, or with this rank's pieces only, as `ditmesh.load` leaves it.
-        groups: what is gathered together.
+        groups: of parameters that are gathered together.
         link: the ranks. They call the same modules in the same order.
         chain: what wraps the model's forward; it becomes its next layer.
 
@@ -401,7 +401,7 @@ class ShardedWeights:
             self._finish()
             raise
         except BaseException:
-            # Nothing is waited for; what is under way keeps its memory until the next call.
+            # Nothing is waited for; messages in flight keep their memory until the next call.
             self._abandoned += self._pending.values()
             self._pending.clear()
             for unit in self.units:
@@ -453,7 +453,7 @@ class ShardedWeights:
         self._pending[unit] = self.link.all_gather_async([unit.piece], lent), lent
 
     def _take(self) -> None:
-        """Take what was foreseen longest ago."""
+        """Take the oldest prefetched unit."""
         unit, (transfer, lent) = next(iter(self._pending.items()))
         del self._pending[unit]
         transfer.wait()
@@ -464,7 +464,7 @@ class ShardedWeights:
             self._spare[unit.packed.sizes].append(lent)
 
     def _finish(self) -> None:
-        """Take what was foreseen and not wanted, which other ranks have sent."""
+        """Take prefetched units that were not needed, which other ranks have sent."""
         self._latest = None
         while self._pending:
             self._take()

@@ -2,7 +2,7 @@
 
 Every virtual rank runs the transformer as a coroutine with a handler of its own, the same code that runs on real
 ranks. Only the links differ: a virtual rank yields at each collective until all have reached it, and
-gets what the others have sent. The arithmetic, and so every bit, is that of N real ranks of this machine. It
+gets the messages of the others. The arithmetic, and so every bit, is that of N real ranks of this machine. It
 takes N times as long.
 """
 

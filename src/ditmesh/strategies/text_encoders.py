@@ -144,7 +144,7 @@ class FreedAfterUse:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, module
         self._files = _files_of(name, module)
-        # Of the weights as they were read: what is changed later cannot be read again.
+        # Of the weights as they were read: later changes cannot be read again.
         self._sums = _sums(self._files)
         self._freed = False
         self._offsets: dict[Tensor, int] = {}

@@ -168,7 +168,7 @@ class _Join(torch.autograd.Function):
         return None, *(aligned(part) for part in grads[0].split(ctx.lengths, ctx.dim))
 
 
-# --- what all tiles have ----------------------------------------------------------------------------------------
+# --- shared by all tiles ----------------------------------------------------------------------------------------
 
 
 def for_each(value: Tensor, runs: tuple[range, ...], link: Link) -> list[Tensor]:
@@ -258,7 +258,7 @@ class AttentionOfTiles:
         """Gradients of queries, keys and values of this rank's tiles. Collective.
 
         Heads are traded for tokens between all sequence ranks, whatever their degrees: for each head one rank has all
-        tiles of queries, and adds up what they ask of keys and values.
+        tiles of queries, and adds up their gradients of keys and values.
         """
         link, run = self.link, self.runs[self.link.rank]
         queries, keys = self.queries.regroup(self.runs), self.keys.regroup(self.runs)

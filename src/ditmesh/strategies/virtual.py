@@ -45,7 +45,7 @@ def run_together(
         enter: is called with a run's place whenever it begins or goes on.
 
     Returns:
-        What the functions returned, in order.
+        The functions' results, in order.
 
     Raises:
         LayoutError: some runs asked and others returned.

@@ -1,1 +1,1 @@
-"""Built on the engine: comparing configurations, studying stale strategies, telling what a machine is."""
+"""Built on the engine: comparing configurations and studying stale strategies."""

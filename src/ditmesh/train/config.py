@@ -138,7 +138,7 @@ class TrainConfig(BaseModel):
             arXiv:2404.06395).
         lr_warmup_steps, lr_num_cycles, lr_power: arguments of `diffusers.optimization.get_scheduler`.
         lr_decay_steps: for ``warmup_stable_decay``, the number of steps at the end with a linear decay to zero.
-        optimizer: ``AdamW``, ``Adam``, ``SGD``, ``Adafactor``, ``Muon`` (with AdamW for what is no matrix of a block),
+        optimizer: ``AdamW``, ``Adam``, ``SGD``, ``Adafactor``, ``Muon`` (AdamW for all but the matrices of blocks),
             ``AdamW8bit`` (bitsandbytes), ``Prodigy``, ``AdamWScheduleFree``, ``RAdamScheduleFree``,
             ``SGDScheduleFree``, or the path of a class, such as ``torchao.optim.AdamW4bit``.
         optimizer_args: other arguments of the optimizer, by name.
@@ -155,7 +155,7 @@ class TrainConfig(BaseModel):
     Machine
         parallel: the axes of `ParallelConfig`; ``data`` ranks train on different samples, and ``pipe`` ranks have a run
             of the blocks each, through which the micro-batches of a step go.
-        islands: groups of devices that exchange what they have learnt only now and then, over a slow link; every island
+        islands: groups of devices that exchange their changes only now and then, over a slow link; every island
             is a run of its own, with the same settings beside ``islands.index``.
         data_speeds: relative speeds of the data ranks, by which micro-batches are distributed: numbers, or ``auto``
             (measured over the last steps); None: equal. The distribution changes only the rounding of the curve.

@@ -160,7 +160,7 @@ class ImportedRun:
             (self.settings if target is None else target)[ours] = value
 
     def finish(self) -> None:
-        """Leave out values that ours does not take, and name what is missing."""
+        """Leave out values that ours does not take, and name missing settings."""
         base = {"pretrained_model_name_or_path": "model", "output_dir": "out", "train_data_dir": "data"}
         sets = self.settings.get("train_data")
         if sets is not None and len(sets) == 1 and sets[0].get("weight", 1) == 1:
@@ -188,7 +188,7 @@ class ImportedRun:
         self.missing = [name for name in wanted if not self.settings.get(name)]
 
     def as_yaml(self) -> str:
-        """The file of the run, with what is missing and what has no counterpart as comments."""
+        """The file of the run; missing settings and those without a counterpart are comments."""
         lines = [f"# From a run of {self.tool}, by ditmesh train --from."]
         lines += [f"{name}:  # give it" for name in self.missing]
         text = yaml.safe_dump(self.settings, sort_keys=False, allow_unicode=True, default_flow_style=None)

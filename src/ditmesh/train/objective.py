@@ -32,7 +32,7 @@ class NoisyBatch:
     Attributes:
         latents: (B, C, ...) with noise.
         timesteps: (B,) as the transformer gets them.
-        target: (B, C, ...) what it is to predict.
+        target: (B, C, ...) for its prediction.
         weights: (B,) of the samples' losses.
     """
 

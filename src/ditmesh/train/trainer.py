@@ -462,7 +462,7 @@ class Trainer:
         # Only the first rank has the weights.
         return self.mesh.world.broadcast_object(bits)
 
-    # --- what is kept ------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
         """The tensors that the next step depends on, whole but for shards. Collective."""

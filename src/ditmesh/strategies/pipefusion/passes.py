@@ -43,7 +43,7 @@ class PatchPlan:
         streams: shape and dtype of the streams where a list begins, by block list and stream.
         outputs: shape and dtype of every tensor the model returns, on the meta device.
         owners: which patch owns which element of it.
-        leaves, spec: what the model returns, taken apart; an empty tensor stands for every tensor.
+        leaves, spec: the model's output, flattened; an empty tensor stands for every tensor.
         skips: block -> the earlier block that passes it image tokens besides the streams, by number.
         text_along: block lists through which text must go with every patch.
         takes: whether inputs with these owners can be used patch by patch, by the owners' ids.

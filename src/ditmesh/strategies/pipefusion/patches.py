@@ -269,7 +269,7 @@ class PatchParallel(SequenceParallel):
         if whole is None or whole.shape != shape or whole.dtype != value.dtype:
             whole = run.buffers.streams[key] = value.new_zeros(shape)
         whole.narrow(stream.dim, tokens.start(link.group.start), value.shape[stream.dim]).copy_(value)
-        # The model may write to what it gets.
+        # The model may write to its inputs.
         return whole.clone()
 
     def _partition(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Partition:

@@ -78,14 +78,14 @@ class _UnderWay:
     expected: list[Transfer] = field(default_factory=list)
 
     def drain(self, timeout: timedelta | None = None) -> None:
-        """Wait for all messages; what has come can still be read where it is wanted."""
+        """Wait for all messages; received tensors can still be read later."""
         while self.expected:
             self.expected.pop(0).wait(timeout)
         while self.sent:
             self.sent.popleft().wait(timeout)
 
     def nbytes(self) -> int:
-        """Bytes of what is kept between steps."""
+        """Bytes of the state kept between steps."""
         return sum(branch.nbytes() for branch in self.buffers.values())
 
 

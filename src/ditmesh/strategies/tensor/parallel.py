@@ -261,7 +261,7 @@ class TensorParallel:
     def _follow_gradients(self) -> None:
         """Install hooks that complete gradients: of inputs of column-split linears, and of weights between slices.
 
-        Every rank has the gradients of its own slices; what is whole there gets a part from every rank.
+        Every rank has the gradients of its own slices; gradients of whole weights get a part from every rank.
         """
         for site, outer in self._linears():
             if site.kind != "row" and self._lacks("prologue", site.path, outer):

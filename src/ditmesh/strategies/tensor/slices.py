@@ -59,7 +59,7 @@ class TensorPlan:
     """All that changes in a model, worked out before anything does.
 
     Attributes:
-        sites: what is cut, in the model's order.
+        sites: the layers that are cut, in the model's order.
         attributes: integers of modules that the model's code reads: ``(module path, name, value of every rank)``.
         tables: attention modules with positional tables that follow heads or channels: ``(module path, table, cut)``.
         between: names of parameters that are whole and lie between slices: every rank has a part of their gradient.

@@ -70,7 +70,7 @@ class InBands:
         vae: the autoencoder, the same on all ranks.
 
     Attributes:
-        bands: the ranks, and what was computed on whole tensors for want of a rule.
+        bands: the ranks, and the operations that were computed on whole tensors for lack of a rule.
     """
 
     def __init__(self, vae: nn.Module, link: Link) -> None:
@@ -142,7 +142,7 @@ class BandedVae(Strategy):
             try:
                 result = banded.call(name, given, *args[1:], **kwargs)
             except UncuttableOperation as refusal:
-                # Raised by what the model does, so on all ranks alike.
+                # Raised by the model's operations, so on all ranks alike.
                 reason = str(refusal)
             else:
                 if without := ", ".join(banded.bands.whole - before):

@@ -63,7 +63,7 @@ class Mean:
 
 
 def mean(values: Iterable[float | None]) -> Mean:
-    """Mean and standard error of what is not None."""
+    """Mean and standard error of the values that are not None."""
     known = np.array([value for value in values if value is not None], dtype=float)
     if not known.size:
         return Mean(None, None, 0)
@@ -79,7 +79,7 @@ def capped(psnr: float | None) -> float:
 def mean_difference(pairs: Iterable[tuple[ByPicture, ByPicture]]) -> Mean:
     """Mean difference in dB between two ways to generate, each pair measured alike, by prompt and seed.
 
-    One figure a picture: what was done to one picture in several ways is not independent.
+    One figure a picture: several ways to generate one picture are not independent.
     """
     apart: dict[tuple[str, int], list[float]] = {}
     for ours, theirs in pairs:
@@ -131,7 +131,7 @@ class Row:
 
     @property
     def share_synchronous(self) -> float | None:
-        """Share of the steps in which ranks wait for what they receive, in percent; None where there is no log."""
+        """Share of the steps in which ranks wait for messages, in percent; None where there is no log."""
         return None if self.synchronous.value is None else 100 * self.synchronous.value / self.evaluations
 
 

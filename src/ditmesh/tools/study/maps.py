@@ -62,7 +62,7 @@ def place_maps(
         tokens: `running.token_errors`, (evaluations, rows, columns).
         devices: N; ranks have runs of tokens, row after row.
         stale: steps, from 0.
-        of: what it is of, in words.
+        of: its subject, in words.
     """
     values = np.array(tokens, dtype=float)
     rows = np.sqrt((values**2).mean(2))

@@ -53,7 +53,7 @@ def write(
     facts: Mapping[str, Any] | None = None,
     hardware: str | None = None,
 ) -> dict[str, Any]:
-    """Write ``report.html``, ``results.json`` and ``results.csv`` to the study's folder; returns what the JSON holds.
+    """Write ``report.html``, ``results.json`` and ``results.csv`` to the study's folder; returns the JSON's data.
 
     The target, in dB, is that of `StudyResults.rule`; the facts say where the figures are from, by name. With hardware,
     such as ``h100``, also what requests are predicted to cost there.
@@ -124,7 +124,7 @@ def page_of(
         pictures: folder of its PNGs.
         rules: `StudyResults.rule` by sampler and strategy.
         facts: where the figures are from, by name.
-        files: what can be saved from the page.
+        files: for download from the page.
         costs: predicted ones; None: none were asked for.
     """
     plan = results.plan
@@ -241,7 +241,7 @@ def _table(report: Report, results: StudyResults, pair: Pair) -> None:
 
 
 def _costs(report: Report, results: StudyResults) -> None:
-    """Quality against what it takes, one chart for every sampler and measure of cost."""
+    """Quality against cost, one chart for every sampler and measure of cost."""
     charts = []
     for sampler in results.plan.samplers:
         rows = [row for row in results.rows() if row.sampler == sampler and row.psnr.value is not None]

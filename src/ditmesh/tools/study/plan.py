@@ -233,7 +233,7 @@ def make_plan(
     """All cells, checked.
 
     Args:
-        setup, model: what all cells share, and the model's files.
+        setup, model: the settings of all cells, and the model's files.
         devices, warmups, samplers, strategies: everything is combined with everything.
         prompts, labels: pictures; labels of a class-conditional model.
         images: pictures of every prompt, 1 or more; picture ``i`` of prompt ``p`` has seed

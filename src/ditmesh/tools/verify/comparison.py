@@ -19,10 +19,10 @@ class Comparison:
     """The runs of configurations and of their one-device references.
 
     Args:
-        job, configs: what is generated, and how.
+        job, configs: the request, and the configurations.
         folder: keeps what one device computes.
         timed: record when ranks compute and wait.
-        said: takes what is done now, and how many runs have begun.
+        said: takes the present action, and how many runs have begun.
 
     Attributes:
         alone: runs of one device, by name.

@@ -37,7 +37,7 @@ def page_of(
     """The page of a verification.
 
     Args:
-        job, verdicts: what was generated, and the verdicts on the configurations.
+        job, verdicts: the request, and the verdicts on the configurations.
         runs, references: rank 0's run of each configuration, and the runs of one device, by name.
         facts: where it ran and by what, by name.
         data: everything found, as JSON can hold it; it can be saved from the page.

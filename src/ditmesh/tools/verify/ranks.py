@@ -22,7 +22,7 @@ class VerifyRanks(Protocol):
     """Ranks that run tasks, on one device and on several.
 
     Attributes:
-        is_reporter: whether this process has the results, and says what comes of them.
+        is_reporter: whether this process has the results, and prints the verdicts.
         threads: of each rank.
     """
 

@@ -180,7 +180,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
 
     Every rank calls this, and of a task that writes the first one alone.
 
-    What they return belongs together.
+    Their results belong together.
 
     Args:
         job: what to generate; its own configuration does not count.
@@ -188,7 +188,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
         report: takes a `RunBegan` from rank 0 before every run.
 
     Raises:
-        InputError: the pipeline cannot do what is asked.
+        InputError: the pipeline cannot run the request.
     """
 
     from ...engine import parallelize, restore
@@ -259,7 +259,7 @@ def _run(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> RankRun:
 
 
 def _recorded(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """The images of every call, and what was written or found on the way, as fields of `RankRun`."""
+    """The images of every call, and the trace's data, as fields of `RankRun`."""
     from .tracing import Recorder, Trace, TraceComparer, TraceWriter
 
     if task.writes:

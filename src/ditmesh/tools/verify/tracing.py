@@ -54,7 +54,7 @@ class Spot:
 
 
 class Sink(Protocol):
-    """Receives what a recorder observes."""
+    """Receives a recorder's observations."""
 
     def take(self, spot: Spot, tensor: Tensor, row: int, dim: int, start: int) -> None:
         """A part of the tensor of a spot: rows from ``row`` of the batch, tokens from ``start`` along ``dim``."""
@@ -79,7 +79,7 @@ class Recorder:
 
     Args:
         pipe: a diffusers pipeline with a transformer and a scheduler.
-        sink: gets what is observed.
+        sink: gets the observations.
     """
 
     def __init__(self, pipe: Any, sink: Sink) -> None:

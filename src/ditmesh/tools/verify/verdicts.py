@@ -89,7 +89,7 @@ class Accuracy:
     """The distances of results from those of one device.
 
     Attributes:
-        error: what is judged: the largest of the relative differences of latents (any step) and images.
+        error: the judged figure: the largest of the relative differences of latents (any step) and images.
         largest, mean, psnr, ssim, perceptual: of the worst image; pictures: the same for every image.
         latents: relative difference of the last step's latents.
     """
@@ -135,7 +135,7 @@ class Verdict:
     Attributes:
         config, reference: in words; settings: as given to `ParallelConfig`.
         promise: of its strategies, see `ditmesh.recipe.promise_of`.
-        tolerance: what it was judged by; None: not judged.
+        tolerance: the limit of the error; None: not judged.
         refused: why it could not run, if it could not.
         overlap: how far messages of the first call hid behind computation, by axis, where that was recorded.
     """
@@ -202,7 +202,7 @@ def judge(
     """The verdict on a configuration, from the runs of all its ranks.
 
     Args:
-        job, config: what was generated, and how.
+        job, config: the request, and the configuration.
         runs: every rank's, in rank order.
         alone, trace: the one device's run, and the folder of its trace.
         tolerance: largest relative difference allowed; None: that of `TOLERANCES`, and none for stale strategies.

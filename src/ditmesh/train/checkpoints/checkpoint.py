@@ -2,8 +2,8 @@
 
 A checkpoint is a folder of safetensors files, which torch.distributed.checkpoint writes and reads: every rank writes
 its share, and the ranks that load it cut the tensors as their own mesh needs them. It is written under another name and
-renamed when all of it is on the disk; `manifest.json` has the digests of all files, and what is no tensor. Reading a
-checkpoint runs no code that is in it.
+renamed when all of it is on the disk; `manifest.json` has the digests of all files, and all data besides tensors. Reading
+a checkpoint runs no code that is in it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Checkpoints:
         Args:
             step: optimizer steps done.
             state: nested mappings of tensors and DTensors; of a stage its own.
-            facts: what is no tensor, as JSON can hold it; `checkpoint_facts` returns it.
+            facts: data besides tensors, as JSON can hold them; `checkpoint_facts` returns them.
             background: copy the state to host memory (pinned where there is a GPU) and return; a thread writes the
                 copy. After the first one the same memory is used again.
         """
@@ -131,8 +131,8 @@ class Checkpoints:
         """Wait until the checkpoint has been written. Collective.
 
         Returns:
-            Why it could not be written, naming the file, on all ranks alike; None when it is there, or none was being
-            written. What was there before is untouched then.
+            The error, which names the file, on all ranks alike; None: it was written, or no checkpoint was in progress.
+            After an error earlier checkpoints are untouched.
         """
         if self._under_way is None:
             return None
@@ -262,7 +262,7 @@ class Checkpoints:
 
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
-    """The data of a checkpoint besides tensors: ``step``, and what was given to `Checkpoints.save`."""
+    """The data of a checkpoint besides tensors: ``step``, and the facts given to `Checkpoints.save`."""
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     return {name: value for name, value in found.items() if name != "files"}
 

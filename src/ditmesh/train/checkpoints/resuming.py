@@ -49,7 +49,7 @@ HARMLESS: dict[str, str] = {
 }
 # Mappings of which entries come and go.
 OPEN_MAPPINGS = {"optimizer_args"}
-# They say how to resume, and are no part of what is trained; accumulation follows from the batch.
+# They control resuming, and do not affect training; accumulation follows from the batch.
 UNSAID = {"resume_from_checkpoint", "resume_allow_changed", "gradient_accumulation_steps", "global_batch_size"}
 
 
@@ -88,7 +88,7 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
 
     Args:
         before, now: as `settings_of` returns them.
-        allowed: names that may differ although they change what is learned.
+        allowed: settings that may differ although they change the training.
 
     Raises:
         InputError: settings differ that change which samples are learned from, or which weights there are; names all

@@ -49,7 +49,7 @@ def names_in(folder: Path) -> set[str]:
     """The names of everything in a checkpoint.
 
     Raises:
-        InputError: a file is not what a checkpoint has.
+        InputError: a file is not one of a checkpoint.
     """
     try:
         return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)

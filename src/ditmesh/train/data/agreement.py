@@ -1,7 +1,7 @@
 """Checks that all ranks have the same data set: the same samples in the same order, before the first step.
 
-Who trains a sample is decided by its number in the list, so lists that differ would leave samples out and train others
-twice, and nothing would show it.
+The rank that trains a sample follows from its place in the list, so different lists would leave samples out and train
+others twice, without an error.
 """
 
 from __future__ import annotations

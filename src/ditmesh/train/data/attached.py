@@ -29,7 +29,7 @@ MOST_ASKEW = 0.02
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes of an image: a file, a part of one, or what a function returns.
+    """The bytes of an image: a file, a part of one, or a function's result.
 
     Attributes:
         name: for messages.
@@ -124,7 +124,7 @@ class AttachedImages:
         unmasked: names of samples without a mask, in a data set that has masks.
 
     Raises:
-        InputError: a folder of them is none.
+        InputError: a configured folder does not exist.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -155,7 +155,7 @@ class AttachedImages:
 
         Args:
             row: columns and values.
-            find: the name of a file below the data set's folder by what the row calls it; None: it is not there.
+            find: the name of a file below the data set's folder by its name in the row; None: it does not exist.
             where: for messages.
 
         Raises:

@@ -66,7 +66,7 @@ def parsed(text: str, name: str) -> Any:
     """Parse JSON, and reject duplicate keys.
 
     Raises:
-        InputError: it is none.
+        InputError: it is no JSON.
     """
     try:
         return json.loads(text, object_pairs_hook=_object)

@@ -1,4 +1,4 @@
-"""`ditmesh train --check RUN.yaml`: what a run would be trained on, and what of it is skipped and why."""
+"""`ditmesh train --check RUN.yaml`: the samples of a run, and the skipped ones with the reasons."""
 
 from __future__ import annotations
 

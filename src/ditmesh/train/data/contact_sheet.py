@@ -130,7 +130,7 @@ def _write(
 ) -> None:
     """Text in a column; what finds no room ends in dots."""
     found, line = [], ""
-    # No script is written with words of hundreds of letters; what has no spaces is broken anywhere.
+    # No script is written with words of hundreds of letters; text without spaces is broken anywhere.
     for word in (part for one in text.split() for part in _pieces(one, draw, width, font)):
         longer = f"{line} {word}".strip()
         if line and draw.textlength(longer, font) > width:

@@ -79,7 +79,7 @@ def cut_captions(pipe: Any, encode: Callable[[str], Any], captions: Iterable[tup
 
 
 def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    # Without its warning that sequences are long for the model, which is what is asked.
+    # Without its warning that sequences are long for the model, which is the question here.
     return tokenizer(list(texts), truncation=False, padding=False, verbose=False)["input_ids"]
 
 

@@ -136,10 +136,10 @@ class EncodedSamples:
         """Encode every sample that is not in rank 0's cache yet, distributed over the ranks. Collective.
 
         Rank 0 alone says which samples those are and under which names they are kept. Where ranks have caches of their
-        own, each encodes what it lacks when it trains it.
+        own, each encodes missing samples when it trains them.
 
         Args:
-            show: called with what is done and how far each rank is.
+            show: called with the action and each rank's progress.
 
         Raises:
             InputError: the cache cannot be written, or another rank's encoders have other weights.
@@ -428,7 +428,7 @@ class EncodedSamples:
         )
 
     def _counting(self, mask: Tensor | None, latents: Tensor) -> Tensor | None:
-        """A mask on the device, without what is given, such as a first frame."""
+        """A mask on the device, without given latents, such as a first frame."""
         mask = None if mask is None else onto(mask, self._device)
         trained = getattr(self._family, "trained", None)
         seen = None if trained is None else trained(latents)

@@ -50,9 +50,9 @@ def with_held_out(
 
     Args:
         found: the data set, the same on all ranks.
-        by: what is said of an image.
+        by: ``"text"`` or ``"label"``.
         config: ``validation_data_dir`` or ``validation_split``.
-        show: called with what is done and how far each rank is.
+        show: called with the action and each rank's progress.
 
     Raises:
         InputError: the folder has no samples, or the split leaves none to train on.
@@ -71,7 +71,7 @@ def with_held_out(
         return found, _first(held.good, config.validation_samples)
     if not config.validation_split:
         return found, ()
-    # Class images are no part of what is learned.
+    # Class images are not learned.
     own = tuple(one for one in found.good if one.source < len(config.weights))
     count = max(1, round(config.validation_split * len(own)))
     held_out = _first(own, count)

@@ -85,7 +85,7 @@ class MicroBatch:
 
     @property
     def count(self) -> int:
-        """Samples without class images: what the loss is a mean over."""
+        """Samples without class images, over which the loss is a mean."""
         return len(self.samples) - self.prior
 
     @property

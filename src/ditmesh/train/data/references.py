@@ -28,7 +28,7 @@ def takes_references(family: Family) -> bool:
 def check_references(pipe: Any, family: Family, config: TrainConfig, samples: Sequence[Sample]) -> None:
     """Refuse reference images that the pipeline does not take, and a data set without those that it needs.
 
-    Observed families know what they take after `check_size`.
+    Observed families know their inputs after `check_size`.
 
     Raises:
         ConfigError, InputError: one sentence.

@@ -52,7 +52,7 @@ FILES = (*IMAGES, *VIDEOS)
 ARCHIVES = (".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z", ".rar")
 # Folders beside one that is called train, which are not trained on.
 OTHER_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
-# Names in a sentence, and what a scaled image may have more than what is cut out of it.
+# Names in a sentence, and the largest ratio of a scaled image's pixels to those of its crop.
 SOME, MOST_SPARE = 3, 16
 
 
@@ -63,7 +63,7 @@ class Sample:
     Attributes:
         name: for messages: its file, or tar and file.
         said: caption, several of which one is drawn, label, or None.
-        size: (height, width) of what is seen, in pixels.
+        size: (height, width) of the upright image, in pixels.
         part: the place of its bytes.
         attached: its mask and reference images.
         source: number of its data set.
@@ -167,7 +167,7 @@ class Samples:
 
         Args:
             config: where it is.
-            by: ``"text"`` or ``"label"``: what is said of an image.
+            by: ``"text"`` or ``"label"``.
             advance: called with the number of samples that have been looked at so far.
 
         Raises:
@@ -240,7 +240,7 @@ def _of_table(search: TableSearch) -> Samples:
 
 @dataclass
 class _Search:
-    """Walks a data set; see `Samples` for what it collects."""
+    """Walks a data set and collects its `Samples`."""
 
     folder: Path
     wanted: CaptionColumn
@@ -446,7 +446,7 @@ class _Search:
         return True
 
     def _add(self, name: str, line: _Listed, texts: dict[str, str], finder: _Finder) -> None:
-        """A sample of a folder, from what a listing says of it and from files beside it."""
+        """A sample of a folder, from its line in a listing and from files beside it."""
         paths = {kind: (text, _reader(self.folder / text, text)) for kind, text in texts.items()}
         value, source, named = line.value, line.source, line.named
         try:
@@ -565,7 +565,7 @@ class _Listed:
 
 
 class _Finder:
-    """Files of a data set by what a listing calls them."""
+    """Files of a data set by their names in a listing."""
 
     def __init__(self, folder: Path, files: list[str], media: list[str]) -> None:
         self._folder, self._files = folder, set(files)

@@ -15,7 +15,7 @@ from .captions import By
 from .order import SampleSets, buckets_of
 from .samples import Sample, Samples
 
-# Settings of a data set that are no matter of what is learned, or are in the samples themselves.
+# Settings of a data set that do not affect training, or are in the samples themselves.
 _ELSEWHERE = {"train_data_dir", "train_data", "class_data_dir", "mask_dir", "conditioning_dir"}
 
 
@@ -28,7 +28,7 @@ class Sources:
         names: of the data sets, as they are called before the names of samples; one alone has none.
         configs: the settings of every data set.
         sizes: (height, width) of every sample's bucket.
-        sets: what the order of samples has to know of the data sets.
+        sets: the data sets, for the order of samples.
     """
 
     samples: Samples
@@ -39,7 +39,7 @@ class Sources:
 
     @property
     def digest(self) -> str:
-        """Digest of names, sizes and captions, and of what decides how often and with what they are trained."""
+        """Digest of names, sizes and captions, and of the settings for their frequency and wording."""
         good = self.samples.good
         plain = [(sample.name, sample.size, sample.said) for sample in good]
         beside = [

@@ -26,12 +26,12 @@ class TrainingData:
     Args:
         pipe: encodes samples.
         family: how the pipeline is called in training.
-        show: called with what is done and how far each rank is.
+        show: called with the action and each rank's progress.
 
     Attributes:
-        report: what is trained on and what is not.
+        report: of used and skipped samples.
         held_out: samples for the held-out loss, which are not trained on.
-        samples, corrupt: what can be read, and a sentence for every other sample.
+        samples, corrupt: the readable samples, and a sentence for every other one.
         digest: of names, sizes and captions.
         encoded: the samples for the transformer.
         order: the micro-batches of every step.

@@ -1,6 +1,6 @@
 """The caption that a sample is trained with: one of several, with a trigger word, tags shuffled or left out.
 
-What is random is drawn from a generator of the sample's own, so that it does not depend on the ranks.
+Random choices are drawn from a generator of the sample's own, so that it does not depend on the ranks.
 """
 
 from __future__ import annotations

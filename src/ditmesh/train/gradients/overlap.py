@@ -31,7 +31,7 @@ class _Bucket:
     Attributes:
         parameters: of one dtype.
         missing: ids of the parameters that wait for their gradients in this step.
-        sent: what is being summed up, and the work.
+        sent: the tensor in the collective, and its work.
         versions: of the gradients when they were sent.
     """
 
@@ -72,7 +72,7 @@ class OverlappedSum:
         self._group = group
         self._is_last = False
         self._next = 0
-        # A backward pass ends with what was used first.
+        # A backward pass ends with the weights that were used first.
         self._buckets = _bucketed(reversed(list(parameters)))
         self._of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._undo = ExitStack()
@@ -99,7 +99,7 @@ class OverlappedSum:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what was not sent yet, and wait for all of it. Collective."""
+        """Send the remaining buckets, and wait for all of them. Collective."""
         if not self._is_last:
             # A rank without micro-batches.
             self._next = 0

@@ -200,7 +200,7 @@ class TrainedStages:
 
         Args:
             count: micro-batches of this data rank, the same on all of its stages.
-            forward: calls the transformer for one, by its place; what it returns is the loss, on the last stage.
+            forward: calls the transformer for one, by its place; its result is the loss, on the last stage.
         """
         ahead, under_way = self.link.size - 1 - self.link.rank, list[tuple[Crossing, Tensor]]()
         for number in range(count):

@@ -35,7 +35,7 @@ class GradientSync:
     """Synchronises the gradients of the ranks.
 
     Args:
-        modules: what is trained, by name; parallelised already.
+        modules: the trained ones, by name; parallelised already.
         sharding: as in `TrainConfig`.
         slices: what tensor ranks hold.
         undo: gets what takes hooks off the parameters.
@@ -48,7 +48,7 @@ class GradientSync:
             their blocks, so that gradients there have one device's size, and float16 overflows where it does there.
 
     Raises:
-        ConfigError: the sharding is not for what is trained.
+        ConfigError: the sharding does not support the trained modules.
     """
 
     def __init__(

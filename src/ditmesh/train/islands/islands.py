@@ -107,7 +107,7 @@ class Islands:
 
     Args:
         mesh: the ranks of this island.
-        parameters: what the rank trains.
+        parameters: trained by the rank.
         replicated: whether the ranks of `Mesh.gradient_group` hold equal weights.
         timeout: deadline of an exchange, in seconds.
 
@@ -294,7 +294,7 @@ class Islands:
         self.every = min(MOST, max(1, math.ceil(slowest / (self.config.overhead * max(fastest, 1e-9)))))
         return self.every
 
-    # --- what is kept --------------------------------------------------------------------------------------------
+    # --- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, list[Tensor]]:
         """The state that the next outer step depends on, by name, for every parameter. Collective in an island.

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class IslandsConfig(BaseModel):
-    """Groups of devices that train mostly on their own and exchange what they have learnt over a slow link.
+    """Groups of devices that train mostly on their own and exchange their changes over a slow link.
 
     Every island is a run of its own, with all settings equal but ``index``: its ranks average gradients in every step,
     as ever. Islands exchange the change of their weights every so many steps, and an outer optimizer applies the mean

@@ -31,7 +31,7 @@ def check_trackers(config: TrainConfig) -> None:
     """Reject a tracker that accelerate does not know, or that is not installed.
 
     Raises:
-        ConfigError, InputError: names it, and what there is.
+        ConfigError, InputError: names it, and the known trackers.
     """
     wanted = tracker_names(config)
     if not wanted:
@@ -54,7 +54,7 @@ class Trackers:
 
     Args:
         config: the run; its settings are the trackers' hyperparameters.
-        from_step: what a tracker has of this step and later ones belongs to a run that was lost.
+        from_step: a tracker's data of this step and later ones belong to a run that was lost.
 
     Raises:
         ConfigError, InputError: as of `check_trackers`.

@@ -89,7 +89,7 @@ def _written(row: Mapping[Any, float]) -> dict[Any, Any]:
 
 
 def read_log(path: Path) -> list[dict[Any, float]]:
-    """The rows of a ``loss.csv``; a last line that broke off is left out. What was not measured is NaN."""
+    """The rows of a ``loss.csv``; an incomplete last line is left out. Missing measurements are NaN."""
     if not path.exists():
         return []
     rows: list[dict[Any, float]] = []

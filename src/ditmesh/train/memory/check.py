@@ -31,7 +31,7 @@ from .needs import TrainingPhase, tokens_of, training_needs
 log = logging.getLogger(__name__)
 
 # More numbers of a token than blocks keep for the backward pass, by the width of a block; and weights of a block by the
-# square of its width. What is far from a limit by these is not looked at.
+# square of its width. Runs that are far from a limit by these are not predicted.
 _KEPT, _SQUARES = 100, 10
 # Weights, gradients, two moments and an average.
 _COPIES = 5
@@ -102,7 +102,7 @@ def check_training_memory(
 
     Args:
         info: the model; its files are here.
-        limit: bytes that a rank may take; None: what the device has left (on a CPU the host, in equal parts).
+        limit: bytes that a rank may take; None: the device's free memory (on a CPU the host's, in equal parts).
 
     Raises:
         InputError: on all ranks alike; names what would fit.

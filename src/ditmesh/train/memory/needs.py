@@ -38,10 +38,10 @@ class TrainingPhase:
         name: ``load``, ``encode`` (samples), ``step`` (forward and backward) or ``update``.
         trained, frozen: weights of the transformer, with and without a gradient; in ``load`` as they are read.
         others: weights of text encoders and autoencoder.
-        gradients, optimizer, average: of what is trained; gradients of ``step`` are among the activations.
+        gradients, optimizer, average: of the trained weights; gradients of ``step`` are among the activations.
         activations: tensors beside all these at the peak.
         shared: messages in shared memory.
-        process: what a process has without a model.
+        process: bytes of a process without a model.
     """
 
     name: TrainingPhaseName
@@ -78,7 +78,7 @@ def training_needs(
 
     Raises:
         LayoutError: a component cannot run without values, or the transformer has no reviewed layout.
-        ConfigError: the run trains what is not predicted: text encoders, compiled blocks, reproducible mode.
+        ConfigError: the run's memory is not predicted: text encoders, compiled blocks, reproducible mode.
     """
     refused = unpredicted(config)
     if refused is not None:

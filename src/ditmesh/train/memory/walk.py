@@ -90,7 +90,7 @@ class StepNeeds:
 
 @dataclass(frozen=True)
 class _Phantom:
-    """Rows of a quantised weight, without values; and what is made beside them."""
+    """Rows of a quantised weight, without values; and the temporary tensors."""
 
     width: int
     step: int
@@ -275,7 +275,7 @@ class _Gradients:
 
 
 def _passes(model: Any, inputs: dict[str, Any], given: StepSettings, alive: LiveBytes, gradients: _Gradients) -> float:
-    """Forward and backward; with several micro-batches in a step twice. What the forward keeps, beside gradients."""
+    """Run forward and backward (twice for several micro-batches); the bytes that the forward keeps, beside gradients."""
     dtype, forward = AUTOCAST.get(given.autocast), 0.0
     gc.collect()
     for last in (False, True) if given.accumulates else (True,):

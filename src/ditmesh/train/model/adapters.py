@@ -32,7 +32,7 @@ def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
 
     Args:
         model: the transformer, perhaps without memory for its weights.
-        lora: what is asked for.
+        lora: its settings.
 
     Raises:
         ConfigError: it has no such layers; names those that there are.

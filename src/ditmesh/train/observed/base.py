@@ -17,7 +17,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from .watch import tensors_in
 
-# Words in the name of a pipeline's class for what is around a transformer that draws from a prompt.
+# Words in the name of a pipeline's class for the task around a transformer that draws from a prompt.
 TASKS = ("ControlNet", "Inpainting", "Inpaint", "Img2Img", "PAG", "VideoToVideo", "Transfer")
 # Parts that reach into the transformer by arguments of their own.
 CONTROL_PARTS = ("controlnet",)

@@ -164,7 +164,7 @@ class ObservedFamily(TextFamily):
             "num_frames": self._config.num_frames,
             "max_sequence_length": length,
             "use_resolution_binning": False,
-            # Kontext enlarges to a megapixel what is smaller.
+            # Kontext enlarges smaller images to a megapixel.
             "max_area": size[0] * size[1],
             "_auto_resize": False,
             **OFF,
@@ -175,7 +175,7 @@ class ObservedFamily(TextFamily):
         return {name: value for name, value in wanted.items() if name in self._parameters and value is not None}
 
     def _pictures(self, picture: Image) -> dict[str, Any]:
-        """Arguments that hold an image; what is transparent in it is to be painted, where a pipeline takes a mask."""
+        """Arguments that hold an image; its transparent part is to be painted, if a pipeline takes a mask."""
         assert self._picture is not None
         found: dict[str, Any] = {self._picture: picture.convert("RGB")}
         if self._picture != "image" and "image" in self._parameters:
@@ -200,10 +200,10 @@ class ObservedFamily(TextFamily):
     # --- before the first step ------------------------------------------------------------------------------
 
     def check_size(self, pipe: Any, size: tuple[int, int]) -> None:
-        """Observe the pipeline at a size of training, and try what was seen.
+        """Observe the pipeline at a size of training, and try the derived recipe.
 
         Raises:
-            ConfigError: one sentence that says what cannot be derived, or that what was derived is wrong.
+            ConfigError: one sentence that names the part that cannot be derived, or that the recipe is wrong.
         """
         text = f"{self.name} at {size[0]} x {size[1]} pixels"
         errors: list[ConfigError] = []

@@ -2,7 +2,7 @@
 
 Pipelines pack latents into tokens, scale and shift them channel by channel, put them among the tokens of a reference,
 or change a sign. All of that is one form: every number of the output is a constant, or one number of the input times
-a factor, plus a constant. What is otherwise is not derived but refused.
+a factor, plus a constant. Other maps are refused.
 """
 
 from __future__ import annotations
@@ -150,15 +150,15 @@ class FillValues:
         return len(self.values)
 
     def map_of(self, seen: Sequence[Tensor], what: str, lenient: bool = False) -> NumberMap:
-        """The map by what has come of every one of the fills.
+        """The map from the results of all fills.
 
         Args:
             seen: tensors without their batch dimension, in the order of `values`.
-            what: the name of what is mapped, for the error.
+            what: the name of the tensor, for the error.
             lenient: numbers that are not of the form become constants; not all may.
 
         Raises:
-            ConfigError: what has come is not of the form.
+            ConfigError: the results are not of this form.
         """
         dtype = seen[0].dtype
         zeros, ones, *digits, noise = (one.double().cpu() for one in seen)

@@ -94,9 +94,9 @@ class Recipe:
         times: arguments that are the time; at least one.
         inputs: paths of the arguments that hold the sampler's sample, and from a sample to each, of a call for one.
             Numbers of them that are none of the sample's are given, such as those of a first frame.
-        prediction: from the transformer's result to what the scheduler is given, both for one sample; a part of it
+        prediction: from the transformer's result to the scheduler's input, both for one sample; a part of it
             where the sample holds numbers that are given.
-        latents: from a sample to what the autoencoder decodes; constants are numbers that are given.
+        latents: from a sample to the autoencoder's input; constants are numbers that are given.
         back: the inverse of ``latents``.
         arguments: of the first call.
         first: the first step.

@@ -44,7 +44,7 @@ class WatchedStep:
 
     Attributes:
         call: number of the transformer's last call before it.
-        output, sample: what the step was given, for one sample without its batch dimension.
+        output, sample: the step's inputs, for one sample without its batch dimension.
         timestep: as the scheduler was given it; with `Levels`, that of training.
     """
 
@@ -84,7 +84,7 @@ class _StandIn:
 
 
 class _Stop(BaseException):
-    """Leaves a pipeline's call: what was to be seen was seen. No `Exception`: pipelines catch those."""
+    """Leaves a pipeline's call once everything was observed. No `Exception`: pipelines catch those."""
 
 
 # By the call's number and arguments what the transformer returns for one sample; None: what it computes.
@@ -126,7 +126,7 @@ class PipelineWatcher:
         self._prompts: dict[str, Any] = {}
 
     def forget(self) -> None:
-        """Forget prompts that were encoded, and what the transformer has computed."""
+        """Forget encoded prompts, and the transformer's results."""
         self._prompts.clear()
         self._forms.clear()
 
@@ -180,7 +180,7 @@ class PipelineWatcher:
             given = signature.bind(*args, **kwargs).arguments
             number = len(seen.steps)
             again = bool(seen.steps) and seen.steps[-1].call == len(seen.calls) - 1
-            # Solvers write into what they are given.
+            # Solvers write into their arguments.
             output, sample = (_first(given[name]).detach().clone() for name in ("model_output", "sample"))
             result = stepped.original(*args, **kwargs)
             moment, now, later = self._moments(float(given["timestep"]))

@@ -256,7 +256,7 @@ def _without_compiling() -> Iterator[None]:
 
 
 def _stepped(config: TrainConfig, first: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """The changes of two matrices, or of the same part of both, in a few steps; and what has changed them."""
+    """The changes of two matrices, or of the same part of both, in a few steps; and the optimizer."""
     generator = torch.Generator().manual_seed(0)
     wholes = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
     direction = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
@@ -477,7 +477,7 @@ def matching_state(state: Mapping[str, Any], names: set[str], optimizer: str) ->
 def fill_state(
     optimizer: torch.optim.Optimizer, named: Named, state: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer the state of a checkpoint; what the checkpoint has nothing of begins with the next step.
+    """Give an optimizer the state of a checkpoint; state that the checkpoint lacks begins with the next step.
 
     Args:
         optimizer: after `initialise_state`.

@@ -71,7 +71,7 @@ def not_finite(named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> str | None:
     """The name of a tensor of any rank that holds an infinity or a NaN, the same on every rank. Collective.
 
     Args:
-        named: what this rank holds: whole tensors, slices or shards.
+        named: this rank's whole tensors, slices or shards.
     """
     local = [(name, local_of(value)) for name, value in named]
     local = [(name, value) for name, value in local if value.is_floating_point()]

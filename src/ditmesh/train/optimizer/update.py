@@ -30,7 +30,7 @@ class WeightUpdate:
         steps: optimizer steps of the run.
 
     Attributes:
-        parameters: what is trained.
+        parameters: the trained ones.
         optimizer: as `TrainConfig.optimizer` says.
         schedule: of the learning rate.
         scaler: of the loss; does nothing without ``mixed_precision: fp16``.
