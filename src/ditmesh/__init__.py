@@ -1,4 +1,4 @@
-"""Parallel inference of unmodified diffusers Diffusion Transformer pipelines: the same picture from N devices."""
+"""Parallel inference of unmodified diffusers Diffusion Transformer pipelines: the same image from N devices."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def replay(
 
     [bold]Example[/bold]
 
-    ditmesh replay pictures/0000-a-red-fox-seed0.png --devices 1
+    ditmesh replay images/0000-a-red-fox-seed0.png --devices 1
     """
     from ..forecast.candidates import resized
     from ..generate.job import check_folder, check_job

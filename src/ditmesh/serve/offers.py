@@ -153,11 +153,11 @@ class ServedModel:
         check_format(request, self.card)
 
     def task(self, id: str, job: Job, step: int, owner: str) -> Task:
-        """A picture of a job as a scheduler sees it.
+        """An image of a job as a scheduler sees it.
 
         Args:
             job: accepted, or not yet.
-            step: steps of the picture that are done.
+            step: steps of the image that are done.
         """
         card, request = self.card.model_dump(), job.request
         total = request_steps(self.spec, card, request)

@@ -70,7 +70,7 @@ class Service(JobStore):
     async def start(self) -> None:
         """Start the replicas and resume the jobs of an earlier run. Returns before models are loaded.
 
-        Pictures that were under way when that run ended are begun again, which counts as no attempt.
+        Images that were under way when that run ended are begun again, which counts as no attempt.
 
         Raises:
             ConfigError: another server uses the folder, or its queue is of another version; a cluster does not answer.

@@ -38,7 +38,7 @@ class ApiSettings(BaseModel):
         max_pixels: of a result, width times height; of videos that of one frame.
         max_steps, max_images, max_prompt: of a request; the last in characters, also of the negative prompt.
         max_body: bytes of a request's body.
-        max_input_pixels: of an input picture.
+        max_input_pixels: of an input image.
         rate: jobs a minute that a key (without keys: an address) may submit; 0: any number.
         cancel_on_disconnect: a client of the OpenAI endpoints that goes away cancels its job.
         come_back: seconds for which a job of a request with an ``Idempotency-Key`` goes on without its client.
@@ -88,7 +88,7 @@ class ServiceSettings(BaseModel):
         replicas: number of groups of ranks.
         device, threads, timeout: as of `RankPool`; ``threads`` default: all cores shared out to all ranks.
         launcher: by name; see `launch.launcher`. It has to be `Conversing`.
-        max_queue: pictures that wait; max_per_owner, weights: see `Queue`.
+        max_queue: images that wait; max_per_owner, weights: see `Queue`.
         max_batch: tasks that a replica runs at a time, and as many that pause for more urgent ones.
         max_loaded: models that a replica holds at a time.
         keep: seconds for which results are kept.

@@ -48,7 +48,7 @@ class JobRequest(PictureRequest):
         fps: whole frames a second.
         model: one of the server's; empty: its first.
         loras: adapters that are on for this job alone.
-        inputs: input pictures.
+        inputs: input images.
         priority: of jobs with the same key those of a higher one go first, and pause lower ones at the next step.
         deadline_ms: milliseconds from its acceptance in which all its results are to be done; None: it is patient.
         previews: every how many steps a preview is made; 0: never.
@@ -93,7 +93,7 @@ class Job(BaseModel):
         id: ``job_`` and 32 hexadecimal digits.
         created, started, finished, expires: seconds since 1970; ``expires``: when its results are deleted.
         position: number of jobs before it while it is queued, from 0.
-        step, steps: denoising steps of all its pictures that are done, and that there are.
+        step, steps: denoising steps of all its images that are done, and that there are.
         eta: seconds until it is done, as far as that can be told.
         attempt: from 1; ranks that fail in the middle of a job begin it again once.
     """

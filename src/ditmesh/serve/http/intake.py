@@ -150,8 +150,8 @@ class Server:
 
         Args:
             caller: the HTTP request.
-            videos: the endpoint is for videos alone, for pictures alone, or (None) for both.
-            inputs: decodes and keeps the input pictures, when all else is allowed; called with a list that takes the
+            videos: the endpoint is for videos alone, for images alone, or (None) for both.
+            inputs: decodes and keeps the input images, when all else is allowed; called with a list that takes the
                 digests of those it keeps.
             key: the request's ``Idempotency-Key``.
             usual_format: the format is the usual one, of videos MP4.
@@ -265,7 +265,7 @@ class Server:
         """A job's input images; images in the request are stored, with their digests in ``kept``.
 
         Raises:
-            Refused: one of them is no picture.
+            Refused: one of them is no image.
         """
         found = []
         for number, one in enumerate(given):

@@ -62,7 +62,7 @@ class ImageRequest(ImageFields):
         quality, background, moderation, style: only values that change nothing are taken; others are refused.
         user, safety_identifier: taken, and not used.
         output_compression: refused: files are written in one quality.
-        partial_images: of a stream: how many previews there are before each picture, at most.
+        partial_images: of a stream: how many previews there are before each image, at most.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -234,7 +234,7 @@ def _edit_form() -> dict[str, Any]:
     openapi_extra=_edit_form(),
 )
 async def edits(request: Request, key: IdempotencyHeader = None) -> Response:
-    """Generate a picture again, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
+    """Generate an image again, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
     server: Server = request.app.state.server
     async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
         body, files = _parts(form)
@@ -249,7 +249,7 @@ async def edits(request: Request, key: IdempotencyHeader = None) -> Response:
 
 
 async def _kept(server: Server, data: Mapping[EditFile, bytes], kept: list[str]) -> tuple[Input, ...]:
-    """The pictures of an edit as inputs of a job; their digests in ``kept``."""
+    """The images of an edit as inputs of a job; their digests in ``kept``."""
     found: dict[EditFile, tuple[bytes, tuple[int, int]]] = {
         role: await server.uploads.png(data[role], role, role == "mask") for role in data
     }

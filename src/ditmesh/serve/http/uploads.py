@@ -41,7 +41,7 @@ class Uploads:
     """Decodes images, a few at a time.
 
     Args:
-        most_pixels: of a picture.
+        most_pixels: of an image.
     """
 
     def __init__(self, most_pixels: int) -> None:

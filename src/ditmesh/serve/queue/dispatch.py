@@ -47,7 +47,7 @@ LOADS, STARTS, MOST_STARTS = 2, 3, 6
 
 # Weight of a new measurement of the seconds that a result takes from its pipeline's end to its job's.
 DELIVERED = 0.3
-# Pictures that are given to a pool of ranks at a time.
+# Images that are given to a pool of ranks at a time.
 POOLED = 64
 
 TaskReport = TaskBegan | TaskStepped | Preview | Paused | Finished | TaskFailed | Cancelled
@@ -61,7 +61,7 @@ class ReplicaSlot:
         up: it takes commands.
         models: names of those loaded.
         loading: the model that it was told to load.
-        running: its tasks, by id: jobs and numbers of pictures.
+        running: its tasks, by id: jobs and numbers of images.
         exclusive_job: the job that has it for itself, since ranks have failed under it.
         reserved: no task is given to it until it has none: then such a job gets it.
         failures: how often its ranks have failed since they last loaded a model.

@@ -43,10 +43,10 @@ class JobState:
     """A job in memory, with its state and events.
 
     Attributes:
-        work: of each picture, see `Queue`.
-        steps: of each picture, as far as known.
-        progress: steps that are done, by picture; stepped: when the last one was, on the monotonic clock.
-        tasks: where its pictures are under way.
+        work: of each image, see `Queue`.
+        steps: of each image, as far as known.
+        progress: steps that are done, by image; stepped: when the last one was, on the monotonic clock.
+        tasks: where its images are under way.
         position: that clients were told last.
     """
 

@@ -1,8 +1,8 @@
 """The queue of jobs: an SQLite file that records every job before it is accepted, and every change of its status.
 
-Fair over owners by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with pictures as packets: an owner's
-picture begins at the virtual time up to which the owner has used the ranks, and the earliest one goes first. One owner
-with a thousand jobs delays another one's first picture by one picture, not by a thousand. Priorities count among the
+Fair over owners by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with images as packets: an owner's
+image begins at the virtual time up to which the owner has used the ranks, and the earliest one goes first. One owner
+with a thousand jobs delays another one's first image by one image, not by a thousand. Priorities count among the
 jobs of one owner.
 """
 
@@ -94,7 +94,7 @@ CREATE TABLE IF NOT EXISTS keys (
 CREATE INDEX IF NOT EXISTS keys_job ON keys (job);
 """
 
-# Which picture is next: of jobs that ranks have failed under; then of the owner who has had the least; of that owner
+# Which image is next: of jobs that ranks have failed under; then of the owner who has had the least; of that owner
 # the most urgent, then the oldest. A priority orders its owner's jobs: any client may ask for the highest.
 ORDER = "j.attempt > 1 DESC, max(coalesce(o.used, 0), c.value), j.priority DESC, j.number"
 WAITING = (
@@ -105,7 +105,7 @@ WAITING = (
 
 @dataclass(frozen=True)
 class NextJob:
-    """The job with the next picture.
+    """The job with the next image.
 
     Attributes:
         again: ranks have failed under it.
@@ -131,7 +131,7 @@ class Queue:
     """Jobs and their states, in a folder that one process at a time may use.
 
     Every method that changes something is one transaction, on disk (``synchronous=FULL``) when it returns, so that the
-    process may be killed at any moment: pictures that were under way wait again at the next start, their jobs' attempts
+    process may be killed at any moment: images that were under way wait again at the next start, their jobs' attempts
     not counted. Any thread may call.
 
     Attributes:
@@ -151,7 +151,7 @@ class Queue:
 
         Args:
             folder: made if it is not there.
-            settings: how many pictures may wait, and for how long a job is remembered after its end.
+            settings: how many images may wait, and for how long a job is remembered after its end.
             now: seconds since 1970.
 
         Raises:
@@ -303,13 +303,13 @@ class Queue:
 
         Args:
             request: with its model and seed.
-            work: of one picture, in any unit.
+            work: of one image, in any unit.
             rate: of all ranks together, in work per second, as far as it has been measured.
             key: see `repeated`.
 
         Raises:
-            InputError: it asks for more pictures than may ever wait.
-            QueueFull: too many pictures wait.
+            InputError: it asks for more images than may ever wait.
+            QueueFull: too many images wait.
             StorageError: it cannot be written down.
             KeyReused: the key belongs to another request.
         """
@@ -380,7 +380,7 @@ class Queue:
         )
 
     def head(self, models: Collection[str] | None = None, job: str | None = None, again: bool = True) -> NextJob | None:
-        """The job with the picture that begins next.
+        """The job with the image that begins next.
 
         Args:
             models: only jobs of these.
@@ -458,7 +458,7 @@ class Queue:
         """Record a cancelled job; None if it has ended already.
 
         Args:
-            done: of each of its pictures under way the part that is done, from 0 to 1.
+            done: of each of its images under way the part that is done, from 0 to 1.
         """
         with self._change() as db:
             if (job := self._row(db, id, "queued", "running")) is None:

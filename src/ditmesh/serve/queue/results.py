@@ -1,4 +1,4 @@
-"""Results and input pictures as files in the server's folder."""
+"""Results and input images as files in the server's folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHER = "application/octet-stream"
 
 
 class ResultFiles:
-    """Files of jobs, ``results/<job>/<picture>.<kind>``, and input pictures, ``inputs/<SHA-256>``.
+    """Files of jobs, ``results/<job>/<picture>.<kind>``, and input images, ``inputs/<SHA-256>``.
 
     A file is on disk, whole and under its name, when the method that writes it returns. Any thread may call.
 

@@ -410,7 +410,7 @@ class LoadedModel:
         return request.width or width, request.height or height
 
     def _runners_for(self, job: PictureJob) -> tuple[PipelineRunner, PipelineRunner]:
-        """The parallel pipeline of the class that takes a job's input pictures, and its template."""
+        """The parallel pipeline of the class that takes a job's input images, and its template."""
         name = pipeline_for(self.kind, job.files, job.strength)
         if name not in self._runners:
             other = self._runners[self.kind][1].as_class(name)

@@ -18,10 +18,10 @@ class PictureTask:
     """The task of generating one image or video of a job.
 
     Attributes:
-        id: the job's id, ``/``, and the picture's number.
+        id: the job's id, ``/``, and the image's number.
         model: name of its `ModelSpec`.
-        request: the job's; picture ``index`` has seed ``request.seed + index``.
-        files: input pictures on this machine, by digest.
+        request: the job's; image ``index`` has seed ``request.seed + index``.
+        files: input images on this machine, by digest.
         owner: of the job; priorities count among the tasks of one owner. weight: of the owner's share.
         within: seconds in which it is to be done, when it is sent; None: it is patient.
     """

@@ -209,7 +209,7 @@ class RankRendezvous:
 
     @property
     def shows(self) -> bool:
-        """True if this rank may have to report pictures."""
+        """True if this rank may have to report images."""
         return self.rank == 0
 
     @property

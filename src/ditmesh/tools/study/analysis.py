@@ -15,26 +15,26 @@ import numpy as np
 from ...report.formatting import count
 from .plan import SYNCHRONOUS, Pair, StudyPlan, has_given_steps, steps_text
 
-# A picture with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
+# An image with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
 CAP = 100.0
-# Studies made of a study's pictures, drawn with replacement (Efron 1979), that show how sure an exponent is.
+# Studies made of a study's images, drawn with replacement (Efron 1979), that show how sure an exponent is.
 RESAMPLES = 200
-# Of fewer pictures such studies show nothing.
+# Of fewer images such studies show nothing.
 FEWEST = 8
 # Numbers of devices that need a warm-up, without which two parameters are not determined.
 FITTED = 3
 
 # Sampler, strategy, devices, warm-up.
 Combination = tuple[str, str, int, str]
-# Values of pictures, by prompt and seed.
+# Values of images, by prompt and seed.
 ByPicture = Mapping[tuple[str, int], float]
-# PSNR of all pictures (NaN: not measured), by devices and warm-up.
+# PSNR of all images (NaN: not measured), by devices and warm-up.
 Levels = Mapping[int, Mapping[int, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over pictures and its standard error; None where nothing was measured, or one picture only."""
+    """A mean over images and its standard error; None where nothing was measured, or one image only."""
 
     value: float | None
     error: float | None
@@ -72,14 +72,14 @@ def mean(values: Iterable[float | None]) -> Mean:
 
 
 def capped(psnr: float | None) -> float:
-    """A PSNR in dB for means; None stands for equal pictures."""
+    """A PSNR in dB for means; None stands for equal images."""
     return CAP if psnr is None else min(psnr, CAP)
 
 
 def mean_difference(pairs: Iterable[tuple[ByPicture, ByPicture]]) -> Mean:
     """Mean difference in dB between two ways to generate, each pair measured alike, by prompt and seed.
 
-    One figure a picture: several ways to generate one picture are not independent.
+    One figure per image: several ways to generate one image are not independent.
     """
     apart: dict[tuple[str, int], list[float]] = {}
     for ours, theirs in pairs:
@@ -96,13 +96,13 @@ def _paired(ours: ByPicture, theirs: ByPicture) -> Mean:
 
 @dataclass(frozen=True)
 class Row:
-    """One combination, over all its pictures.
+    """One combination, over all its images.
 
     Attributes:
         synchronous, evaluations: synchronous steps of a request, and all of them.
-        psnr, ssim, perceptual: against the synchronous picture; equal: how many pictures have its bits.
-        right: share of pictures that are nearest to the training picture asked for; right_synchronous: the same of
-            the synchronous pictures.
+        psnr, ssim, perceptual: against the synchronous image; equal: how many images have its bits.
+        right: share of images that are nearest to the training image asked for; right_synchronous: the same of
+            the synchronous images.
         seconds, one_device_seconds: time of the first request on real ranks and on one device; None: not run there.
         sent: bytes that all ranks together sent in it, by axis; None: not known.
     """
@@ -190,11 +190,11 @@ class StudyResults:
         )
 
     def psnr_of(self, at: Combination) -> dict[tuple[str, int], float]:
-        """PSNR of every picture of a combination, by prompt and seed."""
+        """PSNR of every image of a combination, by prompt and seed."""
         return {(p["prompt"], p["seed"]): capped(p["psnr"]) for p in self.pictures(at)}
 
     def paired(self, ours: Combination, theirs: Combination) -> Mean:
-        """Mean difference in dB of the same pictures generated in two ways; positive: the first is closer."""
+        """Mean difference in dB of the same images generated in two ways; positive: the first is closer."""
         return _paired(self.psnr_of(ours), self.psnr_of(theirs))
 
     def fixed(self, sampler: str, strategy: str, devices: int) -> dict[int, Combination]:
@@ -219,7 +219,7 @@ class StudyResults:
         }
 
     def against_fixed(self) -> list[dict[str, Any]]:
-        """Every policy that is not fixed beside the fixed warm-up with as many synchronous steps, picture by picture.
+        """Every policy that is not fixed beside the fixed warm-up with as many synchronous steps, image by image.
 
         Where that warm-up was not measured, its PSNR is interpolated between its measured neighbours.
         """
@@ -245,11 +245,11 @@ class StudyResults:
         return compared
 
     def against_others(self) -> list[dict[str, Any]]:
-        """Every adaptive policy beside all others with as many synchronous steps, the same pictures.
+        """Every adaptive policy beside all others with as many synchronous steps, the same images.
 
-        A policy that is not adaptive counts where it was measured on all of the adaptive one's pictures with the same
+        A policy that is not adaptive counts where it was measured on all of the adaptive one's images with the same
         number of synchronous steps in each request; the one with the highest mean PSNR comes first, which is a choice
-        made after the fact, in favour of the others. ``closer``: pictures on which the adaptive one has the higher
+        made after the fact, in favour of the others. ``closer``: images on which the adaptive one has the higher
         PSNR.
         """
         adaptive = [at for at in self.by if at[3].startswith("adaptive(")]
@@ -295,8 +295,8 @@ class StudyResults:
         """The warm-up needed at every N for a mean PSNR, and w = a · N^b through it; None without fixed warm-ups.
 
         The target is in dB; None: the highest whole number that some warm-up reaches at every N. ``b_interval``: where
-        b lies in 95 of 100 studies with pictures drawn from these with replacement; None where under three N, or
-        half of those studies, reach the target, and of fewer than `FEWEST` pictures. ``fit``, ``sqrt``: None where
+        b lies in 95 of 100 studies with images drawn from these with replacement; None where under three N, or
+        half of those studies, reach the target, and of fewer than `FEWEST` images. ``fit``, ``sqrt``: None where
         under `FITTED` of the N need any warm-up at all: a power law through zeros is not determined.
         """
         pictures = {
@@ -349,7 +349,7 @@ class StudyResults:
                 return sampler, strategy, devices, steps_text(some)
 
             gains = [self.paired(at({0, step}), at({0})) for step in every[1:]]
-            # All but one step: the loss is counted from equal pictures, so the PSNR itself is what counts.
+            # All but one step: the loss is counted from equal images, so the PSNR itself is what counts.
             costs = [mean(self.psnr_of(at({*every} - {step})).values()) for step in every[1:]]
             return {
                 "sampler": sampler,
@@ -380,7 +380,7 @@ def latency(result: Mapping[str, Any]) -> float | None:
 
 
 def _curves(levels: Levels, some: Any = slice(None)) -> dict[int, dict[int, float]]:
-    """Mean PSNR over some of the pictures, by devices and warm-up."""
+    """Mean PSNR over some of the images, by devices and warm-up."""
     drawn = {devices: {warmup: of[some] for warmup, of in curve.items()} for devices, curve in levels.items()}
     return {
         devices: {warmup: float(np.nanmean(of)) for warmup, of in curve.items() if not np.isnan(of).all()}
@@ -406,7 +406,7 @@ def _power_law(points: Mapping[int, float], levels: Levels, pictures: int, targe
 
 
 def _resampled_powers(levels: Levels, pictures: int, target: float) -> list[float]:
-    """Exponents of w = a · N^b on pictures drawn with replacement, sorted; only where every N reaches the target."""
+    """Exponents of w = a · N^b on images drawn with replacement, sorted; only where every N reaches the target."""
     random, powers = Random(0), []
     for _ in range(RESAMPLES):
         curves = _curves(levels, random.choices(range(pictures), k=pictures))

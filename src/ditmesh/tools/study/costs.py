@@ -14,7 +14,7 @@ from .predicted import SIDE_FACTORS, CostModel, PredictedCost
 
 
 class Costs:
-    """Predictions for every combination, and for larger pictures; see `CostModel`.
+    """Predictions for every combination, and for larger images; see `CostModel`.
 
     Raises:
         InputError, ConfigError: as of `CostModel`.

@@ -36,11 +36,11 @@ from .maps import layer_charts, load_charts, place_maps
 from .plan import SYNCHRONOUS, Pair
 from .samplers import scheduler_class
 
-# Pictures of a grid, and lines of a chart, that still can be told apart.
+# Images of a grid, and lines of a chart, that still can be told apart.
 ROWS, LINES = 8, 6
-# Pictures that have a distribution.
+# Images that have a distribution.
 DISTRIBUTED = 8
-# Pixels of a picture's side, on the page; larger ones are shrunk.
+# Pixels of an image's side, on the page; larger ones are shrunk.
 SIDE = 512
 
 Rules = Mapping[Pair, Mapping[str, Any] | None]
@@ -91,7 +91,7 @@ def write(
 
 
 def csv_of(results: StudyResults) -> str:
-    """One line for every picture, with the time of its request on real ranks and the bytes sent in it by axis."""
+    """One line for every image, with the time of its request on real ranks and the bytes sent in it by axis."""
     measures = ("prompt", "seed", "equal", "psnr", "ssim", "perceptual", "right", "file")
     axes = sorted({axis for result in results.cells for axis in result.get("sent") or ()})
     rows = []
@@ -345,7 +345,7 @@ def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:
 
 
 def _pictures(report: Report, results: StudyResults, pair: Pair, folder: Path) -> None:
-    """One picture with every policy and N, and under each how it differs from the synchronous one: first and worst."""
+    """One image with every policy and N, and under each how it differs from the synchronous one: first and worst."""
     hidden = results.plan.warmups[ROWS:]
     more = f" Not shown: {', '.join(hidden)}." if hidden else ""
     first, worst = _first_and_worst(results, pair)
@@ -365,7 +365,7 @@ def _pictures(report: Report, results: StudyResults, pair: Pair, folder: Path) -
 
 
 def _first_and_worst(results: StudyResults, pair: Pair) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
-    """Prompt and seed of the first picture, and of the one with the lowest PSNR of any policy and N."""
+    """Prompt and seed of the first image, and of the one with the lowest PSNR of any policy and N."""
     some = [
         (picture["prompt"], picture["seed"], picture["psnr"])
         for at in results.asked()
@@ -379,7 +379,7 @@ def _first_and_worst(results: StudyResults, pair: Pair) -> tuple[tuple[str, int]
 
 
 def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, int]) -> list[list[GridImage]]:
-    """For every policy a row of one picture by N, and a row of their differences; the synchronous one stands once."""
+    """For every policy a row of one image by N, and a row of their differences; the synchronous one stands once."""
     exact_file = folder / results.synchronous[(pair.sampler, *asked)]["file"]
     exact, rows = _read(exact_file), []
     for warmup in results.plan.warmups[:ROWS]:
@@ -412,7 +412,7 @@ def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, 
 
 
 def _distribution(report: Report, results: StudyResults, pair: Pair) -> None:
-    """Share of the pictures up to every PSNR, a line for each policy, at the most devices."""
+    """Share of the images up to every PSNR, a line for each policy, at the most devices."""
     charted = _charted(results, pair)
     if not charted:
         return

@@ -40,7 +40,7 @@ class Setup:
         size: width and height in pixels; None: the pipeline's own.
         max_sequence_length: longest prompt in tokens; None: the pipeline's own.
         dtype, device: of the transformer.
-        frames: of videos; None: the pipeline's own number, or pictures.
+        frames: of videos; None: the pipeline's own number, or images.
     """
 
     model: str
@@ -61,8 +61,8 @@ class Cell:
 
     Attributes:
         sampler: see `samplers`.
-        prompts: one picture each, generated in one call.
-        seeds: one for each picture.
+        prompts: one image each, generated in one call.
+        seeds: one for each image.
         labels: the prompts' class numbers when the model is class-conditional, else empty.
         strategy: one of `STRATEGIES`, or `SYNCHRONOUS`.
         devices: N; for PipeFusion the number of patches.
@@ -91,7 +91,7 @@ class Cell:
         # The folder's place says nothing about the model.
         known = {name: value for name, value in asdict(setup).items() if name not in ("model", "name")}
         if setup.frames is None:
-            # As studies of pictures have it that were made before there were any of videos.
+            # As studies of images have it that were made before there were any of videos.
             del known["frames"]
         settings = {"format": 1, "setup": known, "cell": asdict(self)}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
@@ -235,11 +235,11 @@ def make_plan(
     Args:
         setup, model: the settings of all cells, and the model's files.
         devices, warmups, samplers, strategies: everything is combined with everything.
-        prompts, labels: pictures; labels of a class-conditional model.
-        images: pictures of every prompt, 1 or more; picture ``i`` of prompt ``p`` has seed
+        prompts, labels: images; labels of a class-conditional model.
+        images: images of every prompt, 1 or more; image ``i`` of prompt ``p`` has seed
             ``seed + i · len(prompts) + p``.
-        seed: of the first picture, from 0 up.
-        batch: pictures of one request at most, 1 or more.
+        seed: of the first image, from 0 up.
+        batch: images of one request at most, 1 or more.
         which: also make every single step synchronous, and every single step stale.
         detail: measure details in the first request of every combination.
         real: also run the first request of every combination on real ranks.

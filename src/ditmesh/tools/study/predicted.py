@@ -12,7 +12,7 @@ from ...forecast.prediction import predict
 from .analysis import Row
 from .plan import Cell, Setup
 
-# Sides of a picture, in those of the study's, over which time and memory are predicted.
+# Sides of an image, in those of the study's, over which time and memory are predicted.
 SIDE_FACTORS = (1, 2, 4, 8)
 
 
@@ -26,7 +26,7 @@ class PredictedCost:
 
 
 class CostModel:
-    """Predictions of `ditmesh plan` for the requests of a study, one picture each.
+    """Predictions of `ditmesh plan` for the requests of a study, one image each.
 
     Args:
         hardware: a device such as ``h100``, with its usual link.

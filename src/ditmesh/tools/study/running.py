@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ...attention.mixer import AttentionCall
 
-# Of the files with pictures, (n, h, w, 3) float32 from 0 to 1, or videos, (n, frames, h, w, 3), and predictions of a
+# Of the files with images, (n, h, w, 3) float32 from 0 to 1, or videos, (n, frames, h, w, 3), and predictions of a
 # synchronous run.
 SUFFIX = ".pt"
 # Number of frames of a video that are kept as an image, and number per row.
@@ -172,7 +172,7 @@ def run_cell(
 ) -> tuple[np.ndarray, list[Tensor]]:
     """The images of a cell, and the sampler's input in every evaluation, at each of which ``on_step`` is called.
 
-    Pictures are float32 (n, h, w, 3), videos (n, frames, h, w, 3), with values from 0 to 1.
+    Images are float32 (n, h, w, 3), videos (n, frames, h, w, 3), with values from 0 to 1.
     """
     import torch
 
@@ -329,8 +329,8 @@ def token_errors(predictions: Sequence[Tensor], exact: Sequence[Tensor], picture
         pictures: of the first so many rows.
 
     Returns:
-        The root mean square error of every place over pictures, channels and frames, over that of what is exact of the
-        whole picture, so that its root mean square over all places is the relative error of the step. Four digits.
+        The root mean square error of every place over images, channels and frames, over that of what is exact of the
+        whole image, so that its root mean square over all places is the relative error of the step. Four digits.
     """
     found = []
     for ours, truth in zip(predictions, exact, strict=True):
@@ -362,7 +362,7 @@ def _first(output: Any) -> Tensor:
 def nearest_matches_prompt(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool] | None:
     """For every image, whether the nearest training image is that of its prompt; None: unknown.
 
-    Known of the embedded models with training pictures in their folders, for prompts that are captions.
+    Known of the embedded models with training images in their folders, for prompts that are captions.
     """
     if pictures.ndim != 4 or zoo.embedded(model) is None or not (model / "thumbnails.png").exists():
         return None

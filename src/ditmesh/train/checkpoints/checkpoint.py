@@ -2,8 +2,8 @@
 
 A checkpoint is a folder of safetensors files, which torch.distributed.checkpoint writes and reads: every rank writes
 its share, and the ranks that load it cut the tensors as their own mesh needs them. It is written under another name and
-renamed when all of it is on the disk; `manifest.json` has the digests of all files, and all data besides tensors. Reading
-a checkpoint runs no code that is in it.
+renamed when it is complete; `manifest.json` has the digests of all files, and other data than tensors. Reading a
+checkpoint runs no code that is in it.
 """
 
 from __future__ import annotations

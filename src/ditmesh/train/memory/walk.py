@@ -275,7 +275,7 @@ class _Gradients:
 
 
 def _passes(model: Any, inputs: dict[str, Any], given: StepSettings, alive: LiveBytes, gradients: _Gradients) -> float:
-    """Run forward and backward (twice for several micro-batches); the bytes that the forward keeps, beside gradients."""
+    """Run forward and backward (twice for several micro-batches); bytes that the forward keeps, beside gradients."""
     dtype, forward = AUTOCAST.get(given.autocast), 0.0
     gc.collect()
     for last in (False, True) if given.accumulates else (True,):
