@@ -1,1 +1,1 @@
-"""Which requests take their next steps on which ranks: costs, decisions, admission. No torch, no I/O."""
+"""The assignment of requests' next steps to ranks: costs, decisions, admission. No torch, no I/O."""

@@ -69,7 +69,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Run:
-    """What neighbouring ranks do next.
+    """The next calls of neighbouring ranks.
 
     Attributes:
         first, mode: of the ranks.
@@ -505,7 +505,7 @@ def _room(open_: set[int], first: int, size: int, ranks: int) -> int:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a request that is not accepted yet may expect.
+    """The forecast for a request that is not accepted yet.
 
     Attributes:
         seconds: from now to its end, after the tasks that are accepted and due before it.
@@ -519,7 +519,7 @@ class Forecast:
 def forecast(
     scheduler: Scheduler, costs: StepCosts, now: float, tasks: Sequence[Task], wish: Sequence[Task]
 ) -> Forecast:
-    """When a request would be done, if it were accepted, and no accepted task with a deadline were made late for it.
+    """The time at which a request would be done if it were accepted, and made no accepted task with a deadline late.
 
     Args:
         scheduler: of the pool.

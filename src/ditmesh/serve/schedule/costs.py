@@ -1,4 +1,4 @@
-"""What calls of requests take, as measured on the ranks, and guesses of what has not been measured yet."""
+"""Seconds of requests' calls, as measured on the ranks, and guesses for calls without a measurement."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """How ranks share a call of a transformer.
+    """A way in which ranks share a call of a transformer.
 
     Attributes:
         rows: ranks that share the rows of a call (branches of guidance, several requests).
@@ -111,11 +111,11 @@ class StepCosts:
     # ---- answers
 
     def knows(self, model: str) -> bool:
-        """Whether a call of a model was measured."""
+        """True if a call of a model was measured."""
         return any(kind.model == model for kind, _, _ in self.calls)
 
     def measured(self, kind: Kind, mode: Mode = ALONE, together: int = 1) -> bool:
-        """Whether such a call was measured at least twice: the first one may be slow."""
+        """True if such a call was measured at least twice: the first one may be slow."""
         return len(self.calls.get((kind, mode, together), ())) > 1
 
     def call(self, kind: Kind, mode: Mode = ALONE, together: int = 1) -> float:
@@ -135,7 +135,7 @@ class StepCosts:
         return min([guess, *found])
 
     def _seen(self, kind: Kind, mode: Mode) -> float:
-        """What a measured call has shown: the least of two, the median of more."""
+        """The seconds of a measured call: the least of two, the median of more."""
         found = self.calls[kind, mode, 1]
         return median(found) if len(found) > 2 else min(found)
 
@@ -195,7 +195,7 @@ class StepCosts:
     # ---- between processes
 
     def table(self) -> CostTable:
-        """What is known, to be sent to another process."""
+        """The known costs, to be sent to another process."""
         return CostTable(
             {key: list(values) for key, values in self.calls.items()},
             {key: list(values) for key, values in self.parts.items()},
@@ -218,7 +218,7 @@ class CostTable:
 
 
 def _apart(value: float, known: float | None) -> bool:
-    """Whether a value differs so much from the known one that decisions should change."""
+    """True if a value differs so much from the known one that decisions should change."""
     return known is None or abs(value - known) > 0.03 * known
 
 

@@ -90,7 +90,7 @@ class PoolRendezvous(RankRendezvous):
 
     @property
     def silent(self) -> bool:
-        """Whether another rank reports what is done now in this thread."""
+        """True if another rank reports the present work of this thread."""
         return getattr(self._thread, "silent", False)
 
     @contextmanager

@@ -465,7 +465,7 @@ class Batcher:
 
     @property
     def alone(self) -> bool:
-        """Whether requests run one after the other, through the parallel pipeline itself."""
+        """True if requests run one after the other, through the parallel pipeline itself."""
         return bool(self.why) and not self.turns
 
     def run_alone(self, why: str) -> None:
@@ -759,11 +759,11 @@ class Batcher:
         return rows_of(model.model, self._layout(model), pending)
 
     def _same(self, one: CallRows, other: CallRows) -> bool:
-        """Whether two calls have equal tensors apart from their rows."""
+        """True if two calls have equal tensors apart from their rows."""
         return all(self._values.same(seen(value), seen(other.shared[path])) for path, value in one.shared.items())
 
     def steps(self, run: PipelineTask) -> bool:
-        """Whether a task waits for a transformer."""
+        """True if a task waits for a transformer."""
         return run.pending is not None and run.pending.name in DENOISERS
 
     # --- one call ----------------------------------------------------------------------------------------------
@@ -825,7 +825,7 @@ class Batcher:
             self.run_alone(why)
 
     def _compare_joined(self, run: PipelineTask, rows: CallRows) -> str:
-        """Why a call's rows change when another call's rows are added, as a clause; empty: they do not change.
+        """The reason why a call's rows change when other rows are added, as a clause; empty: they do not change.
 
         The call runs alone, another one with other latents, embeddings and timestep runs alone, then both as one.
         """
@@ -884,7 +884,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _why_alone(pipe: Any, engine: Engine) -> str:
-    """Why steps of several requests cannot be batched with a configuration or a pipeline, as a sentence."""
+    """The reason why a configuration or a pipeline prevents batching of steps, as a sentence."""
     end = "; requests run one after the other"
     models = [model.model for model in engine.models]
     if kept := keeps_between_steps((), engine.config, models):

@@ -88,7 +88,7 @@ class Going:
 
     @property
     def endless(self) -> bool:
-        """Whether it goes on until it is recalled."""
+        """True if it continues until it is recalled."""
         return self.run.open and not self.recalled
 
 
@@ -253,7 +253,7 @@ class Conductor:
             self._go_on(live, going, first, broken, events)
 
     def _go_on(self, live: Live, going: Going, first: RunDone, broken: bool, events: list[Any]) -> None:
-        """What becomes of a task after a run."""
+        """Update a task after a run: it continues, has ended, or has failed."""
         id = live.task.id
         reason = next((one.failed[id] for one in going.done if id in one.failed), None)
         if any(id in one.missing for one in going.done):

@@ -1,4 +1,4 @@
-"""What the ranks of a pool tell one another: results to rank 0, and from there one log of events to all."""
+"""Messages between the ranks of a pool: results to rank 0, and from there one log of events to all."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Relayed:
 
 @dataclass
 class RunDone:
-    """What a rank has done of a run.
+    """A rank's results of a run.
 
     Attributes:
         number: of the run; rank: that reports.

@@ -229,7 +229,7 @@ class _Buffer:
         self._slots = [[slot for block, slot in enumerate(of) if block not in keys.replicated] for of in places]
 
     def fits(self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None) -> bool:
-        """Whether the call has the same rows, streams and shapes as the one the buffer was made for."""
+        """True if the call has the same rows, streams and shapes as the one the buffer was made for."""
         batch, heads, _, dim = k_bhsd.shape
         return (
             (keys, rows) == (self._keys, self._rows)
