@@ -253,14 +253,14 @@ def test_ctrl_c_between_a_guards_start_and_its_being_noted(facts_only, tmp_path,
 def test_ctrl_c_that_is_swallowed_is_raised_again(swallowed):
     code = """
 import os, signal, sys, time
-from ditmesh.launch import interrupts_raise, interrupts_end
+from ditmesh.launch import raise_on_signals, ignore_signals
 
 class Finalised:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.1)
 
-interrupts_raise()
+raise_on_signals()
 try:
     if sys.argv[1] == "in a finaliser":
         Finalised()
@@ -269,7 +269,7 @@ try:
         import swallowing
     time.sleep(10)
 except KeyboardInterrupt:
-    interrupts_end()
+    ignore_signals()
     print("stopped", "swallowing" in sys.modules)
 """
     import tempfile
@@ -290,35 +290,35 @@ def test_an_interrupt_that_is_late_waits_as_well(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     code = """
 import sys, time
-from ditmesh.launch import interrupts_end, interrupts_raise
-from ditmesh.launch.processes import interrupts_wait
+from ditmesh.launch import ignore_signals, raise_on_signals
+from ditmesh.launch.processes import defer_signals
 
-interrupts_raise()
+raise_on_signals()
 sys.path.insert(0, sys.argv[1])
 noted = False
 try:
-    with interrupts_wait():
+    with defer_signals():
         import slow
         time.sleep(0.5)
         noted = True
     time.sleep(10)
 except KeyboardInterrupt:
-    interrupts_end()
+    ignore_signals()
     print("stopped", noted)
 noted = False
-interrupts_raise()
+raise_on_signals()
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-interrupts_raise()
+raise_on_signals()
 del sys.modules["slow"]
 try:
     import slow
-    with interrupts_wait():
+    with defer_signals():
         time.sleep(0.5)
         noted = True
     time.sleep(10)
 except KeyboardInterrupt:
-    interrupts_end()
+    ignore_signals()
     print("stopped", noted)
 """
     command = [sys.executable, "-c", code, str(tmp_path)]

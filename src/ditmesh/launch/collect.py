@@ -72,12 +72,12 @@ class Collector:
         self._late, self._expected = ranks, expected
 
     def result(
-        self, stack_text: Callable[[Sequence[int]], Mapping[int, str]], rejoin: Callable[[], bool] | None
+        self, code_places: Callable[[Sequence[int]], Mapping[int, str]], rejoin: Callable[[], bool] | None
     ) -> list[Any]:
         """The answers, in rank order.
 
         Args:
-            whereabouts: where in their code ranks are at this moment.
+            code_places: the present places of ranks in their code.
             rejoin: lets the ranks join a new process group, in which they can be called again; whether they have.
                 None: after a failure they cannot be called.
 
@@ -88,9 +88,9 @@ class Collector:
             return [self.answers[rank] for rank in range(self._world_size)]
         silent = self._silent
         if not self.failed:
-            raise failures.late(stack_text(self._late or silent), self._world_size, self._expected)
+            raise failures.late(code_places(self._late or silent), self._world_size, self._expected)
         causes = self._causes
-        stalled = stack_text(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
+        stalled = code_places(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
         # All ranks have ended the call, and none has lost its device or a peer.
         stay = not silent and not any(failure.weight or failure.gone for failure in causes)
         stay = stay and rejoin is not None and (failures.alike(causes, self._world_size) or rejoin())

@@ -71,7 +71,7 @@ class Bands:
         """The end of a call.
 
         Raises:
-            Uncut: what was lent has been written to, and the tensor it stands for does not know.
+            UncuttableOperation: what was lent has been written to, and the tensor it stands for does not know.
         """
         lent, self._lent = self._lent, []
         if any(view._version != version for view, version in lent):

@@ -117,7 +117,7 @@ def balanced_order(sizes: Sequence[int], ranks: int) -> list[int]:
 
     After Graham 1969, doi:10.1137/0117039.
 
-    >>> arranged([6, 1, 1, 1, 1, 4, 4], 2)
+    >>> balanced_order([6, 1, 1, 1, 1, 4, 4], 2)
     [0, 1, 2, 3, 5, 6, 4]
     """
     held: list[list[int]] = [[] for _ in range(ranks)]

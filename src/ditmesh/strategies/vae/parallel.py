@@ -47,7 +47,7 @@ def in_bands(bands: Bands, function: Callable[..., Any], rows: tuple[int, ...], 
         rows: of every rank.
 
     Raises:
-        Uncut: it cannot be computed in bands.
+        UncuttableOperation: it cannot be computed in bands.
     """
     first, *rest = args
     result = _gathered(function(bands.cut(first, first.dim() - 2, rows), *rest, **kwargs))
@@ -87,7 +87,7 @@ class InBands:
             args, kwargs: further arguments.
 
         Raises:
-            Uncut: it cannot be computed in bands.
+            UncuttableOperation: it cannot be computed in bands.
         """
         rows = _ROWS[name](given.shape[-2], self.bands.link.size)
         return in_bands(self.bands, self.calls[name], rows, given, *args, **kwargs)
