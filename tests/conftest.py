@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,6 +63,30 @@ def temporary() -> Iterator[Path]:
     """A folder for a program's temporary files; its name is short, as names of sockets have to be."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         yield Path(folder)
+
+
+def pytest_collection_finish() -> None:
+    leave_libraries_alone()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries_left_alone() -> None:
+    """Libraries that earlier tests have imported as well."""
+    if len(sys.modules) > LEFT_ALONE["modules"] + 100:
+        leave_libraries_alone()
+
+
+LEFT_ALONE = {"modules": 0}
+
+
+def leave_libraries_alone() -> None:
+    """Have the garbage collector leave alone what lives now, as in the ranks (`ditmesh.launch.rank.leave_inherited`).
+
+    Otherwise every full collection of a test looks at a million objects of torch, diffusers and pytest.
+    """
+    gc.collect()
+    gc.freeze()
+    LEFT_ALONE["modules"] = len(sys.modules)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
