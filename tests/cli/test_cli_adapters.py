@@ -111,12 +111,12 @@ def files_of(what: str, folder: Path) -> list[Any]:
 
 
 ALWAYS = [
-    *(("controlnet", config) for config in ("--devices 1", "--tensor 2")),
+    ("controlnet", "--tensor 2"),
     ("sd3-ip", "--ulysses 2"),
     ("flux-ip", "--devices 1"),
 ]
 MATRIX = [
-    ("controlnet", "--ulysses 2"),
+    *(("controlnet", config) for config in ("--devices 1", "--ulysses 2")),
     ("sd3-ip", "--devices 1"),
     ("flux-ip", "--ulysses 2"),
     ("controlnet", "--ring 2"),

@@ -260,12 +260,12 @@ def test_the_table_of_verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_the_table_of_plan_has_a_line_for_why(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
-        main(["plan", "flux.1-dev", "--hardware", "h100", "-n", "8", "--stale"])
+        main(["plan", "flux.1-dev", "--hardware", "h100", "-n", "4", "--stale"])
     said = capsys.readouterr().out
     assert left.value.code == 0
     is_whole(said, ["configuration", "devices", "denoising s", "ms a step", "GB a rank"])
     # One line for every configuration, and it is not one of the table.
-    assert re.search(r"^1 device: [\d.]+ x the best: computes on 1 of 8 devices$", said, re.MULTILINE)
+    assert re.search(r"^1 device: [\d.]+ x the best: computes on 1 of 4 devices$", said, re.MULTILINE)
     assert re.search(r"^1 device +1 +[\d.]+ +\d+ +[\d.]+ *$", said, re.MULTILINE)
 
 

@@ -36,7 +36,15 @@ def check(kind: str, victim: int, rank: int, how: str, then: str) -> None:
     assert then == "right", then
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "pipe", "tensor", "ulysses + ring"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ulysses", marks=pytest.mark.matrix),
+        "pipe",
+        pytest.param("tensor", marks=pytest.mark.matrix),
+        "ulysses + ring",
+    ],
+)
 def test_one_rank_fails_and_all_answer(ranks, strategy):
     kinds = ["exception", "out of memory", "stopped", "out of memory", "exception"]
     found = ranks(world_of(strategy)).run(drilled, strategy, kinds, strategy)

@@ -130,7 +130,11 @@ def identity(case: Any) -> str:
     return "-".join(f"{name}={value}" for name, value in case.items()) if isinstance(case, dict) else str(case)
 
 
-@pytest.mark.parametrize(("name", "config"), CONFIGS, ids=identity)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [pytest.param(*one, marks=[pytest.mark.matrix] * (number % 2)) for number, one in enumerate(CONFIGS)],
+    ids=identity,
+)
 def test_every_operation_has_its_match_and_no_order_waits_for_ever(ranks, name, config):
     from ditmesh import ParallelConfig
 

@@ -115,7 +115,7 @@ def test_a_hub_that_never_answers_does_not_hang(monkeypatch: pytest.MonkeyPatch)
     started = time.monotonic()
     with pytest.raises(InputError, match="cannot be reached"):
         find_model("nobody/nothing")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ def compared(truth: np.ndarray, config: dict[str, Any], prompts: list[str], **mo
     "config",
     [
         {"ulysses": 2},
-        {"ring": 2},
-        {"tensor": 2},
+        pytest.param({"ring": 2}, marks=pytest.mark.matrix),
+        pytest.param({"tensor": 2}, marks=pytest.mark.matrix),
         pytest.param({"ulysses": 4}, marks=pytest.mark.matrix),
         pytest.param({"ulysses": 2, "ring": 2}, marks=pytest.mark.matrix),
         {"cfg": 2, "ulysses": 2},

@@ -283,7 +283,7 @@ def test_an_error_of_one_rank_alone(ranks2: ditmesh.Ranks, pipe: RemotePipeline,
     started = time.monotonic()
     with pytest.raises(ArithmeticError, match=f"rank {rank} breaks") as caught:
         latents(pipe)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert f"rank {rank} of 2 raised ArithmeticError" in str(caught.value.__cause__)
     ranks2.run(on_rank.mend_step, pipe)
     assert_works(pipe, local)
@@ -315,7 +315,7 @@ def test_ctrl_c_interrupts_a_call_and_leaves_the_ranks(pipe: RemotePipeline, loc
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         latents(pipe, num_inference_steps=5000)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     timer.join()
     assert_works(pipe, local)
     with pytest.raises(KeyboardInterrupt):

@@ -28,8 +28,8 @@ MODES: dict[str, dict[str, Any]] = {
     "shard": {"ulysses": 2, "shard": 2},
 }
 CASES = [
-    ("flux", "ulysses", True),
-    ("sd3", "ring", True),
+    ("flux", "ulysses", False),
+    ("sd3", "ring", False),
     ("sd3", "shard", True),
     ("sd3", "tensor", False),
     ("wan", "ulysses", False),

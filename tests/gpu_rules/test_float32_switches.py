@@ -47,10 +47,10 @@ assert state() == before, (before, state())
 @pytest.mark.parametrize(
     "given",
     [
-        "pass",
+        pytest.param("pass", marks=pytest.mark.matrix),
         'B.fp32_precision = "tf32"; B.cuda.matmul.allow_tf32 = False',
-        'B.cuda.matmul.fp32_precision = "tf32"',
-        'B.cudnn.conv.fp32_precision = "ieee"',
+        pytest.param('B.cuda.matmul.fp32_precision = "tf32"', marks=pytest.mark.matrix),
+        pytest.param('B.cudnn.conv.fp32_precision = "ieee"', marks=pytest.mark.matrix),
         'torch.set_float32_matmul_precision("medium")',
     ],
 )

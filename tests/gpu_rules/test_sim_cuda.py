@@ -95,7 +95,7 @@ def test_faults_between_streams(fault):
 
 
 CASES = [
-    ("sd3", DISPLACED, "late", True),
+    ("sd3", DISPLACED, "late", False),
     ("flux", {"pipe": 2, **STALE}, "late", True),
     *(
         (family, config, order, False)

@@ -74,7 +74,7 @@ def as_table(cells: dict[str, dict[str, str]]) -> str:
 
 KINDS = [(shared, inputs) for shared in (True, False) for inputs in ("broadcast", "trust")]
 # An exception at each of their operations takes long: the matrix has it.
-LONG = ("ulysses + ring", "reproducible", "ulysses + cfg", "ulysses + shard")
+LONG = tuple(strategy for strategy in STRATEGIES if strategy not in ("ulysses", "data", "cfg"))
 CASES = [
     pytest.param(
         strategy,
@@ -292,13 +292,13 @@ def test_a_rank_that_is_stopped(ranks, strategy, at, shared):
     here, there = pool.run(stopped, config, at, timeout, on_message=wake)
     (first, took), (second, took_again), (third, at_once) = here["calls"]
     assert "timed out" in first, first
-    assert took < 2 * timeout + 5
-    assert took_again < 2 * timeout + 5
+    assert max(took, took_again) < PROMPT
     assert re.search(
         r"rank 1 did not come to a call of \w+ within 3 s after a request had failed; call ditmesh", second
     )
     assert third == second
-    assert at_once < 1.0
+    # Without waiting for the deadline once more.
+    assert at_once < timeout
     assert all(how != "wrong" for how, _ in there["calls"])
     for found in (here, there):
         if strategy in SPREAD:

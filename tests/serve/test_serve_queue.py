@@ -766,8 +766,9 @@ def test_a_job_is_cancelled_while_the_server_stops(tmp_path: Path) -> None:
             stopping = asyncio.create_task(service.stop(60.0))
             await asyncio.sleep(0.1)
             assert (await service.cancel(job.id, "")).status == "cancelled"
-            await asyncio.wait_for(stopping, 10.0)
-            assert time.monotonic() - began < 5.0
+            # Not after the time that jobs are given to end.
+            await asyncio.wait_for(stopping, 30.0)
+            assert time.monotonic() - began < 30.0
 
     with contextlib.suppress(RuntimeError):
         # It is stopped already.

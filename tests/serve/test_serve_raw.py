@@ -225,9 +225,10 @@ def test_half_a_header_is_told_that_it_was_too_slow(port: int):
 
 def test_a_body_that_trickles_is_given_up(port: int):
     began = time.monotonic()
-    answer = said(port, post(b"{", b"Content-Length: 1000"), *[b" "] * 8, pause=0.1, wait=10.0)
+    answer = said(port, post(b"{", b"Content-Length: 1000"), *[b" "] * 8, pause=0.1, wait=60.0)
     assert answer.statuses == [408]
-    assert time.monotonic() - began < 8
+    # Long before this client gives up.
+    assert time.monotonic() - began < 40
     # One that is slow and comes is taken.
     parts = [JOB[at : at + 4] for at in range(0, len(JOB), 4)]
     assert said(port, post(b"", LENGTH), *parts, pause=0.05, enough=1).statuses == [202]

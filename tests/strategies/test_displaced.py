@@ -79,7 +79,7 @@ def test_stale_by_exactly_one_step(ranks, world, predict):
             assert step == 0 or relative_error(value, exact[step]) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("name", "more"),
     [

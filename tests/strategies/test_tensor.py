@@ -126,7 +126,7 @@ def test_every_class(ranks, config):
     assert not wrong
 
 
-@pytest.mark.parametrize("model", sampled(sorted(set(MAKERS) - {"DiT", "PixArt", "SD3", "Flux"}), of=3))
+@pytest.mark.parametrize("model", sampled(sorted(set(MAKERS) - {"DiT", "PixArt", "SD3", "Flux"}), of=6))
 def test_restore_is_exact_for_every_class(ranks, model):
     for result in ranks(2).run(restored, model, {"tensor": 2}):
         assert all(result.values()), result

@@ -23,6 +23,7 @@ from ditmesh.train.model.frozen import FrozenLinear, freeze, quantised, read_pip
 from ditmesh.train.preflight import check_settings
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
+from support.sample import sampled
 from support.train import folder_of, save_pipeline, settings
 
 # The largest difference from the weight, of its largest number; and bytes, of those of bfloat16.
@@ -184,7 +185,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", sampled(PRECISIONS, of=2))
 def test_ranks_train_on_the_same_base(ranks, root, tmp_path, precision):
     needs(precision)
     given = run_of(root, tmp_path / "1", base_precision=precision)

@@ -70,7 +70,9 @@ def losses(given: dict[str, Any]) -> list[float]:
         return list(trainer.run().losses.values())
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] * (KINDS[name] == "hole")) for name in KINDS]
+)
 def test_losses_on_ranks(ranks, models, pairs, tmp_path, name):
     """Of one rank, two that have other samples and two that share the tokens of each."""
     more = {"conditioning_dir": str(pairs / "before")} if KINDS[name] == "reference" else {}

@@ -171,9 +171,9 @@ def losses_of(given: dict[str, Any]) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", sampled(FAMILIES, of=2))
 def test_ranks_learn_as_one_device(ranks, folders, tmp_path, name):
-    more = {"global_batch_size": 4, "learning_rate": 3e-3, "max_train_steps": 8, "proportion_empty_prompts": 0.2}
+    more = {"global_batch_size": 4, "learning_rate": 3e-3, "max_train_steps": 5, "proportion_empty_prompts": 0.2}
     alone = losses_of(run_of(name, folders, tmp_path / "1", **more))
-    assert alone[7] != alone[0]
+    assert alone[4] != alone[0]
     for axis, sharding in (("ulysses", "none"), ("data", "none"), ("data", "fsdp")):
         way = {"parallel": {axis: 2}, "sharding": sharding}
         for losses in ranks(2).run(losses_of, run_of(name, folders, tmp_path / f"{axis}-{sharding}", **way, **more)):

