@@ -43,6 +43,26 @@ def test_any_number_of_ranks_is_as_close_to_float64_as_one_device(name, dtype):
         assert rms_error(round_the_ring(case, dtype, 2, parts=dtype), truth) > BAR * alone, "parts that come rounded"
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rounded_parts_are_a_second_rounding_of_the_size_of_the_first(ranks):
+    """They are larger than their sum by the root of their number, and weigh the less; products here are exact."""
+    (q, k, v), _ = CASES["512 tokens"].tensors(torch.bfloat16)
+    q, k, v = (tensor.double() for tensor in (q, k, v))
+    truth, _ = attend_with_lse(q, k, v)
+    found = [attend_with_lse(q, *block) for block in zip(k.chunk(ranks, 2), v.chunk(ranks, 2), strict=True)]
+    sizes = torch.stack([part for part, _ in found]).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt()
+    assert 0.93 * ranks**0.5 < sizes < 1.02 * ranks**0.5
+
+    def error(parts: list[torch.Tensor]) -> float:
+        weights = torch.stack([lse for _, lse in found]).softmax(0)
+        whole = sum(weight[..., None] * part for weight, part in zip(weights, parts, strict=True))
+        assert isinstance(whole, torch.Tensor)
+        return rms_error(whole.bfloat16(), truth) / rms_error(truth.bfloat16(), truth)
+
+    assert error([part for part, _ in found]) == pytest.approx(1.0, abs=1e-3)
+    assert error([part.bfloat16().double() for part, _ in found]) == pytest.approx(2**0.5, abs=0.03)
+
+
 def test_a_sum_in_half_precision_is_found():
     dtype, ranks = torch.bfloat16, 8
     (q, k, v), _ = CASES["512 tokens"].tensors(dtype)

@@ -16,8 +16,12 @@ from support.train import save_pipeline
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 
+WAYS = ["model", *(pytest.param(how, marks=pytest.mark.matrix) for how in ("group", "sequential"))]
+
+
+@pytest.mark.parametrize("how", WAYS)
 @torch.no_grad()
-def test_a_request_with_offloaded_components(tmp_path):
+def test_a_request_with_offloaded_components(tmp_path, how):
     """Previews need the VAE before any request: it is brought to the device then, and taken away by the transformer."""
     folder = save_pipeline("flux", tmp_path)
 
@@ -31,14 +35,16 @@ def test_a_request_with_offloaded_components(tmp_path):
 
     truth = drawn(DiffusionPipeline.from_pretrained(folder))
     pipe: Any = DiffusionPipeline.from_pretrained(folder)
-    with cuda():
-        offload(pipe, "model", torch.device("cuda"))
+    with cuda(found=True):
+        offload(pipe, how, torch.device("cuda"))
         where = []
         pipe.transformer.register_forward_pre_hook(
             lambda *_: where.append({next(getattr(pipe, one).parameters()).is_cuda for one in ("vae", "text_encoder")})
         )
         found = drawn(pipe)
         assert where == [{False}] * 2
-        assert next(pipe.vae.parameters()).is_cuda
+        # Of its layers each is there in its own call alone.
+        assert next(pipe.vae.parameters()).is_cuda == (how == "model")
+        assert next(pipe.transformer.parameters()).is_cuda
     for one, other in zip(found, truth, strict=True):
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-4)

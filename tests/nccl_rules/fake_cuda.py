@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from support.syncs import COPIES, INDEXING, asked_by, waits
 
 GUARD = """
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace {
@@ -62,6 +63,13 @@ struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
 };
+// A generator of the device: it has the state and the numbers of one of the CPU.
+struct Numbers : at::CPUGeneratorImpl {
+  Numbers() {
+    device_ = Guard::here();
+    key_set_ = DispatchKeySet(DispatchKey::CUDA);
+  }
+};
 struct Hooks : at::CUDAHooksInterface {
   void init() const override {}
   bool isBuilt() const override { return true; }
@@ -70,6 +78,8 @@ struct Hooks : at::CUDAHooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
+  // Not of every version's interface.
+  at::Generator getNewGenerator(DeviceIndex = -1) const { return at::make_generator<Numbers>(); }
 };
 struct Register {
   Register() {
@@ -225,6 +235,11 @@ class FakeDevice(TorchDispatchMode):
             kwargs.pop("pin_memory", None)
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if target is not None and torch.device(target).type == "meta":
+            # A shape without memory: nothing of the device is read.
+            with unset_fake_temporarily(), no_dispatch():
+                given = tree_map_only(Tensor, lambda one: torch.empty_like(self.view_of(one), device="meta"), args)
+                return func(*given, **kwargs)
         found = self._with_values(func, args, kwargs)
         if name in VALUES_ALONE:
             if not all(one.is_cuda for one in tensors):
@@ -276,7 +291,7 @@ class FakeDevice(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         kernel = STAND_INS.get(func.overloadpacket)
-        with unset_fake_temporarily():
+        with unset_fake_temporarily(), _on_cpu(kwargs) as kwargs:
             found = func(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
             if func.namespace == "c10d":
                 # The caller gets the work of the fake operation, which waits for nothing.
@@ -284,6 +299,20 @@ class FakeDevice(TorchDispatchMode):
                     if not isinstance(work, Tensor):
                         dist.Work.unbox(work).wait()
             return found
+
+
+@contextmanager
+def _on_cpu(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Named arguments with a generator of the CPU in place of the device's, which goes on as that one does."""
+    given = kwargs.get("generator")
+    if given is None:
+        yield kwargs
+        return
+    if given.device.type != "cuda":
+        raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{given.device.type}'")
+    twin = torch.Generator().set_state(given.get_state())
+    yield {**kwargs, "generator": twin}
+    given.set_state(twin.get_state())
 
 
 def _attended(
@@ -522,6 +551,37 @@ def _side_by_side(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+def _memory() -> property:
+    """What stands in for `Tensor.data`: memory of the host is exchanged for memory of the device, and back.
+
+    Fake tensors are of another class: two objects are exchanged, and what holds one holds the other then.
+    """
+    data = Tensor.data
+
+    def put(self: Tensor, value: Tensor) -> None:
+        if isinstance(self, FakeTensor) == isinstance(value, FakeTensor):
+            data.__set__(self, value)
+            return
+        is_weight = isinstance(self, nn.Parameter)
+        made = nn.Parameter(value, requires_grad=self.requires_grad) if is_weight else value.detach()
+        # As `torch.utils.swap_tensors` does, which refuses tensors that fake ones remember weakly.
+        self.__class__, made.__class__ = made.__class__, self.__class__
+        self.__dict__, made.__dict__ = made.__dict__, self.__dict__
+        torch._C._swap_tensor_impl(self, made)
+
+    return property(lambda self: data.__get__(self), put)
+
+
+def _as_weight(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A weight of the class of a fake one, as accelerate makes it: on a GPU the class is that of all weights."""
+
+    def call(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        is_weight = len(args) == 1 and kwargs.keys() <= {"requires_grad"}
+        return nn.Parameter(*args, **kwargs) if is_weight else make(kind, *args, **kwargs)
+
+    return call
+
+
 # What `torch.cuda` says where there is a device, and what torch would ask the device then.
 FOUND: tuple[tuple[Any, str, Any], ...] = (
     (torch.__config__, "show", lambda: BUILD),
@@ -646,6 +706,8 @@ def cuda(
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         if found:
             stack.enter_context(mock.patch.object(torch, "tensor", _of_device(torch.tensor)))
+            stack.enter_context(mock.patch.object(Tensor, "data", _memory()))
+            stack.enter_context(mock.patch.object(FakeTensor, "__new__", _as_weight(FakeTensor.__new__)))
             # One function: ditmesh asks whether another has taken the place of torch's.
             plain = nn.functional.scaled_dot_product_attention is intercept.sdpa
             attend = _side_by_side(intercept.sdpa)
