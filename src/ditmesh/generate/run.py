@@ -44,6 +44,7 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
     """
     import torch.distributed as dist
 
+    from ..comm.objects import gather_objects
     from ..engine import engine_of
 
     kept, rank = kept or Kept(""), rank_of_process()
@@ -69,8 +70,9 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
             say(StepDone(images, steps, of, log.summary() if log is not None else ""))
 
         if dist.is_available() and dist.is_initialized():
-            # The clock starts when all ranks are here.
-            dist.barrier()
+            # The clock starts when all ranks are here. On the host: NCCL's barrier would be for the world's own
+            # communicator, and a rank that has ended would be missed at the deadline only.
+            gather_objects(None)
         made = runner.run(prepared, stepped)
         total += runner.facts["seconds"]
         _note(say, runner.facts.get("budget"))
