@@ -45,7 +45,8 @@ def _adapters(folder: str, where: str, config: dict[str, Any]) -> Drawn:
 
     # Of its own memory: an adapter that is exchanged is written over.
     first, second = (
-        {key: value.clone() for key, value in lora.adapter("SD3", seed, rank).items()} for seed, rank in ((1, 6), (2, 4))
+        {key: value.clone() for key, value in lora.adapter("SD3", seed, rank).items()}
+        for seed, rank in ((1, 6), (2, 4))
     )
     with ditmesh.parallelized(pipe, config):
         draw("plain")
@@ -86,7 +87,9 @@ def _tiles(folder: str, where: str, config: dict[str, Any]) -> Drawn:
             if "slices" in what:
                 pipe.vae.enable_slicing()
             sizes: list[tuple[int, ...]] = []
-            counted = pipe.vae.decoder.register_forward_pre_hook(lambda _, given, to=sizes: to.append((*given[0].shape,)))
+            counted = pipe.vae.decoder.register_forward_pre_hook(
+                lambda _, given, to=sizes: to.append((*given[0].shape,))
+            )
             drawn[what] = pipe(
                 ["a fish", "a fox"],
                 generator=torch.Generator().manual_seed(0),
@@ -96,8 +99,10 @@ def _tiles(folder: str, where: str, config: dict[str, Any]) -> Drawn:
                 max_sequence_length=12,
                 output_type="np",
             ).images
-            drawn[f"decoders of {what}"] = torch.tensor(len(sizes))
             counted.remove()
+            # All of an image's latents at once are no tile.
+            assert len(sizes) > 2, sizes
+            assert {size[0] for size in sizes} == ({1} if "slices" in what else {2})
     return drawn
 
 
@@ -152,7 +157,9 @@ def told(story: str, folder: str, config: dict[str, Any]) -> tuple[dict[str, flo
                 looks = ours(device.looks)
             found.append(
                 {
-                    what: device.values(one).clone() if device is not None and isinstance(one, Tensor) else torch.as_tensor(one)
+                    what: device.values(one).clone()
+                    if device is not None and isinstance(one, Tensor)
+                    else torch.as_tensor(one)
                     for what, one in drawn.items()
                 }
             )
