@@ -109,12 +109,8 @@ READ = {"ditmesh train/trainer.py _local_scalar_dense", "ditmesh train/gradients
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {"parallel": {"data": 2}},
-        pytest.param({"parallel": {"ulysses": 2}}, marks=pytest.mark.matrix),
-        pytest.param({"parallel": {"data": 2}, "sharding": "fsdp"}, marks=pytest.mark.matrix),
-    ],
-    ids=lambda config: f"{ParallelConfig(**config['parallel']).describe()} {config.get('sharding', '')}".strip(),
+    [{"parallel": {"data": 2}}, pytest.param({"parallel": {"ulysses": 2}}, marks=pytest.mark.matrix)],
+    ids=lambda config: ParallelConfig(**config["parallel"]).describe(),
 )
 def test_the_trainers_loop(fresh_ranks, tmp_path, config):
     """Losses are those of CPUs; copies to the device are not waited for, and no tensor is on the host."""

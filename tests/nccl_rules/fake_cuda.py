@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +233,7 @@ class FakeDevice(TorchDispatchMode):
         if not makes and not any(one.is_cuda for one in tensors):
             # There is no driver that would pin memory of the host.
             kwargs.pop("pin_memory", None)
+            _check_generator(kwargs, "cpu")
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if target is not None and torch.device(target).type == "meta":
@@ -301,6 +302,12 @@ class FakeDevice(TorchDispatchMode):
             return found
 
 
+def _check_generator(kwargs: dict[str, Any], device: str) -> None:
+    given = kwargs.get("generator")
+    if given is not None and given.device.type != device:
+        raise RuntimeError(f"Expected a '{device}' device type for generator but found '{given.device.type}'")
+
+
 @contextmanager
 def _on_cpu(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Named arguments with a generator of the CPU in place of the device's, which goes on as that one does."""
@@ -308,8 +315,7 @@ def _on_cpu(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if given is None:
         yield kwargs
         return
-    if given.device.type != "cuda":
-        raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{given.device.type}'")
+    _check_generator(kwargs, "cuda")
     twin = torch.Generator().set_state(given.get_state())
     yield {**kwargs, "generator": twin}
     given.set_state(twin.get_state())
@@ -556,14 +562,14 @@ def _memory() -> property:
 
     Fake tensors are of another class: two objects are exchanged, and what holds one holds the other then.
     """
-    data = Tensor.data
+    data: Any = Tensor.data
 
-    def put(self: Tensor, value: Tensor) -> None:
+    def put(self: Any, value: Tensor) -> None:
         if isinstance(self, FakeTensor) == isinstance(value, FakeTensor):
             data.__set__(self, value)
             return
-        is_weight = isinstance(self, nn.Parameter)
-        made = nn.Parameter(value, requires_grad=self.requires_grad) if is_weight else value.detach()
+        weight = isinstance(self, nn.Parameter)
+        made: Any = nn.Parameter(value, requires_grad=self.requires_grad) if weight else value.detach()
         # As `torch.utils.swap_tensors` does, which refuses tensors that fake ones remember weakly.
         self.__class__, made.__class__ = made.__class__, self.__class__
         self.__dict__, made.__dict__ = made.__dict__, self.__dict__
@@ -647,6 +653,7 @@ def _staged(device: FakeDevice) -> Callable[..., Tensor]:
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that makes tensors of memory that is there."""
 
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return function(*args, **kwargs)
@@ -689,6 +696,8 @@ def cuda(
             (StateDictStager, "_offload_tensor", _staged(device)),
             (Tensor, "data_ptr", lambda tensor: address(device.view_of(tensor))),
             (torch.UntypedStorage, "data_ptr", lambda storage: start(device.storage_of(storage))),
+            # What was pickled is of the host: torch makes fake tensors of it, which hold nothing.
+            (torch.storage, "_load_from_bytes", _on_host(torch.storage._load_from_bytes)),
             (dist, "all_gather_object", _on_host(dist.all_gather_object)),
             (dist, "broadcast_object_list", _on_host(dist.broadcast_object_list)),
             (dist, "gather_object", _on_host(dist.gather_object)),
