@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 
 # Whether the ranks have the same latents is looked at once a request.
 AFTER = {"strategies/same_latents.py"}
-# What is as the first picture is.
+# What is as the first image is.
 SAME = {
     "adapters": {"disabled", "unloaded"},
     "tiles": {"tiles and slices"},

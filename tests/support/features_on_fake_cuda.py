@@ -144,7 +144,7 @@ def told(story: str, folder: str, config: dict[str, Any]) -> tuple[dict[str, flo
     """A story on CPUs and on fake CUDA devices.
 
     Returns:
-        By picture its error, and how far it is from the first picture; what ditmesh waited for on the device.
+        By image its error, and how far it is from the first image; what ditmesh waited for on the device.
     """
     reason = unavailable()
     assert reason is None, reason
