@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Any
 
 from .costs import AFTER, ALONE, BEFORE, Kind, Mode, StepCosts
@@ -22,7 +24,10 @@ QUANTUM = 0.025
 # Seconds of the ranks' time that an owner may have before another one that waits, and is not held back for.
 BURST = 2.0
 # A batch has to save so much of the time of its rows alone.
-WORTH = 0.93
+WORTH = 0.97
+# What comes while a call runs waits for its end. So where requests have deadlines, a call of several requests takes no
+# longer than the longest call of one, or than this share of the shortest request.
+BLOCKED = 0.25
 # More ranks have to make a request at least so many times as fast as fewer of them: they take time from the others.
 WIDER = 1.15
 # A task that has begun stays in the plan while it is expected to be late by no more than this share of what is left of
@@ -49,7 +54,8 @@ class Task:
         priority: among the tasks of its owner higher ones go first.
         narrow: its next call belongs to one rank (text encoder, autoencoder).
         single: it is never shared by several ranks.
-        form: calls of equal forms can be joined; None: they cannot.
+        form: the steps of tasks with equal forms can be joined; None: they cannot. Before its steps a task makes its
+            own calls in the run that it has joined.
     """
 
     id: str
@@ -243,7 +249,17 @@ class Scheduler:
         self, costs: StepCosts, now: float, tasks: Sequence[Task], wait: Sequence[float] = ()
     ) -> list[tuple[Task, Mode]]:
         """The tasks in the order in which they get ranks, each with the mode that its deadline needs."""
-        chosen, _ = self.in_time(costs, now, [task for task in tasks if task.deadline is not None], wait)
+        return self._ordered(costs, now, tasks, self._due(costs, now, tasks, wait))
+
+    def _due(
+        self, costs: StepCosts, now: float, tasks: Sequence[Task], wait: Sequence[float]
+    ) -> list[tuple[Task, Mode]]:
+        """Of all tasks those that are planned to be in time, as `in_time`."""
+        return self.in_time(costs, now, [task for task in tasks if task.deadline is not None], wait)[0]
+
+    def _ordered(
+        self, costs: StepCosts, now: float, tasks: Sequence[Task], chosen: Sequence[tuple[Task, Mode]]
+    ) -> list[tuple[Task, Mode]]:
         needed = {task.id: mode for task, mode in chosen}
         place = {task.id: number for number, (task, _) in enumerate(chosen)}
         least = min((self.used.get(task.owner, 0.0) for task in tasks), default=0.0)
@@ -292,18 +308,20 @@ class Scheduler:
         wait = [max(0.0, at[rank] - now) if rank in busy else 0.0 for rank in range(self.ranks)]
         if not tasks or len(busy) == self.ranks:
             return []
-        placed, waiting, free_ranks = self._allocate(self.order(costs, now, tasks, wait))
+        chosen = self._due(costs, now, tasks, wait)
+        placed, waiting, free_ranks = self._allocate(self._ordered(costs, now, tasks, chosen))
         self._widen(costs, placed, free_ranks)
         runs_of = {id: run for run in running for id in run.tasks}
         self._forget_others(tasks)
         self._lay_out(placed, runs_of, wait)
+        joining = _Joining(self, costs, now, {task.id for task, _ in chosen}, tasks)
         begun: list[Run] = []
         taken: set[int] = set(busy)
         for one in placed:
             startable = [task for task in waiting if task.id not in runs_of]
             if one.first >= 0 and one.task.id not in runs_of and not taken.intersection(one.ranks):
-                joined = self._join(costs, now, one, startable)
-                waiting = [task for task in waiting if task.id in runs_of or task in joined]
+                left = joining.join(one, startable, self._meant)
+                waiting = [task for task in waiting if task.id in runs_of or task in left]
                 begun.append(self._run(costs, one))
                 taken.update(one.ranks)
         return begun + self._backfill(costs, placed, waiting, runs_of, taken, wait)
@@ -418,39 +436,6 @@ class Scheduler:
             )
             settle(one)
 
-    def _join(self, costs: StepCosts, now: float, one: _Placed, waiting: list[Task]) -> list[Task]:
-        """Let tasks that have no ranks run in the calls of one that has, where that saves time; returns the others."""
-        first = one.task
-        if first.form is None or first.narrow or not first.steps:
-            return waiting
-        rest: list[Task] = []
-        for task in waiting:
-            rows = len(one.batch) + 1
-            fits = task.form == first.form and not task.narrow and task.steps > 0 and rows <= self.together
-            if fits and self._worth(costs, first.kind, one.mode, rows) and self._still_in_time(costs, now, one):
-                one.batch.append(task)
-            else:
-                rest.append(task)
-        return rest
-
-    @staticmethod
-    def _worth(costs: StepCosts, kind: Kind, mode: Mode, rows: int) -> bool:
-        return costs.call(kind, mode, rows) < WORTH * rows * costs.call(kind, mode)
-
-    def _still_in_time(self, costs: StepCosts, now: float, one: _Placed) -> bool:
-        """Whether a further row makes none of a batch late that is not late without it."""
-        rows = len(one.batch)
-        for task in one.batch:
-            if task.deadline is None:
-                continue
-            left = self.left(costs, task, one.mode, rows)
-            if (
-                left <= self._within(now, task, left)
-                and self.left(costs, task, one.mode, rows + 1) > task.deadline - now
-            ):
-                return False
-        return True
-
     def call(self, costs: StepCosts, mode: Mode, batch: Sequence[Task]) -> float:
         """Seconds of the next call of some tasks."""
         first = batch[0]
@@ -492,6 +477,75 @@ class Scheduler:
                         taken.add(rank)
                         break
         return begun
+
+
+@dataclass
+class _Joining:
+    """Which tasks run in the calls of one that has ranks, in one decision.
+
+    Args:
+        scheduler: that decides.
+        costs: of calls.
+        now: seconds.
+        due: ids of the tasks that are planned to be in time.
+        tasks: all.
+    """
+
+    scheduler: Scheduler
+    costs: StepCosts
+    now: float
+    due: set[str]
+    tasks: Sequence[Task]
+
+    @cached_property
+    def longest(self) -> float:
+        """Seconds that a call of several requests may take."""
+        if all(task.deadline is None for task in self.tasks):
+            return inf
+        lengths = {(task.kind, task.total or task.steps) for task in self.tasks}
+        shortest = min(self.costs.request(kind, steps) for kind, steps in lengths)
+        return max(BLOCKED * shortest, *(self.costs.call(kind) for kind, _ in lengths))
+
+    def join(self, one: _Placed, waiting: list[Task], meant: dict[str, int]) -> list[Task]:
+        """Let tasks that have no ranks run in the calls of one that has, where that saves time; returns the others.
+
+        Args:
+            one: with ranks.
+            waiting: without.
+            meant: by id, the rank that a task has been on; taken over for those that join.
+        """
+        first = one.task
+        if first.form is None or not first.steps or one.mode != ALONE:
+            return waiting
+        rest: list[Task] = []
+        for task in waiting:
+            rows = len(one.batch) + 1
+            fits = task.form == first.form and task.steps > 0 and rows <= self.scheduler.together
+            # Elsewhere it would be prepared once more.
+            there = not task.begun or meant.get(task.id, one.first) == one.first
+            if fits and there and self._worth(first.kind, rows) and self._in_time(one, task, waiting):
+                one.batch.append(task)
+                meant[task.id] = one.first
+            else:
+                rest.append(task)
+        return rest
+
+    def _worth(self, kind: Kind, rows: int) -> bool:
+        seconds = self.costs.call(kind, ALONE, rows)
+        return seconds < WORTH * rows * self.costs.call(kind) and seconds <= self.longest
+
+    def _in_time(self, one: _Placed, further: Task, waiting: Sequence[Task]) -> bool:
+        """Whether what is planned to be in time still is if one more task runs in a batch."""
+        if one.task.id in self.due and further.id not in self.due and any(task.id in self.due for task in waiting):
+            # Those that are due wait for this rank.
+            return False
+        rows = len(one.batch) + 1
+        return all(
+            task.deadline is None
+            or task.id not in self.due
+            or self.scheduler.left(self.costs, task, ALONE, rows) <= task.deadline - self.now
+            for task in (*one.batch, further)
+        )
 
 
 def _room(open_: set[int], first: int, size: int, ranks: int) -> int:

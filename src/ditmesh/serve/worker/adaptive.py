@@ -159,7 +159,6 @@ class PoolWorker:
         self._threads: list[threading.Thread] = []
         self._trimmer = MemoryTrimmer()
         self._state_time = 0.0
-        self._rows = 0
         self._step_seconds = 0.0
         self._ended = False
 
@@ -300,14 +299,15 @@ class PoolWorker:
             self._models.used(model.spec.name)
             batcher = model.batcher
             assert isinstance(batcher, PoolBatcher)
+            calls, rows = batcher.counts.calls, batcher.counts.rows
             if run.mode == ALONE:
                 self._make_alone(event, works, model, batcher, done)
             else:
                 self._make_shared(run, works[0], model, batcher, done)
             for work in works:
                 self._report(work, batcher, run, done)
-            done.rows, done.batch = batcher.counts.rows - self._rows, batcher.counts.batch
-            self._rows = batcher.counts.rows
+            done.number_of_calls, done.rows = batcher.counts.calls - calls, batcher.counts.rows - rows
+            done.batch = batcher.counts.batch
             done.sent = batcher.placements.traffic()
         self._step_seconds = time.perf_counter() - began
         done.state = self._state()
@@ -337,9 +337,10 @@ class PoolWorker:
     ) -> None:
         began, run = time.perf_counter(), event.run
         by_run = {work.run: work for work in works if work.run is not None}
+        seconds: list[float] = []
 
-        def seen(members: Sequence[PipelineTask], seconds: float) -> None:
-            done.calls.append((self._kind(by_run[members[0]], model), len(members), seconds))
+        def seen(members: Sequence[PipelineTask], took: float) -> None:
+            seconds.append(took)
             for one in members:
                 id = by_run[one].task.id
                 done.made[id] = done.made.get(id, 0) + 1
@@ -361,7 +362,11 @@ class PoolWorker:
                 early = not work.step
                 done.parts.append((work.task.id, early, batcher.make_narrow_call(narrow[0])))
             elif pending:
+                seconds.clear()
                 failed = batcher.make_calls(pending, seen)
+                if not failed:
+                    # Calls that cannot be joined cost what they cost one after the other.
+                    done.calls.append((self._kind(by_run[pending[0]], model), len(pending), sum(seconds)))
                 for one, reason in failed.items():
                     done.failed[by_run[one].task.id] = reason
                     stuck.add(one)

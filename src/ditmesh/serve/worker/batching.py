@@ -733,6 +733,9 @@ class Batcher:
 
     def _groups(self, runs: list[PipelineTask]) -> list[list[tuple[PipelineTask, CallRows | None]]]:
         """Groups of compatible calls, in the order of their first call."""
+        if len(runs) == 1:
+            # Nothing to join: its arguments are not looked at.
+            return [[(runs[0], None)]]
         groups: list[list[tuple[PipelineTask, CallRows | None]]] = []
         places: dict[Hashable, list[int]] = {}
         for run in runs:

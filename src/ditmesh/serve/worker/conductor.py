@@ -236,7 +236,7 @@ class Conductor:
             return
         del self._going[message.number]
         first = min(going.done, key=lambda one: one.rank)
-        self._calls += len(first.calls)
+        self._calls += first.number_of_calls
         self._rows, self._batch = self._rows + first.rows, first.batch or self._batch
         mode, now = going.run.mode, time.monotonic()
         for kind, together, seconds in first.calls:
@@ -402,7 +402,7 @@ class Conductor:
             priority=request.priority,
             narrow=after.narrow,
             single=live.alone,
-            form=None if live.alone else (live.kind, request.loras, after.narrow),
+            form=None if live.alone else (live.kind, request.loras),
         )
 
     # ---- the owner

@@ -164,11 +164,12 @@ class RunDone:
         number: of the run; rank: that reports.
         answers: by task, `packed`; of the first rank of the run alone.
         after: of each task.
-        calls: kind, number of requests and seconds of each call of a transformer; made: number of them by task.
+        calls: kind, number of requests and seconds of the next calls of all its tasks, each time; made: number of
+            calls by task.
         parts: task, whether it came before the steps, and seconds of each other call, and of its preparation and end.
         failed: by task.
         broken: the way's links are to be made again.
-        rows: of its calls; batch: of the latest.
+        number_of_calls: of transformers; rows: of these calls; batch: of the latest.
         missing: tasks that are not on this rank (any more).
         state: of the rank.
         sent: bytes, by axis, since the start.
@@ -183,6 +184,7 @@ class RunDone:
     parts: list[tuple[str, bool, float]] = field(default_factory=list)
     failed: dict[str, FailureReason] = field(default_factory=dict)
     broken: bool = False
+    number_of_calls: int = 0
     rows: int = 0
     batch: int = 0
     missing: list[str] = field(default_factory=list)
