@@ -160,7 +160,7 @@ class _Adaptive:
         due = None if wish.within is None else wish.arrives + wish.within
         return Task(
             one.id, wish.kind, one.steps, one.begun, wish.arrives, wish.steps, due, wish.owner,
-            narrow=one.stage != "step", form=wish.kind if one.stage == "step" else None,
+            narrow=one.stage != "step", form=None if one.stage == AFTER else wish.kind,
         )  # fmt: skip
 
     def advance(self, now: float, coming: float | None) -> float:
@@ -192,17 +192,18 @@ class _Adaptive:
         spent, calls = 0.0, 0
         requests = [self.live[id] for id in run.tasks]
         while requests and (calls < run.calls if run.calls else spent < run.seconds * 0.99):
-            first, calls = requests[0], calls + 1
-            stage = first.stage
-            if stage == "step":
-                spent += self.seconds(first.wish.kind, run.mode, len(requests))
+            calls += 1
+            # Before its steps, a request makes its own calls in the run that it has joined.
+            one = next((one for one in requests if one.stage != "step"), None)
+            if one is None:
+                spent += self.seconds(requests[0].wish.kind, run.mode, len(requests))
                 for one in requests:
                     one.steps -= 1
                 if run.mode.ranks > 1:
                     # Other calls belong to one rank.
                     requests = [one for one in requests if one.steps]
             else:
-                one = first
+                stage = one.stage
                 took = self.world.part(one.wish.kind, stage)
                 self.costs.add_part(one.wish.kind, stage, took)
                 spent += took

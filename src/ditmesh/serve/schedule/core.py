@@ -320,8 +320,8 @@ class Scheduler:
         for one in placed:
             startable = [task for task in waiting if task.id not in runs_of]
             if one.first >= 0 and one.task.id not in runs_of and not taken.intersection(one.ranks):
-                left = joining.join(one, startable, self._meant)
-                waiting = [task for task in waiting if task.id in runs_of or task in left]
+                joined = joining.join(one, startable, self._meant)
+                waiting = [task for task in waiting if task.id not in joined]
                 begun.append(self._run(costs, one))
                 taken.update(one.ranks)
         return begun + self._backfill(costs, placed, waiting, runs_of, taken, wait)
@@ -506,18 +506,17 @@ class _Joining:
         shortest = min(self.costs.request(kind, steps) for kind, steps in lengths)
         return max(BLOCKED * shortest, *(self.costs.call(kind) for kind, _ in lengths))
 
-    def join(self, one: _Placed, waiting: list[Task], meant: dict[str, int]) -> list[Task]:
-        """Let tasks that have no ranks run in the calls of one that has, where that saves time; returns the others.
+    def join(self, one: _Placed, waiting: Sequence[Task], meant: dict[str, int]) -> set[str]:
+        """Let tasks that have no ranks run in the calls of one that has, where that saves time; returns their ids.
 
         Args:
             one: with ranks.
             waiting: without.
             meant: by id, the rank that a task has been on; taken over for those that join.
         """
-        first = one.task
+        first, joined = one.task, set[str]()
         if first.form is None or not first.steps or one.mode != ALONE:
-            return waiting
-        rest: list[Task] = []
+            return joined
         for task in waiting:
             rows = len(one.batch) + 1
             fits = task.form == first.form and task.steps > 0 and rows <= self.scheduler.together
@@ -525,10 +524,9 @@ class _Joining:
             there = not task.begun or meant.get(task.id, one.first) == one.first
             if fits and there and self._worth(first.kind, rows) and self._in_time(one, task, waiting):
                 one.batch.append(task)
+                joined.add(task.id)
                 meant[task.id] = one.first
-            else:
-                rest.append(task)
-        return rest
+        return joined
 
     def _worth(self, kind: Kind, rows: int) -> bool:
         seconds = self.costs.call(kind, ALONE, rows)

@@ -74,9 +74,11 @@ class PoolRendezvous(RankRendezvous):
 
     Attributes:
         tell: sends rank 0's conductor a message.
+        note: lets it know of what rank 0 itself has told the owner, the next time that it does something.
     """
 
     tell: Callable[[Any], None]
+    note: Callable[[Message], None]
 
     def __init__(self, report: Any) -> None:
         super().__init__(report)
@@ -111,8 +113,8 @@ class PoolRendezvous(RankRendezvous):
             return
         super().send(message)
         if isinstance(message, TaskStepped):
-            # The conductor counts steps.
-            self.tell(Relayed(message, told=True))
+            # The conductor counts steps, for its next decision.
+            self.note(message)
 
 
 class PoolTasks(TaskScheduler):
@@ -154,6 +156,8 @@ class PoolWorker:
         inbox = (lambda message: None) if self._conductor is None else self._conductor.inbox.put
         self._channel = Channel(rank, size, inbox, self._ranks.gather)
         self._ranks.tell = self._channel.tell
+        if self._conductor is not None:
+            self._ranks.note = self._conductor.notes.append
         # By task, results of calls that other ranks have made, as `Answers.data`.
         self._backlog: dict[str, list[bytes]] = {}
         self._threads: list[threading.Thread] = []

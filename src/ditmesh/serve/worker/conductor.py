@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -99,10 +99,15 @@ class Conductor:
         channel: to the ranks.
         send: reports to the owner.
         scheduler: decides.
+
+    Attributes:
+        inbox: what it is told, by any thread.
+        notes: steps that the owner knows of already: they are no reason to do something now.
     """
 
     def __init__(self, channel: Callable[[], Channel], send: Callable[[Any], None], scheduler: Scheduler) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.notes: deque[TaskStepped] = deque()
         self.costs = StepCosts()
         self.scheduler = scheduler
         self._channel_of, self._send, self._ranks = channel, send, scheduler.ranks
@@ -141,6 +146,8 @@ class Conductor:
                 messages.append(self.inbox.get_nowait())
         except queue.Empty:
             pass
+        while self.notes:
+            self._count_step(self.notes.popleft())
         events: list[Any] = []
         for message in messages:
             if isinstance(message, Stop):
@@ -181,10 +188,13 @@ class Conductor:
 
     def _said(self, said: Relayed) -> None:
         message = said.message
-        if isinstance(message, TaskStepped) and (live := self._lives.get(message.id)) is not None:
+        if isinstance(message, TaskStepped):
+            self._count_step(message)
+        self._send(message)
+
+    def _count_step(self, message: TaskStepped) -> None:
+        if (live := self._lives.get(message.id)) is not None:
             live.step = message.step
-        if not said.told:
-            self._send(message)
 
     def _join(self, task: PictureTask, events: list[Any]) -> None:
         events.append(Joined(task))

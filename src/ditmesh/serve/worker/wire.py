@@ -150,10 +150,9 @@ class TaskAfter:
 
 @dataclass(frozen=True)
 class Relayed:
-    """What a rank has to tell the owner; ``told``: rank 0 itself has."""
+    """What a rank has to tell the owner."""
 
     message: Any
-    told: bool = False
 
 
 @dataclass
