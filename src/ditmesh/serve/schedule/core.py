@@ -28,6 +28,9 @@ WORTH = 0.97
 # What comes while a call runs waits for its end. So where requests have deadlines, a call of several requests takes no
 # longer than the longest call of one, or than this share of the shortest request.
 BLOCKED = 0.25
+# Then a batch also makes the next request that is due wait longer, and more of them late than its time saves, unless so
+# many late ones wait for each rank.
+LINE = 3
 # More ranks have to make a request at least so many times as fast as fewer of them: they take time from the others.
 WIDER = 1.15
 # A task that has begun stays in the plan while it is expected to be late by no more than this share of what is left of
@@ -517,7 +520,10 @@ class _Joining:
         first, joined = one.task, set[str]()
         if first.form is None or not first.steps or one.mode != ALONE:
             return joined
+        few = self.longest < inf and sum(task.id not in self.due for task in waiting) < LINE * self.scheduler.ranks
         for task in waiting:
+            if few and task.id not in self.due:
+                continue
             rows = len(one.batch) + 1
             fits = task.form == first.form and task.steps > 0 and rows <= self.scheduler.together
             # Elsewhere it would be prepared once more.
