@@ -104,6 +104,34 @@ def test_like_requests_run_together_where_that_saves_time_and_not_where_it_makes
     assert run.tasks == ("0",)
 
 
+def test_requests_that_have_not_begun_share_the_calls_of_one_that_has():
+    fresh = [task(f"f{n}", steps=10, begun=False, narrow=True, arrived=float(n)) for n in range(2)]
+    (run,) = Scheduler(1).decide(costs(row=0.2), 5.0, [task("b", steps=5), *fresh])
+    assert set(run.tasks) == {"b", "f0", "f1"}
+    # The autoencoder's call is not shared, and holds up those that join.
+    (run,) = Scheduler(1).decide(costs(row=0.2), 5.0, [task("b", steps=0, narrow=True), *fresh])
+    assert run.tasks == ("b",)
+
+
+def test_late_requests_share_calls_where_many_wait_and_no_call_becomes_long():
+    known = costs(large=0.03, row=0.5)
+
+    def sharing(late: int, *others: Task) -> int:
+        hopeless = [task(f"h{n}", deadline=-9.0, arrived=-10.0) for n in range(late)]
+        (run,) = Scheduler(1).decide(known, 0.0, [*hopeless, *others])
+        return len(run.tasks)
+
+    # Of four, three wait: a call of three takes 0.02 s, and of 0.025 s at most a quarter of a request would be.
+    assert [sharing(late) for late in (2, 3, 4, 9)] == [1, 1, 4, 4]
+    # As long as the call of a large one.
+    assert sharing(9, task("l", LARGE)) == 5
+    # What is due does not wait for the calls of late ones, nor does it wait for those that join another that is due.
+    due = [task(f"d{n}", deadline=0.5 + n) for n in range(2)]
+    assert sharing(9, due[0]) > 1
+    (run,) = Scheduler(1).decide(known, 0.0, [*due, *(task(f"h{n}", deadline=-9.0) for n in range(9))])
+    assert set(run.tasks) == {"d0", "d1"}
+
+
 def test_a_run_without_an_end_is_recalled_for_what_should_have_its_rank():
     one, found = scheduler(2), costs(speedup=0.4)
     large = [task(f"l{n}", LARGE, steps=100, arrived=0.0) for n in range(2)]

@@ -88,6 +88,8 @@ def test_pictures_of_a_pool_are_those_of_one_device(ranks):
     for n, prompt in enumerate(PROMPTS):
         assert abs(picture(said, str(n)) - alone(prompt, n)).max() <= 1
         assert [one.step for one in of(said, TaskStepped, str(n))] == [1, 2, 3, 4, 5]
+    # Four requests on two ranks: some have shared calls of two branches each.
+    assert max(one.batch for one in of(said, TaskStepped)) > 2
     assert {one.id for one in of(said, Finished)} == {"0", "1", "2", "3"}
 
 

@@ -73,8 +73,9 @@ class RandomScheduler(Scheduler):
                 if not firsts:
                     continue
                 ids = [one.id]
-                if mode == ALONE and one.form is not None and not one.narrow:
-                    same = [other for other in waiting if other.form == one.form and not other.narrow]
+                if mode == ALONE and one.form is not None and one.steps:
+                    # Also such as have not begun: they make their own calls first.
+                    same = [other for other in waiting if other.form == one.form and other.steps]
                     ids += [other.id for other in same if self.draw.random() < 0.5]
                 waiting = [other for other in waiting if other.id not in ids]
                 run = Run(self.draw.choice(firsts), mode, tuple(ids), self.draw.randint(1, 3), 1e-9)
