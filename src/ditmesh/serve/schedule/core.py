@@ -29,8 +29,8 @@ WORTH = 0.97
 # longer than the longest call of one, or than this share of the shortest request.
 BLOCKED = 0.25
 # Then a batch also makes the next request that is due wait longer, and more of them late than its time saves, unless so
-# many late ones wait for each rank.
-LINE = 3
+# many late ones wait for each rank. Where the second number of them waits, a call may take twice as long.
+LINE, LONG_LINE = 3, 4
 # More ranks have to make a request at least so many times as fast as fewer of them: they take time from the others.
 WIDER = 1.15
 # A task that has begun stays in the plan while it is expected to be late by no more than this share of what is left of
@@ -520,7 +520,8 @@ class _Joining:
         first, joined = one.task, set[str]()
         if first.form is None or not first.steps or one.mode != ALONE:
             return joined
-        few = self.longest < inf and sum(task.id not in self.due for task in waiting) < LINE * self.scheduler.ranks
+        late = sum(task.id not in self.due for task in waiting) / self.scheduler.ranks
+        few, most = self.longest < inf and late < LINE, self.longest * (2 if late >= LONG_LINE else 1)
         for task in waiting:
             if few and task.id not in self.due:
                 continue
@@ -528,15 +529,15 @@ class _Joining:
             fits = task.form == first.form and task.steps > 0 and rows <= self.scheduler.together
             # Elsewhere it would be prepared once more.
             there = not task.begun or meant.get(task.id, one.first) == one.first
-            if fits and there and self._worth(first.kind, rows) and self._in_time(one, task, waiting):
+            if fits and there and self._worth(first.kind, rows, most) and self._in_time(one, task, waiting):
                 one.batch.append(task)
                 joined.add(task.id)
                 meant[task.id] = one.first
         return joined
 
-    def _worth(self, kind: Kind, rows: int) -> bool:
+    def _worth(self, kind: Kind, rows: int, most: float) -> bool:
         seconds = self.costs.call(kind, ALONE, rows)
-        return seconds < WORTH * rows * self.costs.call(kind) and seconds <= self.longest
+        return seconds < WORTH * rows * self.costs.call(kind) and seconds <= most
 
     def _in_time(self, one: _Placed, further: Task, waiting: Sequence[Task]) -> bool:
         """Whether what is planned to be in time still is if one more task runs in a batch."""
