@@ -26,6 +26,7 @@ from torch import Tensor
 from ...attention import masks
 from ...attention.mixer import AttentionCall
 from ...comm import Codec, Link, Transfer, codec
+from ...comm.compression import joined
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.partition import Partition
@@ -134,6 +135,8 @@ class DisplacedParallel(StaleSequence):
             RuntimeError: another rank has gone; everything is forgotten all the same.
         """
         self._buffers.renew().arrive()
+        if self._codec is not None:
+            self._codec.forget()
 
     def moved_on(self, step: int) -> float | None:
         if not self._predicts:
@@ -297,7 +300,7 @@ class _Buffer:
         with torch.no_grad():
             if packer is not None:
                 # One message per peer: the streams one after the other.
-                outgoing = [self._packed(packer, own[0] if len(own) == 1 else torch.cat(own))]
+                outgoing = [self._packed(packer, own)]
             elif self._codec is not None and self._codec.differences:
                 self._shown = torch.cat(own)
         packed = packer is not None
@@ -306,25 +309,23 @@ class _Buffer:
             self._incoming = packed, [self._empty(slots, packer) for slots in others]
         self._arriving, self._packer = self._ring.all_gather_async(outgoing, self._incoming[1]), packer
 
-    def _packed(self, packer: Codec, own: Tensor) -> Tensor:
+    def _packed(self, packer: Codec, own: list[Tensor]) -> Tensor:
         """The message of this rank's tokens."""
         if not packer.differences:
-            return packer.encode(own)
+            return packer.encode(packer.together(own))
         if self._shown is None:
             # Nothing was ever sent: others have zeros.
-            self._shown = torch.zeros_like(own, memory_format=torch.contiguous_format)
+            self._shown = own[0].new_zeros(joined(own))
             for rank, slots in enumerate(self._slots):
                 for slot in slots if rank != self._ring.rank else ():
                     slot.zero_()
-        message = packer.encode(own.float() - self._shown.float())
         # The next difference includes what rounding has left out.
-        self._shown.add_(packer.decode(message, tuple(own.shape)))
-        return message
+        return packer.encode_new(packer.new(own, self._shown), self._shown)
 
     def _empty(self, slots: list[Tensor], packer: Codec | None) -> list[Tensor]:
         """Memory for a rank's messages of these slots."""
         if packer is not None and slots:
-            return [packer.empty(_joined(slots), self.whole.device)]
+            return [packer.empty(joined(slots), self.whole.device)]
         return [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
 
     def arrive(self) -> None:
@@ -337,16 +338,11 @@ class _Buffer:
         for rank, slots in enumerate(self._slots):
             if rank == self._ring.rank:
                 continue
-            if packer is None:
-                parts = [next(received) for _ in slots]
-            else:
-                tokens = packer.decode(next(received), _joined(slots))
-                parts = list(tokens.split([slot.shape[0] for slot in slots]))
-            for slot, part in zip(slots, parts, strict=True):
-                if packer is not None and packer.differences:
-                    slot.add_(part)
-                else:
-                    slot.copy_(part)
+            if packer is not None:
+                packer.put(next(received), slots)
+                continue
+            for slot in slots:
+                slot.copy_(next(received))
 
 
 class _Buffers(dict[Key, _Buffer]):
@@ -360,11 +356,6 @@ class _Buffers(dict[Key, _Buffer]):
     def nbytes(self) -> int:
         """Bytes of what is kept between steps."""
         return sum(buffer.kept_bytes for buffer in self.values())
-
-
-def _joined(slots: list[Tensor]) -> tuple[int, ...]:
-    """Shape of several slots, one after the other."""
-    return (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
 
 
 class StaleStrategy(TokenStrategy):
