@@ -63,13 +63,32 @@ def test_messages_are_as_long_as_said(name, tokens):
     assert abs(message.nbytes - said) < 1
 
 
+@pytest.mark.parametrize("name", RESIDUAL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cuts", [[60], [20, 40], [10, 20, 30]])
+def test_what_is_shown_is_what_receivers_have(name, dtype, cuts):
+    """The sender's own copy moves on without reading the message; messages are those of `encode`."""
+    packer, states = codec(name), [one.to(dtype) for one in walk(4)]
+    assert packer is not None
+    shown = states[0].clone()
+    # The places of the receiver: a head's tokens lie together.
+    there = states[0].permute(1, 2, 3, 0, 4).contiguous().permute(3, 0, 1, 2, 4)
+    for now in states[1:]:
+        expected = packer.encode(now.float() - shown.float())
+        message = packer.encode_new(packer.new(now.split(cuts), shown), shown)
+        assert torch.equal(message, expected)
+        packer.put(message, there.split(cuts))
+        assert torch.equal(shown, there)
+    assert not torch.equal(shown, states[-1])
+
+
 @pytest.mark.parametrize("levels", [2, 3, 4, 6])
 def test_levels_are_packed_without_loss(levels):
     packer = FewLevels(2)
     codes = torch.randint(levels, (1003,), generator=torch.Generator().manual_seed(1)).float()
     packed = torch.empty(-(-1003 // packer.IN_A_BYTE[levels]), dtype=torch.uint8)
     packer._pack(codes, levels, packed)
-    assert torch.equal(packer._steps(packed, levels, (1003,)), codes - (levels - 1) / 2)
+    assert torch.equal(packer._steps(packed, levels, (1003,), packer._room), codes - (levels - 1) / 2)
 
 
 @pytest.mark.parametrize("name", RESIDUAL)

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-
 # Gives memory of a shape, float32, where a tensor lies.
 Room = Callable[[tuple[int, ...], Tensor], Tensor]
 
@@ -34,7 +33,9 @@ class Codec:
         """Give the memory for intermediate results back."""
         self._rooms.clear()
 
-    def _room(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype = torch.float32, number: int = 0) -> Tensor:
+    def _room(
+        self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype = torch.float32, number: int = 0
+    ) -> Tensor:
         """Memory for an intermediate result, which lasts until the same number is asked for again.
 
         A CPU gets the same memory every time: what was just written lies in its caches, and fresh memory does not. A
@@ -52,7 +53,7 @@ class Codec:
         if len(slots) == 1:
             return slots[0]
         first = slots[0]
-        return torch.cat([*slots], out=self._room(joined(slots), first, first.dtype, 1))
+        return torch.cat([*slots], out=self._room(joined(slots), first, first.dtype, 2))
 
     def new(self, slots: Sequence[Tensor], shown: Tensor) -> Tensor:
         """Tokens of several places less what is shown of them: float32 and contiguous; as short-lived."""
