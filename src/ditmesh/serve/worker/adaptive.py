@@ -78,7 +78,7 @@ class PoolRendezvous(RankRendezvous):
     """
 
     tell: Callable[[Any], None]
-    note: Callable[[Message], None]
+    note: Callable[[TaskStepped], None]
 
     def __init__(self, report: Any) -> None:
         super().__init__(report)
