@@ -247,6 +247,10 @@ def test_a_command_explains_a_configuration(capsys):
     layers = [(layer["around"], layer["name"]) for layer in found["layers"]]
     assert layers.index(("request", "BatchRows")) < layers.index(("request", "ExactSequence"))
     assert [each["link"] for each in found["exchanges"]] == ["ulysses", "ulysses", "sequence", "batch"]
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", "--explain", "--devices", "2", "--pipe", "2", "--patches", "2"])
+    assert not ended.value.code
+    assert "PipeFusion._around_call" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["inspect", "--explain"])
     assert "--explain needs a configuration" in capsys.readouterr().err

@@ -59,6 +59,7 @@ COLLECTIVES = {
     "engine/first_call.py",
     "generate/loading.py",
     "generate/one_copy.py",
+    "generate/run.py",
     "forecast/memory/check.py",
     "launch/torchrun.py",
     "strategies/checked.py",

@@ -206,7 +206,7 @@ def test_noise_and_velocity(tmp_path, kind, solver):
     ("scheduler", "more", "said"),
     [
         (diffusers.DDIMScheduler(), {"objective": "flow"}, "does not fit DDIMScheduler"),
-        (diffusers.FlowMatchEulerDiscreteScheduler(), {"objective": "epsilon"}, "not what FlowMatch"),
+        (diffusers.FlowMatchEulerDiscreteScheduler(), {"objective": "epsilon"}, "does not fit FlowMatch"),
         (diffusers.FlowMatchEulerDiscreteScheduler(), {"snr_gamma": 5.0}, "leave it out for rectified flow"),
         (diffusers.DDIMScheduler(prediction_type="sample"), {}, "which nothing here trains"),
         (diffusers.EDMEulerScheduler(), {}, "EDMEulerScheduler has no beta_schedule"),

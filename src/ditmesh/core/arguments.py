@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -91,9 +92,26 @@ def _places(names: tuple[str, ...]) -> dict[str, int]:
     return {name: place for place, name in enumerate(names)}
 
 
-@lru_cache(256)
+# By function, which its entry does not keep alive: a function around a call may refer to a whole model.
+_PARAMETER_NAMES: WeakKeyDictionary[Callable[..., Any], dict[bool, tuple[str, ...]]] = WeakKeyDictionary()
+
+
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the parameters that can be passed by position, without ``self``."""
+    # A method is a new object for each access; its function stays.
+    own = getattr(function, "__func__", function)
+    try:
+        known = _PARAMETER_NAMES.setdefault(own, {})
+    except TypeError:
+        # A function of C has no weak references.
+        return _parameter_names(function)
+    bound = own is not function
+    if bound not in known:
+        known[bound] = _parameter_names(function)
+    return known[bound]
+
+
+def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
     return tuple(names[1:] if names[:1] == ["self"] else names)

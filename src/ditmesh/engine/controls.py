@@ -48,6 +48,7 @@ class FirstControl(FirstCall):
         return engine
 
     def _around_call(self, model: Any, proceed: Proceed, arguments: Arguments) -> Any:
+        """Derive the layout in the first call; a module that cannot be cut runs whole."""
         try:
             self._begin(self._told(model, proceed, arguments)[0] or [])
         except (ConfigError, LayoutError):

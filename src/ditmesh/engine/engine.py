@@ -290,6 +290,7 @@ class Engine:
             strategy.forget()
 
     def _around_call(self, model: nn.Module, proceed: Proceed, arguments: Arguments) -> Any:
+        """One call of a transformer: the outermost layer; two threads cannot run it at the same time."""
         with self._alone():
             if requires_grad(model, arguments):
                 for strategy in self.strategies:

@@ -139,6 +139,7 @@ class FirstCall:
         return pipe(*args, **kwargs)
 
     def _around_call(self, model: nn.Module, proceed: Proceed, arguments: Arguments) -> Any:
+        """Derive the layout in the first call, and run the call with it."""
         layouts, output = self._told(model, proceed, arguments)
         if layouts is None:
             return output

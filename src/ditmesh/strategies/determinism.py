@@ -142,6 +142,7 @@ class FixedArithmetic(Strategy):
             undo.callback(model.chain.add(self._around_call))
 
     def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
+        """Run the call with torch's deterministic algorithms."""
         with deterministic(self.context.mesh.device):
             return proceed(arguments)
 

@@ -388,6 +388,7 @@ class ShardedWeights:
     # --- a call --------------------------------------------------------------------------------------------------
 
     def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
+        """Gather the weights of a unit while the one before runs, and free them after it."""
         self._abandoned.clear()
         self._finish()
         if (first := self._following.get(None)) is not None:

@@ -90,6 +90,7 @@ class OnOneRank:
         )
 
     def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
+        """Run the encoder on rank 0, and send its output to all ranks."""
         link = self._link
         if link.rank == 0:
             leaves, form = tree_flatten(proceed(arguments))
@@ -309,6 +310,7 @@ class TextEncoders(Strategy):
                 undo.callback(model.chain.add(self._around_call))
 
     def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
+        """Free the text encoders' weights before a transformer runs."""
         for _, placed, _ in self._placed.values():
             if isinstance(placed, FreedAfterUse):
                 placed.free()

@@ -166,6 +166,7 @@ class PipeFusion:
     # --- one call ------------------------------------------------------------------------------------------
 
     def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
+        """Run this stage's blocks, for the whole image in a synchronous step and else for one patch after the other."""
         self._proceed = proceed
         args, kwargs = arguments.passed
         call = self.clock.call
