@@ -19,7 +19,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -416,23 +416,33 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
         figures = summary(found, best, length or 1.0)
         return figures | {"processor_seconds": {name: after[name] - before[name] for name in after}, "seconds": length}
 
-    for number, words in enumerate(servers):
-        names = {(how, load): f"run-{number}-{how}-{load:g}" for how, load in rows}
-        with tempfile.TemporaryDirectory() as folder:
-            if all(notebook.knows(name) for name in names.values()):
-                runs += [{"server": words, "arrivals": how, "load": load, **notebook.once(name, dict)}
-                         for (how, load), name in names.items()]  # fmt: skip
-                continue
-            with served([*shlex.split(words), *options], folder) as (url, process):
-                # What is done once, and what the adaptive server learns from.
-                own: dict[tuple[Kind, int], bytes] = {}
-                for kind in kinds:
-                    alone_on(url, kind, argparse.Namespace(distinct=2, steps=arguments.steps), own)
-                for (how, load), name in names.items():
+    def started(words: str, undo: ExitStack) -> tuple[str, int]:
+        folder = undo.enter_context(tempfile.TemporaryDirectory())
+        url, process = undo.enter_context(served([*shlex.split(words), *options], folder))
+        # What is done once, and what the adaptive server learns from.
+        own: dict[tuple[Kind, int], bytes] = {}
+        for kind in kinds:
+            alone_on(url, kind, argparse.Namespace(distinct=2, steps=arguments.steps), own)
+        return url, process
+
+    def name_of(number: int, how: str, load: float) -> str:
+        return f"run-{number}-{how}-{load:g}"
+
+    every = range(len(servers))
+    for group in [every] if arguments.turns else [[number] for number in every]:
+        with ExitStack() as undo:
+            up = {
+                number: started(servers[number], undo)
+                for number in group
+                if not all(notebook.knows(name_of(number, *row)) for row in rows)
+            }
+            for how, load in rows:
+                for number in group:
                     # Empty: no deadline is sent.
                     outside = found[number]["outside"] if arguments.deadline and found[number]["deadlines"] else []
-                    figures = notebook.once(name, partial(under, url, process, how, load, outside))
-                    runs.append({"server": words, "arrivals": how, "load": load, **figures})
+                    measure = partial(under, *up[number], how, load, outside) if number in up else dict
+                    figures = notebook.once(name_of(number, how, load), measure)
+                    runs.append({"server": servers[number], "arrivals": how, "load": load, **figures})
     return {
         "kinds": [str(kind) for kind in kinds],
         "alone_seconds": {words: {str(kind): of[kind] for kind in kinds} for words, of in alone.items()},

@@ -299,6 +299,8 @@ def main() -> None:
     many.add_argument("--capacity", choices=("measured", "alone"), default="measured", help="what a load of 1 is: the "
                       "requests a second that the best fixed server completes in a closed loop of 8 clients, or those "
                       "of the first server one at a time")  # fmt: skip
+    many.add_argument("--turns", action="store_true", help="all servers are up, and take turns with every trace; "
+                      "else one server after the other")  # fmt: skip
     many.add_argument("--resume", type=Path, metavar="FOLDER", help="keep there what has been measured, and go on")
     many.add_argument("--seed", type=int, default=0, help="of the traces")
     arguments = parser.parse_args()
