@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-# Between two collections. Both steps together take some tens of milliseconds of a small model's rank.
+# Between two collections.
 TRIM_SECONDS = 30.0
 
 
