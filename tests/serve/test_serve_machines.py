@@ -527,8 +527,9 @@ class DispatcherMachine(RuleBasedStateMachine):
             job = self.job(id)
             done = {one.index for one in job.images if one.url is not None}
             assert known["done"] <= done
-            # The job under which ranks fail twice fails.
-            assert known["attempt"] <= job.attempt <= 2
+            # The job under which ranks fail twice fails, once it runs alone. Before that, each replica may have failed
+            # under some of its images, beside those of other jobs.
+            assert known["attempt"] <= job.attempt <= 1 + len(self.replicas)
             if known["status"] in ENDED:
                 assert job.status == known["status"]
                 assert known["done"] == done
@@ -541,8 +542,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert listed == [*self.known][::-1]
 
 
-FEW = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[*HealthCheck])
-MANY = settings(FEW, max_examples=400, stateful_step_count=60)
+# The same events in every run: what is rare is looked for in the matrix, by new ones each time.
+FEW = settings(
+    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[*HealthCheck], derandomize=True
+)
+MANY = settings(FEW, max_examples=400, stateful_step_count=60, derandomize=False)
 
 
 @pytest.mark.parametrize("machine", [QueueMachine, DispatcherMachine])
