@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
+import platform
 import weakref
 
 import psutil
@@ -42,7 +42,7 @@ def test_garbage_is_collected_at_intervals():
             gc.enable()
 
 
-@pytest.mark.skipif(sys.platform != "linux" or MemoryTrimmer()._malloc_trim is None, reason="not glibc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc")
 def test_free_memory_below_a_live_block_is_returned():
     now = 0.0
     trimmer = MemoryTrimmer(1.0, lambda: now)

@@ -10,10 +10,9 @@ pages of its own, and the others keep theirs.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable, Collection
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 
 from ..comm.hosts import Hosts, find_hosts
 from ..comm.objects import gather_objects
+from ..core.heap import return_free_memory
 from ..engine.parcels import Parcel, open_parcel, pack_parcel
 from ..engine.rooms import Place, Room
 from ..errors import InputError, shortened
@@ -96,7 +96,8 @@ def shared_components(
             return None, {}
     if pipe is not None:
         pipe.register_modules(**shared)
-        _give_back()
+        # Small weights leave holes between live blocks.
+        return_free_memory()
     return pipe, shared
 
 
@@ -120,12 +121,6 @@ def _loaded(
     except (InputError, OSError) as error:
         log.info("every rank of this host holds weights of its own: %s", error)
         return pipe, None
-
-
-def _give_back() -> None:
-    """Have the C library return memory that is free: small weights leave holes, which it would keep."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _opened(parcel: Parcel) -> dict[str, nn.Module]:

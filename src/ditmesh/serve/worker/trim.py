@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 import time
 from collections.abc import Callable
+
+from ...core.heap import return_free_memory
 
 # Between two collections.
 TRIM_SECONDS = 30.0
@@ -27,8 +27,6 @@ class MemoryTrimmer:
     def __init__(self, seconds: float = TRIM_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
         self._latest = clock()
-        # Linux' other C libraries have no such function.
-        self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
     def trim_when_due(self) -> bool:
         """Collect and trim if the interval is over; the return value says if it was."""
@@ -37,6 +35,5 @@ class MemoryTrimmer:
             return False
         self._latest = now
         gc.collect()
-        if self._malloc_trim is not None:
-            self._malloc_trim(0)
+        return_free_memory()
         return True
