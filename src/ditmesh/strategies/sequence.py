@@ -49,7 +49,7 @@ TRADING = {"to heads": 5, "to tokens": 3}
 GATHERING = 3
 # Attention kernels of GPUs take heads of multiples of this width.
 KERNEL_WIDTH = 8
-# Ranks whose measurements of a block differ by less than this count as equal: see `loads.levelled_speeds`.
+# Ranks count as equal if their measurements of a block differ by less than this: see `loads.levelled_speeds`.
 EQUAL_SPEEDS = 0.2
 # A long sequence is cut between multiples of this many tokens: kernels like it, and their edges stay the same.
 UNIT = 16
