@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from pathlib import Path
@@ -341,3 +342,15 @@ def test_a_cache_enabled_later_outlives_restore():
         assert torch.equal(run(model, arguments), truth)
     model.disable_cache()
     assert torch.equal(run(model, arguments), truth)
+
+
+def test_what_is_parallelised_is_not_copied(folder):
+    pipe, _ = loaded(folder)
+    truth = picture(pipe)
+    with ditmesh.parallelized(pipe, {}):
+        picture(pipe)
+        for each in (pipe, pipe.transformer):
+            with pytest.raises(ditmesh.InputError, match=r"neither copied nor pickled.*ditmesh\.restore"):
+                copy.deepcopy(each)
+        assert torch.equal(picture(pipe), truth)
+    assert torch.equal(picture(copy.deepcopy(pipe)), truth)

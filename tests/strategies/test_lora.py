@@ -53,10 +53,26 @@ def test_other_adapters_are_refused_by_name(ranks):
         assert "tensor parallelism knows plain LoRA only" in message
 
 
+# Stages are exact while all steps are synchronous.
+STAGES = {"pipe": 2, "warmup": "fixed(100)"}
+SHARDS = {"ulysses": 2, "shard": 2}
+
+
 @pytest.mark.parametrize(
-    "config", [{"tensor": 2}, {"cfg": 2}, pytest.param({"tensor": 2, "cfg": 2}, marks=pytest.mark.matrix)], ids=name_of
+    ("model", "config"),
+    [
+        ("SD3", {"tensor": 2}),
+        ("SD3", {"cfg": 2}),
+        # Flux's pipeline compares an adapter with the shapes of the weights.
+        ("Flux", {"tensor": 2}),
+        ("Flux", STAGES),
+        ("Flux", SHARDS),
+        *(pytest.param("SD3", one, marks=pytest.mark.matrix) for one in (STAGES, SHARDS, {"tensor": 2, "cfg": 2})),
+        pytest.param("Flux", {"tensor": 2, **STAGES}, marks=pytest.mark.matrix),
+    ],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
-def test_through_the_pipeline(ranks, config):
-    for errors in ranks(ParallelConfig(**config).world_size).run(through_the_pipeline, config):
+def test_through_the_pipeline(ranks, model, config):
+    for errors in ranks(ParallelConfig(**config).world_size).run(through_the_pipeline, config, model):
         assert errors.pop("matters") > 1000 * TOLERANCE
         assert max(errors.values()) <= TOLERANCE, errors

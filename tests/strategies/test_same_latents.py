@@ -98,7 +98,7 @@ def test_ranks_that_are_trusted_are_not_compared(ranks):
 
 
 @pytest.mark.parametrize("size", [1, SUMS - 1, SUMS, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sums_tell_what_is_other(size, dtype):
     values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     sums = sums_of(values)

@@ -13,6 +13,7 @@ import ditmesh
 from ditmesh.strategies.tensor.slices import plan_slices, share_cut
 from support.classes import images, videos
 from support.models import RAGGED, inputs, relative_error, run, tiny
+from support.pipelines import arguments, draw, flux
 
 
 def test_heads_that_no_rule_cuts_are_refused():
@@ -87,6 +88,40 @@ def test_adapters_of_projections_that_were_fused_as_slices_are_refused(ranks):
         assert float(said.removeprefix("off by ")) < 1e-5
 
 
+def fused_in_a_pipeline(config) -> dict[str, float | str]:
+    """The sentence of a refusal, or errors against one device: projections fused between two calls, and restored."""
+    alone, pipe = flux(), flux()
+    for each in (alone, pipe):
+        each.register_modules(transformer=copy.deepcopy(tiny("Flux")))
+    truth = draw(alone, arguments("flux", [1]))
+    ditmesh.parallelize(pipe, config)
+    draw(pipe, arguments("flux", [1]))
+    found: dict[str, float | str] = {}
+    try:
+        pipe.transformer.fuse_qkv_projections()
+        found["fused"] = relative_error(draw(pipe, arguments("flux", [1])), truth)
+    except ditmesh.InputError as error:
+        found["said"] = str(error)
+    ditmesh.restore(pipe)
+    found["restored"] = relative_error(draw(pipe, arguments("flux", [1])), truth)
+    pipe.transformer.unfuse_qkv_projections()
+    found["unfused"] = relative_error(draw(pipe, arguments("flux", [1])), truth)
+    return found
+
+
+@pytest.mark.parametrize("config", [{"tensor": 2}, {"ulysses": 2, "shard": 2}], ids=str)
+def test_projections_are_fused_between_calls_of_a_pipeline(ranks, config):
+    for errors in ranks(2).run(fused_in_a_pipeline, config):
+        assert sorted(errors) == ["fused", "restored", "unfused"]
+        assert max(errors.values()) < 1e-5, errors
+
+
+def test_projections_on_other_stages_are_not_fused(ranks):
+    for found in ranks(2).run(fused_in_a_pipeline, {"pipe": 2}):
+        assert "fuse_qkv_projections() was called with pipe=2" in found.pop("said")
+        assert found == {"restored": 0, "unfused": 0}
+
+
 def other_weights(config) -> tuple[str, float]:
     """The sentence that refuses whole weights, and the error of what is drawn afterwards, with the weights before."""
     model, call = copy.deepcopy(tiny("Flux")), inputs("Flux", RAGGED)
@@ -102,7 +137,7 @@ def other_weights(config) -> tuple[str, float]:
     return said, found
 
 
-@pytest.mark.parametrize("config", [{"tensor": 2}, {"ulysses": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("config", [{"tensor": 2}, {"ulysses": 2, "shard": 2}, {"pipe": 2}], ids=str)
 def test_whole_weights_are_not_loaded_into_parts(ranks, config):
     for said, error in ranks(2).run(other_weights, config):
         assert "call ditmesh.restore(...) first" in said

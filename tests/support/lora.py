@@ -192,29 +192,35 @@ def refused(options: dict[str, Any]) -> str:
     return "not refused"
 
 
-def through_the_pipeline(config: dict[str, Any]) -> dict[str, float]:
-    """A LoRA loaded, weighted, fused and unloaded by the pipeline's own methods; errors against one device."""
-    from support.pipelines import arguments, draw, sd3
+def through_the_pipeline(config: dict[str, Any], model: str = "SD3") -> dict[str, float]:
+    """A LoRA loaded, weighted, swapped, fused and unloaded by the pipeline's own methods; errors against one device."""
+    from support.pipelines import MAKERS, arguments, draw
 
     made: dict[str, list[torch.Tensor]] = {"alone": [], "parallel": []}
+    name = model.lower()
     for how, pictures in made.items():
-        pipe = sd3()
-        pipe.register_modules(transformer=copy.deepcopy(tiny("SD3")))
+        pipe = MAKERS[name]()
+        pipe.register_modules(transformer=copy.deepcopy(tiny(model)))
         if how == "parallel":
             ditmesh.parallelize(pipe, config)
-        pictures.append(draw(pipe, arguments("sd3", [1, 2])))
-        pipe.load_lora_weights({**adapter("SD3", 1)}, adapter_name="a")
-        pictures.append(draw(pipe, arguments("sd3", [1, 2])))
+        pictures.append(draw(pipe, arguments(name, [1, 2])))
+        pipe.load_lora_weights({**adapter(model, 1)}, adapter_name="a")
+        pictures.append(draw(pipe, arguments(name, [1, 2])))
         pipe.set_adapters(["a"], [0.5])
-        pictures.append(draw(pipe, arguments("sd3", [1, 2])))
+        pictures.append(draw(pipe, arguments(name, [1, 2])))
+        pipe.load_lora_weights({**adapter(model, 2)}, adapter_name="a", hotswap=True)
+        pictures.append(draw(pipe, arguments(name, [1, 2])))
         pipe.fuse_lora(components=["transformer"], lora_scale=0.8)
-        pictures.append(draw(pipe, arguments("sd3", [1, 2])))
+        pictures.append(draw(pipe, arguments(name, [1, 2])))
         pipe.unfuse_lora(components=["transformer"])
         with mock.patch("gc.collect"):
             pipe.unload_lora_weights()
-        pictures.append(draw(pipe, arguments("sd3", [1, 2])))
+        pictures.append(draw(pipe, arguments(name, [1, 2])))
         if how == "parallel":
             ditmesh.restore(pipe)
-    names = ["plain", "loaded", "weighted", "fused", "unloaded"]
+            pictures.append(draw(pipe, arguments(name, [1, 2])))
+        else:
+            pictures.append(pictures[-1])
+    names = ["plain", "loaded", "weighted", "swapped", "fused", "unloaded", "restored"]
     errors = [relative_error(a, b) for a, b in zip(made["parallel"], made["alone"], strict=True)]
     return {**dict(zip(names, errors, strict=True)), "matters": relative_error(made["alone"][1], made["alone"][0])}

@@ -23,6 +23,7 @@ from ..layout.types import GIVEN
 from ..recipe import RECIPE, Recipe, checking
 from ..recipe import check_recipe as check_all
 from ..strategies import support
+from ..strategies.adapters import LoadedAdapters
 from ..strategies.heads import heads_of
 from .controls import ControlNets
 from .engine import Engine
@@ -111,7 +112,7 @@ def parallelize(
         mesh.check_device(device_of(models[0]))
     _warn_of_hosts(target, models[0], mesh)
     shown = len(pairs) == len(models) and not (config.cuts_weights and any(one.source == GIVEN for _, one in pairs))
-    applied = (*recipe, ControlNets)
+    applied = (*recipe, LoadedAdapters, ControlNets)
     if shown:
         Engine(pairs, config, mesh, owns_mesh, applied).open(target)
     else:

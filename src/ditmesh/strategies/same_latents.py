@@ -42,7 +42,9 @@ def sums_of(values: Tensor) -> Tensor:
     flat = values.detach().reshape(-1)
     rows = flat.numel() // SUMS
     whole, rest = flat[: rows * SUMS].view(rows, SUMS), flat[rows * SUMS :]
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float32).reshape(1)
+    # torch takes no norm in a narrower type than the elements have.
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(flat, dtype=wide).to(torch.float32).reshape(1)
     return torch.cat([whole.sum(0, dtype=torch.float32), rest.to(torch.float32), norm])
 
 

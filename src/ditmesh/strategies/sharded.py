@@ -366,7 +366,7 @@ class ShardedWeights:
         error = InputError("saving would write empty weights, which ranks share in pieces; call ditmesh.restore(...)")
         self._undo.callback(refuse_saving(self.model, error))
         self._undo.callback(refuse_loading(self.model, self.spread, "this rank's piece"))
-        for name in ("fuse_lora", "unfuse_lora"):
+        for name in ("fuse_lora", "unfuse_lora", "fuse_qkv_projections"):
             if hasattr(self.model, name):
                 patch = Patch(self.model, name, getattr(self.model, name))
                 patch.replace(partial(self._with_whole, patch))

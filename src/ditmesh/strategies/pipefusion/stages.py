@@ -5,10 +5,10 @@ A stage is a run of consecutive blocks over all block lists of a model, in the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...comm import Link, PeerError
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
-from ...core.patching import refuse_calls, refuse_saving
+from ...core.patching import Patch, refuse_calls, refuse_loading, refuse_saving
 from ...errors import ConfigError, InputError
 from ...forecast.costs.step import Share
 from ...forecast.costs.work import Linear, Work, Workload
@@ -270,9 +270,37 @@ class StageWeights:
                 )
             if stages[number] != link.rank and parameter.numel() and id(parameter) in self.movable:
                 give_up(parameter)
-        self._allow_saving = refuse_saving(
-            model, InputError("saving would write this stage's blocks only; call ditmesh.restore(...) first")
-        )
+        self._undo = ExitStack()
+        self._guard()
+
+    def _guard(self) -> None:
+        """Methods of the model that need whole weights."""
+        model = self._model
+        error = InputError("saving would write this stage's blocks only; call ditmesh.restore(...) first")
+        self._undo.callback(refuse_saving(model, error))
+        self._undo.callback(refuse_loading(model, self._absent, "nothing"))
+        for name in ("fuse_lora", "unfuse_lora", "load_lora_adapter", "fuse_qkv_projections"):
+            if hasattr(model, name):
+                patch = Patch(model, name, getattr(model, name))
+                patch.replace(partial(self._call_guarded, name, patch.original))
+                self._undo.callback(patch)
+
+    def _absent(self) -> set[int]:
+        """Ids of the parameters that are on other stages."""
+        return {id(parameter) for _, parameter in self._parameters() if hasattr(parameter, ABSENT_ATTRIBUTE)}
+
+    def _call_guarded(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the model that changes weights in place, or makes others of them."""
+        if name == "fuse_qkv_projections":
+            raise InputError(
+                f"fuse_qkv_projections() was called with pipe={self.link.size}, and most projections are on other "
+                "stages; call ditmesh.restore(...), fuse, and parallelize again"
+            )
+        if name == "load_lora_adapter" and not kwargs.get("hotswap"):
+            return method(*args, **kwargs)
+        # What is written to weights of other stages is written there as well, and let go of here.
+        with filled(self._model):
+            return method(*args, **kwargs)
 
     def move(self, lengths: Sequence[int]) -> None:
         """Change the stages' numbers of blocks, and send the weights of moved blocks. A collective call.
@@ -308,7 +336,7 @@ class StageWeights:
             PeerError: the other stages' blocks did not come. Everything else is undone all the same, and the model
                 refuses its next call.
         """
-        self._allow_saving()
+        self._undo.close()
         with whole_or_refused(self._model), torch.no_grad():
             parameters = [parameter for _, parameter in self._parameters()]
             for parameter, holders in zip(parameters, self._held(parameters), strict=True):
@@ -391,7 +419,7 @@ def take_back(parameter: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def filled(block: nn.Module) -> Iterator[None]:
-    """A block that can run, wherever its weights are: those of other stages are zeros while inside.
+    """A block, or a model, that can run wherever its weights are: those of other stages are zeros while inside.
 
     Time does not depend on values.
     """

@@ -62,8 +62,8 @@ class TensorParallel:
         self.link = link
         self.plan: TensorPlan = plan_slices(model, link.size)
         self._check_share()
-        # Whether query, key and value projections were fused since: the fused ones have a rank's width.
-        self._fused = False
+        # Query, key and value projections that were fused since, which have a rank's width.
+        self._fused: list[Tensor] = []
         self._undo = ExitStack()
         self._places = [
             (site, model.get_submodule(parent), name)
@@ -113,10 +113,18 @@ class TensorParallel:
             handle.remove()
         self._hung.clear()
         self._completed.clear()
+        model: Any = self.model
+        fused = bool(self._fused)
+        if fused:
+            model.unfuse_qkv_projections()
+            self._fused = []
         with whole_or_refused(self.model):
             self.gather_adapters()
             for site in self.plan.sites:
                 self._gather(site, _base_parameters(site, self._base(site)))
+        if fused:
+            # Of whole projections, which one device would have fused.
+            model.fuse_qkv_projections()
 
     def _check_share(self) -> None:
         """Reject a model with almost no splittable weights, and report a small share."""
@@ -202,9 +210,12 @@ class TensorParallel:
         if name == "load_lora_adapter" and kwargs.get("hotswap"):
             # It copies into the tensors that are there: they must have their whole size.
             self.gather_adapters()
+        before = {id(parameter) for parameter in self.model.parameters()}
         result = method(*args, **kwargs)
-        if name.endswith("fuse_qkv_projections"):
-            self._fused = name.startswith("fuse")
+        if name == "fuse_qkv_projections":
+            self._fused += [parameter for parameter in self.model.parameters() if id(parameter) not in before]
+        elif name == "unfuse_qkv_projections":
+            self._fused = []
         return result
 
     def _check_processors(self) -> None:
@@ -311,10 +322,22 @@ class TensorParallel:
     def spread(self) -> set[int]:
         """Ids of the parameters that are this rank's slices at the moment. Adapters are whole until the next call."""
         found = {id(p) for site in self.plan.sites for p in _held(site, self._base(site))}
+        found.update(id(p) for p in self._fused)
         for site, outer in self._linears():
             parameters = _adapter_parameters(site, outer)
             found.update(id(p) for p, dim in parameters if dim is None or p.shape[dim] != site.cut.total)
         return found
+
+    def whole_shapes(self) -> dict[Tensor, torch.Size]:
+        """The whole shapes of the weights of which this rank holds a slice."""
+        shapes: dict[Tensor, torch.Size] = {}
+        for site in self.plan.sites:
+            for parameter, dim in _base_parameters(site, self._base(site)):
+                if dim is not None:
+                    shape = list(shape_of(parameter))
+                    shape[dim] = site.cut.total
+                    shapes[parameter] = torch.Size(shape)
+        return shapes
 
     def gather_adapters(self) -> None:
         """Make the adapters whole again; the next call cuts them again. Collective over the link."""

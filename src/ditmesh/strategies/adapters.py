@@ -1,0 +1,107 @@
+"""LoRA adapters that a pipeline loads onto a transformer of which a rank holds only a part of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import ParallelConfig
+from ..core.patching import Patch
+from ..errors import InputError
+from .base import ParallelModel, Strategy
+from .pipefusion.stages import filled, is_away, shape_of
+from .sharded import ShardedWeights
+from .tensor.parallel import TensorParallel
+
+# Methods of diffusers' Flux pipelines that compare an adapter with the shapes of the weights it is for, and make layers
+# larger where the adapter is larger (Control LoRA).
+SHAPE_CHECKS = ("_maybe_expand_transformer_param_shape_or_error_", "_maybe_expand_lora_state_dict")
+
+
+class LoadedAdapters(Strategy):
+    """The methods of a pipeline that look at weights, or change them, past the methods of the transformer.
+
+    Those that fit an adapter to weights see whole shapes: they would take a layer of which this rank has a slice, or
+    nothing, for one that the adapter is to enlarge. Adapters that were fused are taken out of whole weights.
+    """
+
+    name = "adapters"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        return config.cuts_weights
+
+    def attach(self, pipe: Any, undo: ExitStack) -> None:
+        for name, inside in (*((name, shapes_shown) for name in SHAPE_CHECKS), ("unfuse_lora", weights_there)):
+            if hasattr(pipe, name):
+                patch = Patch(pipe, name, getattr(pipe, name))
+                patch.replace(partial(self._call, inside, patch.original))
+                undo.callback(patch)
+
+    def _call(
+        self,
+        inside: Callable[[ParallelModel], AbstractContextManager[None]],
+        method: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        with ExitStack() as contexts:
+            for model in self.context.models:
+                contexts.enter_context(inside(model))
+            return method(*args, **kwargs)
+
+
+@contextmanager
+def weights_there(model: ParallelModel) -> Iterator[None]:
+    """Weights may be changed in place inside, alike on all ranks: pieces are gathered, a collective call.
+
+    Those of other stages are zeros; what is written to them is written on their stage as well.
+    """
+    sharded = model.find(ShardedWeights)
+    with nullcontext() if sharded is None else sharded.whole(), filled(model.model):
+        yield
+
+
+@contextmanager
+def shapes_shown(model: ParallelModel) -> Iterator[None]:
+    """Every weight of which this rank holds a part has its whole shape inside, and no values.
+
+    Raises:
+        InputError: a layer with such a weight was replaced inside. The layers that were there are put back.
+    """
+    shapes = whole_shapes(model)
+    parts = {one: one.data for one in shapes}
+    layers = {
+        path: layer
+        for path, layer in model.model.named_modules()
+        if any(one in parts for one in layer.parameters(recurse=False))
+    }
+    for one, shape in shapes.items():
+        # One number that stands for all, which takes no memory.
+        one.data = torch.zeros((), dtype=one.dtype, device=one.device).expand(shape)
+    try:
+        yield
+    finally:
+        for one, data in parts.items():
+            one.data = data
+        replaced = [path for path, layer in layers.items() if model.model.get_submodule(path) is not layer]
+        for path in replaced:
+            parent, _, name = path.rpartition(".")
+            setattr(model.model.get_submodule(parent), name, layers[path])
+    if replaced:
+        raise InputError(
+            f"the adapter is larger than the layer {replaced[0]!r}, of which this rank holds a part; call "
+            "ditmesh.restore(...) first, load the adapter, and parallelize again"
+        )
+
+
+def whole_shapes(model: ParallelModel) -> dict[Tensor, torch.Size]:
+    """The whole shapes of the parameters of which this rank holds a part or nothing."""
+    shapes: dict[Tensor, torch.Size] = {one: shape_of(one) for one in model.model.parameters() if is_away(one)}
+    tensor = model.find(TensorParallel)
+    return shapes if tensor is None else {**shapes, **tensor.whole_shapes()}
