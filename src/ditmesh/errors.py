@@ -84,6 +84,10 @@ class InputDifferenceWarning(UserWarning):
     """Ranks were given different inputs, and all ranks use those of the first rank."""
 
 
+class LocalTokensWarning(UserWarning):
+    """A hook or forward of the user inside a model's blocks is given this rank's tokens or samples only."""
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """``"; did you mean 'ulysses'?"`` if one or several of ``words`` are similar to ``word``; otherwise empty."""
     near = difflib.get_close_matches(word, list(words), 3, 0.6)

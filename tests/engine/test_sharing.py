@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -354,3 +355,59 @@ def test_what_is_parallelised_is_not_copied(folder):
                 copy.deepcopy(each)
         assert torch.equal(picture(pipe), truth)
     assert torch.equal(picture(copy.deepcopy(pipe)), truth)
+
+
+def test_code_of_the_user_inside_of_blocks_is_named(ranks):
+    for sentences, again, whole in ranks(2).run(hooked):
+        assert len(sentences) == 3
+        assert "transformer_blocks.0 of FluxTransformer2DModel has a hook of your own" in sentences[0]
+        assert "single_transformer_blocks.0.attn of FluxTransformer2DModel has a pre-hook" in sentences[1]
+        assert "transformer_blocks.1 of FluxTransformer2DModel has a forward" in sentences[2]
+        assert not again
+        assert len(whole) == 1
+        assert "it is given this rank's samples only" in whole[0]
+
+
+def hooked() -> tuple[list[str], list[str], list[str]]:
+    """The warnings of hooks and a forward on blocks: of the calls after each, of one more, and with whole tokens."""
+    model = copy.deepcopy(tiny("Flux"))
+    blocks, single = model.transformer_blocks, model.single_transformer_blocks[0].attn
+    forward = blocks[1].forward
+
+    def heard() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(model, inputs("Flux", ODD))
+        return [str(one.message) for one in caught if issubclass(one.category, ditmesh.LocalTokensWarning)]
+
+    sentences = []
+    with ditmesh.parallelized(model, {"ulysses": 2}):
+        assert not heard()
+        blocks[0].register_forward_hook(lambda *_: None)
+        sentences += heard()
+        single.register_forward_pre_hook(lambda *_: None)
+        sentences += heard()
+        blocks[1].forward = lambda *args, **kwargs: forward(*args, **kwargs)
+        sentences += heard()
+        again = heard()
+    with ditmesh.parallelized(model, {"data": 2}):
+        return sentences, again, heard()
+
+
+def test_a_forward_of_the_user_without_attention_is_refused_by_name(ranks):
+    for said in ranks(2).run(skipped):
+        assert "transformer_blocks.1 has a forward of your own, which made 0 attention calls" in said
+
+
+def skipped() -> str:
+    model = copy.deepcopy(tiny("Flux"))
+    with ditmesh.parallelized(model, {"ulysses": 2}):
+        model.transformer_blocks[1].forward = lambda hidden_states, encoder_hidden_states, **_: (
+            encoder_hidden_states,
+            hidden_states,
+        )
+        try:
+            run(model, inputs("Flux", ODD))
+        except ditmesh.LayoutError as error:
+            return str(error)
+    return ""

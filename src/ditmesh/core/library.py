@@ -74,6 +74,14 @@ def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
     return True
 
 
+def is_of_libraries(value: Any) -> bool:
+    """True if a function or callable object comes from a library of layers, or wraps what comes from one."""
+    # A name at hand says most; what it does not say has to be unwrapped.
+    if str(getattr(value, "__module__", "")).partition(".")[0] in _LAYERS:
+        return True
+    return _is_of(_LAYERS, value)
+
+
 def _is_of(packages: frozenset[str], *values: Any) -> bool:
     """True if classes and functions, without what wraps them, come from one of these packages."""
     return all(_package(value) in packages for value in values)

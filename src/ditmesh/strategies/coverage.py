@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
+from ..core.library import is_of_libraries
 from ..errors import LayoutError
 from ..layout import Attention
 from .caches import diffusers_hooks
@@ -60,6 +61,13 @@ class Coverage:
             # Backends are names.
             if all(a is b or (isinstance(a, str) and a == b) for a, b in pairs):
                 return
+        if "forward" in vars(block) and not is_of_libraries(vars(block)["forward"]):
+            raise LayoutError(
+                f"{site.path} has a forward of your own, which made {made} attention calls through torch's "
+                f"scaled_dot_product_attention where the layout of {site.model} lists {least}, and whether it is right "
+                "with this rank's tokens only is not known; leave a block out with diffusers' hooks (LayerSkipConfig), "
+                "or use cfg or data"
+            )
         raise LayoutError(
             f"{site.path} made {made} attention calls through torch's scaled_dot_product_attention, but the layout of "
             f"{site.model} lists {least}; what computes the others sees this rank's tokens only: use the attention "

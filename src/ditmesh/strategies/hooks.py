@@ -29,6 +29,7 @@ from ..layout.influence import error_line
 from ..parts.own_tokens import OwnTokens
 from ..parts.part import whole_of
 from .balance import Balance
+from .own_code import OwnCode
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ class ModelHooks:
             present = layout != layout_of(model)
             processors = Processors(model, layout.regions, present)
             self._forms = Forms(layout, self._derived, fixed, processors)
+            self._own_code = OwnCode(model, [region.blocks for region in layout.regions])
             for path, site in self._sites.items():
                 self._hook(model.get_submodule(path), site)
         except BaseException:
@@ -316,6 +318,7 @@ class ModelHooks:
 
         The layout of a call that the one at hand does not cover is derived from the call, or the call is refused.
         """
+        self._own_code.warn(self.tokens_whole)
         self.layout = self._forms.layout_of(arguments)
         self._sites = self._sites_of(self.layout)
         return proceed(arguments)
