@@ -444,6 +444,7 @@ FOX = "a red fox"
         bad(FOX, "--guidance", "inf", says=("guidance inf",), name="guidance infinite"),
         bad(FOX, "--timeout", "nan", says=("--timeout nan is not possible",), name="timeout nan"),
         bad(FOX, "--seed", "-2", says=("seed -2", "--seed 0"), name="seed below -1"),
+        bad(FOX, "--seed", str(2**63), says=("seed 9223372036854775808", "to 2**63 - 1"), name="seed of 64 bits"),
         bad(FOX, "--out", "", says=("--out names no folder", "--out ."), name="out empty"),
         bad(
             FOX, "--num-images", "1000000", says=("--num-images 1000000", "use 1 to 100000"), name="a million pictures"

@@ -216,7 +216,7 @@ def check_content(job: PictureJob, model: ModelInfo, devices: int) -> None:
         if not 1 <= value <= most:
             raise FieldError(field, "{" + field + "} {} is not possible; use 1 to {}", value, most)
     if not -(2**63) <= job.seed <= 2**63 - job.total:
-        raise InputError(f"seed {job.seed} does not fit into 64 bits; use a smaller one")
+        raise InputError(f"seed {job.seed} is not from -2**63 to 2**63 - {job.total}; use one of these")
     check_roles(job.files, job.strength)
     if job.files:
         kind = pipeline_for(model.pipeline_class, job.files, job.strength)
