@@ -45,7 +45,8 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read the prompts {str(file)!r} ({reason_of(error)}); give a text file") from None
+            reason = reason_of(error)
+            raise InputError(f"cannot read the prompts {str(file)!r} ({reason}); give a text file in UTF-8") from None
         written = [line.strip() for line in lines if line.strip()]
         if not written:
             raise InputError(f"the prompts {str(file)!r} hold no prompt; write one a line")
