@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError
 from .backends import CARRIED, backend_of, carries_none
 from .hosts import Relay, relay_of
 from .objects import broadcast_object, gather_objects
@@ -124,13 +124,6 @@ class Link:
         self._far: frozenset[int] = frozenset()
         # How gathers go there, where some host has several ranks of the link.
         self._relay: Relay | None = None
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy of a pipeline or model comes here by what was put on it, before it comes to a process group.
-        raise InputError(
-            "a pipeline or model that is parallelised can be neither copied nor pickled, because it is connected to "
-            "other ranks; call ditmesh.restore(...) first, or copy it before ditmesh.parallelize(...)"
-        )
 
     @property
     def group(self) -> dist.ProcessGroup | None:

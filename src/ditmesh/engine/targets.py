@@ -34,10 +34,30 @@ FOLLOWED = "_ditmesh_followed"
 DENOISERS = ("transformer", "transformer_2", "unconditional_transformer", "prior")
 
 
+# The method by which `copy.deepcopy` lets an object copy itself.
+COPY = "__deepcopy__"
+
+
 def mark(owner: Any, engine: Any) -> Callable[[], None]:
-    """Attach an engine, or a pending first call, to an object for `engine_of`; returns the undo."""
-    vars(owner)[ENGINE] = engine
-    return partial(vars(owner).pop, ENGINE, None)
+    """Attach an engine, or a pending first call, to an object for `engine_of`; returns the undo.
+
+    The object refuses to be copied: a copy would hold what was put on the object, and links to other ranks.
+    """
+    own = vars(owner)
+    own[ENGINE], own[COPY] = engine, partial(_refuse_copy, type(owner).__name__)
+
+    def undo() -> None:
+        own.pop(ENGINE, None)
+        own.pop(COPY, None)
+
+    return undo
+
+
+def _refuse_copy(name: str, *_: Any) -> Any:
+    raise InputError(
+        f"this {name} is parallelised, and a copy of it would be connected to other ranks as it is; call "
+        "ditmesh.restore(...) first, or copy it before ditmesh.parallelize(...)"
+    )
 
 
 def engine_of(target: Any) -> Engine:
