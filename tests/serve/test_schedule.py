@@ -113,24 +113,51 @@ def test_requests_that_have_not_begun_share_the_calls_of_one_that_has():
     assert run.tasks == ("b",)
 
 
-def test_late_requests_share_calls_where_many_wait_and_no_call_becomes_long():
+def test_late_requests_share_calls_where_many_wait():
     known = costs(large=0.03, row=0.5)
 
     def sharing(late: int, *others: Task) -> int:
-        hopeless = [task(f"h{n}", deadline=-9.0, arrived=-10.0) for n in range(late)]
+        hopeless = [task(f"h{n}", deadline=-0.5, arrived=-1.0) for n in range(late)]
         (run,) = Scheduler(1).decide(known, 0.0, [*hopeless, *others])
         return len(run.tasks)
 
-    # Of four, three wait: a call of three takes 0.02 s, and of 0.025 s at most a quarter of a request would be.
-    assert [sharing(late) for late in (2, 3, 4)] == [1, 1, 4]
-    # As long as the call of a large one; twice as long where four of them wait.
-    assert sharing(3, task("l", LARGE)) == 3
-    assert sharing(9) == 8
-    # What is due does not wait for the calls of late ones, nor does it wait for those that join another that is due.
-    due = [task(f"d{n}", deadline=0.5 + n) for n in range(2)]
+    # Three for a rank; then a call of them may be longer than a quarter of a request, which is 0.025 s.
+    assert [sharing(late) for late in (1, 2, 3, 4, 9)] == [1, 1, 3, 4, 8]
+    # They join what is due, unless something else that is due waits for the rank.
+    due = [task("d0", deadline=0.5), task("d1", LARGE, deadline=1.5)]
     assert sharing(9, due[0]) > 1
-    (run,) = Scheduler(1).decide(known, 0.0, [*due, *(task(f"h{n}", deadline=-9.0) for n in range(9))])
-    assert set(run.tasks) == {"d0", "d1"}
+    assert sharing(9, *due) == 1
+
+
+def test_a_batch_takes_one_rank_and_another_request_the_other_one():
+    known = costs(row=0.2)
+    batch, other = [task("a"), task("b")], task("l", LARGE)
+    one = scheduler(2)
+    runs = one.decide(known, 0.0, [*batch, other])
+    assert sorted(sorted(run.tasks) for run in runs) == [["a", "b"], ["l"]]
+    (shared,) = (run for run in runs if len(run.tasks) == 2)
+    # While it runs, its second request does not keep the other rank from a third one.
+    (run,) = one.decide(known, 0.0, [*batch, other], [shared])
+    assert run.tasks == ("l",)
+    # It is not ended for what would be the same batch, but for one that is larger.
+    assert one.recall(known, 0.0, [*batch, other], [shared], (0,)) == []
+    fresh = task("c", begun=False, narrow=True)
+    assert one.recall(known, 0.0, [*batch, other, fresh], [shared], (0,)) == [0]
+
+
+def test_no_rank_is_idle_for_the_sake_of_a_batch():
+    runs = Scheduler(2).decide(costs(row=0.2), 0.0, [task(str(n)) for n in range(8)])
+    assert [len(run.tasks) for run in runs] == [4, 4]
+    runs = Scheduler(2).decide(costs(row=0.2), 0.0, [task(str(n)) for n in range(2)])
+    assert [len(run.tasks) for run in runs] == [1, 1]
+
+
+def test_of_requests_that_missed_their_deadlines_the_oldest_goes_first():
+    late = [task("l", LARGE, deadline=1.0, arrived=0.0), task("s", SMALL, deadline=2.0, arrived=1.0)]
+    assert [one.id for one, _ in Scheduler(1).order(costs(), 5.0, late)] == ["l", "s"]
+    # Without deadlines a short one has waited for more times its own seconds.
+    patient = [replace(one, deadline=None) for one in late]
+    assert [one.id for one, _ in Scheduler(1).order(costs(), 5.0, patient)] == ["s", "l"]
 
 
 def test_a_run_without_an_end_is_recalled_for_what_should_have_its_rank():

@@ -26,11 +26,11 @@ BURST = 2.0
 # A batch has to save so much of the time of its rows alone.
 WORTH = 0.97
 # What comes while a call runs waits for its end. So where requests have deadlines, a call of several requests takes no
-# longer than the longest call of one, or than this share of the shortest request.
+# longer than the longest call of one, or than this share of the shortest request, and late requests share none: the
+# next one that is due would wait longer.
 BLOCKED = 0.25
-# Then a batch also makes the next request that is due wait longer, and more of them late than its time saves, unless so
-# many late ones wait for each rank. Where the second number of them waits, a call may take twice as long.
-LINE, LONG_LINE = 3, 4
+# From so many late ones for each rank on, what calls save matters more: neither holds.
+LINE = 3
 # More ranks have to make a request at least so many times as fast as fewer of them: they take time from the others.
 WIDER = 1.15
 # A task that has begun stays in the plan while it is expected to be late by no more than this share of what is left of
@@ -280,6 +280,15 @@ class Scheduler:
             return ahead, 2, used // BURST, -ratio, task.arrived, task.id
 
         ordered = sorted(tasks, key=key)
+        # In the places of those that have missed a deadline, the oldest goes first: by the response ratio long ones
+        # would be left to the end of a rush, with nothing to fill the other ranks.
+        missed = sorted(
+            (task for task in ordered if task.deadline is not None and task.id not in place),
+            key=lambda task: (task.arrived, task.id),
+        )
+        late = {task.id for task in missed}
+        oldest = iter(missed)
+        ordered = [next(oldest) if task.id in late else task for task in ordered]
         # In the places of an owner, those of its tasks with the highest priority go first.
         lines: dict[str, list[Task]] = {}
         for task in ordered:
@@ -312,12 +321,13 @@ class Scheduler:
         if not tasks or len(busy) == self.ranks:
             return []
         chosen = self._due(costs, now, tasks, wait)
-        placed, waiting, free_ranks = self._allocate(self._ordered(costs, now, tasks, chosen))
-        self._widen(costs, placed, free_ranks)
         runs_of = {id: run for run in running for id in run.tasks}
         self._forget_others(tasks)
-        self._lay_out(placed, runs_of, wait)
         joining = _Joining(self, costs, now, {task.id for task, _ in chosen}, tasks)
+        ordered = self._ordered(costs, now, tasks, chosen)
+        placed, waiting, free_ranks = self._allocate(ordered, runs_of, joining)
+        self._widen(costs, placed, free_ranks)
+        self._lay_out(placed, runs_of, wait)
         begun: list[Run] = []
         taken: set[int] = set(busy)
         for one in placed:
@@ -356,17 +366,42 @@ class Scheduler:
         same = {frozenset(run.tasks) for run in planned if run.mode.ranks == 1}
         return [place for place in able if frozenset(running[place].tasks) not in same]
 
-    def _allocate(self, ordered: Sequence[tuple[Task, Mode]]) -> tuple[list[_Placed], list[Task], int]:
+    def _allocate(
+        self, ordered: Sequence[tuple[Task, Mode]], runs_of: Mapping[str, Run], joining: _Joining
+    ) -> tuple[list[_Placed], list[Task], int]:
+        """The tasks that get ranks, the tasks that wait, and the number of ranks that are left."""
+        groups: list[_Placed] = []
+        # Where there are ranks for all, none of them is shared.
+        crowded = len(ordered) > self.ranks
+        for task, mode in ordered:
+            run = runs_of.get(task.id)
+            if run is not None and any(runs_of.get(one.task.id) is run for one in groups):
+                # It runs in the calls of another task, and needs no rank of its own.
+                continue
+            if not (crowded and run is None and mode == ALONE and joining.merge(task, groups, runs_of, self._meant)):
+                groups.append(_Placed(mode, [task]))
+        if crowded:
+            self._spread(groups)
         placed: list[_Placed] = []
         waiting: list[Task] = []
         free = self.ranks
-        for task, mode in ordered:
-            if mode.ranks <= free:
-                placed.append(_Placed(mode, [task]))
-                free -= mode.ranks
+        for one in groups:
+            if one.mode.ranks <= free:
+                placed.append(one)
+                free -= one.mode.ranks
             else:
-                waiting.append(task)
+                waiting += one.batch
         return placed, waiting, free
+
+    def _spread(self, groups: list[_Placed]) -> None:
+        """Halve the largest batches until there is one for each rank: no rank is idle for the sake of a batch."""
+        while sum(one.mode.ranks for one in groups) < self.ranks:
+            largest = max(groups, key=lambda one: len(one.batch))
+            kept = (len(largest.batch) + 1) // 2
+            if kept == len(largest.batch):
+                return
+            groups.append(_Placed(ALONE, largest.batch[kept:]))
+            del largest.batch[kept:]
 
     def _widen(self, costs: StepCosts, placed: Sequence[_Placed], free: int) -> None:
         """Give ranks without work to the tasks that gain most by them."""
@@ -409,7 +444,7 @@ class Scheduler:
 
         def settle(one: _Placed) -> None:
             open_.difference_update(one.ranks)
-            self._meant[one.task.id] = one.first
+            self._meant.update((task.id, one.first) for task in one.batch)
 
         for one in placed:
             run = runs_of.get(one.task.id)
@@ -509,6 +544,35 @@ class _Joining:
         shortest = min(self.costs.request(kind, steps) for kind, steps in lengths)
         return max(BLOCKED * shortest, *(self.costs.call(kind) for kind, _ in lengths))
 
+    @cached_property
+    def many_late(self) -> bool:
+        """True if so many tasks are late that it matters more what a call saves than how long it takes."""
+        return sum(task.id not in self.due for task in self.tasks) >= LINE * self.scheduler.ranks
+
+    def merge(
+        self, task: Task, groups: Sequence[_Placed], runs_of: Mapping[str, Run], meant: Mapping[str, int]
+    ) -> bool:
+        """Let a task run in the calls of an earlier one, both due or both late, instead of taking a rank as well.
+
+        Args:
+            task: that does not run.
+            groups: earlier tasks, and those that run in their calls.
+            runs_of: of tasks that run.
+            meant: by id, the rank that a task has been on.
+
+        Returns:
+            True if it does.
+        """
+        for one in groups:
+            first = one.task
+            alike = one.mode == ALONE and first.id not in runs_of and (first.id in self.due) == (task.id in self.due)
+            # Elsewhere it would be prepared once more.
+            there = not task.begun or meant.get(task.id) == meant.get(first.id)
+            if alike and there and self._fits(one, task, ()):
+                one.batch.append(task)
+                return True
+        return False
+
     def join(self, one: _Placed, waiting: Sequence[Task], meant: dict[str, int]) -> set[str]:
         """Let tasks that have no ranks run in the calls of one that has, where that saves time; returns their ids.
 
@@ -517,23 +581,28 @@ class _Joining:
             waiting: without.
             meant: by id, the rank that a task has been on; taken over for those that join.
         """
-        first, joined = one.task, set[str]()
-        if first.form is None or not first.steps or one.mode != ALONE:
-            return joined
-        late = sum(task.id not in self.due for task in waiting) / self.scheduler.ranks
-        few, most = self.longest < inf and late < LINE, self.longest * (2 if late >= LONG_LINE else 1)
-        for task in waiting:
-            if few and task.id not in self.due:
-                continue
-            rows = len(one.batch) + 1
-            fits = task.form == first.form and task.steps > 0 and rows <= self.scheduler.together
-            # Elsewhere it would be prepared once more.
+        joined = set[str]()
+        for task in waiting if one.mode == ALONE else ():
             there = not task.begun or meant.get(task.id, one.first) == one.first
-            if fits and there and self._worth(first.kind, rows, most) and self._in_time(one, task, waiting):
+            if there and self._fits(one, task, waiting):
                 one.batch.append(task)
                 joined.add(task.id)
                 meant[task.id] = one.first
         return joined
+
+    def _fits(self, one: _Placed, task: Task, waiting: Sequence[Task]) -> bool:
+        """True if one more task in a batch saves time, and makes none late that is planned to be in time."""
+        first, rows = one.task, len(one.batch) + 1
+        if first.form is None or task.form != first.form or not first.steps or not task.steps:
+            return False
+        if task.id not in self.due and self.longest < inf and not self.many_late:
+            return False
+        most = inf if self.many_late else self.longest
+        return (
+            rows <= self.scheduler.together
+            and self._worth(first.kind, rows, most)
+            and self._in_time(one, task, waiting)
+        )
 
     def _worth(self, kind: Kind, rows: int, most: float) -> bool:
         seconds = self.costs.call(kind, ALONE, rows)
