@@ -357,24 +357,32 @@ class Conductor:
         if not lives:
             return
         now = time.monotonic()
-        free = [now] * self._ranks
+        tasks = [self._task(live) for live in lives.values()]
         for going in self._going.values():
             self._charge(going, now)
-            until = max(now + self.scheduler.quantum if going.endless else going.until, now + 1e-3)
-            for rank in going.run.ranks:
-                free[rank] = until
-        tasks = [self._task(live) for live in lives.values()]
-        numbers, running = [*self._going], [going.run for going in self._going.values()]
-        able = [place for place, going in enumerate(self._going.values()) if going.endless]
-        late = self.scheduler.recall(self.costs, now, tasks, running, able, free)
-        self._recall([numbers[place] for place in late], events)
-        for run in self.scheduler.decide(self.costs, now, tasks, running, free):
+        before, running = [*self._going], [going.run for going in self._going.values()]
+        for run in self.scheduler.decide(self.costs, now, tasks, running, self._free(now)):
             self._numbers += 1
             for id in run.tasks:
                 lives[id].run = self._numbers
             model = lives[run.tasks[0]].task.model
             self._going[self._numbers] = Going(run, model, now + run.seconds, set(run.ranks), now)
             events.append(Assigned(self._numbers, run))
+        # Idle ranks begin before the others are looked at.
+        self._publish(events)
+        numbers, running = [*self._going], [going.run for going in self._going.values()]
+        able = [place for place, number in enumerate(before) if self._going[number].endless]
+        late = self.scheduler.recall(self.costs, now, tasks, running, able, self._free(now))
+        self._recall([numbers[place] for place in late], events)
+
+    def _free(self, now: float) -> list[float]:
+        """Seconds of the clock at which each rank is expected to be free."""
+        free = [now] * self._ranks
+        for going in self._going.values():
+            until = max(now + self.scheduler.quantum if going.endless else going.until, now + 1e-3)
+            for rank in going.run.ranks:
+                free[rank] = until
+        return free
 
     def _recall(self, numbers: Iterable[int], events: list[Any]) -> None:
         """Tell ranks that are at runs without an end to end them."""
