@@ -64,6 +64,25 @@ def test_a_deadline_that_one_rank_misses_gets_the_fewest_ranks_that_meet_it():
     assert len(found) == 3
 
 
+@pytest.mark.parametrize(("deadline", "ranks"), [(1.05, 1), (1.01, 2), (0.6, 2), (0.57, 4)])
+def test_a_deadline_that_leaves_no_margin_gets_more_ranks(deadline: float, ranks: int):
+    # Alone it takes 1 s, on two ranks 0.556 s: less than 3 % before the deadline is not enough.
+    chosen, _ = Scheduler(4, {"m": modes_of(4, 8, True)}).in_time(
+        costs(), 0.0, [task("u", LARGE, deadline=deadline, begun=True)]
+    )
+    assert [mode.ranks for _, mode in chosen] == [ranks]
+
+
+def test_what_has_no_margin_on_any_number_of_ranks_gets_those_that_end_first():
+    four = 1.0 / (4 * 0.9)
+    for deadline in (1.01 * four, 0.97 * four):
+        ((_, mode),), ends = scheduler(4).in_time(costs(), 0.0, [task("u", LARGE, deadline=deadline)])
+        assert mode.ranks == 4
+        assert ends["u"] == pytest.approx(four)
+    # More than what is known of costs is not given away.
+    assert scheduler(4).in_time(costs(), 0.0, [task("u", LARGE, deadline=0.9 * four)])[0] == []
+
+
 def test_a_small_urgent_request_passes_large_ones_at_their_next_call():
     large = [task(f"l{n}", LARGE, steps=100, arrived=0.0) for n in range(2)]
     runs = scheduler(2).decide(costs(), 5.0, [*large, task("s", SMALL, arrived=5.0, deadline=5.15)])

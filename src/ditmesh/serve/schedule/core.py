@@ -36,6 +36,9 @@ WIDER = 1.15
 # A task that has begun stays in the plan while it is expected to be late by no more than this share of what is left of
 # it, and these seconds: what was done of it would be lost, and costs are known no better than that.
 LATE, LATE_SECONDS = 0.06, 0.005
+# A task gets more ranks if fewer would leave less than this share of the seconds until its deadline: calls take longer
+# than expected now and then.
+MARGIN = 0.03
 # A request without a deadline, or with one that was missed, goes before those with deadlines when it has waited for so
 # many times of what it takes alone, and for so many seconds.
 PATIENCE, LEAST_PATIENCE = 12.0, 5.0
@@ -216,7 +219,7 @@ class Scheduler:
             for task in waiting:
                 if task.id in dropped:
                     continue
-                place = self._place(heap, best[task.id], within[task.id])
+                place = self._place(heap, best[task.id], (task.deadline or now) - now, within[task.id])
                 if place is None:
                     late = task
                     break
@@ -237,16 +240,28 @@ class Scheduler:
         return (task.deadline or now) - now + (LATE * left + LATE_SECONDS if task.begun else 0.0)
 
     @staticmethod
-    def _place(heap: list[float], best: Mapping[int, tuple[float, Mode]], within: float) -> tuple[Mode, float] | None:
-        """Put a task onto the ranks that are free first, as few as are enough; None: it is late on any number."""
-        for ranks, (seconds, mode) in best.items():
-            taken = [heappop(heap) for _ in range(ranks)]
-            end = taken[-1] + seconds
-            for one in taken:
-                heappush(heap, end if end <= within else one)
-            if end <= within:
-                return mode, end
-        return None
+    def _place(
+        heap: list[float], best: Mapping[int, tuple[float, Mode]], until: float, within: float
+    ) -> tuple[Mode, float] | None:
+        """Put a task onto the ranks that are free first.
+
+        Args:
+            heap: seconds at which each rank is free; updated.
+            best: by number of ranks, the seconds of the task and the mode.
+            until: the seconds to its deadline; it gets the fewest ranks that end before that with a margin.
+            within: the seconds in which it counts as in time, if none do: the ranks that end first.
+
+        Returns:
+            The mode and the end; None: it is late on any number.
+        """
+        free = [heappop(heap) for _ in range(max(best))]
+        ends = {ranks: free[ranks - 1] + seconds for ranks, (seconds, _) in best.items()}
+        early = [ranks for ranks, end in ends.items() if end <= (1 - MARGIN) * until]
+        chosen = min(early) if early else min(ends, key=lambda ranks: (ends[ranks], ranks))
+        fits = ends[chosen] <= within
+        for place, one in enumerate(free):
+            heappush(heap, ends[chosen] if fits and place < chosen else one)
+        return (best[chosen][1], ends[chosen]) if fits else None
 
     def order(
         self, costs: StepCosts, now: float, tasks: Sequence[Task], wait: Sequence[float] = ()
@@ -565,6 +580,8 @@ class _Joining:
         """
         for one in groups:
             first = one.task
+            if task.form is None or first.form != task.form:
+                continue
             alike = one.mode == ALONE and first.id not in runs_of and (first.id in self.due) == (task.id in self.due)
             # Elsewhere it would be prepared once more.
             there = not task.begun or meant.get(task.id) == meant.get(first.id)
