@@ -204,11 +204,13 @@ def through_the_pipeline(config: dict[str, Any], model: str = "SD3") -> dict[str
         if how == "parallel":
             ditmesh.parallelize(pipe, config)
         pictures.append(draw(pipe, arguments(name, [1, 2])))
-        pipe.load_lora_weights({**adapter(model, 1)}, adapter_name="a")
+        pipe.load_lora_weights({key: value.clone() for key, value in adapter(model, 1).items()}, adapter_name="a")
         pictures.append(draw(pipe, arguments(name, [1, 2])))
         pipe.set_adapters(["a"], [0.5])
         pictures.append(draw(pipe, arguments(name, [1, 2])))
-        pipe.load_lora_weights({**adapter(model, 2)}, adapter_name="a", hotswap=True)
+        pipe.load_lora_weights(
+            {key: value.clone() for key, value in adapter(model, 2).items()}, adapter_name="a", hotswap=True
+        )
         pictures.append(draw(pipe, arguments(name, [1, 2])))
         pipe.fuse_lora(components=["transformer"], lora_scale=0.8)
         pictures.append(draw(pipe, arguments(name, [1, 2])))
