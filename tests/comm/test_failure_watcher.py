@@ -55,18 +55,19 @@ def test_one_rank_fails_and_all_answer(ranks, strategy):
     assert any(how.startswith("PeerError") for faults in found for _, _, how, _, _ in faults)
 
 
+MANY = ("ulysses", "ring", "pipe", "tensor", "displaced", "cfg")
+
+
 @pytest.mark.matrix
-def test_many_faults(ranks):
-    """As many as DITMESH_TEST_DRILLS says, and how long they took."""
-    strategies = ("ulysses", "ring", "pipe", "tensor", "displaced", "cfg")
-    kinds = ["exception", "out of memory", "exception", "out of memory", "stopped"] * (ALL // 30)
+@pytest.mark.parametrize("strategy", MANY)
+def test_many_faults(ranks, strategy):
+    """As many of all strategies as DITMESH_TEST_DRILLS says, and how long they took."""
+    kinds = ["exception", "out of memory", "exception", "out of memory", "stopped"] * (ALL // (5 * len(MANY)))
     took = []
-    for number, strategy in enumerate(strategies):
-        found = ranks(2).run(drilled, strategy, kinds, f"many {number}")
-        for rank, faults in enumerate(found):
-            for kind, victim, how, seconds, then in faults:
-                check(kind, victim, rank, how, then)
-                took.append(seconds - NAP * (kind == "stopped"))
+    for rank, faults in enumerate(ranks(2).run(drilled, strategy, kinds, f"many {MANY.index(strategy)}")):
+        for kind, victim, how, seconds, then in faults:
+            check(kind, victim, rank, how, then)
+            took.append(seconds - NAP * (kind == "stopped"))
     print(f"{len(took) // 2} faults; the last rank answered after {max(took):.2f} s at most")
     assert max(took) < 2.0
 
@@ -105,10 +106,9 @@ def test_a_rank_is_killed_and_the_others_notice():
 @pytest.mark.matrix
 def test_many_kills():
     """A tenth of the faults of `test_many_faults`: every one needs ranks of its own."""
-    strategies, generator = ("ulysses", "ring", "pipe", "tensor", "displaced", "cfg"), random.Random("kills")
-    took = []
+    generator, took = random.Random("kills"), []
     for number in range(ALL // 10):
-        name, config = STRATEGIES[strategies[number % len(strategies)]]
+        name, config = STRATEGIES[MANY[number % len(MANY)]]
         took.append(kill(name, config, generator.randrange(2), generator.random(), SOON))
     print(f"{len(took)} kills; the last rank answered after {max(took):.2f} s at most")
     assert max(took) < 2.0

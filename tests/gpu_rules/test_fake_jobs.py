@@ -105,6 +105,7 @@ SEVERAL: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "tensor": (ADAPTED, {"tensor": 2}, False),
     "stages": ({}, {"pipe": 2, "warmup": "fixed(1)"}, False),
     "IP-Adapter": (PROMPTED, {"ulysses": 2}, False),
+    "ControlNet": (CONTROLLED, {"ulysses": 2}, False),
     "rows": ({"n": 2}, {"data": 2}, False),
     "half precision": ({"dtype": "bfloat16"}, {"cfg": 2}, False),
     "reproducible": ({}, {"ring": 2, "reproducible": True}, False),

@@ -578,6 +578,23 @@ def _memory() -> property:
     return property(lambda self: data.__get__(self), put)
 
 
+def _wrapped(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor._make_subclass` that takes a tensor of the device as well, such as a ControlNet's residuals.
+
+    torch wraps what `detach` returns. Of a GPU's tensor that has no object of Python's yet; of a fake one it has, and
+    cannot become another. A tensor of the same shape is wrapped in its place: a subclass of ditmesh keeps the tensor
+    that it was made of, and computes with that one.
+    """
+
+    def call(kind: type[Tensor], given: Tensor, *others: Any, **named: Any) -> Any:
+        if isinstance(given, FakeTensor) and not issubclass(kind, FakeTensor):
+            with unset_fake_temporarily(), no_dispatch():
+                given = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
+        return make(kind, given, *others, **named)
+
+    return call
+
+
 def _as_weight(make: Callable[..., Any]) -> Callable[..., Any]:
     """A weight of the class of a fake one, as accelerate makes it: on a GPU the class is that of all weights."""
 
@@ -717,6 +734,7 @@ def cuda(
             stack.enter_context(mock.patch.object(torch, "tensor", _of_device(torch.tensor)))
             stack.enter_context(mock.patch.object(Tensor, "data", _memory()))
             stack.enter_context(mock.patch.object(FakeTensor, "__new__", _as_weight(FakeTensor.__new__)))
+            stack.enter_context(mock.patch.object(Tensor, "_make_subclass", _wrapped(Tensor._make_subclass)))
             # One function: ditmesh asks whether another has taken the place of torch's.
             plain = nn.functional.scaled_dot_product_attention is intercept.sdpa
             attend = _side_by_side(intercept.sdpa)
