@@ -340,8 +340,9 @@ class FewLevels(Codec):
     @staticmethod
     def _levels(values: Tensor, distance: Tensor, levels: int, out: Tensor | None = None) -> Tensor:
         """The nearest of some levels around 0, from 0."""
-        middle, distance = values.new_full((1,), (levels - 1) / 2), distance.clamp_min(torch.finfo(torch.float32).tiny)
-        return torch.addcdiv(middle, values, distance, out=out).round_().clamp_(0, levels - 1)
+        distance = distance.clamp_min(torch.finfo(torch.float32).tiny)
+        # Two passes: torch has no vectorised kernel for one of tensors of which two are broadcast.
+        return torch.div(values, distance, out=out).add_((levels - 1) / 2).round_().clamp_(0, levels - 1)
 
     def _power(self, codes: Tensor) -> Tensor:
         if self._powers.device != codes.device:
