@@ -18,6 +18,7 @@ from torch import nn
 
 import ditmesh
 from ditmesh import zoo
+from ditmesh.comm import PeerError
 from ditmesh.comm.mesh import Mesh
 from ditmesh.config import ParallelConfig
 from ditmesh.core.digests import weights_fingerprint
@@ -248,7 +249,8 @@ def refused(case: str) -> str:
             flat(model.forward(**given))
         else:
             run(model, given)
-    except (ditmesh.ConfigError, ditmesh.InputError) as error:
+    except (ditmesh.ConfigError, ditmesh.InputError, PeerError) as error:
+        # A rank that is later at its own check may be told first that another one has refused the call, and why.
         said = str(error)
     else:
         said = "nothing"
