@@ -30,8 +30,8 @@ MORE = {
 }
 # The embedded models that drew them.
 MODELS = DATA / "old_pictures" / "models"
-# On another processor kernels round otherwise, at most by this much.
-PSNR = 60.0
+# On another processor kernels round otherwise, at most by this much; in bfloat16 AVX2 kernels are 55.1 dB from AVX512.
+PSNR, PSNR_BFLOAT16 = 60.0, 50.0
 
 
 def pixels(path: Path) -> np.ndarray:
@@ -67,7 +67,7 @@ def test_replay_has_the_same_pixels(picture: Path, tmp_path: Path, capsys: pytes
     (again,) = tmp_path.glob("*.png")
     before, after = pixels(picture), pixels(again)
     if other:
-        assert psnr(before, after) >= PSNR, other
+        assert psnr(before, after) >= (PSNR_BFLOAT16 if picture.stem == "bfloat16" else PSNR), other
     else:
         assert np.array_equal(before, after), f"{psnr(before, after):.1f} dB: {told.out}"
 
@@ -88,6 +88,8 @@ def test_the_pictures_differ() -> None:
     found = [pixels(picture) for picture in PICTURES]
     assert len(found) == 24
     assert all(psnr(a, b) < PSNR for i, a in enumerate(found) for b in found[:i])
+    (half,) = (one for picture, one in zip(PICTURES, found, strict=True) if picture.stem == "bfloat16")
+    assert all(psnr(half, one) < PSNR_BFLOAT16 for one in found if one is not half)
 
 
 @pytest.mark.parametrize(("name", "dtype"), sampled(old_bits.CLASSES, old_bits.DTYPES, of=2))

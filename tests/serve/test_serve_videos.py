@@ -157,13 +157,15 @@ def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.
         assert len(read_frames(one["path"], "video")) == FRAMES
         with Image.open(Path(one["path"]).with_suffix(".strip.png")) as strip:
             assert strip.height == SIZE[1]
-    # As in the file that the server keeps.
+    # As in the file that the server keeps, but for the rounding of a call of two videos, which MP4 makes larger.
     asked = {**ASKED, "size": "64x32", "frames": FRAMES}
     job = finished(http, http.post("/v1/jobs", json=asked).json()["id"])
-    served = read_frames(http.get(job["images"][0]["url"]).content, "served")
-    assert [one.tobytes() for one in served] == [
-        one.tobytes() for one in read_frames(result["pictures"][0]["path"], "")
-    ]
+    served, first, second = (
+        np.stack([np.asarray(one).astype(float) for one in read_frames(file, "video")])
+        for file in (http.get(job["images"][0]["url"]).content, *(one["path"] for one in result["pictures"]))
+    )
+    assert abs(served - first).mean() < 1
+    assert abs(served - second).mean() > 5
 
     assert run(*common, "--fps", "7.5") == 2
     assert "--fps 7.5: servers take whole frames a second" in capfd.readouterr().err
