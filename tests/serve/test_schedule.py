@@ -179,6 +179,14 @@ def test_of_requests_that_missed_their_deadlines_the_oldest_goes_first():
     assert [one.id for one, _ in Scheduler(1).order(costs(), 5.0, patient)] == ["s", "l"]
 
 
+def test_an_old_late_request_does_not_take_the_place_of_another_owner():
+    one = Scheduler(1)
+    one.charge("greedy", 2 * BURST)
+    old = task("old", deadline=1.0, arrived=0.0, owner="greedy")
+    late = [old, task("new", deadline=2.0, arrived=1.0, owner="modest")]
+    assert [first.id for first, _ in one.order(costs(), 4.0, late)] == ["new", "old"]
+
+
 def test_a_run_without_an_end_is_recalled_for_what_should_have_its_rank():
     one, found = scheduler(2), costs(speedup=0.4)
     large = [task(f"l{n}", LARGE, steps=100, arrived=0.0) for n in range(2)]

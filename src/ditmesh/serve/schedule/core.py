@@ -10,7 +10,7 @@ after TetriServe (arXiv:2510.01565) and GF-DiT (arXiv:2606.13501).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -295,21 +295,16 @@ class Scheduler:
             return ahead, 2, used // BURST, -ratio, task.arrived, task.id
 
         ordered = sorted(tasks, key=key)
-        # In the places of those that have missed a deadline, the oldest goes first: by the response ratio long ones
-        # would be left to the end of a rush, with nothing to fill the other ranks.
-        missed = sorted(
-            (task for task in ordered if task.deadline is not None and task.id not in place),
-            key=lambda task: (task.arrived, task.id),
-        )
-        late = {task.id for task in missed}
-        oldest = iter(missed)
-        ordered = [next(oldest) if task.id in late else task for task in ordered]
-        # In the places of an owner, those of its tasks with the highest priority go first.
-        lines: dict[str, list[Task]] = {}
-        for task in ordered:
-            lines.setdefault(task.owner, []).append(task)
-        nexts = {owner: iter(sorted(line, key=lambda task: -task.priority)) for owner, line in lines.items()}
-        return [(one, needed.get(one.id, ALONE)) for one in (next(nexts[task.owner]) for task in ordered)]
+        missed = {task.id for task in ordered if task.deadline is not None and task.id not in place}
+
+        # Of an owner's tasks that have missed a deadline, the oldest goes first: by the response ratio long ones would
+        # be left to the end of a rush, with nothing to fill the other ranks.
+        def age(task: Task) -> tuple[float, str]:
+            return (task.arrived, task.id) if task.id in missed else (0.0, "")
+
+        ordered = _sorted_in_places(ordered, lambda task: (task.owner, task.id in missed), age)
+        ordered = _sorted_in_places(ordered, lambda task: task.owner, lambda task: -task.priority)
+        return [(task, needed.get(task.id, ALONE)) for task in ordered]
 
     # ---- the decision
 
@@ -580,7 +575,8 @@ class _Joining:
         """
         for one in groups:
             first = one.task
-            if task.form is None or first.form != task.form:
+            # Most are of another form, and there are many.
+            if first.form != task.form:
                 continue
             alike = one.mode == ALONE and first.id not in runs_of and (first.id in self.due) == (task.id in self.due)
             # Elsewhere it would be prepared once more.
@@ -637,6 +633,17 @@ class _Joining:
             or self.scheduler.left(self.costs, task, ALONE, rows) <= task.deadline - self.now
             for task in (*one.batch, further)
         )
+
+
+def _sorted_in_places(
+    tasks: Sequence[Task], group: Callable[[Task], Hashable], key: Callable[[Task], Any]
+) -> list[Task]:
+    """Sort the tasks of each group, stably, within the places that the group has."""
+    groups: dict[Hashable, list[Task]] = {}
+    for task in tasks:
+        groups.setdefault(group(task), []).append(task)
+    nexts = {name: iter(sorted(line, key=key)) for name, line in groups.items()}
+    return [next(nexts[group(task)]) for task in tasks]
 
 
 def _room(open_: set[int], first: int, size: int, ranks: int) -> int:
