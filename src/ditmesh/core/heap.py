@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from contextlib import suppress
+
+# Bytes of free memory at the end of its heap that a process keeps.
+KEPT = 256 << 20
+# The largest blocks that glibc takes from the heap, the most that it accepts; larger ones are mappings of their own.
+_LARGEST_OF_HEAP = 32 << 20
+# Parameters of mallopt(3).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def return_free_memory() -> None:
@@ -13,3 +21,25 @@ def return_free_memory() -> None:
     """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_free_memory(kept: int = KEPT) -> bool:
+    """Have the C library keep free memory between the calls of a model; for the whole process.
+
+    By default glibc returns what is free at the end of its heap as soon as it is twice the largest block that was ever
+    freed. A transformer's call frees tens of megabytes and needs them again at once: each page is fetched and filled
+    with zeros again, in calls of changing batches most of all.
+
+    Args:
+        kept: bytes; more than that is returned at once, and all of it by `return_free_memory`.
+
+    Returns:
+        True if it does. False: the environment sets it otherwise (``MALLOC_TRIM_THRESHOLD_`` and its like, or
+        ``GLIBC_TUNABLES``), or the C library has no such settings.
+    """
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return False
+    with suppress(AttributeError, OSError, TypeError):
+        set_option = ctypes.CDLL(None).mallopt
+        return bool(set_option(_MMAP_THRESHOLD, _LARGEST_OF_HEAP)) and bool(set_option(_TRIM_THRESHOLD, kept))
+    return False

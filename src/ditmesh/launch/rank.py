@@ -14,6 +14,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.heap import keep_free_memory
 from .devices import DeviceKind, join_default_group, use_loopback
 from .failures import of_exception
 from .log_filter import hide_chatter
@@ -55,6 +56,8 @@ def main(settings: RankSettings, connection: socket.socket, joins: bool = True) 
     follower.start()
     stack_file = settings.stack_file.open("w")
     faulthandler.enable(stack_file)
+    if settings.device == "cpu":
+        keep_free_memory()
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, stack_file)
     if not _answer_calls(settings, RankChannel(connection), joins):
