@@ -39,6 +39,18 @@ def encode(content: Any, fn: Any = None, main: bool = True) -> bytes:
     return cloudpickle.dumps(content)
 
 
+def encode_message(message: Any) -> bytes:
+    """``("message", message)`` for the owner, as `encode` has it.
+
+    Messages of ditmesh's own classes hold data only, and a server's rank sends several with every step: the plain
+    pickler takes a tenth of cloudpickle's time.
+    """
+    if type(message).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        with contextlib.suppress(Exception):
+            return pickle.dumps(("message", message))
+    return encode(("message", message))
+
+
 def encode_call(fn: Callable[..., Any], *call: Any, main: bool = True) -> bytes:
     """``(fn, *call)`` for the ranks, as `encode` has it; a `TypeError` of one sentence when it cannot be pickled."""
     try:
@@ -138,7 +150,7 @@ class RankChannel:
 
     def send(self, kind: str, content: Any) -> None:
         """Send an ``"answer"``, a ``"failure"`` or a ``"message"``, or nothing and raise what pickling raises."""
-        data = encode((kind, content))
+        data = encode((kind, content)) if kind != "message" else encode_message(content)
         # When the owner is gone, so is this rank in a moment.
         with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.sendall(HEADER.pack(len(data)))

@@ -37,8 +37,8 @@ from .wire import (
 )
 
 # Seconds between heartbeats of ranks without work, and between two tables of costs for the owner; and after which runs
-# without an end are looked at again, if nothing has happened.
-HEARTBEAT, TOLD, LOOK = 1.0, 2.0, 0.2
+# without an end are looked at again, if nothing has happened. Between two heartbeats of ranks at work.
+HEARTBEAT, TOLD, LOOK, BEAT = 1.0, 2.0, 0.2, 0.25
 
 
 @dataclass(eq=False)
@@ -429,7 +429,7 @@ class Conductor:
         now = time.monotonic()
         if not worked and now - self._beat < HEARTBEAT:
             return
-        if worked and now - self._beat < 0.05:
+        if worked and now - self._beat < BEAT:
             return
         self._beat = now
         table = None
