@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
+from torch import nn
 
 import ditmesh
 from ditmesh.strategies.tensor.slices import plan_slices, share_cut
@@ -142,3 +144,53 @@ def test_whole_weights_are_not_loaded_into_parts(ranks, config):
     for said, error in ranks(2).run(other_weights, config):
         assert "call ditmesh.restore(...) first" in said
         assert error < 1e-5
+
+
+def read_weights(config, folder: Path) -> dict[str, list[str]]:
+    """What reads or saves weights, by its outcome: refused, or right; and what it has left on the disk."""
+    pipe = flux()
+    pipe.register_modules(transformer=copy.deepcopy(tiny("Flux")))
+    model, whole = pipe.transformer, tiny("Flux").state_dict()
+    folder = folder / str(torch.distributed.get_rank())
+
+    def equal(prefix: str, state: dict[str, torch.Tensor]) -> str:
+        same = all(torch.equal(whole[prefix + name], value) for name, value in state.items())
+        return "right" if same and len(state) == sum(name.startswith(prefix) for name in whole) else "wrong"
+
+    reads = {
+        "model": lambda: equal("", model.state_dict()),
+        "kept": lambda: equal("x_embedder.", model.x_embedder.state_dict()),
+        **{
+            path: lambda path=path: equal(f"{path}.", model.get_submodule(path).state_dict())
+            for path in ("transformer_blocks.0", "single_transformer_blocks.1", "transformer_blocks.0.attn.to_q")
+        },
+        "a module that holds it": lambda: nn.ModuleDict({"one": model}).state_dict() and "wrong",
+        "another model": lambda: type(model).from_config(model.config).load_state_dict(model.state_dict()) and "wrong",
+        "model.save_pretrained": lambda: model.save_pretrained(folder) or "wrong",
+        "pipe.save_pretrained": lambda: pipe.save_pretrained(folder) or "wrong",
+    }
+    found: dict[str, list[str]] = {}
+    with ditmesh.parallelized(pipe, config):
+        for name, read in reads.items():
+            try:
+                outcome = read()
+            except ditmesh.InputError as error:
+                outcome = "refused" if "call ditmesh.restore(...)" in str(error) else str(error)
+            found.setdefault(outcome, []).append(name)
+    found["left on the disk"] = [one.name for one in folder.rglob("*")]
+    found["restored"] = [equal("", model.state_dict())]
+    found["hooks"] = [path for path, one in model.named_modules() if one._state_dict_pre_hooks]
+    return found
+
+
+@pytest.mark.parametrize("config", [{"tensor": 2}, {"ulysses": 2, "shard": 2}, {"pipe": 2}], ids=str)
+def test_parts_are_not_read_or_saved_as_whole_weights(ranks, config, tmp_path):
+    """What a rank has whole it gives; a part of a weight in the place of a whole one never."""
+    blocks = [["transformer_blocks.0", "transformer_blocks.0.attn.to_q"], ["single_transformer_blocks.1"]]
+    for rank, found in enumerate(ranks(2).run(read_weights, config, tmp_path)):
+        assert found.pop("restored") == ["right"]
+        assert found.pop("left on the disk") == found.pop("hooks") == []
+        right = found.pop("right", [])
+        assert right == {"pipe": ["kept", *blocks[rank]], "tensor": ["kept"]}.get(next(iter(config)), [])
+        assert list(found) == ["refused"]
+        assert len(right) + len(found["refused"]) == 9

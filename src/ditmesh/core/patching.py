@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 from ..errors import InputError
 
 _MISSING = object()
+# Whether `refuse_reading` lets state dicts with parts of weights through.
+_PARTS_READABLE: ContextVar[bool] = ContextVar("parts_readable", default=False)
+# Methods of diffusers and of transformers that load an adapter, for which they read the names of all weights.
+_LOADERS = ("load_lora_adapter", "load_adapter")
 
 # Calls the next layer, or the pipeline's call.
 Proceed = Callable[..., Any]
@@ -124,6 +129,53 @@ def refuse_loading(model: nn.Module, cut: Callable[[], Collection[int]], held: s
 
     patch = Patch(model, "load_state_dict", load_state_dict)
     return patch
+
+
+def refuse_reading(model: nn.Module, cut: Callable[[], Collection[int]], held: str) -> Callable[[], None]:
+    """Let a model, and every module in it, refuse a state dict with parts of weights; returns what undoes this.
+
+    What a rank lacks would come from other ranks, and usually one rank alone asks, in order to save: so nothing is
+    gathered. Loading an adapter, and `parts_readable`, are let through.
+
+    Args:
+        model: of which this rank has parts.
+        cut: ids of the parameters that are parts.
+        held: what they are, in words.
+    """
+
+    def refuse(module: nn.Module, *_: Any) -> None:
+        if _PARTS_READABLE.get() or not (parts := cut()):
+            return
+        name = next((name for name, one in module.named_parameters() if id(one) in parts), None)
+        if name is not None:
+            raise InputError(
+                f"state_dict() of {type(module).__name__} would have {held} in the place of {name!r}; call "
+                "ditmesh.restore(...) on every rank first, read or save the weights, and parallelize again"
+            )
+
+    def load(patch: Patch, *args: Any, **kwargs: Any) -> Any:
+        with parts_readable():
+            return patch.original(*args, **kwargs)
+
+    undo = ExitStack()
+    for module in model.modules():
+        undo.callback(module.register_state_dict_pre_hook(refuse).remove)
+    for name in _LOADERS:
+        if hasattr(model, name):
+            patch = Patch(model, name, getattr(model, name))
+            patch.replace(partial(load, patch))
+            undo.callback(patch)
+    return undo.close
+
+
+@contextmanager
+def parts_readable() -> Iterator[None]:
+    """State dicts may have parts of weights inside: for code that asks for names only, or puts the parts together."""
+    before = _PARTS_READABLE.set(True)
+    try:
+        yield
+    finally:
+        _PARTS_READABLE.reset(before)
 
 
 def refuse_calls(model: nn.Module, error: Exception) -> Callable[[], None]:

@@ -8,6 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.patching import parts_readable
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def _inject(model: nn.Module, file: Path, name: str) -> None:
         raise InputError(f"{file} has no {what}, without which {type(model).__name__} cannot take it")
     kind = LoKrConfig if any(".lokr_" in one for one in weights) else LoraConfig
     inject_adapter_in_model(kind(**settings), model, adapter_name=name, state_dict=weights)
-    set_peft_model_state_dict(model, weights, name)
+    with parts_readable():
+        set_peft_model_state_dict(model, weights, name)
 
 
 def adapters_of(model: nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""LoRA adapters that a pipeline loads onto a transformer of which a rank holds only a part of the weights."""
+"""Methods of a pipeline that load adapters or save, where a rank holds only a part of the transformer's weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
-from ..core.patching import Patch
+from ..core.patching import Patch, parts_readable, refuse_saving
 from ..errors import InputError
 from .base import ParallelModel, Strategy
 from .pipefusion.stages import filled, is_away, shape_of
@@ -21,10 +21,12 @@ from .tensor.parallel import TensorParallel
 # Methods of diffusers' Flux pipelines that compare an adapter with the shapes of the weights it is for, and make layers
 # larger where the adapter is larger (Control LoRA).
 SHAPE_CHECKS = ("_maybe_expand_transformer_param_shape_or_error_", "_maybe_expand_lora_state_dict")
+# The method that looks for the names of norms, and loads those of an adapter.
+NORMS = "_load_norm_into_transformer"
 
 
 class LoadedAdapters(Strategy):
-    """The methods of a pipeline that look at weights, or change them, past the methods of the transformer.
+    """The methods of a pipeline that look at weights, change or save them, past the methods of the transformer.
 
     Those that fit an adapter to weights see whole shapes: they would take a layer of which this rank has a slice, or
     nothing, for one that the adapter is to enlarge. Adapters that were fused are taken out of whole weights.
@@ -37,7 +39,15 @@ class LoadedAdapters(Strategy):
         return config.cuts_weights
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
-        for name, inside in (*((name, shapes_shown) for name in SHAPE_CHECKS), ("unfuse_lora", weights_there)):
+        held = " and ".join(dict.fromkeys(type(model.model).__name__ for model in self.context.models))
+        # At once: the transformer itself would refuse only when other components have been written.
+        error = InputError(
+            f"save_pretrained() of {type(pipe).__name__} would write this rank's part of the {held} "
+            f"({self.context.config.describe()}); call ditmesh.restore(...) on every rank first"
+        )
+        undo.callback(refuse_saving(pipe, error))
+        checks = {name: shapes_shown for name in SHAPE_CHECKS}
+        for name, inside in {**checks, NORMS: _as_it_is, "unfuse_lora": weights_there}.items():
             if hasattr(pipe, name):
                 patch = Patch(pipe, name, getattr(pipe, name))
                 patch.replace(partial(self._call, inside, patch.original))
@@ -51,9 +61,15 @@ class LoadedAdapters(Strategy):
         **kwargs: Any,
     ) -> Any:
         with ExitStack() as contexts:
+            contexts.enter_context(parts_readable())
             for model in self.context.models:
                 contexts.enter_context(inside(model))
             return method(*args, **kwargs)
+
+
+def _as_it_is(_: ParallelModel) -> AbstractContextManager[None]:
+    """Weights stay as this rank holds them."""
+    return nullcontext()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ..comm import Link
 from ..config import ParallelConfig
 from ..core.alignment import memory, offset_of
 from ..core.arguments import Arguments
-from ..core.patching import CallChain, Proceed, refuse_saving
+from ..core.patching import CallChain, Proceed, refuse_reading, refuse_saving
 from ..errors import InputError
 from .base import Context, Strategy
 from .pipefusion.stages import give_up, is_away, parts_of, shape_of, take_back, whole_or_refused
@@ -75,6 +75,7 @@ class OnOneRank:
         self._undo.callback(
             refuse_saving(module, InputError("this text encoder is on rank 0 only; call ditmesh.restore(...) first"))
         )
+        self._undo.callback(refuse_reading(module, partial(_away, module), "nothing, as the encoder is on rank 0,"))
         if link.rank == 0:
             return
         for part in self._parts:
@@ -118,6 +119,11 @@ class OnOneRank:
                     take_back(part, value)
 
 
+def _away(module: nn.Module) -> set[int]:
+    """Ids of the parameters that are not on this rank."""
+    return {id(one) for one in module.parameters() if any(map(is_away, parts_of(one)))}
+
+
 def _like(parameter: Tensor, offset: int) -> Tensor:
     """Memory for a parameter that is away, which begins as the parameter's did."""
     shape = shape_of(parameter)
@@ -154,6 +160,7 @@ class FreedAfterUse:
             self._undo.callback(one.register_forward_pre_hook(lambda *_: self._read(), prepend=True).remove)
         error = InputError(f"{name} has been freed; call ditmesh.restore(...) before it is saved")
         self._undo.callback(refuse_saving(module, error))
+        self._undo.callback(refuse_reading(module, partial(_away, module), "nothing, as the encoder has been freed,"))
 
     def free(self) -> None:
         """Let go of the weights, if they are here.
@@ -317,6 +324,11 @@ class TextEncoders(Strategy):
         return proceed(arguments)
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
+        error = InputError(
+            f"save_pretrained() of {type(pipe).__name__} would write text encoders that are not whole on this rank "
+            f"(text_encoder={self.context.config.text_encoder!r}); call ditmesh.restore(...) on every rank first"
+        )
+        undo.callback(refuse_saving(pipe, error))
         for name, module in encoders_of(pipe).items():
             known, placed, users = self._placed.get(id(module)) or (module, self._made(name, module), 0)
             self._placed[id(module)] = known, placed, users + 1

@@ -27,6 +27,7 @@ from ..comm.objects import on_first
 from ..comm.state import raise_for_peer
 from ..comm.uneven import RankProgress
 from ..core.digests import digest, sampled_fingerprint, tensor_digest
+from ..core.patching import parts_readable
 from ..core.staging import onto
 from ..engine import restore
 from ..errors import InputError
@@ -469,8 +470,10 @@ class Trainer:
         options = StateDictOptions(ignore_frozen_params=True)
         whole = self.parallel.slices.whole
         optimizer = optimizer_tensors(self.update.optimizer, self.update.named)
+        with parts_readable():
+            own = get_model_state_dict(self.trained, options=options)
         state: dict[str, Any] = {
-            "model": self.parallel.slices.mapped(get_model_state_dict(self.trained, options=options), whole),
+            "model": self.parallel.slices.mapped(own, whole),
             "optimizer": {"state": self.parallel.slices.mapped(optimizer, whole)},
         }
         if self.update.average is not None:
@@ -521,7 +524,9 @@ class Trainer:
         options, stages = StateDictOptions(ignore_frozen_params=self.config.lora is not None), self.parallel.stages
         found: dict[str, Tensor] = {}
         absent = set[str]() if stages is None else stages.absent
-        for name, value in get_model_state_dict(self.trained, options=options).items():
+        with parts_readable():
+            own = get_model_state_dict(self.trained, options=options)
+        for name, value in own.items():
             if name in absent:
                 continue
             whole = self.parallel.slices.whole(name, cast(Tensor, value))

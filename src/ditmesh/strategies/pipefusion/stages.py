@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...comm import Link, PeerError
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
-from ...core.patching import Patch, refuse_calls, refuse_loading, refuse_saving
+from ...core.patching import Patch, refuse_calls, refuse_loading, refuse_reading, refuse_saving
 from ...errors import ConfigError, InputError
 from ...forecast.costs.step import Share
 from ...forecast.costs.work import Linear, Work, Workload
@@ -279,6 +279,7 @@ class StageWeights:
         error = InputError("saving would write this stage's blocks only; call ditmesh.restore(...) first")
         self._undo.callback(refuse_saving(model, error))
         self._undo.callback(refuse_loading(model, self._absent, "nothing"))
+        self._undo.callback(refuse_reading(model, self._absent, "nothing, as another stage has its block,"))
         for name in ("fuse_lora", "unfuse_lora", "load_lora_adapter", "fuse_qkv_projections"):
             if hasattr(model, name):
                 patch = Patch(model, name, getattr(model, name))
@@ -287,7 +288,12 @@ class StageWeights:
 
     def _absent(self) -> set[int]:
         """Ids of the parameters that are on other stages."""
-        return {id(parameter) for _, parameter in self._parameters() if hasattr(parameter, ABSENT_ATTRIBUTE)}
+        return {
+            id(parameter)
+            for block in self._blocks
+            for parameter in block.parameters()
+            if any(hasattr(part, ABSENT_ATTRIBUTE) for part in parts_of(parameter))
+        }
 
     def _call_guarded(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model that changes weights in place, or makes others of them."""

@@ -25,7 +25,7 @@ from ...comm.autograd import enter_slices, gather_features, leave_slices, sum_of
 from ...config import ParallelConfig
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.partition import Partition
-from ...core.patching import Patch, refuse_loading, refuse_saving
+from ...core.patching import Patch, refuse_loading, refuse_reading, refuse_saving
 from ...core.values import tracked
 from ...errors import ConfigError, InputError
 from ...forecast.costs.step import Share, StepForecast, Term
@@ -190,6 +190,7 @@ class TensorParallel:
             )
         )
         self._undo.callback(refuse_loading(model, self.spread, "this rank's slices"))
+        self._undo.callback(refuse_reading(model, self.spread, "this rank's slice"))
         for name in ("fuse_lora", "fuse_qkv_projections", "unfuse_qkv_projections", "add_adapter", "load_lora_adapter"):
             if hasattr(model, name):
                 patch = Patch(model, name, getattr(model, name))
