@@ -97,13 +97,26 @@ class Patch:
         self.undo()
 
 
-def refuse_saving(model: nn.Module, error: Exception) -> Callable[[], None]:
-    """Let a model that is not whole raise ``error`` instead of being saved; returns what undoes this."""
+def wrap_methods(owner: Any, names: Iterable[str], around: Callable[..., Any]) -> Callable[[], None]:
+    """Put a function around methods of an object, those that it has; returns what takes it off again.
+
+    Args:
+        owner: any object with a ``__dict__``.
+        names: of the methods.
+        around: called as ``around(name, method, *args, **kwargs)`` in the place of a method, which it may call.
+    """
     undo = ExitStack()
-    for name in ("save_pretrained", "save_lora_adapter"):
-        if hasattr(model, name):
-            undo.callback(Patch(model, name, _refusal(error)))
+    for name in names:
+        if hasattr(owner, name):
+            patch = Patch(owner, name, getattr(owner, name))
+            patch.replace(partial(around, name, patch.original))
+            undo.callback(patch)
     return undo.close
+
+
+def refuse_saving(owner: Any, error: Exception) -> Callable[[], None]:
+    """Let a model, or its pipeline, that is not whole raise ``error`` instead of being saved; returns the undo."""
+    return wrap_methods(owner, ("save_pretrained", "save_lora_adapter"), _refusal(error))
 
 
 def refuse_loading(model: nn.Module, cut: Callable[[], Collection[int]], held: str) -> Callable[[], None]:
@@ -115,7 +128,7 @@ def refuse_loading(model: nn.Module, cut: Callable[[], Collection[int]], held: s
         held: what they are, in words.
     """
 
-    def load_state_dict(state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def load(_: str, method: Callable[..., Any], state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         parts, own = cut(), dict(model.named_parameters())
         # Of adapters, which are loaded in this way too, only those that are there in another size.
         known = [name for name in state if name in own and id(own[name]) in parts]
@@ -125,10 +138,9 @@ def refuse_loading(model: nn.Module, cut: Callable[[], Collection[int]], held: s
                 f"load_state_dict(...) was given {wrong[0]!r} whole, and this model holds {held} of it; call "
                 "ditmesh.restore(...) first, load the weights, and parallelize again"
             )
-        return patch.original(state, *args, **kwargs)
+        return method(state, *args, **kwargs)
 
-    patch = Patch(model, "load_state_dict", load_state_dict)
-    return patch
+    return wrap_methods(model, ("load_state_dict",), load)
 
 
 def refuse_reading(model: nn.Module, cut: Callable[[], Collection[int]], held: str) -> Callable[[], None]:
@@ -153,18 +165,14 @@ def refuse_reading(model: nn.Module, cut: Callable[[], Collection[int]], held: s
                 "ditmesh.restore(...) on every rank first, read or save the weights, and parallelize again"
             )
 
-    def load(patch: Patch, *args: Any, **kwargs: Any) -> Any:
+    def load(_: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with parts_readable():
-            return patch.original(*args, **kwargs)
+            return method(*args, **kwargs)
 
     undo = ExitStack()
     for module in model.modules():
         undo.callback(module.register_state_dict_pre_hook(refuse).remove)
-    for name in _LOADERS:
-        if hasattr(model, name):
-            patch = Patch(model, name, getattr(model, name))
-            patch.replace(partial(load, patch))
-            undo.callback(patch)
+    undo.callback(wrap_methods(model, _LOADERS, load))
     return undo.close
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import ParallelConfig
-from ..core.patching import Patch, parts_readable, refuse_saving
+from ..core.patching import parts_readable, refuse_saving, wrap_methods
 from ..errors import InputError
 from .base import ParallelModel, Strategy
 from .pipefusion.stages import filled, is_away, shape_of
@@ -46,16 +46,14 @@ class LoadedAdapters(Strategy):
             f"({self.context.config.describe()}); call ditmesh.restore(...) on every rank first"
         )
         undo.callback(refuse_saving(pipe, error))
-        checks = {name: shapes_shown for name in SHAPE_CHECKS}
+        checks = dict.fromkeys(SHAPE_CHECKS, shapes_shown)
         for name, inside in {**checks, NORMS: _as_it_is, "unfuse_lora": weights_there}.items():
-            if hasattr(pipe, name):
-                patch = Patch(pipe, name, getattr(pipe, name))
-                patch.replace(partial(self._call, inside, patch.original))
-                undo.callback(patch)
+            undo.callback(wrap_methods(pipe, (name,), partial(self._call, inside)))
 
     def _call(
         self,
         inside: Callable[[ParallelModel], AbstractContextManager[None]],
+        _: str,
         method: Callable[..., Any],
         *args: Any,
         **kwargs: Any,

@@ -27,7 +27,7 @@ from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, memory, offset_of, rounded_up
 from ..core.alive import PLAIN_TENSORS
 from ..core.arguments import Arguments
-from ..core.patching import CallChain, Patch, Proceed, refuse_loading, refuse_reading, refuse_saving
+from ..core.patching import CallChain, Proceed, refuse_loading, refuse_reading, refuse_saving, wrap_methods
 from ..errors import ConfigError, InputError
 from ..forecast.costs.step import SHARD, Share, StepForecast, Term
 from ..forecast.costs.work import Work, Workload
@@ -366,16 +366,15 @@ class ShardedWeights:
         error = InputError("saving would write empty weights, which ranks share in pieces; call ditmesh.restore(...)")
         self._undo.callback(refuse_saving(self.model, error))
         self._undo.callback(refuse_loading(self.model, self.spread, "this rank's piece"))
-        self._undo.callback(refuse_reading(self.model, self.spread, "nothing, as its weights are in pieces on all ranks,"))
-        for name in ("fuse_lora", "unfuse_lora", "fuse_qkv_projections"):
-            if hasattr(self.model, name):
-                patch = Patch(self.model, name, getattr(self.model, name))
-                patch.replace(partial(self._with_whole, patch))
-                self._undo.callback(patch)
+        self._undo.callback(
+            refuse_reading(self.model, self.spread, "nothing, as its weights are in pieces on all ranks,")
+        )
+        names = ("fuse_lora", "unfuse_lora", "fuse_qkv_projections")
+        self._undo.callback(wrap_methods(self.model, names, self._with_whole))
 
-    def _with_whole(self, patch: Patch, *args: Any, **kwargs: Any) -> Any:
+    def _with_whole(self, _: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.whole():
-            return patch.original(*args, **kwargs)
+            return method(*args, **kwargs)
 
     def spread(self) -> set[int]:
         """Ids of the parameters that are in pieces."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...comm import Link, PeerError
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
-from ...core.patching import Patch, refuse_calls, refuse_loading, refuse_reading, refuse_saving
+from ...core.patching import refuse_calls, refuse_loading, refuse_reading, refuse_saving, wrap_methods
 from ...errors import ConfigError, InputError
 from ...forecast.costs.step import Share
 from ...forecast.costs.work import Linear, Work, Workload
@@ -280,11 +280,8 @@ class StageWeights:
         self._undo.callback(refuse_saving(model, error))
         self._undo.callback(refuse_loading(model, self._absent, "nothing"))
         self._undo.callback(refuse_reading(model, self._absent, "nothing, as another stage has its block,"))
-        for name in ("fuse_lora", "unfuse_lora", "load_lora_adapter", "fuse_qkv_projections"):
-            if hasattr(model, name):
-                patch = Patch(model, name, getattr(model, name))
-                patch.replace(partial(self._call_guarded, name, patch.original))
-                self._undo.callback(patch)
+        names = ("fuse_lora", "unfuse_lora", "load_lora_adapter", "fuse_qkv_projections")
+        self._undo.callback(wrap_methods(model, names, self._call_guarded))
 
     def _absent(self) -> set[int]:
         """Ids of the parameters that are on other stages."""

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ...comm.autograd import enter_slices, gather_features, leave_slices, sum_of
 from ...config import ParallelConfig
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.partition import Partition
-from ...core.patching import Patch, refuse_loading, refuse_reading, refuse_saving
+from ...core.patching import Patch, refuse_loading, refuse_reading, refuse_saving, wrap_methods
 from ...core.values import tracked
 from ...errors import ConfigError, InputError
 from ...forecast.costs.step import Share, StepForecast, Term
@@ -191,11 +190,8 @@ class TensorParallel:
         )
         self._undo.callback(refuse_loading(model, self.spread, "this rank's slices"))
         self._undo.callback(refuse_reading(model, self.spread, "this rank's slice"))
-        for name in ("fuse_lora", "fuse_qkv_projections", "unfuse_qkv_projections", "add_adapter", "load_lora_adapter"):
-            if hasattr(model, name):
-                patch = Patch(model, name, getattr(model, name))
-                patch.replace(partial(self._call_guarded, name, patch.original))
-                self._undo.callback(patch)
+        names = ("fuse_lora", "fuse_qkv_projections", "unfuse_qkv_projections", "add_adapter", "load_lora_adapter")
+        self._undo.callback(wrap_methods(model, names, self._call_guarded))
 
     def _call_guarded(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model that fuses projections, or adds or fuses adapters."""
