@@ -6,6 +6,7 @@ of `PictureRequest`, or rename some of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from string import Formatter
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic.fields import FieldInfo
 
 from .errors import ConfigError, InputError
 
@@ -329,13 +331,36 @@ def field_error(error: ValidationError) -> FieldError:
             return FieldError(name, "{}", wrong)
     known = request_fields().get(name, RequestField(""))
     if known.wrong is None and ("ge" in about or "le" in about):
-        metadata = PictureRequest.model_fields[name].metadata
+        declared = _declared(PictureRequest.model_fields[name])
         least, most = (
-            next((getattr(one, bound) for one in metadata if hasattr(one, bound)), None) for bound in ("ge", "le")
+            next((getattr(one, bound) for one in declared if hasattr(one, bound)), None) for bound in ("ge", "le")
         )
         bounds = f"{least} or more" if most is None else f"{least} to {most}"
         return FieldError(name, "{" + name + "} {} is not possible; use {}", value, bounds)
     return FieldError(name, known.wrong or "{" + name + "} {}: {}", value, problem["msg"].lower())
+
+
+def _declared(field: FieldInfo) -> list[Any]:
+    """The bounds of a field, or of one of its types."""
+    inside = [about for kind in get_args(field.annotation) for about in get_args(kind)[1:]]
+    return [*field.metadata, *(bound for about in inside for bound in getattr(about, "metadata", ()))]
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """``"96x64"`` to (width, height) in pixels; None stays None.
+
+    Raises:
+        FieldError: the text is not a size.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,9})[xX×]([0-9]{1,9})", text.strip())
+    if match is None or not (int(match[1]) and int(match[2])):
+        shown = text[:40] if text.strip() and text.isprintable() else repr(text[:40])
+        side = re.fullmatch(r"\D*([1-9][0-9]{1,3})\D*", text)
+        example = side[1] if side is not None else "1024"
+        raise FieldError("width", "{width} {}: write WIDTHxHEIGHT, for example {}x{}", shown, example, example)
+    return int(match[1]), int(match[2])
 
 
 def check_text(text: str, name: str) -> None:

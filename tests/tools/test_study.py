@@ -207,7 +207,7 @@ def test_resumes(small, capsys):
         (["--batch", "0"], "--batch 0 is not possible; use --batch 1"),
         (["--jobs", "0"], "--jobs 0 is not possible; use --jobs 1"),
         (["--seed", "-1"], "--seed -1 is not possible; use --seed 0"),
-        (["--size", "big"], "is not WIDTHxHEIGHT"),
+        (["--size", "big"], "--size big: write WIDTHxHEIGHT, for example 1024x1024"),
         (["--launcher", "ray"], "--launcher ray starts real ranks, and all are simulated; add --real"),
     ],
 )

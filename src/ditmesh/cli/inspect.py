@@ -12,6 +12,7 @@ import typer
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..report.report import Report, StyledText
+from ..request import parse_size
 from .options import (
     AsJson,
     AtOnce,
@@ -26,7 +27,7 @@ from .options import (
     with_groups,
 )
 from .show import emit
-from .values import check_planned, parallel_config, parse_config, parse_size
+from .values import check_planned, parallel_config, parse_config
 
 if TYPE_CHECKING:
     from ..forecast.costs.work import Workload

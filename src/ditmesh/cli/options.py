@@ -19,7 +19,7 @@ import typer
 
 from ..config import ParallelConfig, setting
 from ..errors import ConfigError, InputError, did_you_mean
-from ..request import PIPELINES, PictureRequest, plain_type, request_fields
+from ..request import PIPELINES, PictureRequest, parse_size, plain_type, request_fields
 
 Result = TypeVar("Result")
 
@@ -205,7 +205,7 @@ if TYPE_CHECKING:
 else:
 
     def _asked(options: Any) -> dict[str, Any]:
-        from .values import any_seed, parse_size
+        from .values import any_seed
 
         names = {name: of.option for name, of in request_fields().items() if of.flags}
         found = {name: value for name, one in names.items() if (value := getattr(options, one, None)) is not None}

@@ -13,6 +13,7 @@ import typer
 from ..errors import ConfigError, InputError, did_you_mean
 from ..launch import launcher
 from ..report.report import Report, StyledText
+from ..request import parse_size
 from .options import (
     OFFLOADS,
     AsJson,
@@ -29,7 +30,7 @@ from .options import (
     output_option,
 )
 from .show import emit
-from .values import check_planned, parse_size
+from .values import check_planned
 
 if TYPE_CHECKING:
     from ..forecast.costs.hardware import Hardware

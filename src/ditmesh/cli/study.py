@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InputError
+from ..request import parse_size
 from .options import (
     Address,
     AsJson,
@@ -26,7 +27,7 @@ from .options import (
     with_groups,
 )
 from .show import bar, emit, provenance
-from .values import download, embedded_or, parse_size, read_prompts, videos_of
+from .values import download, embedded_or, read_prompts, videos_of
 
 if TYPE_CHECKING:
     from ..generate.model_info import ModelInfo

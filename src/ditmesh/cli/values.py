@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     from .options import PictureOptions
 
 
-def parse_size(text: str | None) -> tuple[int, int] | None:
-    """``"96x64"`` to (width, height) in pixels; None stays None.
-
-    Raises:
-        InputError: the text is not a size.
-    """
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)[xX×](\d+)", text.strip())
-    if match is None or not (int(match[1]) and int(match[2])):
-        raise InputError(f"size {text!r} is not WIDTHxHEIGHT; write it as 1024x1024")
-    return int(match[1]), int(match[2])
-
-
 def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     """The prompts of the command line, then those of a file, one per line without blank lines.
 

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from ...errors import DitmeshError, InputError
+from ...request import FieldError, parse_size
 from ..errors import IdempotencyKey, UnknownJob
 from ..queue.storage import storage_error
 from ..settings import ApiSettings
@@ -42,7 +43,11 @@ FILE = {"type": "string", "format": "binary"}
 JOB_ID = re.compile(r"job_[0-9a-f]{32}")
 JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
 # "auto": the size of the input image, else the pipeline's default.
-Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", examples=["1024x1024"])]
+Size = Annotated[
+    str,
+    # Only described: `sized` parses it, as the command line does.
+    Field(examples=["1024x1024"], json_schema_extra={"pattern": "^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"}),
+]
 
 
 IdempotencyHeader = Annotated[
@@ -282,12 +287,17 @@ def sized(size: str | None, request: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a request with the width and height of ``"1024x768"``.
 
     Raises:
+        Refused: it is no size.
         InputError: it says something else than these fields.
     """
     found = dict(request)
-    if size in (None, "auto"):
+    try:
+        given = None if size == "auto" else parse_size(size)
+    except FieldError as error:
+        raise Refused(400, error.spelled(lambda _: "size"), param="size") from None
+    if given is None:
         return found
-    width, height = (int(side) for side in size.split("x"))
+    width, height = given
     if found.get("width", width) != width or found.get("height", height) != height:
         raise InputError(f"size {size!r} contradicts width and height; leave one of them out")
     return found | {"width": width, "height": height}
