@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ditmesh import ConfigError, ParallelConfig
+from ditmesh import ConfigError, InputError, ParallelConfig
 from ditmesh.cli.main import app, main
+from ditmesh.cli.show import emit
 from ditmesh.errors import did_you_mean
+from ditmesh.report.report import Report
 from ditmesh.report.text import print_table
 from support import processes
 
@@ -377,3 +379,17 @@ def test_a_fresh_command_says_nothing_that_is_not_ours(tmp_path: Path) -> None:
     assert re.match(r"1 image in .* s to start, .* s to load, .* s in all", lines[1])
     assert lines[2].startswith("one device (1 thread): ")
     assert processes.wait_until_gone(mark, 10) == []
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_result_that_a_full_disk_does_not_take_is_said(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report()
+    report.text("a sentence")
+    with Path("/dev/full").open("w", encoding="utf-8") as full, monkeypatch.context() as patches:
+        patches.setattr(sys, "stdout", full)
+        with pytest.raises(InputError, match=r"cannot be written to standard output \(No space left on device\)"):
+            emit({"seconds": 1.0}, as_json, lambda _: report)
+        # What the file still holds could not be written when it is closed.
+        patches.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._version import source
 from ..core.files import without_folder
+from ..errors import InputError, reason_of
 from ..report import report
 from ..report.formatting import count
 from ..report.text import print_report
@@ -19,11 +21,27 @@ if TYPE_CHECKING:
 
 
 def emit(result: dict[str, Any], as_json: bool, say: Callable[[dict[str, Any]], Report | None]) -> None:
-    """Print a command's result: as JSON, or as the report that ``say`` makes of it, or prints itself."""
-    if as_json:
-        print(report.as_json(result))
-    elif (said := say(result)) is not None:
-        print_report(said)
+    """Print a command's result: as JSON, or as the report that ``say`` makes of it, or prints itself.
+
+    Raises:
+        InputError: standard output is a file on a full disk.
+    """
+    said = None if as_json else say(result)
+    try:
+        if as_json:
+            print(report.as_json(result))
+        elif said is not None:
+            print_report(said)
+        # Here, as the process leaves without a word about what it could not write.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Its reader has what it wanted.
+        raise
+    except OSError as error:
+        raise InputError(
+            f"the result cannot be written to standard output ({reason_of(error)}); free some space, or send it to "
+            "another place"
+        ) from error
 
 
 def bar(*more: Any, shown: bool = True) -> Progress:
