@@ -245,6 +245,9 @@ def refused(case: str) -> str:
         ditmesh.parallelize(model, config, mesh=mesh, layout=layout)
         if case == "cast":
             model.to(torch.bfloat16)
+        if case == "changed":
+            with torch.no_grad():
+                model.transformer_blocks[0].norm1.linear.bias.mul_(2)
         if case == "gradient":
             flat(model.forward(**given))
         else:

@@ -236,6 +236,11 @@ class Unit:
     # The calls in progress that run with it, and the memory that was lent for what was received.
     running: int = 0
     lent: list[list[Tensor]] = field(default_factory=list)
+    # Changes in place that each tensor had seen when it was let go of.
+    changes: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.changes = [_changes(part) for part in self.parts]
 
     def cut(self, rank: int) -> None:
         """Take this rank's part of tensors that are whole, and let go of them."""
@@ -261,9 +266,10 @@ class Unit:
         """Let go of the tensors' values. They keep their dimensions: adapters are made by those."""
         for part, (shape, _) in zip(self.parts, self.packed.specs, strict=True):
             part.data = part.data.new_empty((0, *shape[1:]))
+        self.changes = [_changes(part) for part in self.parts]
 
     def check(self) -> None:
-        """Reject tensors that were cast or moved, because gathered weights would not show it.
+        """Reject tensors that were cast, moved or changed in place, because gathered weights would not show it.
 
         Raises:
             InputError: naming them.
@@ -276,6 +282,16 @@ class Unit:
                     f"{part.dtype} on {part.device} now; call ditmesh.restore(...), cast or move them, and parallelise "
                     "again"
                 )
+        if self.changes != [_changes(part) for part in self.parts]:
+            raise InputError(
+                f"the weights of {self.name} were changed in place while ranks hold them in pieces, so that the change "
+                "is lost; call ditmesh.restore(...), change them, and parallelize again"
+            )
+
+
+def _changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; of one that was made in inference mode torch does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def units_of(model: nn.Module, groups: Iterable[GatherGroup], link: Link) -> list[Unit]:
