@@ -1,10 +1,21 @@
 """Communication: the few collectives ditmesh uses, uneven, counted, safe on every backend."""
 
+from .bundle import BundledTransfer, Bundles
 from .compression import Codec, codec
 from .hosts import Hosts, find_hosts
 from .link import Link, Transfer
 from .shared import SharedChannel, SharedMemory, possible
 from .state import DesyncError, PeerError, RequestState, Traffic
 
-__all__ = ["Codec", "DesyncError", "Hosts", "Link", "PeerError", "RequestState", "SharedChannel"]
+__all__ = [
+    "BundledTransfer",
+    "Bundles",
+    "Codec",
+    "DesyncError",
+    "Hosts",
+    "Link",
+    "PeerError",
+    "RequestState",
+    "SharedChannel",
+]
 __all__ += ["SharedMemory", "Traffic", "Transfer", "codec", "find_hosts", "possible"]

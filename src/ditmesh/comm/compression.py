@@ -69,6 +69,10 @@ class Codec:
         """A flat tensor that takes `encode` of a tensor (S, 2, B, H, D) of that shape."""
         return torch.empty(prod(shape), dtype=self.dtype, device=device)
 
+    def length(self, shape: tuple[int, ...]) -> int:
+        """Elements of `encode` of a tensor (S, 2, B, H, D) of that shape."""
+        return self.empty(shape, torch.device("meta")).numel()
+
     def encode(self, tokens: Tensor) -> Tensor:
         """(S, 2, B, H, D), K before V, to a flat contiguous tensor of its own memory."""
         limit = torch.finfo(self.dtype).max

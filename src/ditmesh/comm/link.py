@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial, reduce
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,18 @@ _FILLED = 1.5
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 # Messages are not observed.
 _UNSEEN: Watched = nullcontext()
+
+
+class Cancelled(Protocol):
+    """Something that holds a transfer, or is going to."""
+
+    def cancel(self) -> None:
+        """Drop it, and raise `request_over` in every later wait for it."""
+
+
+def request_over(link: str) -> PeerError:
+    """The error of who waits for a transfer over a link after the end of its request."""
+    return PeerError(f"the request of this transfer over the {link} link is over; call the model again")
 
 
 class Transfer:
@@ -80,7 +92,7 @@ class Transfer:
             PeerError: a rank has failed or has not done its part, or the transfer's request is over.
         """
         if self._cancelled:
-            raise PeerError(f"the request of this transfer over the {self._link} link is over; call the model again")
+            raise request_over(self._link)
         limit = () if timeout is None else (timeout,)
         with self._watched:
             while self._works:
@@ -117,8 +129,8 @@ class Link:
         self._backend = ""
         self._channel: SharedChannel | None = None
         self._state = RequestState() if state is None else state
-        # Transfers over the process group that may be under way.
-        self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        # Transfers over the process group that may be under way, and those that others hold.
+        self._transfers: weakref.WeakSet[Cancelled] = weakref.WeakSet()
         self._others = [peer for peer in range(self.size) if peer != rank]
         # Peers on other hosts.
         self._far: frozenset[int] = frozenset()
@@ -143,6 +155,10 @@ class Link:
         """The shared memory of all ranks of the link, if there is one and no graph is compiled."""
         # A compiled graph holds collectives of the process group, which the compiler knows.
         return None if self._far or torch.compiler.is_compiling() else self._channel
+
+    def hold(self, transfer: Cancelled) -> None:
+        """Cancel a transfer in `drop`, too; it is not kept alive."""
+        self._transfers.add(transfer)
 
     def drop(self) -> None:
         """Drop every transfer, the process group and the shared memory; no tensor can be sent until `connect`."""
@@ -251,8 +267,18 @@ class Link:
     @property
     def packs(self) -> bool:
         """True if all that a rank sends in a collective is one buffer, as on NCCL; else messages go one by one."""
-        through_group = self._group is not None and (self._channel is None or bool(self._far))
-        return through_group and not torch.compiler.is_compiling() and not self._matches
+        return self._through_group and not torch.compiler.is_compiling() and not self._matches
+
+    @property
+    def bundles(self) -> bool:
+        """True if one message is cheaper than several, as over a process group; see `Bundles`."""
+        self._state.check()
+        return self._through_group and not torch.compiler.is_compiling()
+
+    @property
+    def _through_group(self) -> bool:
+        """True if tensors travel over the process group, to some of the ranks at least."""
+        return self._group is not None and (self._channel is None or bool(self._far))
 
     def all_to_all_packed(
         self, packed: Tensor, outgoing: Sequence[int], incoming: Sequence[int]

@@ -194,12 +194,7 @@ class StepForecast:
             behind: seconds of computation that each may run beside.
             route: from whom to whom; default: as the collective has it.
         """
-        if axes == (SHARD,):
-            first, second, *_ = self.config.shard_groups()[0]
-            size, stride = self.config.shard, second - first
-        else:
-            size = self.config.size_of(axes)
-            stride = prod(self.config.degrees[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
+        size, stride = self._ranks(axes)
         seconds, share, through = self.hardware.transfer(collective, sent, size, stride)
         seconds *= self.hardware.scale.get("transfer", 1.0)
         hidden = min(seconds * share, behind)
@@ -215,6 +210,20 @@ class StepForecast:
             axes=axes,
             route=ROUTES[collective] if route is None else route,
         )
+
+    def _ranks(self, axes: tuple[str, ...]) -> tuple[int, int]:
+        """How many ranks exchange something along neighbouring axes, and how far apart these are among all ranks."""
+        if axes == (SHARD,):
+            first, second, *_ = self.config.shard_groups()[0]
+            return self.config.shard, second - first
+        stride = prod(self.config.degrees[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
+        return self.config.size_of(axes), stride
+
+    def bundles(self, axes: tuple[str, ...]) -> bool:
+        """True if small messages along neighbouring axes travel together: where ranks share no memory of their host."""
+        size, stride = self._ranks(axes)
+        across = self.hardware.between is not None and size * stride > self.hardware.devices
+        return self.hardware.device.ahead or across
 
     # --- computation ---------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
+from math import ceil
 from typing import ClassVar
 
 import torch
@@ -25,13 +27,15 @@ from torch import Tensor
 
 from ...attention import masks
 from ...attention.mixer import AttentionCall
-from ...comm import Codec, Link, Transfer, codec
+from ...comm import BundledTransfer, Bundles, Codec, Link, Transfer, codec
+from ...comm.bundle import messages_of_bundle
 from ...comm.compression import joined
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.partition import Partition
 from ...forecast.costs.step import Share, StepForecast, Term
 from ...forecast.costs.work import Work, Workload
+from ...layout import Stream
 from ...staleness.control import WarmupControl
 from ..base import ParallelModel, Request, VariantLimits, variant
 from ..hooks import Handler
@@ -113,7 +117,8 @@ class DisplacedParallel(StaleSequence):
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh, control, blocks)
         self._codec, self._predicts = codec(config.compress), config.predict is not None
-        self._buffers = control.clock.kept.keeper(_Buffers, _Buffers.arrive, size=_Buffers.nbytes)
+        make = partial(_Buffers, mesh.ring)
+        self._buffers = control.clock.kept.keeper(make, _Buffers.arrive, size=_Buffers.nbytes)
 
     @property
     def buffers(self) -> _Buffers:
@@ -134,9 +139,18 @@ class DisplacedParallel(StaleSequence):
         Raises:
             RuntimeError: another rank has gone; everything is forgotten all the same.
         """
-        self._buffers.renew().arrive()
+        self._buffers.renew().finish()
         if self._codec is not None:
             self._codec.forget()
+
+    def end_call(self) -> None:
+        super().end_call()
+        self.buffers.bundles.end_round()
+
+    def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
+        # The rank is going to wait for others: what is sent before travels meanwhile.
+        self.buffers.bundles.flush()
+        return super()._gather(value, tokens, stream)
 
     def moved_on(self, step: int) -> float | None:
         if not self._predicts:
@@ -151,7 +165,7 @@ class DisplacedParallel(StaleSequence):
         if buffer is not None:
             buffer.arrive()
         if buffer is None or not buffer.fits(k_bhsd, keys, rows):
-            buffer = buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring, self._codec)
+            buffer = buffers[key] = _Buffer(k_bhsd, keys, rows, buffers.bundles, self._codec)
         known = buffer.step is not None and buffer.step >= step - 1
         if self._predicts and known:
             buffer.move_on(step, not self.control.decision.synchronous and self.control.goes_on(step))
@@ -203,7 +217,7 @@ class _Buffer:
     SHARE, FIRST = 0.5, 1
 
     def __init__(
-        self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None, ring: Link, packer: Codec | None
+        self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None, bundles: Bundles, packer: Codec | None
     ) -> None:
         batch, heads, _, dim = k_bhsd.shape
         # A head's tokens lie together: attention reads them faster than if tokens came with all their heads.
@@ -213,8 +227,9 @@ class _Buffer:
         self.step: int | None = None
         self.mask: Tensor | None = None
         self._keys, self._rows = keys, rows
-        self._ring = ring
-        self._arriving: Transfer | None = None
+        self._bundles = bundles
+        self._ring = ring = bundles.link
+        self._arriving: Transfer | BundledTransfer | None = None
         self._codec = packer
         # The codec of what is on its way.
         self._packer: Codec | None = None
@@ -223,9 +238,11 @@ class _Buffer:
         # Where prediction is asked for: the keys of the step before the latest that are compared with, and that step.
         self._before: list[Tensor] = []
         self._before_step: int | None = None
-        # Whether packed, and for every rank's messages the memory that they come into: the same in every step, as fresh
+        # For every rank's messages that are not packed the memory that they come into: the same in every step, as fresh
         # memory has to be fetched page by page.
-        self._incoming: tuple[bool, list[list[Tensor]]] | None = None
+        self._incoming: list[list[Tensor]] | None = None
+        # Elements of every rank's packed message.
+        self._sizes: list[int] = []
         # Of every rank, its tokens' places; streams that all ranks hold whole are not sent.
         places = [[self.whole.narrow(0, *place) for place in keys.places(rank)] for rank in range(ring.size)]
         self._own = places[ring.rank]
@@ -294,20 +311,23 @@ class _Buffer:
             whole: send them as they are, not through the codec.
         """
         packer = None if whole else self._codec
-        self.step = step
+        self.step, self._packer = step, packer
         own = self._slots[self._ring.rank]
-        outgoing = own
-        with torch.no_grad():
-            if packer is not None:
-                # One message per peer: the streams one after the other.
-                outgoing = [self._packed(packer, own)]
-            elif self._codec is not None and self._codec.differences:
+        if packer is not None:
+            # One message per peer: the streams one after the other.
+            self._incoming = None
+            self._sizes = self._sizes or [packer.length(joined(slots)) for slots in self._slots]
+            with torch.no_grad():
+                message = self._packed(packer, own)
+            self._arriving = self._bundles.post(message, self._sizes)
+            return
+        if self._codec is not None and self._codec.differences:
+            with torch.no_grad():
                 self._shown = torch.cat(own)
-        packed = packer is not None
-        if self._incoming is None or self._incoming[0] != packed:
+        if self._incoming is None:
             others = [[] if rank == self._ring.rank else slots for rank, slots in enumerate(self._slots)]
-            self._incoming = packed, [self._empty(slots, packer) for slots in others]
-        self._arriving, self._packer = self._ring.all_gather_async(outgoing, self._incoming[1]), packer
+            self._incoming = [[slot.new_empty(slot.shape) for slot in slots] for slots in others]
+        self._arriving = self._ring.all_gather_async(own, self._incoming)
 
     def _packed(self, packer: Codec, own: list[Tensor]) -> Tensor:
         """The message of this rank's tokens."""
@@ -321,12 +341,6 @@ class _Buffer:
                     slot.zero_()
         # The next difference includes what rounding has left out.
         return packer.encode_new(packer.new(own, self._shown), self._shown)
-
-    def _empty(self, slots: list[Tensor], packer: Codec | None) -> list[Tensor]:
-        """Memory for a rank's messages of these slots."""
-        if packer is not None and slots:
-            return [packer.empty(joined(slots), self.whole.device)]
-        return [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
 
     def arrive(self) -> None:
         """Wait for the posted messages, if pending."""
@@ -344,14 +358,36 @@ class _Buffer:
             for slot in slots:
                 slot.copy_(next(received))
 
+    def finish(self) -> None:
+        """End the transfer of messages that will not be read."""
+        arriving, self._arriving = self._arriving, None
+        if isinstance(arriving, BundledTransfer):
+            arriving.finish()
+        elif arriving is not None:
+            arriving.wait()
+
 
 class _Buffers(dict[Key, _Buffer]):
-    """The buffers of one request."""
+    """The buffers of one request.
+
+    Attributes:
+        bundles: of the messages of stale steps: each is needed at the same layer of the next step.
+    """
+
+    def __init__(self, ring: Link) -> None:
+        super().__init__()
+        self.bundles = Bundles(ring)
 
     def arrive(self) -> None:
         """Wait for all messages that are on their way."""
         for buffer in self.values():
             buffer.arrive()
+
+    def finish(self) -> None:
+        """End the transfer of all messages; those that were not sent are dropped."""
+        self.bundles.drop()
+        for buffer in self.values():
+            buffer.finish()
 
     def nbytes(self) -> int:
         """Bytes of what is kept between steps."""
@@ -422,8 +458,11 @@ class Displaced(StaleStrategy):
                 elements = own / step.workload.element
                 tokens = elements / (2 * rows * heads * one.width)
                 own = elements * compression.size(one.width) + compression.extra(rows, tokens, heads, one.width)
-            behind = compute / calls if step.stale else 0.0
-            yield step.transfer("keys (displaced)", ("ring",), "all_gather", own * (config.ring - 1), times, behind)
+            bundled = compression is not None and step.bundles(("ring",))
+            together = messages_of_bundle(own, ceil(calls / step.share.calls)) if bundled else 1
+            sent, messages = own * (config.ring - 1) * together, times / together
+            behind = together * compute / calls if step.stale else 0.0
+            yield step.transfer("keys (displaced)", ("ring",), "all_gather", sent, messages, behind)
             # Of every stream own keys are copied, travel as one batch, and all are put into the buffer.
             streams = 2 if block.text else 1
             yield from step.pointwise(
@@ -434,5 +473,5 @@ class Displaced(StaleStrategy):
                 yield from step.pointwise(
                     "prediction", 11 * keys / step.workload.element, times, 4 * streams * config.ring
                 )
-            yield from step.exchanged(2 * streams, times)
+            yield from step.exchanged(2 * streams if compression is None else 2, messages)
         yield from gather_stream(step)
