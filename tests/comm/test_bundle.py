@@ -88,10 +88,9 @@ def test_messages_travel_together(ranks, hosts, shared_memory):
     for right, sent, bytes_right in ranks(len(hosts)).run(rounds, hosts, shared_memory, numbers):
         assert right
         assert bytes_right
-        # Of nine messages three travel together, of seven (of which two wait for the one before) as many at most.
-        assert sent[:3] == [9, 3, 3]
-        assert sent[3] == 4
-        # After a round of seven; after one of one message, and after one of none, all are sent at once.
+        # Of nine messages three travel together; the second one of a number is waited for after two of its round.
+        assert sent[:4] == [9, 3, 3, 3]
+        # After a round of seven; after one of none all are sent at once.
         assert sent[4:] == [3, 1, 0, 9]
 
 
@@ -132,10 +131,10 @@ def large() -> list[list[int]]:
 def test_a_bundle_is_limited(ranks):
     """A large message goes by itself, at once; one that has no place begins another bundle."""
     for _, counts in ranks(2).run(large):
-        # Alone; one is open and one is sent; a third has no place beside it …
+        # The first is open while the second goes alone; the third has a place beside it, and the fourth has none …
         assert counts[:4] == [0, 1, 1, 2]
-        # … and neither has the fifth beside the fourth; four messages are a bundle, whatever they have of bytes.
-        assert counts[4:] == [3, 3, 3, 4, 4, 5]
+        # … but beside the fifth, and then there is room for nothing. Four messages are full, however small they are.
+        assert counts[4:] == [2, 3, 3, 3, 3, 4]
 
 
 def dropped() -> tuple[str, str, bool]:

@@ -40,8 +40,9 @@ class Bundles:
     """All-gathers over one link that are waited for long after they were posted, in rounds that are alike.
 
     All ranks of the link post, wait, flush and end rounds in the same order, and know the sizes of all messages. A
-    bundle is sent when it is full, when one of its messages is waited for, and by `flush`. In the first round, and
-    where the link does not bundle (`Link.bundles`), every message is sent at once.
+    bundle is sent when a message comes that it has no place for, when one of its messages is waited for, and by
+    `flush`: the last one of a round is not in the way of what ranks wait for before they end the round. In the first
+    round, and where the link does not bundle (`Link.bundles`), every message is sent at once.
     """
 
     def __init__(self, link: Link) -> None:
@@ -70,14 +71,12 @@ class Bundles:
             part = alone.add(message, sizes)
             alone.send()
             return part
-        if self._open is not None and not self._open.takes(message, sizes):
+        full = ceil(self._before / BUNDLES)
+        if self._open is not None and (self._open.count >= full or not self._open.takes(message, sizes)):
             self.flush()
         if self._open is None:
             self._open = _Bundle(self, message)
-        part = self._open.add(message, sizes)
-        if self._open.count >= ceil(self._before / BUNDLES):
-            self.flush()
-        return part
+        return self._open.add(message, sizes)
 
     def flush(self) -> None:
         """Send the messages that have not been sent.

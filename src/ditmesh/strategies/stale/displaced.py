@@ -35,7 +35,6 @@ from ...config import ParallelConfig
 from ...core.partition import Partition
 from ...forecast.costs.step import Share, StepForecast, Term
 from ...forecast.costs.work import Work, Workload
-from ...layout import Stream
 from ...staleness.control import WarmupControl
 from ..base import ParallelModel, Request, VariantLimits, variant
 from ..hooks import Handler
@@ -145,12 +144,8 @@ class DisplacedParallel(StaleSequence):
 
     def end_call(self) -> None:
         super().end_call()
+        # Behind the gathering of tokens, for which ranks wait: a message before it would share the link with it.
         self.buffers.bundles.end_round()
-
-    def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
-        # The rank is going to wait for others: what is sent before travels meanwhile.
-        self.buffers.bundles.flush()
-        return super()._gather(value, tokens, stream)
 
     def moved_on(self, step: int) -> float | None:
         if not self._predicts:
