@@ -39,7 +39,7 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 _UNSEEN: Watched = nullcontext()
 
 
-class Cancelled(Protocol):
+class Cancellable(Protocol):
     """Something that holds a transfer, or is going to."""
 
     def cancel(self) -> None:
@@ -130,7 +130,7 @@ class Link:
         self._channel: SharedChannel | None = None
         self._state = RequestState() if state is None else state
         # Transfers over the process group that may be under way, and those that others hold.
-        self._transfers: weakref.WeakSet[Cancelled] = weakref.WeakSet()
+        self._transfers: weakref.WeakSet[Cancellable] = weakref.WeakSet()
         self._others = [peer for peer in range(self.size) if peer != rank]
         # Peers on other hosts.
         self._far: frozenset[int] = frozenset()
@@ -156,7 +156,7 @@ class Link:
         # A compiled graph holds collectives of the process group, which the compiler knows.
         return None if self._far or torch.compiler.is_compiling() else self._channel
 
-    def hold(self, transfer: Cancelled) -> None:
+    def hold(self, transfer: Cancellable) -> None:
         """Cancel a transfer in `drop`, too; it is not kept alive."""
         self._transfers.add(transfer)
 
