@@ -51,7 +51,7 @@ class Bundles:
         self.free: dict[_Form, list[_Memory]] = {}
         # The bundle that is not sent yet.
         self._open: _Bundle | None = None
-        # Messages of the round in progress, and of the one before.
+        # Messages of the round in progress, and of the latest one that had any.
         self._posted = self._before = 0
 
     def post(self, message: Tensor, sizes: Sequence[int]) -> BundledTransfer:
@@ -89,9 +89,9 @@ class Bundles:
             bundle.send()
 
     def end_round(self) -> None:
-        """`flush`; the next round is expected to have as many messages as the one that ends."""
+        """`flush`; the next round is expected to have as many messages as the one that ends, if that has any."""
         self.flush()
-        self._posted, self._before = 0, self._posted
+        self._posted, self._before = 0, self._posted or self._before
 
     def drop(self) -> None:
         """Forget the messages that have not been sent: waiting for one of them raises `PeerError`."""
