@@ -33,7 +33,12 @@ def messages_of_bundle(size: float, posted: int) -> int:
         size: bytes of a message, more than 0.
         posted: messages of the round.
     """
-    return max(1, min(ceil(posted / BUNDLES), int(MOST_BYTES // size)))
+    return max(1, min(_share_of_round(posted), int(MOST_BYTES // size)))
+
+
+def _share_of_round(posted: int) -> int:
+    """The most messages of a bundle, whatever their sizes are, in a round of so many."""
+    return ceil(posted / BUNDLES)
 
 
 class Bundles:
@@ -71,7 +76,7 @@ class Bundles:
             part = alone.add(message, sizes)
             alone.send()
             return part
-        full = ceil(self._before / BUNDLES)
+        full = _share_of_round(self._before)
         if self._open is not None and (self._open.count >= full or not self._open.takes(message, sizes)):
             self.flush()
         if self._open is None:
