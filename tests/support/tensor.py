@@ -25,7 +25,8 @@ def without_sum(name: str, config: dict[str, Any], size: Size) -> float:
 
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters and buffers."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    # Not by state_dict(), which a model with parts of its weights refuses.
+    return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
