@@ -19,7 +19,8 @@ from support.pool import PROMPTS, InTurn, RandomScheduler, drawn, drawn_by_sched
 SEEDS = (0, 1, 2)
 # Random schedules in the matrix, and how many of them ranks follow that load the model once.
 SCHEDULES, TOGETHER = int(os.environ.get("DITMESH_TEST_SCHEDULES", "50")), 25
-SMALL = {"width": 32, "height": 32}
+# Three steps: ranks, batches and pauses change twice.
+SMALL = {"width": 32, "height": 32, "steps": 3}
 
 
 @pytest.fixture(scope="module")

@@ -135,6 +135,17 @@ class RandomSchedules(RandomScheduler):
         return super().decide(costs, now, tasks, running, free)
 
 
+def serve_and_tell(specs: Any, *, report: Any, scheduler: Scheduler) -> None:
+    """As `serve_pool`; the bytes that ranks have exchanged are told after every message, not four times a second."""
+    from ditmesh.serve.worker import conductor
+
+    kept, conductor.BEAT = conductor.BEAT, 0.0
+    try:
+        serve_pool(specs, report=report, scheduler=scheduler)
+    finally:
+        conductor.BEAT = kept
+
+
 def drawn_by_schedules(
     pool: RankPool, spec: ModelSpec, numbers: Sequence[int], seeds: Sequence[int], **more: Any
 ) -> tuple[dict[int, list[np.ndarray]], list[int]]:
@@ -177,7 +188,8 @@ def drawn_by_schedules(
                 begin(send)
 
     owner = Owner(script, len(numbers) * (len(seeds) + 1))
-    owner.serve(pool, [spec], partial(serve_pool, scheduler=RandomSchedules(spec.pool, seed=-1)), deadline=1700.0)
+    own = partial(serve_and_tell, scheduler=RandomSchedules(spec.pool, seed=-1))
+    owner.serve(pool, [spec], own, deadline=1700.0)
     # A request may be done before the ranks read that it is cancelled.
     over = [one for one in of(owner.said, Finished) if one.id.endswith("gone")]
     assert len(of(owner.said, Cancelled)) + len(over) == len(numbers) > 2 * len(over)
