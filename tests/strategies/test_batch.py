@@ -217,6 +217,25 @@ def test_a_timestep_that_was_taken_for_granted_is_looked_at_in_the_end(ranks):
         assert "two timesteps between two steps of the scheduler" in message
 
 
+def fewer_rows(config: dict[str, Any]) -> tuple[str, str]:
+    """The errors of one device and of the ranks for two images of one prompt that was embedded once."""
+    pipe = MAKERS["sd3"]()
+    made = arguments("sd3", [1], num_images_per_prompt=2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(RuntimeError) as alone:
+        draw(pipe, made)
+    with ditmesh.parallelized(pipe, config), pytest.raises(ditmesh.InputError) as refused:
+        draw(pipe, made)
+    return str(alone.value), str(refused.value)
+
+
+@pytest.mark.parametrize("config", [{"data": 2}, {"cfg": 2}, {"data": 2, "reproducible": True}], ids=str)
+def test_text_with_fewer_rows_than_images_is_refused(ranks, config):
+    """Half of four rows of latents have as many rows as all of the text, which belongs to others."""
+    for alone, refused in ranks(2).run(fewer_rows, config):
+        assert "size of tensor" in alone
+        assert "called with 4 rows of hidden_states and 2 of encoder_hidden_states" in refused
+
+
 def held(config: dict[str, Any]) -> tuple[bool, bool]:
     """Whether a prompt lives on after its request, and while it runs."""
     pipe, alive = MAKERS["flux"](), []

@@ -8,6 +8,7 @@ the same from step to step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -243,6 +244,22 @@ def test_all_synchronous_is_exact(ranks):
     config = {"patches": 4, "pipe": 2, "warmup": "fixed(5)"}
     for results in ranks(2).run(drawn, ["flux, two branches"], config):
         assert relative_error(results["flux, two branches"][0], truth) <= TOLERANCE
+
+
+def one_row_of_text(config: dict[str, Any]) -> torch.Tensor:
+    """Three images of one prompt that was embedded once: Flux's blocks give it the rows of the images."""
+    pipe, generator = PIPELINES["flux"](), torch.Generator().manual_seed(0)
+    made = arguments("flux", [1], num_images_per_prompt=3, generator=generator)
+    with ditmesh.parallelized(pipe, config, timeout=60) if config else nullcontext():
+        return draw(pipe, made)
+
+
+def test_one_row_of_text_for_several_images(ranks):
+    truth, stale = one_row_of_text({}), one_row_of_text({"patches": 2, "warmup": "fixed(1)"})
+    for exact in ranks(2).run(one_row_of_text, {"pipe": 2, "warmup": "fixed(4)"}):
+        assert relative_error(exact, truth) <= TOLERANCE
+    for patched in ranks(2).run(one_row_of_text, {"pipe": 2, "warmup": "fixed(1)"}):
+        assert torch.equal(patched, stale)
 
 
 class Rescaling:

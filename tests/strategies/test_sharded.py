@@ -144,7 +144,8 @@ def test_a_request_that_was_broken_off(ranks, shared, interrupted):
         ("layout", "is not reviewed; use tensor to cut its weights, or leave shard out$"),
         ("mesh", "the mesh is for ulysses=2, the configuration for ulysses=2 shard=2"),
         ("cast", "were torch.float32 on cpu .* are torch.bfloat16 on cpu now; call ditmesh.restore"),
-        ("changed", "weights of transformer_blocks.0 were changed in place .*; call ditmesh.restore"),
+        ("changed", "weights of transformer_blocks.0 were changed while .*; call ditmesh.restore"),
+        ("assigned", "weights of transformer_blocks.0 were changed while .*; call ditmesh.restore"),
         ("gradient", "cannot be trained: weights are on a rank while their block runs forward"),
     ],
 )

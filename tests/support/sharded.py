@@ -248,6 +248,9 @@ def refused(case: str) -> str:
         if case == "changed":
             with torch.no_grad():
                 model.transformer_blocks[0].norm1.linear.bias.mul_(2)
+        if case == "assigned":
+            bias = model.transformer_blocks[0].norm1.linear.bias
+            bias.data = 2 * bias.data
         if case == "gradient":
             flat(model.forward(**given))
         else:

@@ -9,7 +9,7 @@ are exchanged, and the later calls are answered from them once their arguments h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -295,6 +295,7 @@ class BatchParallel:
                 "samples of a call one after the other; call disable_cache(), or leave reproducible out"
             )
         batched = batched_in(arguments, batch, self._hooks.layout)
+        _refuse_other_rows(arguments, batch, batched, self._hooks.layout)
 
         def run(take: slice) -> Any:
             part = arguments.copy()
@@ -350,6 +351,22 @@ def batched_in(arguments: Arguments, batch: int, layout: TokenLayout) -> dict[st
     paths += [path for path, value in arguments.leaves() if has_rows(path, value)]
     dims = {path: dim for path, dim in layout.batched if arguments.get(path) is not MISSING}
     return {**dict.fromkeys(paths, 0), **dims}
+
+
+def _refuse_other_rows(arguments: Arguments, batch: int, batched: Collection[str], layout: TokenLayout) -> None:
+    """Refuse a tensor with another number of rows than there are samples; a single row counts for all of them.
+
+    Left whole beside some of the samples, its rows would be taken for theirs.
+    """
+    known = (*layout.unbatched, *layout.listed, *batched)
+    for path, value in arguments.leaves():
+        if not isinstance(value, Tensor) or any(covers(name, path) for name in known):
+            continue
+        if value.dim() and value.shape[0] > 1:
+            raise InputError(
+                f"{layout.model} was called with {batch} rows of {arguments.names[0]} and {value.shape[0]} of {path}, "
+                "which cannot be shared out; give a row for every image (repeat embeddings num_images_per_prompt times)"
+            )
 
 
 def _share_rows(

@@ -236,8 +236,8 @@ class Unit:
     # The calls in progress that run with it, and the memory that was lent for what was received.
     running: int = 0
     lent: list[list[Tensor]] = field(default_factory=list)
-    # Changes in place that each tensor had seen when it was let go of.
-    changes: list[int] = field(init=False)
+    # The state of each tensor when it was let go of.
+    changes: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.changes = [_changes(part) for part in self.parts]
@@ -269,7 +269,7 @@ class Unit:
         self.changes = [_changes(part) for part in self.parts]
 
     def check(self) -> None:
-        """Reject tensors that were cast, moved or changed in place, because gathered weights would not show it.
+        """Reject tensors that were cast, moved or changed, because gathered weights would not show it.
 
         Raises:
             InputError: naming them.
@@ -284,14 +284,17 @@ class Unit:
                 )
         if self.changes != [_changes(part) for part in self.parts]:
             raise InputError(
-                f"the weights of {self.name} were changed in place while ranks hold them in pieces, so that the change "
+                f"the weights of {self.name} were changed while ranks hold them in pieces, so that the change "
                 "is lost; call ditmesh.restore(...), change them, and parallelize again"
             )
 
 
-def _changes(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; of one that was made in inference mode torch does not count it."""
-    return 0 if tensor.is_inference() else tensor._version
+def _changes(tensor: Tensor) -> tuple[int, int]:
+    """How often a tensor was changed in place, and which memory it has, which an assignment to ``.data`` replaces.
+
+    Changes of a tensor that was made in inference mode are not counted by torch.
+    """
+    return 0 if tensor.is_inference() else tensor._version, tensor.untyped_storage()._cdata
 
 
 def units_of(model: nn.Module, groups: Iterable[GatherGroup], link: Link) -> list[Unit]:

@@ -236,6 +236,8 @@ class PatchParallel(SequenceParallel):
         super().before_block(site, arguments)
         self._call.ran = False
         if self.run is not None:
+            if site.index == 0:
+                _give_rows(site.region, arguments)
             self.run.before_block(site, arguments)
         if self.config.reproducible and not self.patch_link.alone:
             # At the beginning of a stage tokens come from a message, elsewhere from the block before.
@@ -488,3 +490,12 @@ class PatchTokens(PipeStrategy, TokenStrategy):
             yield from step.pointwise("copies of keys", 2 * keys / step.workload.element, times)
             yield Term("keys kept", "memory", memory=keys * times)
         yield from gather_stream(step)
+
+
+def _give_rows(region: Region, arguments: Arguments) -> None:
+    """Give a stream of one row, which the first block would broadcast, the image's rows: later stages expect them."""
+    rows = arguments.get(region.main.arg).shape[0]
+    for stream in region.streams:
+        value = arguments.get(stream.arg)
+        if stream.returned and not stream.folded and isinstance(value, Tensor) and len(value) == 1 < rows:
+            arguments.set(stream.arg, value.expand(rows, *value.shape[1:]))
