@@ -90,6 +90,12 @@ def test_adapters_of_projections_that_were_fused_as_slices_are_refused(ranks):
         assert float(said.removeprefix("off by ")) < 1e-5
 
 
+def test_projections_that_were_fused_before_stay_fused(ranks):
+    """Ranks hold slices of them, and of nothing that they were made of."""
+    for said in ranks(2).run(loaded, "fuse parallelize call unfuse"):
+        assert "unfuse_qkv_projections() was called with tensor=2" in said
+
+
 def fused_in_a_pipeline(config) -> dict[str, float | str]:
     """The sentence of a refusal, or errors against one device: projections fused between two calls, and restored."""
     alone, pipe = flux(), flux()

@@ -509,7 +509,7 @@ class SameInputs(Strategy):
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
         # Weights are where they will be.
-        agreed = self._agreed.get(id(pipe)) or self._of(pipe, self._spread())
+        agreed = self._agreed.get(id(pipe)) or self._of(pipe, self._spread() | self._moved())
         self._agreed[id(pipe)] = agreed
         undo.callback(self._agreed.pop, id(pipe))
         agreed.placed(self._spread, self._moved)

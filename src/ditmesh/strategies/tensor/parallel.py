@@ -33,6 +33,7 @@ from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of
 from ..pipefusion.stages import shape_of, whole_or_refused
+from .rules import FUSED
 from .slices import Site, TensorPlan, base_layer_of, norm_width, plan_slices, share_cut
 
 # Of the parameters in a model's blocks: less cut than this is refused, less than that is said.
@@ -207,6 +208,11 @@ class TensorParallel:
         if name == "load_lora_adapter" and kwargs.get("hotswap"):
             # It copies into the tensors that are there: they must have their whole size.
             self.gather_adapters()
+        if name == "unfuse_qkv_projections" and any(site.path.endswith(FUSED) for site in self.plan.sites):
+            raise InputError(
+                f"unfuse_qkv_projections() was called with tensor={self.link.size}, and ranks hold slices of what "
+                "had been fused before; call ditmesh.restore(...), unfuse, and parallelize again"
+            )
         before = {id(parameter) for parameter in self.model.parameters()}
         result = method(*args, **kwargs)
         if name == "fuse_qkv_projections":

@@ -60,13 +60,15 @@ def _feed_forward(
     return Rule(name, (*column, row), dict.fromkeys(column, hidden), {row: hidden}, (), lacks, beside, None, gated)
 
 
+# Projections that fuse_qkv_projections() makes.
+FUSED = ("to_qkv", "to_added_qkv")
+
 _PROJECTIONS = {
     # Gates on the attention's output: one per channel (to_gate), or one per head.
     **dict.fromkeys(("to_q", "add_q_proj", "q_img", "to_gate"), ("queries",)),
     **dict.fromkeys(("to_k", "to_v", "add_k_proj", "add_v_proj", "k_img", "v_img"), ("keys",)),
     "to_gate_logits": ("heads",),
-    # Fused by fuse_qkv_projections().
-    **dict.fromkeys(("to_qkv", "to_added_qkv"), ("queries", "keys", "keys")),
+    **dict.fromkeys(FUSED, ("queries", "keys", "keys")),
     "to_kv": ("keys", "keys"),
 }
 
