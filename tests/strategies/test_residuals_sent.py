@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ditmesh
 from ditmesh.comm import codec
-from ditmesh.comm.compression import FewLevels
+from ditmesh.comm.compression import FewLevels, by_token
 from support.models import RAGGED, inputs, run, tiny
 from support.stale import displaced, handler_of, moving, next_step
 
@@ -82,13 +82,129 @@ def test_what_is_shown_is_what_receivers_have(name, dtype, cuts):
     assert not torch.equal(shown, states[-1])
 
 
-@pytest.mark.parametrize("levels", [2, 3, 4, 6])
+@pytest.mark.parametrize("levels", [2, 3, 4])
 def test_levels_are_packed_without_loss(levels):
-    packer = FewLevels(2)
-    codes = torch.randint(levels, (1003,), generator=torch.Generator().manual_seed(1)).float()
+    packer = FewLevels(levels)
+    codes = torch.randint(levels, (1003,), generator=torch.Generator().manual_seed(1))
     packed = torch.empty(-(-1003 // packer.IN_A_BYTE[levels]), dtype=torch.uint8)
-    packer._pack(codes, levels, packed)
-    assert torch.equal(packer._steps(packed, levels, (1003,), packer._room), codes - (levels - 1) / 2)
+    packer._pack(codes.to(torch.int8), packed)
+    units = packer._tables_on(packed.device).steps[0] / packer._tables_on(packed.device).powers[0]
+    assert torch.equal(packer._steps(packed, (1003,), packer._room) * units, 2 * codes - (levels - 1.0))
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4])
+def test_products_of_what_codes_stand_for_are_exact(levels):
+    """So a fused sum, of one kernel or another, has the bits of one that is rounded twice."""
+    tables = FewLevels(levels)._tables_on(torch.device("cpu"))
+    steps = torch.arange(1 - levels, levels, 2).double()
+    few, halves = (table.double().frexp().mantissa.unique() for table in (tables.powers, tables.halves))
+    spreads = torch.outer(halves, tables.falls.double()).view(-1)
+    for numbers in (steps, torch.arange(6).double() - 2.5):
+        products = torch.outer(torch.outer(numbers, few).view(-1), spreads)
+        assert torch.equal(products, products.float().double())
+        assert products.unique().numel() > 40
+
+
+@pytest.mark.parametrize("name", RESIDUAL)
+@pytest.mark.parametrize("cuts", [[60], [20, 40], [10, 20, 30]])
+def test_messages_do_not_depend_on_how_tokens_lie_in_memory(name, cuts):
+    packer, (before, now) = codec(name), walk(2)
+    assert packer is not None
+    messages, shown = [], []
+    for order in ((0, 1, 2, 3, 4), (1, 2, 3, 0, 4), (3, 0, 1, 4, 2)):
+        back = [order.index(dim) for dim in range(5)]
+        there, have = (
+            one.permute(order).clone(memory_format=torch.contiguous_format).permute(back) for one in (now, before)
+        )
+        messages.append(packer.encode_new(packer.new(there.split(cuts), have), have))
+        shown.append(have)
+    assert torch.equal(messages[0], packer.encode(now - before))
+    assert all(torch.equal(message, messages[0]) for message in messages)
+    assert all(torch.equal(have, shown[0]) for have in shown)
+
+
+def parts_of(packer: FewLevels, message: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """What a message says of distances, spreads and means."""
+    tokens, two, batch, heads, dim = shape
+    tables = packer._tables_on(message.device)
+    _, distances, sixes, largest, units = (part.long() for part in message.split(packer._parts(shape)))
+    means, falls = (
+        table[:, of] for table, of in zip((tables.six_means, tables.six_falls), sixes.chunk(2), strict=True)
+    )
+    channels = (two, batch, heads, 1, dim)
+    spread = falls.reshape(-1)[: two * batch * heads * dim].view(channels)
+    spread = spread * tables.halves[largest].view(two, batch, 1, 1, 1)
+    mean = means.reshape(-1)[: two * batch * heads * dim].view(channels)
+    mean = mean * tables.powers[units].view(two, batch, 1, 1, 1) * spread
+    return {"distance": 2 * tables.powers[distances].view(two, batch, 1, tokens, 1), "spread": spread, "mean": mean}
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4])
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e6])
+def test_what_a_message_says_is_near_what_is(levels, size):
+    packer, shape = FewLevels(levels), (300, 2, 2, 3, 8)
+    generator = torch.Generator().manual_seed(3)
+    # Spreads within what six levels reach.
+    wide, loud = (1 + 3 * torch.rand(of, generator=generator) for of in ((1, *shape[1:]), (300, 2, 2, 1, 1)))
+    values = size * (
+        wide * (loud * torch.randn(shape, generator=generator) + torch.randn(wide.shape, generator=generator))
+    )
+    said = parts_of(packer, packer.encode(values), shape)
+    values = values.permute(1, 2, 3, 0, 4)
+    truth = (values.var(3, keepdim=True, correction=0) + (values.mean(3, keepdim=True) / 8).square()).sqrt()
+    # Half a step of half an octave, and what a half of the tokens differs from all.
+    assert (said["spread"] / truth).log2().abs().max() < 0.25 + 0.2
+    assert float((said["mean"] - values.mean(3, keepdim=True)).div(truth).square().mean().sqrt()) < 0.4
+    normal = (values - said["mean"]) / said["spread"]
+    distance = packer.distance * normal.square().mean((2, 4), keepdim=True).sqrt()
+    # A code is of squares from 1 to 1.5 times as large, and stands for what lies between.
+    assert (said["distance"] / distance).log2().abs().max() < 0.175
+    steps = said["distance"] * (torch.arange(levels) - (levels - 1) / 2).view(levels, 1, 1, 1, 1, 1)
+    nearest = (normal - steps).abs().amin(0)
+    found = (packer.decode(packer.encode(by_token(values)), shape).permute(1, 2, 3, 0, 4) - said["mean"]) / said[
+        "spread"
+    ]
+    # All levels are the nearest.
+    assert ((normal - found).abs() - nearest).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("tokens", "every"), [(1, 1), (255, 1), (256, 2), (576, 4), (4096, 4)])
+def test_means_and_spreads_are_of_enough_tokens(tokens, every):
+    packer, shape = FewLevels(4), (tokens, 2, 1, 2, 8)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(tokens))
+    counted = torch.arange(tokens) % every == 0
+    assert counted.sum() >= min(tokens, packer.TOKENS)
+    first = parts_of(packer, packer.encode(values), shape)
+    values[~counted] *= 100
+    second = parts_of(packer, packer.encode(values), shape)
+    assert torch.equal(first["mean"], second["mean"])
+    assert torch.equal(first["spread"], second["spread"])
+    assert torch.equal(first["distance"], second["distance"]) == (every == 1)
+    values[counted] *= 100
+    assert not torch.equal(first["spread"], parts_of(packer, packer.encode(values), shape)["spread"])
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4])
+@pytest.mark.parametrize("channels", [8192, 16384])
+def test_one_channel_alone_is_no_overflow(levels, channels):
+    """Nothing but one channel moves at a token: it is as many distances away as can be."""
+    packer = FewLevels(levels)
+    values = torch.randn((64, 2, 1, 8, channels // 8), generator=torch.Generator().manual_seed(7))
+    values[5], values[6] = 0.0, 0.0
+    values[5, :, :, 0, 0], values[6, :, :, 0, 0] = 1e4, -1e4
+    back = packer.decode(packer.encode(values), tuple(values.shape))
+    assert (back[5, :, :, 0, 0] > 0).all()
+    assert (back[6, :, :, 0, 0] < 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", RESIDUAL[1:])
+def test_numbers_that_are_none_raise_nothing(name, bad):
+    packer, made = codec(name), walk(2)[1]
+    assert packer is not None
+    made[3, 0, 1, 2, 4] = bad
+    made[:, 1, 0] = bad
+    assert packer.decode(packer.encode(made), tuple(made.shape)).shape == made.shape
 
 
 @pytest.mark.parametrize("name", RESIDUAL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from math import prod
+from math import frexp, ldexp, prod
 from typing import ClassVar
 
 import torch
@@ -52,15 +52,16 @@ class Codec:
         """Tokens of several places (S, 2, B, H, D), one after the other; only until the next call of the codec."""
         if len(slots) == 1:
             return slots[0]
-        first = slots[0]
-        return torch.cat([*slots], out=self._room(joined(slots), first, first.dtype, 2))
+        first, (tokens, *rest, dim) = slots[0], joined(slots)
+        return one_after_other(slots, out=self._room((*rest, tokens, dim), first, first.dtype, 2))
 
     def new(self, slots: Sequence[Tensor], shown: Tensor) -> Tensor:
-        """Tokens of several places less what is shown of them: float32 and contiguous; as short-lived."""
+        """Tokens of several places less what is shown of them: float32, heads by heads; as short-lived."""
         if len(slots) > 2 or shown.dtype != torch.float32:
-            return self.together(slots).float() - shown.float()
+            now, before = (by_head(tokens).float().contiguous() for tokens in (self.together(slots), shown))
+            return by_token(now - before)
         # As many kernels for one or two streams, and what is written is read once less.
-        new = self._room(tuple(shown.shape), shown)
+        new = by_token(self._room(tuple(by_head(shown).shape), shown))
         for slot, before, place in _by_slot(slots, shown, new):
             torch.sub(slot, before, out=place)
         return new
@@ -75,11 +76,11 @@ class Codec:
 
     def encode(self, tokens: Tensor) -> Tensor:
         """(S, 2, B, H, D), K before V, to a flat contiguous tensor of its own memory."""
-        limit = torch.finfo(self.dtype).max
+        limit, values = torch.finfo(self.dtype).max, by_head(tokens)
         if torch.finfo(tokens.dtype).max > limit:
-            tokens = torch.clamp(tokens, -limit, limit, out=self._room(tuple(tokens.shape), tokens, tokens.dtype))
-        flat = torch.empty(tokens.shape, dtype=self.dtype, device=tokens.device)
-        return flat.copy_(tokens).view(-1)
+            values = torch.clamp(values, -limit, limit, out=self._room(tuple(values.shape), tokens, tokens.dtype))
+        flat = torch.empty(values.shape, dtype=self.dtype, device=tokens.device)
+        return flat.copy_(values).view(-1)
 
     def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The tokens again, (S, 2, B, H, D), in any floating dtype."""
@@ -87,13 +88,14 @@ class Codec:
 
     def _decoded(self, flat: Tensor, shape: tuple[int, ...], room: Room) -> Tensor:
         """`decode` into memory that a function gives."""
-        return flat.view(shape)
+        tokens, *rest, dim = shape
+        return by_token(flat.view(*rest, tokens, dim))
 
     def encode_new(self, values: Tensor, shown: Tensor) -> Tensor:
         """The message of differences, and what is shown moved on by what the receivers make of it.
 
         Args:
-            values: the differences (S, 2, B, H, D), float32 and contiguous; they are overwritten.
+            values: the differences (S, 2, B, H, D), as `new` gives them; they are overwritten.
             shown: the same tokens as all others have them, in any floating dtype; written to.
         """
         message = self.encode(values)
@@ -132,21 +134,22 @@ class Int8(Codec):
         return super().empty((prod(shape) + prod(shape[1:4]) * 4,), device)
 
     def encode(self, tokens: Tensor) -> Tensor:
-        values, shape = tokens.float(), tuple(tokens.shape)
-        room = self._room(shape, values)
-        scale = torch.abs(values, out=room).amax(dim=(0, 4), keepdim=True) / 127  # (1, 2, B, H, 1)
+        values = by_head(tokens).float()
+        room = self._room(tuple(values.shape), values)
+        scale = torch.abs(values, out=room).amax(dim=(3, 4), keepdim=True) / 127  # (2, B, H, 1, 1)
         whole = torch.div(values, scale.clamp_min(torch.finfo(torch.float32).tiny), out=room).round_().clamp_(-127, 127)
-        flat = self.empty(shape, values.device)
-        flat[: whole.numel()].view(shape).copy_(whole)
+        flat = self.empty(tuple(tokens.shape), values.device)
+        flat[: whole.numel()].view(whole.shape).copy_(whole)
         flat[whole.numel() :].copy_(scale.reshape(-1).view(torch.int8))
         return flat
 
     def _decoded(self, flat: Tensor, shape: tuple[int, ...], room: Room) -> Tensor:
         count = prod(shape)
-        _, two, batch, heads, _ = shape
+        tokens, two, batch, heads, dim = shape
         # A copy: the scales may begin at a byte that is no multiple of four.
-        scale = flat[count:].clone().view(torch.float32).view(1, two, batch, heads, 1)
-        return room(shape, flat).copy_(flat[:count].view(shape)).mul_(scale)
+        scale = flat[count:].clone().view(torch.float32).view(two, batch, heads, 1, 1)
+        inside = (two, batch, heads, tokens, dim)
+        return by_token(room(inside, flat).copy_(flat[:count].view(inside)).mul_(scale))
 
 
 class Int4(Codec):
@@ -168,12 +171,15 @@ class Int4(Codec):
         return ((width + 1) // 2 + 2) / width
 
     def encode(self, tokens: Tensor) -> Tensor:
-        return self._coded(tokens.float())[0]
+        return self._coded(by_head(tokens).float())[0]
 
     def _coded(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The message of float32 values, their integers as float32, for as long as a room lasts, and the scales."""
+        """The message of float32 values (2, B, H, S, D), their integers as float32 and the scales.
+
+        The integers last as long as a room does.
+        """
         limits, room = torch.finfo(torch.float16), self._room(tuple(values.shape), values, number=1)
-        largest = torch.abs(values, out=room).amax(dim=4, keepdim=True)  # (S, 2, B, H, 1)
+        largest = torch.abs(values, out=room).amax(dim=4, keepdim=True)  # (2, B, H, S, 1)
         half = (largest / 7).clamp_(limits.tiny, limits.max).half()
         scale = half.float()
         whole = torch.div(values, scale, out=room).round_().clamp_(-7, 7)
@@ -189,17 +195,17 @@ class Int4(Codec):
         return flat, whole, scale
 
     def _uncoded(self, flat: Tensor, shape: tuple[int, ...], room: Room) -> tuple[Tensor, Tensor]:
-        """A message's integers and scales, as float32."""
-        tokens, dim = prod(shape[:-1]), shape[-1]
-        half = (dim + 1) // 2
-        packed = flat[: tokens * half].view(*shape[:-1], half)
+        """A message's integers and scales, as float32, (S, 2, B, H, D) and (S, 2, B, H, 1)."""
+        tokens, *rest, dim = shape
+        vectors, half = prod(shape[:-1]), (dim + 1) // 2
+        packed = flat[: vectors * half].view(*rest, tokens, half)
         # A copy: the scales may begin at an odd byte.
-        scale = flat[tokens * half :].clone().view(torch.float16).view(*shape[:-1], 1).float()
+        scale = flat[vectors * half :].clone().view(torch.float16).view(*rest, tokens, 1).float()
         second = (packed + 8).bitwise_right_shift_(4)
-        whole = room(shape, flat)
+        whole = room((*rest, tokens, dim), flat)
         whole[..., half:].copy_(second[..., : dim - half])
         whole[..., :half].copy_(torch.sub(packed, second, alpha=16))
-        return whole, scale
+        return by_token(whole), by_token(scale)
 
     def _decoded(self, flat: Tensor, shape: tuple[int, ...], room: Room) -> Tensor:
         whole, scale = self._uncoded(flat, shape, room)
@@ -221,8 +227,8 @@ class Int4Differences(Int4):
     differences = True
 
     def encode_new(self, values: Tensor, shown: Tensor) -> Tensor:
-        flat, whole, scale = self._coded(values)
-        shown.addcmul_(whole, scale)
+        flat, whole, scale = self._coded(by_head(values))
+        by_head(shown).addcmul_(whole, scale)
         return flat
 
 
@@ -232,13 +238,18 @@ class FewLevels(Codec):
     From one step to the next most channels of K and V move alike at all tokens, and some much more than others. So a
     message has for every channel (of K or V, a sample and a head) its mean over the tokens and its spread, in six
     levels each: spreads fall from the largest of K or V and a sample by half an octave, means are in units of their
-    channel's spread. And it has for every token's K or V the distance of the levels in units of those spreads, the
-    least squares of what they stand for. Distances and the units are powers of two in quarters, 8 bits each.
+    channel's spread. And it has for every token's K or V the distance of the levels in units of those spreads, from
+    the length of its normalised values. Distances and the units have four values an octave, the largest spread two, 8
+    bits each.
 
-    On the wire, as bytes: the levels, as many a byte as fit; a byte for K and for V of every token and sample; for
-    the channels their means and their spreads, three a byte; and for K and V of every sample the largest spread and
-    the unit of means. Where that ends, the receiver's sums are the sender's: products of the same numbers in the same
-    order.
+    Means and spreads are those of some of the tokens, where there are many: what a message says of them is coarser than
+    that. A processor spends as much time on the many small tensors of channels as on passes over tokens, so these take
+    few operations: codes are bits of the numbers themselves, and what codes stand for is looked up.
+
+    On the wire, as bytes: the levels, as many a byte as fit, in the order (2, B, H, S, D); a byte for K and for V of
+    every sample and token; for the channels their means and their spreads, three a byte; and for K and V of every
+    sample the largest spread and the unit of means. Where that ends, the receiver's sums are the sender's: products of
+    levels, distances and spreads are exact, so a fused sum has the same bits.
 
     Args:
         levels: how many.
@@ -249,24 +260,28 @@ class FewLevels(Codec):
     # "Quantizing for minimum distortion").
     DISTANCES: ClassVar[dict[int, float]] = {2: 1.5958, 3: 1.2240, 4: 0.9957, 6: 0.7334}
     IN_A_BYTE: ClassVar[dict[int, int]] = {2: 8, 3: 5, 4: 4, 6: 3}
-    # A quarter of an octave each; 0 is nothing.
-    QUARTERS, ONE = 4, 160
-    # Levels of means and of spreads, and what a level of spreads is, in quarters.
-    SIX, FALL = 6, 2
+    # Levels of means and of spreads.
+    SIX = 6
     # A channel that moves alike everywhere has a spread all the same, for its mean to be in units of.
     LEAST = 1 / 8
+    # The exponent of a code of 0 for a distance or a unit.
+    LOWEST = -40
+    # Means and spreads are those of at least so many tokens, and of one in so many where there are more.
+    TOKENS, EVERY = 128, 4
+    # Of so many channels none is further than 8 bits from 0, in distances: not even if all else are 0.
+    FITS = 8192
 
     def __init__(self, levels: int) -> None:
         super().__init__(torch.uint8)
         self.levels, self.distance = levels, self.DISTANCES[levels]
-        self._powers = torch.tensor([0.0, *(2.0 ** ((code - self.ONE) / self.QUARTERS) for code in range(1, 256))])
+        self._tables: dict[torch.device, _Tables] = {}
 
     def _parts(self, shape: tuple[int, ...]) -> list[int]:
         """Bytes of the parts of a message."""
         tokens, two, batch, heads, dim = shape
         channels = two * batch * heads * dim
         few, six = -(-tokens * channels // self.IN_A_BYTE[self.levels]), -(-channels // self.IN_A_BYTE[self.SIX])
-        return [few, tokens * two * batch, six, six, two * batch, two * batch]
+        return [few, tokens * two * batch, 2 * six, two * batch, two * batch]
 
     def empty(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.empty(sum(self._parts(shape)), dtype=self.dtype, device=device)
@@ -278,114 +293,196 @@ class FewLevels(Codec):
         return 2 * rows * (tokens + 2 * heads * width / self.IN_A_BYTE[self.SIX] + 2)
 
     def encode(self, tokens: Tensor) -> Tensor:
-        values = tokens.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        return self._coded(values)[0]
+        return self._coded(by_head(tokens).to(torch.float32, copy=True, memory_format=torch.contiguous_format))[0]
 
     def encode_new(self, values: Tensor, shown: Tensor) -> Tensor:
-        flat, steps, distances, mean, spread = self._coded(values)
-        shown.add_(steps.mul_(self._power(distances)).add_(mean).mul_(spread))
+        flat, moved = self._coded(by_head(values))
+        by_head(shown).add_(moved)
         return flat
 
-    def _coded(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The message of float32 values, which are overwritten, and what a receiver reads in it.
-
-        That are the levels around 0, codes of their distances, and means and spreads of the channels.
-        """
-        shape = tuple(values.shape)
-        tiny = torch.finfo(torch.float32).tiny
-        mean = values.mean(dim=0, keepdim=True)  # (1, 2, B, H, D)
-        room = torch.square(values, out=self._room(shape, values, number=1))
-        spread = room.mean(dim=0, keepdim=True).sub_(mean.square().mul_(1 - self.LEAST**2))
-        spread = spread.clamp_min_(0.0).sqrt_()
-        largest = self._nearest(spread.amax(dim=(3, 4), keepdim=True))
-        fall = (self._power(largest) / spread.clamp_min_(tiny)).log2_().mul_(self.QUARTERS / self.FALL).round_()
-        fall.clamp_(0, self.SIX - 1)
-        spread = self._spread(largest, fall)
-        mean /= spread.clamp_min(tiny)
-        unit = self._nearest(mean.square().mean(dim=(3, 4), keepdim=True).sqrt_().mul_(self.DISTANCES[self.SIX]))
-        means = self._levels(mean, self._power(unit), self.SIX)
-        mean = self._mean(means - (self.SIX - 1) / 2, unit)
-        torch.addcdiv(-mean, values, spread.clamp_min(tiny), out=values)
-        torch.square(values, out=room)
-        distance = room.mean(dim=(3, 4), keepdim=True).sqrt_().mul_(self.distance)  # (S, 2, B, 1, 1)
-        codes = self._levels(values, distance, self.levels, out=room)
-        flat = self.empty(shape, values.device)
-        places = flat.split(self._parts(shape))
-        self._pack(codes, self.levels, places[0])
-        steps = codes.sub_((self.levels - 1) / 2)
-        best = values.mul_(steps).sum(dim=(3, 4))
-        best /= torch.square(steps, out=values).sum(dim=(3, 4)).clamp_min_(1e-12)
-        distances = self._nearest(best)
-        places[1].copy_(distances.view(-1))
-        self._pack(means, self.SIX, places[2])
-        self._pack(fall, self.SIX, places[3])
-        places[4].copy_(largest.view(-1))
-        places[5].copy_(unit.view(-1))
-        return flat, steps, distances.view(*shape[:3], 1, 1), mean, spread
+    def _coded(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The message of float32 values (2, B, H, S, D), which are overwritten, and what receivers make of it."""
+        two, batch, heads, tokens, dim = values.shape
+        shape, channels = (tokens, two, batch, heads, dim), two * batch * heads * dim
+        tables = self._tables_on(values.device)
+        parts = self._parts(shape)
+        flat = torch.empty(sum(parts), dtype=torch.uint8, device=values.device)
+        # What is not levels, as integers, and its parts.
+        rest = torch.empty(sum(parts[1:]), dtype=torch.int32, device=values.device)
+        distances, sixes, largest, units = rest.split(parts[1:])
+        # Means and spreads of channels, (2, B, H, 1, D).
+        some = values[:, :, :, :: min(self.EVERY, max(1, tokens // self.TOKENS))]
+        mean = some.mean(dim=3, keepdim=True)
+        squares = torch.mul(some, some, out=self._room(tuple(some.shape), values, number=1))
+        spread = squares.mean(dim=3, keepdim=True).addcmul_(mean, mean, value=self.LEAST**2 - 1)
+        # Exponents of squares are half octaves of spreads; of what is no number the sign bit may be set.
+        halves = spread.view(torch.int32).bitwise_right_shift_(23)
+        top = torch.amax(halves, dim=(2, 4), keepdim=True, out=largest.view(two, batch, 1, 1, 1)).clamp_(0, 255)
+        codes = torch.empty((2, 3, parts[2] // 2), dtype=torch.int32, device=values.device)
+        if codes.numel() > 2 * channels:
+            codes.zero_()
+        means, falls = codes.view(2, -1)[:, :channels].view(2, *mean.shape).unbind()
+        torch.sub(top, halves, out=falls).clamp_(0, self.SIX - 1)
+        spread = _looked_up(tables.falls, falls).mul_(_looked_up(tables.halves, top))
+        mean.div_(spread)
+        size = self.DISTANCES[self.SIX] / (heads * dim) ** 0.5
+        unit = self._codes(mean, (2, 4), size, units.view(two, batch, 1, 1, 1))
+        power = _looked_up(tables.powers, unit)
+        means.copy_(mean.div_(power).add_(self.SIX / 2).clamp_(0, self.SIX - 0.01))
+        mean = torch.sub(means, (self.SIX - 1) / 2).mul_(power)
+        # Means less values, in units of spreads.
+        torch.addcmul(mean, values, spread.reciprocal(), value=-1, out=values)
+        # Halves of distances, as steps are odd numbers.
+        size = self.distance / 2 / (heads * dim) ** 0.5
+        lengths = torch.linalg.vector_norm(values, dim=4, keepdim=True)
+        half = self._codes(lengths, 2, size, distances.view(two, batch, 1, tokens, 1))
+        # Dense along a head, as torch has no vectorised kernel where two of three tensors repeat one number.
+        middle = values.new_full((dim,), self.levels / 2)
+        found = torch.addcmul(middle, values, _looked_up(tables.inverses, half), out=values)
+        if heads * dim > self.FITS:
+            found.clamp_(0, self.levels - 1)
+        integers = self._room(tuple(values.shape), values, torch.int8).copy_(found).clamp_(0, self.levels - 1)
+        self._pack(integers, flat[: parts[0]])
+        steps = values.copy_(torch.add(tables.least, integers, alpha=2, out=integers))
+        steps.mul_(_looked_up(tables.powers, half))
+        moved = torch.addcmul(mean.mul_(spread), steps, spread, out=steps)
+        packed = torch.add(codes[:, 0], codes[:, 1], alpha=self.SIX, out=sixes.view(2, -1))
+        packed.add_(codes[:, 2], alpha=self.SIX**2)
+        flat[parts[0] :].copy_(rest)
+        return flat, moved
 
     def _decoded(self, flat: Tensor, shape: tuple[int, ...], room: Room) -> Tensor:
-        tokens, two, batch = shape[:3]
-        levels, distances, means, falls, largest, unit = flat.split(self._parts(shape))
-        channels = (1, *shape[1:])
-        fall = self._steps(falls, self.SIX, channels, _fresh).add_((self.SIX - 1) / 2)
-        spread = self._spread(largest.view(1, two, batch, 1, 1), fall)
-        mean = self._mean(self._steps(means, self.SIX, channels, _fresh), unit.view(1, two, batch, 1, 1))
-        distance = self._power(distances).view(tokens, two, batch, 1, 1)
-        return self._steps(levels, self.levels, shape, room).mul_(distance).add_(mean).mul_(spread)
+        tokens, two, batch, heads, dim = shape
+        channels, tables, parts = (two, batch, heads, 1, dim), self._tables_on(flat.device), self._parts(shape)
+        # What is not levels, as indices.
+        distances, sixes, largest, units = flat[parts[0] :].int().split(parts[1:])
+        means, falls = sixes.chunk(2)
+        spread = tables.six_falls.index_select(1, falls).view(-1)[: prod(channels)].view(channels)
+        spread = spread.mul_(_looked_up(tables.halves, largest.view(two, batch, 1, 1, 1)))
+        mean = tables.six_means.index_select(1, means).view(-1)[: prod(channels)].view(channels)
+        mean = mean.mul_(_looked_up(tables.powers, units.view(two, batch, 1, 1, 1))).mul_(spread)
+        distance = _looked_up(tables.steps, distances.view(two, batch, 1, tokens, 1))
+        moved = self._steps(flat[: parts[0]], (two, batch, heads, tokens, dim), room).mul_(distance)
+        return by_token(torch.addcmul(mean, moved, spread, out=moved))
 
-    def _spread(self, largest: Tensor, fall: Tensor) -> Tensor:
-        """Spreads of channels: so many levels below the largest one's code."""
-        return self._power((largest - fall * self.FALL).clamp_min_(0))
+    def _tables_on(self, device: torch.device) -> _Tables:
+        found = self._tables.get(device)
+        if found is None:
+            found = self._tables[device] = _Tables(self.levels, self.LOWEST, device)
+        return found
 
-    def _mean(self, steps: Tensor, unit: Tensor) -> Tensor:
-        """Means of channels in units of their spreads, from their levels around 0, which are overwritten."""
-        return steps.mul_(self._power(unit))
+    def _codes(self, parts: Tensor, dim: int | tuple[int, ...], scale: float, out: Tensor) -> Tensor:
+        """Codes (int32) of lengths over some dimensions, times a number.
 
-    @staticmethod
-    def _levels(values: Tensor, distance: Tensor, levels: int, out: Tensor | None = None) -> Tensor:
-        """The nearest of some levels around 0, from 0."""
-        distance = distance.clamp_min(torch.finfo(torch.float32).tiny)
-        # Two passes: torch has no vectorised kernel for one of tensors of which two are broadcast.
-        return torch.div(values, distance, out=out).add_((levels - 1) / 2).round_().clamp_(0, levels - 1)
+        The exponent of a square as float32, and the first bit that follows: two parts of an octave of squares.
+        """
+        squares = torch.mul(parts, parts).sum(dim=dim, keepdim=True).mul_(scale**2 * 2.0 ** (-127 - 2 * self.LOWEST))
+        bits = squares.view(torch.int32).bitwise_right_shift_(22)
+        # Of infinity and of what is no number the largest or the least.
+        return torch.clamp(bits, 0, 255, out=out)
 
-    def _power(self, codes: Tensor) -> Tensor:
-        if self._powers.device != codes.device:
-            self._powers = self._powers.to(codes.device)
-        return self._powers[codes.int()]
-
-    def _nearest(self, values: Tensor) -> Tensor:
-        """Codes (uint8) of the powers that are nearest; of nothing, and of less, 0."""
-        codes = values.log2().mul_(self.QUARTERS).add_(self.ONE).round_()
-        # Of nothing the logarithm is minus infinity, of less no number.
-        return codes.nan_to_num_(0.0, 255.0, 0.0).clamp_(0, 255).to(torch.uint8)
-
-    def _pack(self, codes: Tensor, levels: int, place: Tensor) -> None:
-        """Write codes (as float) into bytes: one has one of each of several runs, which stay contiguous."""
-        count = self.IN_A_BYTE[levels]
-        # Signed bytes are faster than others to convert, and sums and products of both have the same bits.
-        integers = self._room(tuple(codes.shape), codes, torch.int8).copy_(codes).view(-1)
+    def _pack(self, integers: Tensor, place: Tensor) -> None:
+        """Write levels (int8, from 0) into bytes: one has one of each of several runs, which stay contiguous."""
+        count, integers = self.IN_A_BYTE[self.levels], integers.view(-1)
         if rest := -integers.numel() % count:
             integers = torch.nn.functional.pad(integers, (0, rest))
         runs = integers.view(count, -1).unbind()
+        # Signed bytes are faster than others to convert, and sums and products of both have the same bits.
         packed, place = runs[-1], place.view(torch.int8)
         for run in reversed(runs[:-1]):
-            packed = torch.add(run, packed, alpha=levels, out=place)
+            packed = torch.add(run, packed, alpha=self.levels, out=place)
 
-    def _steps(self, packed: Tensor, levels: int, shape: tuple[int, ...], room: Room) -> Tensor:
-        """Levels around 0 of the codes in bytes, as float32."""
-        count, middle = self.IN_A_BYTE[levels], (levels - 1) / 2
-        runs = room((count, packed.numel()), packed)
-        bits = levels.bit_length() - 1
-        if levels == 1 << bits:
-            for number, run in enumerate(runs.unbind()):
-                run.copy_((packed >> bits * number).bitwise_and_(levels - 1).view(torch.int8))
+    def _steps(self, packed: Tensor, shape: tuple[int, ...], room: Room) -> Tensor:
+        """Levels around 0 of the codes in bytes, as float32: times `_Tables.steps` they are differences."""
+        count = self.IN_A_BYTE[self.levels]
+        bits = self.levels.bit_length() - 1
+        whole = room((count, packed.numel()), packed)
+        if self.levels == 1 << bits:
+            # Products take the bits of a run to the top of its bytes, where what is above them is lost.
+            runs, packed = self._room(tuple(whole.shape), packed, torch.int8), packed.view(torch.int8)
+            torch.mul(self._tables_on(packed.device).factors, packed, out=runs)
+            # As signed bytes half of all levels are below 0, and a half step lies in the middle.
+            top = 1 << (8 - bits)
+            whole.copy_(runs.bitwise_and_(-top).add_(top // 2 - 128))
         else:
             rest = packed.float()
-            for run in runs.unbind():
-                above = ((rest + 0.5) / levels).floor_()
-                torch.sub(rest, above, alpha=levels, out=run)
+            for run in whole.unbind()[:-1]:
+                above = torch.div(rest, self.levels, rounding_mode="trunc")
+                torch.sub(rest, above, alpha=self.levels, out=run)
                 rest = above
-        return runs.view(-1)[: prod(shape)].view(shape).sub_(middle)
+            whole[-1].copy_(rest)
+            whole.sub_((self.levels - 1) / 2)
+        return whole.view(-1)[: prod(shape)].view(shape)
+
+
+class _Tables:
+    """What codes of `FewLevels` stand for, by code, on a device.
+
+    Their digits are few, so that products of all that belong together are exact: 4 bits of a distance or a unit, 8 of a
+    half octave.
+
+    Attributes:
+        powers: halves of distances, and units of means.
+        steps: halves of distances, for levels as `FewLevels._steps` gives them.
+        inverses: what values times -1 are multiplied by, to be in units of distances.
+        halves: spreads, by the exponent of their squares.
+        falls: spreads over the largest.
+        least: the lowest step, int8, without dimensions.
+        factors: what takes the bits of every run to the top of a byte, int8 (runs, 1).
+        six_means, six_falls: levels of means around 0, and `falls`, by byte and the place in it (3, 256).
+    """
+
+    def __init__(self, levels: int, lowest: int, device: torch.device) -> None:
+        codes, bits = range(256), levels.bit_length() - 1
+        powers = [2.0 ** (code // 4 + lowest) * (9 / 8, 21 / 16, 25 / 16, 15 / 8)[code % 4] for code in codes]
+        step = 2.0 ** (bits - 7) if levels == 1 << bits else 2.0
+        falls = [_rounded(2.0 ** (-fall / 2)) for fall in range(6)]
+        sixes = [code // place % 6 for place in (1, 6, 36) for code in codes]
+        tables = (
+            powers,
+            [step * power for power in powers],
+            [-0.5 / power for power in powers],
+            # The middle of what has an exponent, by logarithms.
+            [_rounded(2.0 ** ((code - 126.5) / 2)) for code in codes],
+            falls,
+            [six - 2.5 for six in sixes],
+            [falls[six] for six in sixes],
+        )
+        # One copy to the device.
+        whole = torch.tensor([number for table in tables for number in table], dtype=torch.float32, device=device)
+        self.powers, self.steps, self.inverses, self.halves, self.falls, six_means, six_falls = whole.split(
+            [len(table) for table in tables]
+        )
+        self.six_means, self.six_falls = six_means.view(3, 256), six_falls.view(3, 256)
+        # A factor of 128 is -128 as a signed byte; their products have the same bits.
+        factors = [1 << 8 - bits * run for run in range(1, 8 // bits + 1)]
+        small = torch.tensor([257 - levels, *factors], dtype=torch.uint8, device=device).view(torch.int8)
+        self.least, self.factors = small[0], small[1:, None]
+
+
+def _rounded(value: float) -> float:
+    """A number in 8 bits of its own."""
+    digits, exponent = frexp(value)
+    return ldexp(round(digits * 256) / 256, exponent)
+
+
+def _looked_up(table: Tensor, codes: Tensor) -> Tensor:
+    return table.index_select(0, codes.view(-1)).view(codes.shape)
+
+
+def by_head(tokens: Tensor) -> Tensor:
+    """A view (2, B, H, S, D) of (S, 2, B, H, D): the order in which keys and values lie in memory, and in messages."""
+    return tokens.permute(1, 2, 3, 0, 4)
+
+
+def by_token(values: Tensor) -> Tensor:
+    """A view (S, 2, B, H, D) of (2, B, H, S, D)."""
+    return values.permute(3, 0, 1, 2, 4)
+
+
+def one_after_other(slots: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """A copy of several slots (S, 2, B, H, D) in one, in memory (2, B, H, S, D) as theirs: a head's tokens together."""
+    return by_token(torch.cat([by_head(slot) for slot in slots], dim=3, out=out))
 
 
 def joined(slots: Sequence[Tensor]) -> tuple[int, ...]:

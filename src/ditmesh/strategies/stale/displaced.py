@@ -29,7 +29,7 @@ from ...attention import masks
 from ...attention.mixer import AttentionCall
 from ...comm import BundledTransfer, Bundles, Codec, Link, Transfer, codec
 from ...comm.bundle import messages_of_bundle
-from ...comm.compression import joined
+from ...comm.compression import joined, one_after_other
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.partition import Partition
@@ -287,7 +287,7 @@ class _Buffer:
             kept.append(self._shown)
         with torch.no_grad():
             if len(self._before) != len(kept):
-                self._before = [now.clone(memory_format=torch.contiguous_format) for now in kept]
+                self._before = [one_after_other([now]) for now in kept]
             elif predict and self._before_step == latest - 1 and latest > self.FIRST:
                 for now, before in zip(kept, self._before, strict=True):
                     change = now - before
@@ -318,7 +318,7 @@ class _Buffer:
             return
         if self._codec is not None and self._codec.differences:
             with torch.no_grad():
-                self._shown = torch.cat(own)
+                self._shown = one_after_other(own)
         if self._incoming is None:
             others = [[] if rank == self._ring.rank else slots for rank, slots in enumerate(self._slots)]
             self._incoming = [[slot.new_empty(slot.shape) for slot in slots] for slots in others]
@@ -330,7 +330,7 @@ class _Buffer:
             return packer.encode(packer.together(own))
         if self._shown is None:
             # Nothing was ever sent: others have zeros.
-            self._shown = own[0].new_zeros(joined(own))
+            self._shown = one_after_other(own).zero_()
             for rank, slots in enumerate(self._slots):
                 for slot in slots if rank != self._ring.rank else ():
                     slot.zero_()
