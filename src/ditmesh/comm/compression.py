@@ -243,8 +243,8 @@ class FewLevels(Codec):
     bits each.
 
     Means and spreads are those of some of the tokens, where there are many: what a message says of them is coarser than
-    that. A processor spends as much time on the many small tensors of channels as on passes over tokens, so these take
-    few operations: codes are bits of the numbers themselves, and what codes stand for is looked up.
+    that. On a CPU many operations on the small tensors of channels cost nearly what passes over tokens do, so there are
+    few: codes are bits of the numbers themselves, and what codes stand for is looked up.
 
     On the wire, as bytes: the levels, as many a byte as fit, in the order (2, B, H, S, D); a byte for K and for V of
     every sample and token; for the channels their means and their spreads, three a byte; and for K and V of every
