@@ -24,8 +24,8 @@ def faults_of_calls(keep: bool) -> tuple[bool, float, int]:
     """Allocate and free what a transformer's call does, several times.
 
     Returns:
-        What `keep_free_memory` has said; page faults of one time after the first few, as a share of the pages; the bytes
-        that `return_free_memory` then takes off this process's memory.
+        What `keep_free_memory` has said; page faults of one time after the first few, as a share of the pages; the
+        bytes that `return_free_memory` then takes off this process's memory.
     """
     import resource
 

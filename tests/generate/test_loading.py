@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ditmesh
+from ditmesh.generate.loading import build_empty, fill_weights
 from support.loading import absent, loaded
+from support.models import MAKERS as MODELS
+from support.models import tiny
 from support.pipelines import MAKERS
 from support.sample import sampled
 from support.tensor import bits, same_bits
@@ -139,6 +142,20 @@ def test_other_dtypes(ranks, saved):
     for dtype in (torch.bfloat16, {"transformer": torch.float16, "default": torch.float32}):
         for result in ranks(2).run(in_dtype, name, folder, dtype):
             assert all(result)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_class_in_another_dtype(tmp_path, name, dtype):
+    """Also of buffers that are in no file: some classes make them in float32 whatever the dtype of the weights."""
+    model = tiny(name)
+    model.save_pretrained(tmp_path)
+    theirs = bits(type(model).from_pretrained(tmp_path, torch_dtype=dtype))
+    for tables in (True, False):
+        empty = build_empty(type(model), tmp_path, dtype, tables)
+        ours = bits(fill_weights(empty, tmp_path, dtype, None, "cpu", lambda _, stored, kind: stored[...].to(kind)))
+        assert same_bits(theirs, ours)
+        assert {key: one.dtype for key, one in theirs.items()} == {key: one.dtype for key, one in ours.items()}
 
 
 def in_dtype(name, folder, dtype):

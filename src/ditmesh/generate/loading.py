@@ -511,7 +511,6 @@ def fill_weights(
     from safetensors import SafetensorError, safe_open
 
     kind = type(model)
-    exact = _exact(model)
     saved = model.state_dict()
     wanted = dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if name in saved}
     unexpected: list[str] = []
@@ -551,10 +550,8 @@ def fill_weights(
     if unexpected:
         log.warning("%s has weights that %s does not: %s", folder, kind.__name__, ", ".join(unexpected))
     model.register_to_config(_name_or_path=str(folder))
+    # Buffers keep the dtype that `build_empty` made them with, as diffusers' from_pretrained leaves them.
     for buffer in model.buffers():
-        # As diffusers' from_pretrained leaves them: of the dtype asked for, unless the class is particular.
-        if torch_dtype is not None and not exact and buffer.is_floating_point():
-            buffer.data = buffer.data.to(torch_dtype)
         buffer.data = buffer.data.to(device)
     return model.eval()
 
