@@ -14,7 +14,7 @@ from ditmesh.serve.schedule.core import Scheduler
 from ditmesh.serve.worker.adaptive import serve_pool
 from ditmesh.serve.worker.protocol import Beat, Finished, ModelReady, TaskFailed, TaskStepped
 from support.batching import Owner, alone, at_once, of, picture, save_lora, task
-from support.pool import PROMPTS, InTurn, RandomScheduler, drawn, drawn_by_schedules, pictures, pool_spec
+from support.pool import PROMPTS, InTurn, RandomScheduler, drawn, drawn_by_schedules, pictures, pool_spec, serve_with
 
 SEEDS = (0, 1, 2)
 # Random schedules in the matrix, and how many of them ranks follow that load the model once.
@@ -38,21 +38,11 @@ def test_a_random_schedule_gives_the_bits_of_one_rank(ranks, of_one_rank_small):
     assert of(said, Beat)[-1].bytes
 
 
-def serve_without_backlog(specs: Any, *, report: Any, scheduler: Scheduler) -> None:
-    """As `serve_pool`; a rank goes on with a request as soon as it has a result of another rank's."""
-    from ditmesh.serve.worker import adaptive
-
-    kept, adaptive.BACKLOG = adaptive.BACKLOG, 0
-    try:
-        serve_pool(specs, report=report, scheduler=scheduler)
-    finally:
-        adaptive.BACKLOG = kept
-
-
 def test_requests_change_ranks_where_no_call_is_shared(ranks, of_one_rank_small):
     spec = replace(pool_spec(2, reproducible=True), widest=1)
     starts = [task(str(seed), PROMPTS[seed % 4], seed=seed, **SMALL) for seed in SEEDS]
-    for serve in (serve_pool, serve_without_backlog):
+    # Without a backlog a rank goes on with a request as soon as it has a result of another rank's.
+    for serve in (serve_pool, partial(serve_with, "adaptive.BACKLOG", 0)):
         own = partial(serve, scheduler=RandomScheduler(2, seed=3))
         said = Owner(at_once(*starts), len(SEEDS)).serve(ranks(2), [spec], own)
         for found, expected in zip(pictures(said, SEEDS), of_one_rank_small, strict=True):

@@ -212,10 +212,13 @@ def test_metrics_of_ranks(server: Command, client: ditmesh.Client):
     limit = time.monotonic() + 60
     while missing:
         assert time.monotonic() < limit, missing
-        for line in httpx.get(f"{server.url}/metrics").text.splitlines():
-            told = re.fullmatch(r'ditmesh_rank_(\w+)\{.*rank="1".*\} (.*)', line)
-            if told is not None and float(told[2]) > 0:
-                missing.discard(told[1])
+        text = httpx.get(f"{server.url}/metrics").text
+        for name in [*missing]:
+            (line,) = [
+                line for line in text.splitlines() if line.startswith(f"ditmesh_rank_{name}{{") and 'rank="1"' in line
+            ]
+            if float(line.split()[-1]) > 0:
+                missing.remove(name)
         time.sleep(0.1)
     client.cancel(job.id)
 

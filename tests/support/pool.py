@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -135,15 +136,10 @@ class RandomSchedules(RandomScheduler):
         return super().decide(costs, now, tasks, running, free)
 
 
-def serve_and_tell(specs: Any, *, report: Any, scheduler: Scheduler) -> None:
-    """As `serve_pool`; the bytes that ranks have exchanged are told after every message, not four times a second."""
-    from ditmesh.serve.worker import conductor
-
-    kept, conductor.BEAT = conductor.BEAT, 0.0
-    try:
+def serve_with(name: str, value: Any, specs: Any, *, report: Any, scheduler: Scheduler) -> None:
+    """As `serve_pool`, with another value of a constant of the ranks' modules (``"conductor.BEAT"``)."""
+    with mock.patch(f"ditmesh.serve.worker.{name}", value):
         serve_pool(specs, report=report, scheduler=scheduler)
-    finally:
-        conductor.BEAT = kept
 
 
 def drawn_by_schedules(
@@ -188,7 +184,8 @@ def drawn_by_schedules(
                 begin(send)
 
     owner = Owner(script, len(numbers) * (len(seeds) + 1))
-    own = partial(serve_and_tell, scheduler=RandomSchedules(spec.pool, seed=-1))
+    # The bytes that ranks have exchanged are told after every message, not four times a second.
+    own = partial(serve_with, "conductor.BEAT", 0.0, scheduler=RandomSchedules(spec.pool, seed=-1))
     owner.serve(pool, [spec], own, deadline=1700.0)
     # A request may be done before the ranks read that it is cancelled.
     over = [one for one in of(owner.said, Finished) if one.id.endswith("gone")]

@@ -26,7 +26,8 @@ def without_sum(name: str, config: dict[str, Any], size: Size) -> float:
 def bits(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters and buffers."""
     # Not by state_dict(), which a model with parts of its weights refuses.
-    return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.detach().clone() for name, tensor in named}
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

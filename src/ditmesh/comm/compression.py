@@ -368,7 +368,7 @@ class FewLevels(Codec):
     def _tables_on(self, device: torch.device) -> _Tables:
         found = self._tables.get(device)
         if found is None:
-            found = self._tables[device] = _Tables(self.levels, self.LOWEST, device)
+            found = self._tables[device] = _Tables(self.levels, device)
         return found
 
     def _codes(self, parts: Tensor, dim: int | tuple[int, ...], scale: float, out: Tensor) -> Tensor:
@@ -432,12 +432,12 @@ class _Tables:
         six_means, six_falls: levels of means around 0, and `falls`, by byte and the place in it (3, 256).
     """
 
-    def __init__(self, levels: int, lowest: int, device: torch.device) -> None:
-        codes, bits = range(256), levels.bit_length() - 1
-        powers = [2.0 ** (code // 4 + lowest) * (9 / 8, 21 / 16, 25 / 16, 15 / 8)[code % 4] for code in codes]
+    def __init__(self, levels: int, device: torch.device) -> None:
+        codes, bits, six = range(256), levels.bit_length() - 1, FewLevels.SIX
+        powers = [2.0 ** (code // 4 + FewLevels.LOWEST) * (9 / 8, 21 / 16, 25 / 16, 15 / 8)[code % 4] for code in codes]
         step = 2.0 ** (bits - 7) if levels == 1 << bits else 2.0
-        falls = [_rounded(2.0 ** (-fall / 2)) for fall in range(6)]
-        sixes = [code // place % 6 for place in (1, 6, 36) for code in codes]
+        falls = [_rounded(2.0 ** (-fall / 2)) for fall in range(six)]
+        sixes = [code // place % six for place in (1, six, six**2) for code in codes]
         tables = (
             powers,
             [step * power for power in powers],
@@ -445,8 +445,8 @@ class _Tables:
             # The middle of what has an exponent, by logarithms.
             [_rounded(2.0 ** ((code - 126.5) / 2)) for code in codes],
             falls,
-            [six - 2.5 for six in sixes],
-            [falls[six] for six in sixes],
+            [level - (six - 1) / 2 for level in sixes],
+            [falls[level] for level in sixes],
         )
         # One copy to the device.
         whole = torch.tensor([number for table in tables for number in table], dtype=torch.float32, device=device)
