@@ -19,17 +19,16 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .client import AsyncClient, Client
+    from .client import Client
     from .comm import DesyncError, PeerError
     from .comm.mesh import Mesh
     from .config import ParallelConfig
-    from .engine import engine_of, follow, parallelize, parallelized, restore, simulate, simulated
+    from .engine import engine_of, parallelize, parallelized, restore, simulate, simulated
     from .generate.loading import load
     from .layout import TokenLayout
     from .ranks import Followers, Ranks
 
 __all__ = [
-    "AsyncClient",
     "Client",
     "ConfigError",
     "DesyncError",
@@ -50,7 +49,6 @@ __all__ = [
     "TokenLayout",
     "__version__",
     "engine_of",
-    "follow",
     "load",
     "parallelize",
     "parallelized",
@@ -62,7 +60,6 @@ __all__ = [
 # Loaded on first use: importing torch takes seconds, and `ditmesh --help` should not wait for it; nor should the first
 # line of the command, from which on it knows what Ctrl-C means.
 _LAZY = {
-    "AsyncClient": "client",
     "Client": "client",
     "DesyncError": "comm",
     "Followers": "ranks",
@@ -72,7 +69,6 @@ _LAZY = {
     "Ranks": "ranks",
     "TokenLayout": "layout",
     "engine_of": "engine",
-    "follow": "engine",
     "load": "generate.loading",
     "parallelize": "engine",
     "parallelized": "engine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ def main() -> None:
 
 
 def _stopped() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     print("ditmesh: stopped by Ctrl-C", file=sys.stderr, flush=True)
     os._exit(130)
 

@@ -1,35 +1,35 @@
-"""Clients of a server: `Client`, and `AsyncClient` for programs with an event loop."""
+"""The client of a server."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
-import functools
 import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from .errors import DitmeshError, InputError, ServerError
 from .generate.receipt import Receipt
 from .media.files import read_whole
 from .media.images import as_mask, as_seen, opened_image
+from .requirements import not_installed
 from .serve.errors import NoSpace, QueueFull, UnknownJob
 from .serve.types import ENDED, Event, Job, ModelCard, ServerState, Status
+
+try:
+    import httpx
+except ModuleNotFoundError as error:
+    raise InputError(not_installed("a client of a server", str(error.name), "serve")) from None
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Result = TypeVar("Result")
-P = ParamSpec("P")
 # An image to send: a PIL image, a file name, or bytes.
 Picture = Any
 OnEvent = Callable[[Event], None]
@@ -45,14 +45,6 @@ CLOSING_SECONDS = 3.0
 
 
 # --- requests as data
-
-
-class ApiRequest(NamedTuple):
-    """A request that may be sent again; ``more``: other arguments of `httpx.Client.request`."""
-
-    method: str
-    url: str
-    more: dict[str, Any]
 
 
 def job_body(prompt: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,141 +185,10 @@ class EventReader:
         return min(PAUSE, self.patience)
 
 
-# --- the clients
+# --- the client
 
 
-# What a method of both clients does, as a generator: it yields a request to be sent, seconds to sleep, or a stream of
-# events of which it is sent the next (None: there are no more). Every client has its own way to do that.
-Flow = Generator[Any, Any, Result]
-
-
-class _Flows:
-    """The methods of both clients; subclasses choose the httpx client."""
-
-    _http: Any
-    _library: Callable[..., Any]
-    events: Callable[..., Any]
-
-    def __init__(
-        self, url: str = URL, key: str | None = None, *, timeout: float = TIMEOUT, patience: float = 60.0
-    ) -> None:
-        """See `Client`."""
-        self.url = url.rstrip("/")
-        key = os.environ.get(KEY) if key is None else key
-        self._patience = patience
-        # Whether the server has answered before: then a retry may succeed.
-        self._reached = False
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = self._library(base_url=self.url, headers=headers, timeout=timeout)
-        self._silence = httpx.Timeout(timeout, read=SILENCE)
-
-    def _ask(self, method: str, url: str, **more: Any) -> Flow[httpx.Response]:
-        """Send a request until it is answered, or until the client's patience ends."""
-        ask, waited = ApiRequest(method, url, more), 0.0
-        while True:
-            try:
-                response = yield ask
-            except (httpx.TransportError, httpx.InvalidURL) as error:
-                passing = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException))
-                absent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
-                # An interrupted caller does not wait.
-                wait = PAUSE if passing and not absent and method != "DELETE" else None
-                if wait is None or waited + wait > self._patience:
-                    raise _unreachable(self.url, error) from None
-            else:
-                self._reached = True
-                wait = _wait(response, waited, self._patience)
-                if wait is None:
-                    _check(response)
-                    return response
-            waited += wait
-            yield wait
-
-    def _generate(self, prompt: str, on_event: OnEvent | None = None, **options: Any) -> Flow[list[Image]]:
-        job = yield from self._submit(prompt, **options)
-        try:
-            job = yield from self._wait(job.id, on_event)
-        except BaseException:
-            with contextlib.suppress(DitmeshError):
-                yield from self._cancel(job.id)
-            raise
-        return (yield from self._images(job))
-
-    def _submit(self, prompt: str, **options: Any) -> Flow[Job]:
-        # With this key a repeated request is the same job.
-        once = {"json": job_body(prompt, options), "headers": {"Idempotency-Key": secrets.token_hex(16)}}
-        try:
-            response = yield from self._ask("POST", "/v1/jobs", **once)
-            return Job.model_validate(response.json())
-        except Exception:
-            raise
-        except BaseException:
-            # The request may have arrived: repeating it returns its job.
-            with contextlib.suppress(Exception):
-                response = yield ApiRequest("POST", "/v1/jobs", once | {"timeout": CLOSING_SECONDS})
-                yield ApiRequest("DELETE", f"/v1/jobs/{response.json()['id']}", {"timeout": CLOSING_SECONDS})
-            raise
-
-    def _wait(self, id: str, on_event: OnEvent | None = None) -> Flow[Job]:
-        events, done = self.events(id), None
-        while (event := (yield events)) is not None:
-            if on_event is not None:
-                on_event(event)
-            if event.event in ENDED:
-                done = Job.model_validate(event.data)
-        assert done is not None
-        if done.status == "succeeded":
-            return done
-        if done.error is None:
-            raise ServerError(f"{id} was {done.status}", code=done.status)
-        if done.error.code == "invalid_request":
-            raise InputError(done.error.message)
-        raise ServerError(done.error.message, code=done.error.code)
-
-    def _images(self, job: Job) -> Flow[list[Image]]:
-        from PIL import Image
-
-        images = []
-        for one in job.images:
-            data = yield from self._file(job.id, one.index)
-            try:
-                image = Image.open(BytesIO(data))
-                image.load()
-            except OSError:
-                raise InputError(f"result {one.index} of {job.id} is not an image; read it with file()") from None
-            receipt = None if one.receipt is None else Receipt.model_validate(one.receipt)
-            image.receipt = receipt  # type: ignore[attr-defined]
-            images.append(image)
-        return images
-
-    def _file(self, id: str, index: int = 0) -> Flow[bytes]:
-        return (yield from self._ask("GET", f"/v1/jobs/{id}/images/{index}")).content
-
-    def _job(self, id: str) -> Flow[Job]:
-        return Job.model_validate((yield from self._ask("GET", f"/v1/jobs/{id}")).json())
-
-    def _jobs(self, limit: int = 50, status: Status | None = None) -> Flow[list[Job]]:
-        params = {"limit": limit} | ({} if status is None else {"status": status})
-        response = yield from self._ask("GET", "/v1/jobs", params=params)
-        return [Job.model_validate(one) for one in response.json()["data"]]
-
-    def _cancel(self, id: str) -> Flow[Job]:
-        return Job.model_validate((yield from self._ask("DELETE", f"/v1/jobs/{id}")).json())
-
-    def _models(self) -> Flow[list[ModelCard]]:
-        response = yield from self._ask("GET", "/v1/models")
-        return [ModelCard.model_validate(one) for one in response.json()["data"]]
-
-    def _server(self) -> Flow[ServerState]:
-        return ServerState.model_validate((yield from self._ask("GET", "/v1/server")).json())
-
-    def _stream(self, id: str, reader: EventReader) -> Any:
-        reader.fields = {}
-        headers = {"Last-Event-ID": str(reader.after)} if reader.after else {}
-        return self._http.stream("GET", f"/v1/jobs/{id}/events", headers=headers, timeout=self._silence)
-
-
-class Client(_Flows):
+class Client:
     """A client of `ditmesh serve`.
 
     Args:
@@ -343,8 +204,17 @@ class Client(_Flows):
     * `ServerError` for other errors.
     """
 
-    _http: httpx.Client
-    _library = httpx.Client
+    def __init__(
+        self, url: str = URL, key: str | None = None, *, timeout: float = TIMEOUT, patience: float = 60.0
+    ) -> None:
+        self.url = url.rstrip("/")
+        key = os.environ.get(KEY) if key is None else key
+        self._patience = patience
+        # Whether the server has answered before: then a retry may succeed.
+        self._reached = False
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        self._silence = httpx.Timeout(timeout, read=SILENCE)
 
     def generate(self, prompt: str, *, on_event: OnEvent | None = None, **options: Any) -> list[Image]:
         """Generate images and wait for them. An interruption such as Ctrl-C cancels the job.
@@ -359,35 +229,82 @@ class Client(_Flows):
         Returns:
             The images, each with the ``.receipt`` of its generation (`generate.receipt.Receipt`).
         """
-        return self._do(self._generate(prompt, on_event, **options))
+        job = self.submit(prompt, **options)
+        try:
+            job = self.wait(job.id, on_event)
+        except BaseException:
+            with contextlib.suppress(DitmeshError):
+                self.cancel(job.id)
+            raise
+        return self.images(job)
 
     def submit(self, prompt: str, **options: Any) -> Job:
         """Submit a job and return immediately; ``options`` as for `generate`. An interruption cancels the job."""
-        return self._do(self._submit(prompt, **options))
+        # With this key a repeated request is the same job.
+        once: dict[str, Any] = {
+            "json": job_body(prompt, options),
+            "headers": {"Idempotency-Key": secrets.token_hex(16)},
+        }
+        try:
+            return Job.model_validate(self._ask("POST", "/v1/jobs", **once).json())
+        except Exception:
+            raise
+        except BaseException:
+            # The request may have arrived: repeating it returns its job.
+            with contextlib.suppress(Exception):
+                response = self._http.request("POST", "/v1/jobs", timeout=CLOSING_SECONDS, **once)
+                self._http.request("DELETE", f"/v1/jobs/{response.json()['id']}", timeout=CLOSING_SECONDS)
+            raise
 
     def wait(self, id: str, on_event: OnEvent | None = None) -> Job:
         """Wait until a job has succeeded. Raises the error of a failed job."""
-        return self._do(self._wait(id, on_event))
+        done = None
+        for event in self.events(id):
+            if on_event is not None:
+                on_event(event)
+            if event.event in ENDED:
+                done = Job.model_validate(event.data)
+        assert done is not None
+        if done.status == "succeeded":
+            return done
+        if done.error is None:
+            raise ServerError(f"{id} was {done.status}", code=done.status)
+        if done.error.code == "invalid_request":
+            raise InputError(done.error.message)
+        raise ServerError(done.error.message, code=done.error.code)
 
     def images(self, job: Job) -> list[Image]:
         """The images of a succeeded job, each with its ``.receipt``."""
-        return self._do(self._images(job))
+        from PIL import Image
+
+        images = []
+        for result in job.images:
+            try:
+                image = Image.open(BytesIO(self.file(job.id, result.index)))
+                image.load()
+            except OSError:
+                raise InputError(f"result {result.index} of {job.id} is not an image; read it with file()") from None
+            receipt = None if result.receipt is None else Receipt.model_validate(result.receipt)
+            image.receipt = receipt  # type: ignore[attr-defined]
+            images.append(image)
+        return images
 
     def file(self, id: str, index: int = 0) -> bytes:
         """The file of a result, as the server stores it."""
-        return self._do(self._file(id, index))
+        return self._ask("GET", f"/v1/jobs/{id}/images/{index}").content
 
     def job(self, id: str) -> Job:
         """The current state of a job."""
-        return self._do(self._job(id))
+        return Job.model_validate(self._ask("GET", f"/v1/jobs/{id}").json())
 
     def jobs(self, limit: int = 50, status: Status | None = None) -> list[Job]:
         """The jobs of this key, the newest first."""
-        return self._do(self._jobs(limit, status))
+        params = {"limit": limit} | ({} if status is None else {"status": status})
+        return [Job.model_validate(job) for job in self._ask("GET", "/v1/jobs", params=params).json()["data"]]
 
     def cancel(self, id: str) -> Job:
         """Cancel a job: it stops at the next step."""
-        return self._do(self._cancel(id))
+        return Job.model_validate(self._ask("DELETE", f"/v1/jobs/{id}").json())
 
     def events(self, id: str, after: int = 0) -> Iterator[Event]:
         """The events of a job after number ``after``, to its end; lost connections are renewed."""
@@ -411,11 +328,11 @@ class Client(_Flows):
 
     def models(self) -> list[ModelCard]:
         """The models of the server; the first is the default."""
-        return self._do(self._models())
+        return [ModelCard.model_validate(card) for card in self._ask("GET", "/v1/models").json()["data"]]
 
     def server(self) -> ServerState:
         """The server's state."""
-        return self._do(self._server())
+        return ServerState.model_validate(self._ask("GET", "/v1/server").json())
 
     def close(self) -> None:
         """Close all connections."""
@@ -427,101 +344,29 @@ class Client(_Flows):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _do(self, flow: Flow[Result]) -> Result:
-        resume: Any = flow.send
-        value: Any = None
+    def _ask(self, method: str, url: str, **more: Any) -> httpx.Response:
+        """Send a request until it is answered, or until the client's patience ends."""
+        waited = 0.0
         while True:
             try:
-                step = resume(value)
-            except StopIteration as done:
-                return done.value
-            try:
-                resume, value = flow.send, self._step(step)
-            except BaseException as error:
-                resume, value = flow.throw, error
+                response = self._http.request(method, url, **more)
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                passing = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException))
+                absent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
+                # An interrupted caller does not wait.
+                wait = PAUSE if passing and not absent and method != "DELETE" else None
+                if wait is None or waited + wait > self._patience:
+                    raise _unreachable(self.url, error) from None
+            else:
+                self._reached = True
+                wait = _wait(response, waited, self._patience)
+                if wait is None:
+                    _check(response)
+                    return response
+            waited += wait
+            time.sleep(wait)
 
-    def _step(self, step: Any) -> Any:
-        if isinstance(step, ApiRequest):
-            return self._http.request(step.method, step.url, **step.more)
-        return time.sleep(step) if isinstance(step, float) else next(step, None)
-
-
-def _awaited(
-    flow: Callable[Concatenate[Any, P], Flow[Result]],
-) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, Result]]:
-    """The method of `AsyncClient` for a flow, with the name and docstring of `Client`'s method."""
-
-    @functools.wraps(getattr(Client, flow.__name__.removeprefix("_")))
-    async def method(self: AsyncClient, *args: P.args, **kwargs: P.kwargs) -> Result:
-        return await self._do(flow(self, *args, **kwargs))
-
-    return method
-
-
-class AsyncClient(_Flows):
-    """`Client` for programs with an event loop: the same methods as coroutines. Cancelling a task cancels its job."""
-
-    _http: httpx.AsyncClient
-    _library = httpx.AsyncClient
-
-    generate = _awaited(_Flows._generate)
-    submit = _awaited(_Flows._submit)
-    wait = _awaited(_Flows._wait)
-    images = _awaited(_Flows._images)
-    file = _awaited(_Flows._file)
-    job = _awaited(_Flows._job)
-    jobs = _awaited(_Flows._jobs)
-    cancel = _awaited(_Flows._cancel)
-    models = _awaited(_Flows._models)
-    server = _awaited(_Flows._server)
-
-    async def events(self, id: str, after: int = 0) -> AsyncIterator[Event]:
-        """See `Client.events`."""
-        reader = EventReader(self.url, after, self._patience)
-        while True:
-            error = None
-            try:
-                async with self._stream(id, reader) as response:
-                    if not response.is_success:
-                        await response.aread()
-                        reader.refused(response)
-                    else:
-                        async for line in response.aiter_lines():
-                            if (event := reader.feed(line)) is not None:
-                                yield event
-                                if reader.over:
-                                    return
-            except httpx.TransportError as lost:
-                error = lost
-            await asyncio.sleep(reader.pause(error))
-
-    async def close(self) -> None:
-        """See `Client.close`."""
-        await self._http.aclose()
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
-
-    async def _do(self, flow: Flow[Result]) -> Result:
-        resume: Any = flow.send
-        value: Any = None
-        broken = False
-        while True:
-            try:
-                step = resume(value)
-            except StopIteration as done:
-                return done.value
-            try:
-                # A second cancellation does not interrupt the clean-up after the first.
-                doing = self._step(step)
-                resume, value = flow.send, await (asyncio.shield(doing) if broken else doing)
-            except BaseException as error:
-                resume, value, broken = flow.throw, error, broken or not isinstance(error, Exception)
-
-    async def _step(self, step: Any) -> Any:
-        if isinstance(step, ApiRequest):
-            return await self._http.request(step.method, step.url, **step.more)
-        return await asyncio.sleep(step) if isinstance(step, float) else await anext(step, None)
+    def _stream(self, id: str, reader: EventReader) -> contextlib.AbstractContextManager[httpx.Response]:
+        reader.fields = {}
+        headers = {"Last-Event-ID": str(reader.after)} if reader.after else {}
+        return self._http.stream("GET", f"/v1/jobs/{id}/events", headers=headers, timeout=self._silence)

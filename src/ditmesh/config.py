@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import isfinite, prod
@@ -19,8 +19,8 @@ from .staleness.policy import parse as parse_warmup
 TextPolicy = Literal["auto", "shard", "replicate"]
 InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
 Exchange = Literal["exact", "displaced", "naive"]
-Compression = Literal["fp16", "bf16", "int8", "int4", "residual4", "residual2", "residual1.6", "residual1"]
-Prediction = Literal["linear"]
+Compression = Literal["fp16", "bf16", "int8", "int4"]
+Prediction = Literal["linear", "none"]
 VaePolicy = Literal["auto", "bands", "whole"]
 TextEncoderPolicy = Literal["whole", "sharded", "rank0", "freed"]
 
@@ -30,6 +30,9 @@ AXES = ("data", "cfg", "pipe", "ring", "ulysses", "tensor")
 
 # Axes of ranks that hold equal weights.
 REPLICAS = ("data", "cfg", "ring", "ulysses")
+
+# Ranks among which "auto" exchanges heads at most: as many as a host usually has devices.
+MAX_ULYSSES = 8
 
 # Maximum of ranks of an axis, patches or tiles, so that an untrusted number cannot exhaust memory.
 MAX_DEGREE = 2**16
@@ -102,11 +105,12 @@ class ParallelConfig(BaseModel):
             depends on it, but not on the number of stages; ``patches=4`` without stages gives the image of
             ``pipe=4, patches=4`` on one device.
         warmup: the policy of synchronous (exact) steps of a stale strategy: ``"fixed(4)"``, ``"sqrt(2)"``,
-            ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(40dB)"``: see docs/staleness.md.
-        compress: the compression of displaced keys and values; default: none. ``"residual4"`` and the others send what
-            is new since the last message in so many bits a number: see docs/staleness.md.
-        predict: what stands for displaced keys and values of the step in progress; default: those of the previous step.
-            ``"linear"``: these, moved on by half of their latest change: see docs/staleness.md.
+            ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.05)"``: see docs/staleness.md.
+        compress: the compression of displaced keys and values; default: none. ``"int4"`` sends what is new since the
+            last message in four bits a number: see docs/staleness.md.
+        predict: what stands for displaced keys and values of the step in progress. ``"linear"``, the default with
+            ``exchange="displaced"``: those of the previous step, moved on by half of their latest change; ``"none"``:
+            those of the previous step as they are: see docs/staleness.md.
         stages: the number of blocks of every stage. ``"estimated"``: by the weights that image tokens pass through.
             ``"measured"``: estimated at first; the first call times one block of every kind, and blocks move if another
             split is faster. Or numbers, ``(5, 7)``. The result stays the same.
@@ -172,6 +176,7 @@ class ParallelConfig(BaseModel):
         int,
         Setting(
             "Set the number of PipeFusion stages: each has some of the blocks.",
+            untrained="stages are for images; use sharding: fsdp, or tensor, for weights that are too large",
         ),
     ] = Field(default=1, ge=1, le=MAX_DEGREE)
     shard: Annotated[
@@ -202,12 +207,13 @@ class ParallelConfig(BaseModel):
         Setting(
             "Set the number of blocks of every stage, or measure it.",
             form="5,7|measured",
+            untrained="training has no stages; leave it out",
         ),
     ] = "estimated"
     warmup: Annotated[
         str,
         Setting(
-            'Choose the exact steps of a stale strategy, such as "fixed(4)", "adaptive(40dB)" or "adaptive(3.5s)".',
+            'Choose the exact steps of a stale strategy, such as "fixed(4)", "sqrt(2)" or "adaptive(0.05)".',
             decides=True,
             form="POLICY",
             untrained="training has no stale steps; leave it out",
@@ -224,7 +230,7 @@ class ParallelConfig(BaseModel):
     predict: Annotated[
         Prediction | None,
         Setting(
-            "Move the previous step's keys on by half of their latest change.",
+            "Move the previous step's keys on by half of their latest change (linear, the default), or do not.",
             decides=True,
             untrained="training has no stale steps; leave it out",
         ),
@@ -449,6 +455,15 @@ class ParallelConfig(BaseModel):
         """The number of ranks that would hold equal weights and take part in the same requests."""
         return self.size_of(REPLICAS if self.inputs != "per-data-rank" else REPLICAS[1:])
 
+    def recorded(self) -> dict[str, Any]:
+        """The settings as receipts have them: a default that later versions may change is written out."""
+        return self.model_dump() | ({"predict": self.predict or "linear"} if self.exchange == "displaced" else {})
+
+    @property
+    def predicts_keys(self) -> bool:
+        """True if displaced keys are moved on by half of their latest change."""
+        return self.exchange == "displaced" and self.predict != "none"
+
     @property
     def cuts_weights(self) -> bool:
         """True if a rank holds only a part of the transformer's weights."""
@@ -492,8 +507,8 @@ class ParallelConfig(BaseModel):
             parts += [f"exchange={self.exchange}", f"warmup={self.warmup}"]
         if self.compress is not None:
             parts.append(f"compress={self.compress}")
-        if self.predict is not None:
-            parts.append(f"predict={self.predict}")
+        if self.predict == "none":
+            parts.append("predict=none")
         if self.speeds is not None:
             speeds = self.speeds if isinstance(self.speeds, str) else ",".join(f"{speed:g}" for speed in self.speeds)
             parts.append(f"speeds={speeds}")
@@ -505,18 +520,22 @@ class ParallelConfig(BaseModel):
             parts.append("reproducible")
         return " ".join(parts)
 
-    def check_world_size(self, world_size: int) -> None:
+    def check_world_size(self, world_size: int, given: str | None = None) -> None:
         """Raise an error if the degrees do not multiply to ``world_size`` ranks.
 
+        Args:
+            given: what says that there are so many, such as ``and --devices is 2``.
+
         Raises:
-            ConfigError: the message names both products and valid degrees.
+            ConfigError: the message names the degrees, both numbers and the way out.
         """
         if self.world_size != world_size:
-            product = " x ".join(f"{axis}={degree}" for axis, degree in self.degrees.items())
+            degrees = [f"{axis}={degree}" for axis, degree in self.degrees.items() if degree > 1]
+            there = given or f"and {world_size} {'is' if world_size == 1 else 'are'} there"
+            ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
             raise ConfigError(
-                f"{product} multiplies to {self.world_size} devices, but {world_size} "
-                f"{'is' if world_size == 1 else 'are'} there; "
-                f"start {self.world_size} ranks or change the degrees (for example ulysses={world_size})"
+                f"{' x '.join(degrees) or '1 device'} needs {ranks}, {there}; use as many, or change the degrees "
+                f"(for example ulysses={world_size})"
             )
 
     @classmethod
@@ -546,14 +565,76 @@ class ParallelConfig(BaseModel):
         return cls(**{str(key): value for key, value in data.items()})
 
     @classmethod
-    def auto(cls, world_size: int, heads: int) -> ParallelConfig:
-        """The exact configuration to start from: Ulysses as far as the heads divide, ring for the rest.
+    def auto(
+        cls,
+        world_size: int,
+        heads: int,
+        *,
+        images: int = 1,
+        branches: int = 1,
+        fits: Callable[[ParallelConfig], bool] | None = None,
+    ) -> ParallelConfig:
+        """The configuration that ``"auto"`` stands for: the first of `preferred` that fits, and the first if none does.
+
+        Args:
+            world_size, heads, images, branches: as for `preferred`.
+            fits: whether the model can run with a configuration on its devices; default: it can.
+        """
+        offers = cls.preferred(world_size, heads, images=images, branches=branches)
+        first = next(offers)
+        return next((config for config in (first, *offers) if fits is None or fits(config)), first)
+
+    @classmethod
+    def preferred(cls, world_size: int, heads: int, *, images: int = 1, branches: int = 1) -> Iterator[ParallelConfig]:
+        """Exact configurations of all devices, in the order in which ``"auto"`` takes them.
+
+        Whole weights before ``tensor`` and ``shard``, and the smaller degree of these first. With at least as many
+        images as devices ``data``; else ``cfg=2`` if guidance runs two branches, Ulysses as far as the heads divide and
+        up to 8 ranks, and ``ring`` for the rest.
 
         Args:
             heads: attention heads of the model (the smallest number among its blocks).
+            images: of one call of the pipeline, or calls if those are more.
+            branches: of guidance that a call runs.
         """
-        ulysses = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= heads and heads % d == 0)
-        return cls(ring=world_size // ulysses, ulysses=ulysses)
+        for cut in _divisors(world_size):
+            for name in ("tensor", "shard") if cut > 1 else ("tensor",):
+                weights, tensor = {name: cut}, cut if name == "tensor" else 1
+                if tensor > heads:
+                    continue
+                ranks = world_size // tensor
+                if images >= world_size:
+                    yield cls(**weights, data=ranks)
+                    continue
+                for cfg in (2, 1) if branches > 1 and ranks % 2 == 0 else (1,):
+                    for ulysses in reversed(_divisors(ranks // cfg)):
+                        if ulysses == 1 or (ulysses <= MAX_ULYSSES and heads % (ulysses * tensor) == 0):
+                            yield cls(**weights, cfg=cfg, ulysses=ulysses, ring=ranks // cfg // ulysses)
+
+    def for_calls(self, images: int, calls: int) -> ParallelConfig:
+        """The configuration for so many calls of a pipeline with so many images each.
+
+        Where data ranks outnumber the images of a call, they would have nothing to share: then each group of ranks has
+        calls of its own, if it can.
+        """
+        if self.data <= images or calls == 1 or self.inputs != "broadcast":
+            return self
+        try:
+            return type(self)(**{**self.model_dump(), "inputs": "per-data-rank"})
+        except ConfigError:
+            # Weights in pieces are of ranks that make the same calls.
+            return self
+
+    def options(self) -> str:
+        """The options of a command for these degrees, such as ``--devices 4 --tensor 2 --ring 2``."""
+        degrees = {"devices": self.world_size} | {name: n for name, n in reversed(self.degrees.items()) if n > 1}
+        if self.shard > 1:
+            degrees["shard"] = self.shard
+        return " ".join(f"--{name} {degree}" for name, degree in degrees.items())
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _explain(error: ValidationError) -> str:

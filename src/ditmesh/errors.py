@@ -24,10 +24,6 @@ class LayoutError(DitmeshError, RuntimeError):
     """A model's tensors do not follow its token layout, or no layout could be found."""
 
 
-class JournalError(DitmeshError, RuntimeError):
-    """A resumed request differs from the request in the journal."""
-
-
 class RankFailed(DitmeshError, RuntimeError):
     """A rank raised an exception or died. The message contains the rank's traceback.
 

@@ -24,6 +24,7 @@ from .cli.serve import (
     traces_of,
 )
 from .errors import ConfigError, InputError, did_you_mean
+from .requirements import not_installed
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -95,7 +96,7 @@ def build(arguments: dict[str, Any]) -> Any:
     try:
         from ray import serve
     except ImportError as error:
-        raise ConfigError(f"Ray Serve is not installed ({error.name} is missing); pip install 'ray[serve]'") from None
+        raise ConfigError(not_installed("Ray Serve", str(error.name), "ray-serve")) from None
     # Errors are raised here, before anything is deployed.
     plan = plan_of(arguments)
 
@@ -121,7 +122,7 @@ def _app(arguments: Mapping[str, Any]) -> FastAPI:
 
     plan = plan_of(arguments)
     form: Any = plan.logs.log_format
-    logging.config.dictConfig(log_config(form, plan.logs.log_level.upper()))
+    logging.config.dictConfig(log_config(form, plan.logs.log_level.upper(), plan.logs.log_prompts))
     last = contextlib.ExitStack()
     app = create_app(plan.backend("ray"), plan.settings, last.enter_context(traces_of(plan.logs)), plan.service.grace)
     app.state.last = last

@@ -98,8 +98,7 @@ def check_recipe(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[
 def keeps_between_steps(recipe: Recipe, config: ParallelConfig, models: Iterable[nn.Module] = ()) -> str:
     """A clause that names the state of one request's step for the next; empty: there is none.
 
-    Requests then cannot share a batch, or go on on other ranks. Everything that has to know (servers, ``--elastic``,
-    predictions) asks here.
+    Requests then cannot share a batch. Servers and predictions ask here.
 
     Args:
         recipe, config: strategies, each of which says what it keeps (`Strategy.keeps_between_steps`).

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..report.report import Report, StyledText
 from .options import AsJson, Device, at_least
 from .show import emit
-
-if TYPE_CHECKING:
-    from ..launch import Launcher
 
 
 def doctor(
@@ -23,12 +19,6 @@ def doctor(
         ),
     ] = 2,
     device: Device = "auto",
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            "--save", metavar="FILE", help="Measure computation too, and write a hardware profile for ditmesh plan."
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices and backends, measure transfers between ranks, and report missing components.
@@ -38,36 +28,21 @@ def doctor(
     ditmesh doctor --devices 4
     """
     from ..launch import launcher
-    from ..launch.hardware import describe_machine, measure_links, missing
+    from ..launch.hardware import describe_machine, import_errors, measure_links, missing
 
     facts = describe_machine()
+    facts["import_errors"] = import_errors()
     facts["missing"] = missing(facts)
     facts["devices"] = devices
     facts["transfers"] = []
-    if devices > 1 or save is not None:
+    if devices > 1:
         if device == "auto" and len(facts["gpus"]) < devices:
             device = "cpu"
         quick = ("torch", "torch.distributed")
         with launcher(None, devices, device, threads=1, timeout=120.0, preload=quick) as pool:
             facts["device"] = pool.device
             facts["transfers"] = measure_links(pool)
-            if save is not None:
-                facts["profiles"] = _saved(pool, save)
     emit(facts, as_json, _say)
-
-
-def _saved(pool: Launcher, path: Path) -> list[str]:
-    """Measure and write the profile; if ranks share memory, also a second profile for their process group."""
-    from ..forecast.plan.profile import profile
-
-    fastest, other = profile(pool)
-    fastest.save(path)
-    names = [str(path)]
-    if other is not None:
-        beside = path.with_name(f"{path.stem}-{other.link.name}{path.suffix}")
-        other.save(beside)
-        names.append(str(beside))
-    return names
 
 
 def _peers(access: list[list[bool]]) -> str:
@@ -99,7 +74,6 @@ def _say(facts: dict[str, Any]) -> Report:
             f"Between {facts['devices']} ranks on {facts['device']} (medians; GB/s that one rank sends)",
             keys=2,
         )
-    report.points([f"wrote {name}" for name in facts.get("profiles", ())])
     for sentence in facts["missing"]:
         report.text(StyledText("missing", "unsure"), f" {sentence}")
     if not facts["missing"]:

@@ -14,7 +14,7 @@ import typer
 
 from ..config import ParallelConfig
 from ..errors import InputError, RankFailed
-from ..launch import default_threads, guarded_folder, launcher, torchrun_rank
+from ..launch import guarded_folder, launcher, torchrun_rank
 from ..report.formatting import count
 from ..report.report import Report
 from .options import (
@@ -43,6 +43,7 @@ from .values import fetched, parallel_config, picture_job, read_prompts, videos_
 
 if TYPE_CHECKING:
     from ..generate.job import Generated, PictureJob
+    from ..generate.model_info import ModelInfo
     from ..generate.receipt import Receipt
     from ..launch import Launcher, MessageSink
 
@@ -97,10 +98,6 @@ def generate(
     ranks: RankOptions,
     memory_limit: MemoryLimit = None,
     memory_check: MemoryCheck = True,
-    elastic: Annotated[
-        bool,
-        rank_option("--elastic", help="Continue on the remaining devices when some are lost (with --reproducible)."),
-    ] = False,
     server: Annotated[
         str | None,
         rank_option("--server", metavar="URL", help="Generate on this `ditmesh serve`; DITMESH_API_KEY holds the key."),
@@ -109,7 +106,7 @@ def generate(
         int | None,
         rank_option(
             "--deadline-ms",
-            help="Ask --server for each job in this many milliseconds; it refuses what it cannot do by then.",
+            help="Let --server take each job before your others that are due later, or never.",
             callback=at_least(1),
         ),
     ] = None,
@@ -120,7 +117,7 @@ def generate(
     as_json: AsJson = False,
     json_full: JsonFull = False,
 ) -> None:
-    """Generate images or videos from prompts on N devices. Each PNG or MP4 contains the metadata of its generation.
+    """Generate images or videos from prompts on N devices. Each PNG or MP4 contains the receipt of its generation.
 
     Existing files are kept, and new ones get a number.
 
@@ -147,7 +144,7 @@ def generate(
         check_options(context)
         result = generate_on(server, prompts, model, pictures, inputs, out, overwrite, deadline_ms)
     elif deadline_ms is not None:
-        raise InputError(f"--deadline-ms {deadline_ms} is for a server with --schedule adaptive; add --server URL")
+        raise InputError(f"--deadline-ms {deadline_ms} orders the jobs of a server; add --server URL, or leave it out")
     else:
         began, there = time.perf_counter(), torchrun_rank()
         asked, settings = read_prompts(prompts, pictures.prompts_file), parallel.settings()
@@ -157,7 +154,7 @@ def generate(
         more |= {"check_memory": memory_check, "memory_limit": None if memory_limit is None else memory_limit * 1e9}
         job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
         world_size, chosen = parallel_config(devices, config, settings, info.heads)
-        _check_launch(ranks, world_size, chosen, elastic, compare)
+        _check_launch(ranks, world_size, compare)
         job = job.changed(config=chosen or "auto")
         ranks.begin(PRELOAD)
         if job.files:
@@ -169,23 +166,42 @@ def generate(
         kind = ranks.kind(world_size if there is None else there.local_size)
         check_offload(job.offload, kind)
         job = with_free_names(fetched(job.changed(dtype=ranks.dtype_on(kind)), info))
-        result = _on_ranks(job, ranks, world_size, kind, compare, elastic, began)
+        _tell_apart(prompts or [])
+        if there is None:
+            job = _settled(job, info, ranks, world_size, kind)
+        result = _on_ranks(job, ranks, world_size, kind, compare, began)
     if result is not None:
         emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
 
 
-def _check_launch(
-    ranks: RankOptions, world_size: int, config: ParallelConfig | None, elastic: bool, compare: bool
-) -> None:
-    from ..generate.elastic import check_elastic
+def _tell_apart(prompts: Sequence[str]) -> None:
+    """Say how many prompts there are where they may be the words of one."""
+    if 1 < len(prompts) <= MAX_LISTED and not any(" " in prompt for prompt in prompts):
+        listed = ", ".join(map(repr, prompts))
+        print(f"ditmesh: {len(prompts)} prompts: {listed} (quote a prompt of several words)", file=sys.stderr)
 
+
+def _settled(
+    job: PictureJob, info: ModelInfo, ranks: RankOptions, world_size: int, kind: Literal["cpu", "cuda"]
+) -> PictureJob:
+    """The job with a configuration that fits, where that can be known before ranks of this machine start.
+
+    Raises:
+        InputError: it does not fit.
+    """
+    from ..generate.model_info import find_model
+    from ..generate.runner import settled
+
+    if ranks.backend not in (None, "local"):
+        return job
+    job, note = settled(job, info if info.local else find_model(job.model), world_size, kind)
+    if note is not None:
+        print(f"ditmesh: {note}", file=sys.stderr)
+    return job
+
+
+def _check_launch(ranks: RankOptions, world_size: int, compare: bool) -> None:
     joined = torchrun_rank() is not None
-    if elastic and joined:
-        raise InputError(
-            "--elastic starts ranks again, and torchrun has started these; leave torchrun out and use --devices"
-        )
-    if elastic:
-        check_elastic(config or ParallelConfig(), world_size)
     if compare and joined:
         raise InputError("--compare starts ranks of its own; leave torchrun out and use --devices")
     if compare and world_size == 1:
@@ -206,31 +222,22 @@ def _on_ranks(
     world_size: int,
     kind: Literal["cpu", "cuda"],
     compare: bool,
-    elastic: bool,
     began: float,
 ) -> dict[str, Any] | None:
     """Generate, and again on one rank if ``compare``.
 
     What to say about it; None: another process says it. ``began``: when the command did, by `time.perf_counter`.
     """
-    from ..generate.elastic import generate_elastically
-
     # If torchrun has started the ranks, this process is one of them.
-    name, threads = "torchrun" if torchrun_rank() is not None else ranks.backend, ranks.threads
-    if elastic:
-        threads = threads or default_threads(world_size, kind)
-        with progress(job, "generating") as (report, made, facts):
-            restarts, seconds = generate_elastically(job, world_size, kind, threads, report, launcher_name=name)
-        facts |= {"seconds": seconds, "restarts": [past.plain() for past in restarts]}
-    else:
-        with launcher(name, world_size, kind, threads, job.timeout) as started:
-            start_seconds = time.perf_counter() - began
-            made, facts = _generated(job, started)
-            facts["start_seconds"] = start_seconds
-            # The same for one device and for N: the ratio is then one of devices.
-            threads = started.threads
-            if not started.is_reporter:
-                return None
+    name = "torchrun" if torchrun_rank() is not None else ranks.backend
+    with launcher(name, world_size, kind, ranks.threads, job.timeout) as started:
+        start_seconds = time.perf_counter() - began
+        made, facts = _generated(job, started)
+        facts["start_seconds"] = start_seconds
+        # The same for one device and for N: the ratio is then one of devices.
+        threads = started.threads
+        if not started.is_reporter:
+            return None
     config = made[0].receipt.config if isinstance(job.config, str) else job.config
     result: dict[str, Any] = {
         "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
@@ -257,7 +264,7 @@ def _compared(
     seconds: float,
 ) -> dict[str, Any]:
     """Run the job on one device in the same mode, and compare with the result of several."""
-    from ..forecast.candidates import resized
+    from ..resizing import resized
 
     config = ParallelConfig()
     if not isinstance(job.config, str) and job.config.reproducible:
@@ -290,7 +297,6 @@ def progress(
     """
     from rich.progress import TextColumn, TimeRemainingColumn
 
-    from ..generate.elastic import Restarted
     from ..generate.job import Generated, Loaded, StepDone, UserNote
 
     made: list[Generated] = []
@@ -304,6 +310,8 @@ def progress(
                     facts.setdefault("load_seconds", message.seconds)
                     if message.sampled is not None:
                         facts["sampled"] = message.sampled
+                    if message.config is not None:
+                        facts["config"] = message.config
                     progress.update(task, description=what, total=message.steps * job.total)
                 elif isinstance(message, UserNote):
                     _above(progress, message.text)
@@ -317,9 +325,6 @@ def progress(
                     ours, first = message.receipt, made[0].receipt if made else message.receipt
                     same = {one: value for one in SHARED if (value := getattr(first, one)) == getattr(ours, one)}
                     made.append(replace(message, receipt=ours.model_copy(update=same)))
-                elif isinstance(message, Restarted):
-                    _above(progress, str(message))
-                    progress.update(task, description="loading")
 
             yield report, made, facts
     except (RankFailed, KeyboardInterrupt):
@@ -337,7 +342,7 @@ def _above(progress: Any, text: str) -> None:
 def short(result: dict[str, Any]) -> dict[str, Any]:
     """The result without fields that are the same for all images or are in their files: see --json=full."""
     # Restarts only if there were any.
-    always, sometimes = ("path", "prompt", "seed", "together", "place"), ("restarts", *VIDEO)
+    always, sometimes = ("path", "prompt", "seed", "together", "place"), VIDEO
     settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
     return {
         **result,
@@ -397,8 +402,6 @@ def _say(result: dict[str, Any]) -> Report:
         f"{result['load_seconds']:.1f} s {'waiting' if 'server' in result else 'to load'}, "
         f"{result['total_seconds']:.1f} s in all"
     )
-    for past in result.get("restarts", ()):
-        report.text(f"restarted at step {past['step']}: {past['to']} ranks instead of {past['from']}")
     if "compare" in result:
         facts = result["compare"]
         most = facts["largest_difference"]

@@ -1,4 +1,4 @@
-"""`ditmesh inspect`: a model's token layout, the memory of its ranks, and the traffic between hosts."""
+"""`ditmesh inspect`: a model's token layout, the memory of its ranks, and the layers around a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import ParallelConfig
-from ..errors import ConfigError, InputError
+from ..errors import InputError
 from ..report.report import Report, StyledText
 from ..request import parse_size
 from .options import (
@@ -30,10 +30,10 @@ from .show import emit
 from .values import check_planned, parallel_config, parse_config
 
 if TYPE_CHECKING:
-    from ..forecast.costs.work import Workload
-    from ..forecast.memory.phases import Components
     from ..generate.model_info import ModelInfo
     from ..layout import TokenLayout
+    from ..memory.phases import Components
+    from ..memory.sizes import Workload
 
 
 layout_option = functools.partial(typer.Option, rich_help_panel="Layout")
@@ -62,13 +62,6 @@ def inspect(
         bool,
         common_option("--memory", help="Predict the memory of every rank, phase by phase."),
     ] = False,
-    hosts: Annotated[
-        str | None,
-        layout_option(
-            metavar="N|N,N",
-            help="Show the traffic between this many hosts, or between hosts with these numbers of ranks.",
-        ),
-    ] = None,
     explain: Annotated[
         bool,
         layout_option(
@@ -94,8 +87,8 @@ def inspect(
     hardware: Annotated[
         str,
         job_option(
-            metavar="PART|FILE",
-            help="Predict for this device of plan's table, or a profile that doctor --save has written.",
+            metavar="DEVICE",
+            help="Predict for this device: h100, l40s, 4090 …",
         ),
     ] = "cpu",
     parallel: ConfigOptions,
@@ -114,8 +107,6 @@ def inspect(
 
     ditmesh inspect --memory run.yaml --hardware 4090
 
-    ditmesh inspect ./my-model --config "ulysses=4 cfg=2" --hosts 2
-
     ditmesh inspect --explain --devices 4 --ulysses 4
 
     Exits with code 1 when --check finds a difference.
@@ -133,28 +124,25 @@ def inspect(
         emit(*_memory(model, request, (config, devices, settings), dtype, hardware, as_json))
         return
     asked = bool(settings) or devices is not None or config is not None
-    if asked != (explain or hosts is not None):
+    if asked != explain:
         raise InputError(
-            "a configuration belongs to --memory, or to --hosts for the traffic between them; give both or neither"
-            if not explain
-            else "--explain needs a configuration; give --config, or --devices and degrees"
+            "--explain needs a configuration; give --config, or --devices and degrees"
+            if explain
+            else "a configuration belongs to --memory or --explain; give one of them too"
         )
     place = model or str(zoo.path())
     info = find_model(place)
     # It takes torch along, which a mistake does not wait for.
-    from ..forecast.workload import workload_of
+    from ..memory.sizes import workload_of
 
     workload = workload_of(info, wanted, tokens, pictures, guidance, frames)
     layout, found = _layout(info, check)
     facts = _facts(info, layout, workload) | found
     if asked:
-        chosen = _config_of(config, devices, settings, info.heads)
-        if explain:
-            facts |= _anatomy(info.transformer_class, info.transformer, layout, chosen, workload, dtype)
-        if hosts is not None:
-            step = {"frames": frames, "text": tokens, "pictures": pictures, "guidance": guidance, "dtype": dtype}
-            step["size"] = (workload.width, workload.height)
-            facts["between_hosts"] = _between(place, step, chosen, hosts)
+        chosen = _config_of(config, devices, settings)
+        if isinstance(chosen, int):
+            chosen = ParallelConfig.auto(chosen, info.heads or 1)
+        facts |= _anatomy(info.transformer_class, info.transformer, layout, chosen, workload, dtype)
     if save is not None:
         _write(layout, save)
     emit(facts, as_json, partial(_say, layout=layout, check=check))
@@ -174,15 +162,13 @@ def _memory(
     config, devices, settings = ranks
     if Path(model).suffix in (".yaml", ".yml"):
         from ..train.config import TrainConfig
-        from ..train.memory.check import predicted_training, training_report
+        from ..train.memory import predicted_training, training_report
 
         if settings or config is not None or devices is not None:
             raise InputError(f"{model!r} gives the configuration of its run; leave --config, --devices and degrees out")
         return predicted_training(TrainConfig.read(model), hardware), as_json, training_report
     check_planned(model or "emoji-sd3")
-    components, workload, heads = _asked(model, *request)
-    chosen = _config_of(config, devices, settings, heads)
-    return _needed(components, workload, chosen, dtype, hardware), as_json, _say_memory
+    return _needed(_asked(model, *request), ranks, dtype, hardware), as_json, _say_memory
 
 
 def _write(layout: TokenLayout, path: Path) -> None:
@@ -231,8 +217,8 @@ def _anatomy(
     import torch
 
     from .. import recipe
-    from ..forecast.memory.anatomy import anatomy
     from ..layout.describe import meta_model
+    from ..memory.anatomy import anatomy
 
     recipe.check_recipe(recipe.RECIPE, config, [(meta_model(transformer, sizes), layout)])
     layers, exchanges = anatomy(transformer, sizes, layout, config, workload, getattr(torch, dtype))
@@ -260,59 +246,12 @@ def _say_anatomy(report: Report, facts: dict[str, Any]) -> None:
     report.table(("where", "link", "exchange", "times", "MB"), rows, caption, keys=3)
 
 
-def _config_of(config: str | None, devices: int | None, settings: dict[str, Any], heads: int | None) -> ParallelConfig:
+def _config_of(config: str | None, devices: int | None, settings: dict[str, Any]) -> ParallelConfig | int:
+    """The configuration that is asked for; or the number of devices, for which the rule of ``"auto"`` names one."""
     if config is not None:
         return parse_config(config)
-    count, chosen = parallel_config(devices, None, settings, heads)
-    return chosen or ParallelConfig.auto(count, heads or 1)
-
-
-def _between(model: str, wanted: dict[str, Any], config: ParallelConfig, hosts: str) -> dict[str, Any]:
-    """The traffic of a configuration between hosts, as plain data."""
-    from ..forecast.costs.hardware import machine
-    from ..forecast.hosts import better, between_hosts, host_numbers
-    from ..forecast.plan.subject import subject
-    from ..forecast.search import SearchLimits, config_refusal
-
-    numbers = host_numbers(hosts, config.world_size)
-    asked = subject(model, **wanted)
-    if reason := config_refusal(config, asked.model, SearchLimits(tested=False)):
-        raise ConfigError(reason)
-    hardware = machine("h100", config.world_size)
-    one = between_hosts(config, asked.model, asked.workload, hardware, numbers)
-    other = better(one, asked.model, asked.workload, hardware, numbers) if one.busy else None
-    return {
-        "config": config.describe(),
-        "hosts": [numbers.count(host) for host in range(max(numbers) + 1)],
-        "element_bytes": asked.workload.element,
-        "branches": asked.workload.branches,
-        "axes": list(one.axes),
-        "bytes_a_step": one.sent,
-        "bytes_a_synchronous_step": one.synchronous,
-        "better": None if other is None else {"config": other.config.describe(), "bytes_a_step": other.sent},
-    }
-
-
-def _say_between(report: Report, between: dict[str, Any]) -> None:
-    from ..forecast.hosts import BUSY, describe_bytes
-
-    ranks = " + ".join(map(str, between["hosts"]))
-    report.text(f"{between['config']} on {ranks} ranks of {len(between['hosts'])} hosts, predicted, a step:")
-    names = [*between["axes"], *(axis for axis in between["bytes_a_step"] if axis not in between["axes"])]
-    for axis in names:
-        sent = describe_bytes(between["bytes_a_step"].get(axis, 0.0))
-        first = between["bytes_a_synchronous_step"].get(axis, 0.0)
-        late = "" if first == between["bytes_a_step"].get(axis, 0.0) else f" ({describe_bytes(first)} when synchronous)"
-        report.text(f"  {axis} reaches across hosts: {sent}{late}")
-    if not names:
-        report.text("  nothing goes between hosts")
-    if set(names) & set(BUSY):
-        best = between["better"]
-        least = best and f"{best['config']} sends {describe_bytes(sum(best['bytes_a_step'].values()))}"
-        report.text(
-            StyledText("  keep ulysses and tensor inside of a host", "unsure"),
-            f": {least}" if least is not None else "",
-        )
+    count, chosen = parallel_config(devices, None, settings, None)
+    return chosen or count
 
 
 def _say(facts: dict[str, Any], layout: TokenLayout, check: bool) -> Report:
@@ -340,8 +279,6 @@ def _say(facts: dict[str, Any], layout: TokenLayout, check: bool) -> Report:
         report.table(("what", "argument", "tokens"), rows, f"{region.blocks}{chained}", keys=3)
     if layout.refused:
         report.text("Derived from the call that sets one: " + ", ".join(layout.refused))
-    if "between_hosts" in facts:
-        _say_between(report, facts["between_hosts"])
     if check and not facts["differences"]:
         report.text(StyledText("The probe agrees with this layout.", "good"))
     for difference in facts.get("differences", []):
@@ -356,43 +293,77 @@ def _asked(
     text: int | None,
     pictures: int,
     guidance: bool | None,
-) -> tuple[Components, Workload, int | None]:
-    """The model's components, the request, and the heads of the transformer."""
+) -> tuple[Components, Workload, bool, str]:
+    """The model's components, the request, whether guidance has two branches, and what ``generate --model`` takes."""
+    import diffusers
+
     from .. import zoo
-    from ..forecast.catalogue import shapes
-    from ..forecast.memory.check import components_of, components_of_shape
-    from ..forecast.workload import workload_of
+    from ..engine import guided
     from ..generate.model_info import find_model
+    from ..memory.catalogue import shapes
+    from ..memory.check import components_of, components_of_shape
+    from ..memory.sizes import workload_of
 
     shape = shapes().get(model.lower())
     if shape is None or Path(model).exists():
         info = find_model(model or zoo.path())
-        return components_of(info), workload_of(info, size, text, pictures, guidance, frames), info.heads
+        workload = workload_of(info, size, text, pictures, guidance, frames)
+        branches = guided(getattr(diffusers, info.pipeline_class, None), info.transformer)
+        return components_of(info), workload, branches if guidance is None else guidance, model
     workload = workload_of(shape, size, text, pictures, guidance, frames)
-    return components_of_shape(shape), workload, shape.config.get("num_attention_heads")
+    return components_of_shape(shape), workload, workload.branches > 1, shape.repository
 
 
 def _needed(
-    components: Components, workload: Workload, config: ParallelConfig, dtype: str, hardware: str
+    asked: tuple[Components, Workload, bool, str],
+    ranks: tuple[str | None, int | None, dict[str, Any]],
+    dtype: str,
+    hardware: str,
 ) -> dict[str, Any]:
+    """The memory of every rank on a device, and the command to type, as plain data."""
     import torch
 
-    from ..forecast.costs.hardware import Hardware, device
-    from ..forecast.memory.phases import needs
+    from ..memory.cards import card
+    from ..memory.check import Demand, gigabytes
+    from ..memory.phases import needs
 
-    profile = Path(hardware).suffix in (".yaml", ".yml") or Path(hardware).is_file()
-    part = Hardware.read(hardware).device if profile else device(hardware, dtype)
-    # A profile that was measured on a CPU has float32 figures.
-    where = "cpu" if part.name == "cpu" or (profile and part.dtype == "float32") else "cuda"
-    found = needs(components, config, workload, getattr(torch, dtype), part.runtime, where)
+    components, workload, guided, repository = asked
+    config, devices, settings = ranks
+    part, kind = card(hardware), getattr(torch, dtype)
+    demand = Demand(
+        components,
+        workload,
+        workload,
+        kind,
+        part.kind,
+        images=workload.pictures,
+        branches=1 + guided,
+        runtime=part.runtime,
+    )
+    # What is free on a CPU is not known of a machine in a table.
+    room = float("inf") if part.kind == "cpu" else part.memory
+    chosen, note = _config_of(config, devices, settings), None
+    if isinstance(chosen, int):
+        choice = demand.choose(chosen, room)
+        chosen, note = choice.config, choice.describe() if chosen > 1 else None
+    found = needs(components, chosen, workload, kind, part.runtime, part.kind)
+    most, exceeds = max(rank.peak.total for rank in found), None
+    options = chosen.options()
+    if most > room:
+        fitting = demand.fitting(chosen.world_size, room, limited=True)
+        exceeds = f"{gigabytes(most)} GB on a rank exceed the {gigabytes(room)} GB of {part.name}; {fitting.sentence}"
+        options = fitting.options
     return {
         "model": components.name,
-        "config": config.describe(),
-        "devices": config.world_size,
+        "config": chosen.describe(),
+        "devices": chosen.world_size,
         "size": [workload.width, workload.height],
         "dtype": dtype,
         "predicted": True,
         "ranks": [one.as_data() for one in found],
+        "chosen": note,
+        "exceeds": exceeds,
+        "command": f'ditmesh generate "..." --model {repository or "emoji-sd3"} {options}' if options else None,
     }
 
 
@@ -401,4 +372,8 @@ def _say_memory(result: dict[str, Any]) -> Report:
 
     width, height = result["size"]
     lead = f"{result['model']}, {result['config']}, {width} x {height}, {result['dtype']}"
-    return memory_report(lead, result["ranks"], ("weights", "activations", "kept", "shared", "process"))
+    report = memory_report(lead, result["ranks"], ("weights", "activations", "kept", "shared", "process"))
+    for line in (result["chosen"], result["exceeds"], result["command"]):
+        if line is not None:
+            report.text(line)
+    return report

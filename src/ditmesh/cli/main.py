@@ -38,8 +38,13 @@ def _stopped_in_words() -> Iterator[None]:
         if stopped is None:
             raise
         ignore_signals()
-        by, code = ("SIGTERM", 143) if isinstance(stopped, Terminated) else ("Ctrl-C", 130)
+        by, code = _signal_of(stopped)
         _leave(f"stopped by {by}", code)
+
+
+def _signal_of(stopped: KeyboardInterrupt) -> tuple[str, int]:
+    """What has stopped the command, and its exit code."""
+    return ("SIGTERM", 143) if isinstance(stopped, Terminated) else ("Ctrl-C", 130)
 
 
 class _Commands(TyperGroup):
@@ -104,6 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         # This process belongs to ditmesh.
         leave(left.code or 0)
+    except KeyboardInterrupt as stopped:
+        # Before the command or after it.
+        by, code = _signal_of(stopped)
+        leave(code, f"ditmesh: stopped by {by}")
 
 
 def _run(arguments: list[str] | None) -> None:

@@ -183,7 +183,7 @@ WeightsDType = Annotated[
     ),
 ]
 JsonFull = Annotated[
-    bool, output_option("--json-full", help="Print it with all metadata of each image; --json=full is the same.")
+    bool, output_option("--json-full", help="Print it with the whole receipt of each image; --json=full is the same.")
 ]
 AsJson = Annotated[bool, output_option("--json", help="Print the result as one JSON object on stdout.")]
 
@@ -420,9 +420,7 @@ else:
             "data": "Give this many groups of ranks samples of their own; by default all devices.",
             "reproducible": "Train to the same bits on any number of devices; this is slower.",
             "tiles": "Cut the tokens into this many pieces in reproducible mode; they decide the bits.",
-            "pipe": "Cut the blocks into this many stages; the micro-batches of a step go through them.",
-            "stages": "Set the number of blocks of every stage.",
-            "speeds": "Give the relative speeds of sequence ranks, or of stages: faster ones get more.",
+            "speeds": "Give the relative speeds of sequence ranks: faster ones get more.",
         },
     )
 

@@ -32,7 +32,7 @@ UNASKED = 8
 @with_groups
 def replay(
     image: Annotated[
-        Path, typer.Argument(metavar="IMAGE.png", help="Generate this image or video (MP4) again from its metadata.")
+        Path, typer.Argument(metavar="IMAGE.png", help="Generate this image or video (MP4) again from its receipt.")
     ],
     devices: Devices = None,
     config: Annotated[
@@ -40,12 +40,12 @@ def replay(
         typer.Option(
             metavar="CONFIG",
             help='Use another configuration: words such as "ulysses=2", or a YAML file.',
-            show_default="the metadata's",
+            show_default="the receipt's",
         ),
     ] = None,
     model: Annotated[
         str | None,
-        common_option("--model", "-m", help="Load this model: folder or hub id.", show_default="the metadata's"),
+        common_option("--model", "-m", help="Load this model: folder or hub id.", show_default="the receipt's"),
     ] = None,
     device: Device = "auto",
     threads: Threads = None,
@@ -56,7 +56,7 @@ def replay(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate an image or video again from its receipt (metadata), compare the pixels, and report differences.
+    """Generate an image or video again from its receipt, compare the pixels, and report differences.
 
     Ranks, type of device and threads are those of the receipt where nothing else is said and they are there. A model
     that the receipt names is fetched from a hub only when --model says so, too.
@@ -68,10 +68,10 @@ def replay(
 
     ditmesh replay images/0000-a-red-fox-seed0.png --devices 1
     """
-    from ..forecast.candidates import resized
     from ..generate.job import check_folder, check_job
     from ..generate.receipt import read_receipt
     from ..generate.replay import job_of, place_of, receipt_config, receipt_model
+    from ..resizing import resized
 
     was = read_receipt(image)
     if was.frames is not None and not is_video(image):

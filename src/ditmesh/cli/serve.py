@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..config import AXES, ParallelConfig
 from ..errors import InputError
+from ..requirements import not_installed
 from ..serve.settings import LOOPBACK, ApiSettings, LimitOption, ServiceSettings
 from .options import (
     OFFLOADS,
@@ -36,7 +36,6 @@ from .values import download, embedded_or, parallel_config
 if TYPE_CHECKING:
     from ..serve.offers import ModelSpec
 
-SCHEDULES = ("fixed", "adaptive")
 LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 
 
@@ -166,21 +165,6 @@ class ModelOptions:
     replicas: Annotated[
         int, typer.Option(help="Start this many groups of --devices ranks, each with all models.", callback=at_least(1))
     ] = 1
-    schedule: Annotated[
-        str,
-        choice(
-            typer.Option,
-            SCHEDULES,
-            "Share every call as the configuration says, or let ranks change between steps, with deadlines.",
-        ),
-    ] = "fixed"
-    widest: Annotated[
-        int | None,
-        typer.Option(
-            help="With --schedule adaptive, share a call among this many ranks at most; 1: never. Default: all.",
-            callback=at_least(1),
-        ),
-    ] = None
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="Read the configuration from this file.")
     ] = None
@@ -227,6 +211,7 @@ class ServerPlan:
             "variant": models.variant,
             "offload": models.offload,
             "check_memory": models.memory_check,
+            "log_prompts": self.logs.log_prompts,
             "memory_limit": None if models.memory_limit is None else models.memory_limit * 1e9,
         }
         # A hub model is fetched once, before the ranks load it.
@@ -255,17 +240,7 @@ def planned(
     """
     names, local, most = tuple(clients.allow_host or ()), host in LOOPBACK, limits.of(ServiceSettings)
     named = _named(models.model or ["emoji-sd3"], "--model"), _named(models.lora or [], "--lora")
-    choose = _pooled if models.schedule == "adaptive" else _specs
-    devices, specs = choose(*named, models.devices, models.config, parallel, most["max_batch"])
-    if models.widest is not None:
-        if models.schedule != "adaptive":
-            raise InputError(f"--widest {models.widest} is for --schedule adaptive; leave it out, or set the degrees")
-        specs = [replace(spec, widest=models.widest) for spec in specs]
-    if models.schedule == "adaptive" and models.offload != "none":
-        raise InputError(
-            f"--offload {models.offload} moves components between the calls of one request, and --schedule adaptive "
-            "makes calls of several; leave one of them out"
-        )
+    devices, specs = _specs(*named, models.devices, models.config, parallel, most["max_batch"])
     settings = ApiSettings(
         **limits.of(ApiSettings),
         keys=clients.keys,
@@ -279,7 +254,6 @@ def planned(
     service = ServiceSettings(
         **most,
         devices=devices,
-        schedule=models.schedule,  # type: ignore[arg-type]
         replicas=models.replicas,
         device=ranks.device,
         threads=ranks.threads,
@@ -349,8 +323,7 @@ def check_installed() -> None:
     # The last package has had two names.
     for names in (("fastapi",), ("uvicorn",), ("prometheus_client",), ("python_multipart", "multipart")):
         if not any(map(find_spec, names)):
-            package = names[0].replace("_", "-")
-            raise InputError(f"ditmesh serve needs {package}; pip install {package}")
+            raise InputError(not_installed("ditmesh serve", names[0].replace("_", "-"), "serve"))
 
 
 def traces_of(logs: LogOptions) -> AbstractContextManager[Any]:
@@ -406,36 +379,6 @@ def _specs(
     return world_size, specs
 
 
-def _pooled(
-    models: dict[str, str],
-    loras: dict[str, str],
-    devices: int | None,
-    config: Path | None,
-    parallel: ConfigOptions,
-    together: int,
-) -> tuple[int, list[ModelSpec]]:
-    """As `_specs`, for a pool: the settings are those of one rank, and degrees are chosen step by step."""
-    from ..recipe import RECIPE, keeps_between_steps
-
-    settings = parallel.settings()
-    given = [f"--{name} {settings[name]}" for name in (*AXES, "shard") if settings.get(name, 1) != 1]
-    if config is not None:
-        chosen = ParallelConfig.read(config)
-        given = [f"{name}: {degree}" for name, degree in chosen.degrees.items() if degree > 1]
-        settings = chosen.model_dump()
-    if given:
-        raise InputError(
-            f"{', '.join(given)} fixes how ranks share a call, and --schedule adaptive chooses that for every step; "
-            "leave it out, or use --schedule fixed"
-        )
-    one = ParallelConfig(**settings)
-    if kept := keeps_between_steps(RECIPE, one):
-        raise InputError(f"{kept}, which other ranks cannot use; use --schedule fixed")
-    _, specs = _specs(models, loras, 1, config, parallel, together)
-    ranks = devices or 1
-    return ranks, [replace(spec, config=one, pool=ranks) for spec in specs]
-
-
 def state_folder() -> Path:
     """The user's folder for persistent state."""
     base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_STATE_HOME")
@@ -449,11 +392,16 @@ def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, gra
     from ..serve.http.logs import log_config
 
     def up() -> None:
-        print(f"ditmesh: serving {', '.join(card.id for card in backend.models())} at {url_of(listening)}", flush=True)
+        names = ", ".join(card.id for card in backend.models())
+        print(f"ditmesh: loading {names}; listening at {url_of(listening)}", flush=True)
+
+    def ready(seconds: float) -> None:
+        replica = next(one for one in backend.state().replicas if one.state == "ready")
+        configuration = replica.strategy or "one device"
+        print(f"ditmesh: ready: {', '.join(replica.models)} ({configuration}) after {seconds:.1f} s", flush=True)
 
     def at_once(number: int) -> None:
-        print(f"ditmesh: stopped at once by {signal.Signals(number).name}", file=sys.stderr)
-        leave(128 + number)
+        leave(128 + number, f"ditmesh: stopped at once by {signal.Signals(number).name}")
 
     if settings.keys is None and listening.getsockname()[0] not in LOOPBACK:
         print(
@@ -462,7 +410,9 @@ def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, gra
         )
     form: Any = logs.log_format
     app = create_app(backend, settings, tracer)
-    server = HttpServer(app, grace, log_config(form, logs.log_level.upper()), up, at_once)
+    server = HttpServer(
+        app, grace, log_config(form, logs.log_level.upper(), logs.log_prompts), up, at_once, ready=ready
+    )
     # All objects of now are permanent: a full collection would visit all of them, and requests would wait for a quarter
     # of a second.
     gc.collect()

@@ -55,9 +55,8 @@ class StudyOptions:
         str,
         typer.Option(
             metavar="NAMES",
-            help="Study these of displaced, pipefusion, naive, and displaced-fp16, -bf16, -int8, -int4, -residual4, "
-            "-residual2, -residual1.6 and -residual1, which compress the messages; +linear behind a displaced one "
-            "moves keys on.",
+            help="Study these of displaced, pipefusion, naive, and displaced-fp16, -bf16, -int8 and -int4, "
+            "which compress the messages; +linear behind a displaced one moves keys on.",
         ),
     ] = "displaced,naive"
     sampler: Annotated[
@@ -151,7 +150,7 @@ def study(
 
     ditmesh study "a red fox" --devices 2,4,8 --warmup 0,1,2,4,8 --steps 12
 
-    ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(40dB)" --images 4
+    ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(0.05)" --images 4
     """
     from ..generate.job import check_layout, check_named
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from ..config import AXES
-from ..errors import ConfigError, InputError, reason_of
+from ..errors import ConfigError, InputError
 from ..report.formatting import count
 from ..report.report import Report
 from .options import (
@@ -62,18 +61,6 @@ def train(
         bool,
         common_option("--check", help="Say how the model would be trained and on what, try it, and leave."),
     ] = False,
-    samples: Annotated[
-        Path | None,
-        common_option("--samples", metavar="FILE.png", help="Write the samples of the first step there, with --check."),
-    ] = None,
-    other: Annotated[
-        Path | None,
-        common_option(
-            "--from",
-            metavar="FILE",
-            help="Write CONFIG.yaml from a run of diffusers, ai-toolkit, SimpleTuner, sd-scripts or musubi-tuner.",
-        ),
-    ] = None,
     parallel: TrainingOptions,
     device: Device = "auto",
     threads: Threads = None,
@@ -94,20 +81,13 @@ def train(
 
     ditmesh train --check emoji-flux --set resolution=64
 
-    ditmesh train --check run.yaml --samples first-step.png
-
-    ditmesh train run.yaml --from ai-toolkit.yaml
+    ditmesh train --check run.yaml
 
     torchrun --nproc-per-node 4 -m ditmesh train emoji.yaml --data 2 --ulysses 2
     """
-    if other is not None:
-        emit(_imported(other, config), as_json, _say_imported)
-        return
     if check:
-        emit(_checked(config, change or (), samples), as_json, _say_check)
+        emit(_checked(config, change or ()), as_json, _say_check)
         return
-    if samples is not None:
-        raise InputError("--samples shows what --check reads; add --check")
     from ..generate.model_info import find_model
     from ..generate.run import PRELOAD
     from ..launch import begin_local_ranks, launcher, resolve_device, torchrun_rank
@@ -146,37 +126,7 @@ def train(
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
 
 
-def _imported(other: Path, config: Path) -> dict[str, Any]:
-    """Write the file of a run from one of another trainer."""
-    from ..train.import_settings import imported
-
-    found = imported(other)
-    try:
-        with config.open("x", encoding="utf-8") as file:
-            file.write(found.as_yaml())
-    except FileExistsError:
-        raise InputError(f"{str(config)!r} is there already; give the name of a new file") from None
-    except OSError as error:
-        raise InputError(f"{str(config)!r} cannot be written ({reason_of(error)})") from None
-    return {
-        "tool": found.tool,
-        "file": str(config),
-        "settings": found.settings,
-        "without": found.without,
-        "missing": found.missing,
-    }
-
-
-def _say_imported(result: dict[str, Any]) -> Report:
-    report = Report()
-    report.text(f"from {result['tool']}: {count(len(result['settings']), 'setting')}")
-    report.points([f"missing: {one}" for one in result["missing"]])
-    report.points([f"without a counterpart: {one}" for one in result["without"]])
-    report.text(result["file"])
-    return report
-
-
-def _checked(config: Path, changes: Sequence[str], samples: Path | None) -> dict[str, Any]:
+def _checked(config: Path, changes: Sequence[str]) -> dict[str, Any]:
     """The report of --check: how a model would be trained, and on which data, by a file of settings or by name."""
     from ..generate.runner import quieten
     from ..train.config import TrainConfig
@@ -187,8 +137,6 @@ def _checked(config: Path, changes: Sequence[str], samples: Path | None) -> dict
         run = TrainConfig.read(config).model_dump(exclude_unset=True)
     else:
         run = {"pretrained_model_name_or_path": str(config), "train_data_dir": ".", "output_dir": "."}
-    if samples is not None and not is_run:
-        raise InputError(f"--samples is for the data of a run; give its YAML file in place of {str(config)!r}")
     for one in changes:
         _change(run, one)
     quieten()
@@ -196,15 +144,15 @@ def _checked(config: Path, changes: Sequence[str], samples: Path | None) -> dict
     if not is_run:
         return checked_recipe(chosen)
     from ..train.data.check import checked_data, conditioned_by_label
-    from ..train.memory.check import most_memory
+    from ..train.memory import least_memory
     from ..train.preflight import check_folders
 
     check_folders(chosen)
     pipe = loaded_pipeline(chosen)
     # Labels need no recipe: an adapter says all of it.
     recipe = {"sizes": [], "pipeline": type(pipe).__name__} if conditioned_by_label(pipe) else None
-    found = {**(recipe or checked_recipe(chosen, pipe)), "data": checked_data(chosen, pipe, samples)}
-    return {**found, "memory": most_memory(chosen)}
+    found = {**(recipe or checked_recipe(chosen, pipe)), "data": checked_data(chosen, pipe)}
+    return {**found, "memory": least_memory(chosen)}
 
 
 def _say_check(result: dict[str, Any]) -> Report:
@@ -240,13 +188,10 @@ def _say_check(result: dict[str, Any]) -> Report:
     return report
 
 
-def _memory_words(memory: dict[str, Any]) -> str:
-    if memory["bytes"] is None:
-        return f"memory: not predicted ({memory['why']})"
-    return (
-        f"memory: {memory['bytes'] / 1e9:.3g} GB on a rank at most ({memory['phase']}), predicted; ditmesh inspect "
-        "--memory has the table"
-    )
+def _memory_words(memory: float | None) -> str:
+    if memory is None:
+        return "memory: not known before a run"
+    return f"memory: {memory / 1e9:.3g} GB on a rank before activations; ditmesh inspect --memory has the table"
 
 
 def _say_data(report: Report, data: dict[str, Any]) -> None:
@@ -282,7 +227,6 @@ def _say_data(report: Report, data: dict[str, Any]) -> None:
     if captions["without"]:
         points.append(f"without: {', '.join(captions['without'][:8])}{' ...' if len(captions['without']) > 8 else ''}")
     points += [f"skipped: {one}" for one in data["skipped"]]
-    points += [f"the same file: {', '.join(names)}" for names in data["duplicates"]]
     points += data["notes"]
     if data["decoded"] < data["samples"]:
         points.append(f"{data['decoded']} of {data['samples']} samples were decoded; the others by their heads alone")
@@ -290,8 +234,6 @@ def _say_data(report: Report, data: dict[str, Any]) -> None:
     report.points([*points[:MOST_POINTS], *more])
     report.text(f"{count(data['steps'], 'step')} of {count(data['batch'], 'sample')}; in the first:")
     report.points([f"{one['name']}: {one['caption'] or '(no caption)'}" for one in data["first_step"][:MOST_POINTS]])
-    if data["sheet"] is not None:
-        report.text(data["sheet"])
 
 
 def _configured(
@@ -396,9 +338,11 @@ def _change(run: dict[str, Any], change: str) -> None:
         if not isinstance(run.get(group) or {}, dict):
             raise InputError(f"--set {change!r}: {group} is no group of settings")
         run = run.setdefault(group, {}) if run.get(group) is not None else run.__setitem__(group, {}) or run[group]
+    from ..train.config import parsed_yaml
+
     try:
-        run[last] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        run[last] = parsed_yaml(value)
+    except ValueError as error:
         raise InputError(f"--set {change!r}: {error}") from None
     if isinstance(run[last], str):
         # YAML reads 1e-5 as text.
@@ -417,11 +361,11 @@ def _say(result: dict[str, Any]) -> Report:
     before = f" after {count(result['resumed'], 'step')} before" if result["resumed"] else ""
     done = count(result["step"] - result["resumed"], "step")
     report.text(f"{done}{before} in {_time(result['seconds'])} on {count(result['devices'], 'device')}{loss}")
+    if result["memory"]:
+        report.text(f"{result['memory'] / 1e9:.3g} GB on a rank at the peak of the first step")
     if result["validation_loss"] is not None:
         of = "" if result["validated"] is None else f", of the {result['validated']}"
         report.text(f"held-out loss {result['validation_loss']:.4f}{of}")
-    if result["nearest"] is not None:
-        report.text(f"{result['nearest']:.0%} of the validation images are nearest to their own training image")
     if result["weights"] is not None:
         report.text(f"digest of the weights, the same on any number of devices: {result['weights']}")
     report.points([f"changed: {one}" for one in result["changed"]])

@@ -80,7 +80,9 @@ def parallel_config(
         return devices, ParallelConfig(**{**auto.model_dump(), **settings})
     config = ParallelConfig.read(file) if file is not None else ParallelConfig(**settings)
     devices = devices or config.world_size
-    config.check_world_size(devices)
+    config.check_world_size(
+        devices, f"and --devices is {devices}" if there is None else f"and torchrun has started {devices}"
+    )
     return devices, config
 
 
@@ -161,8 +163,8 @@ def check_planned(model: str) -> None:
         InputError: naming those that ship.
     """
     from .. import zoo
-    from ..forecast.catalogue import shapes
     from ..generate.model_info import is_hub_id
+    from ..memory.catalogue import shapes
 
     known = [*shapes(), *zoo.EMBEDDED]
     if not model:

@@ -15,6 +15,7 @@ import os
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -32,6 +33,7 @@ from .backends import backend_of, carries_none, device_of_rank, group_options
 from .gloo import new_group
 from .objects import gather_objects
 from .watcher import FailureWatcher, Notice
+from .whereabouts import Whereabouts
 
 # Seconds a collective may wait for a missing rank.
 DEFAULT_DEADLINE = 600.0
@@ -56,8 +58,6 @@ LINKS: dict[str, tuple[str, ...]] = {
     "tensor": ("tensor",),
     # What `Mesh.data_group` has in place of world and data.
     "group": AXES[1:],
-    # What `Mesh.inside_stages` has in place of these.
-    "stage": ("cfg", "ring", "ulysses", "tensor"),
     # Ranks that hold a part each of equal weights: of those that differ on these axes, so many neighbours.
     "shard": REPLICAS,
     "alone": (),
@@ -112,9 +112,22 @@ def _current(device: torch.device | str | None) -> torch.device:
 
 def _links_of(config: ParallelConfig) -> list[str]:
     # Without a data axis the group is the world.
-    staged = config.pipe > 1 and config.inputs == "per-data-rank"
-    some = {"group": config.data > 1, "shard": config.shard > 1, "stage": staged}
+    some = {"group": config.data > 1, "shard": config.shard > 1}
     return [name for name in LINKS if some.get(name, True)]
+
+
+def check_ranks(config: ParallelConfig) -> None:
+    """Refuse a configuration of several ranks in a process that has joined no others.
+
+    Raises:
+        ConfigError: with the ways to start ranks.
+    """
+    if config.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"{config.describe()} is for {config.world_size} ranks, but this process has joined no others; start it "
+            f"with `torchrun --nproc-per-node {config.world_size}` and call init_from_environment() of ditmesh.launch "
+            f"before the pipeline is loaded, or use `ditmesh generate --devices {config.world_size}`"
+        )
 
 
 class Mesh:
@@ -159,15 +172,12 @@ class Mesh:
         """
         initialised = links is None and dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if initialised else 1
-        if config.world_size > 1 and not initialised and links is None:
-            raise ConfigError(
-                f"{config.describe()} is for {config.world_size} ranks, but this process runs alone; start it with "
-                f"`torchrun --nproc-per-node {config.world_size}` and call torch.distributed.init_process_group(), "
-                f"or use `ditmesh generate --devices {config.world_size}`"
-            )
+        if links is None:
+            check_ranks(config)
         if links is None:
             config.check_world_size(world_size)
         self.config = config
+        self._process = os.getpid()
         self.device = _current(device) if initialised else torch.device(device or "cpu")
         self.rank, self.world_size = dist.get_rank() if initialised else 0, world_size
         self.traffic = Traffic() if links is None else next(iter(links.values())).traffic
@@ -216,24 +226,6 @@ class Mesh:
         group = copy.copy(self)
         group.world, group.batch = self._links.get("group", self.world), self.cfg
         group.data, group._peers, group._renewed = self._links["alone"], group.world.ranks, []
-        return group
-
-    @property
-    def leads_stage(self) -> bool:
-        """True if this rank has the first place on all axes but pipe."""
-        return max(link.rank for link in (self.data, self.cfg, self.sequence, self.tensor)) == 0
-
-    def inside_stages(self) -> Mesh:
-        """This mesh as what runs inside of a stage sees it: without the pipe axis.
-
-        For training, in which every stage calls the transformer in a rhythm of its own. In the place of the ranks of a
-        data rank (`data_group`) are those of them in this stage. The mesh is one with ``inputs="per-data-rank"``.
-        """
-        if self.config.pipe == 1:
-            return self
-        group = copy.copy(self)
-        group._links = {**self._links, "group": self._links["stage"]}
-        group.config = self.config.model_copy(update={"pipe": 1, "stages": "estimated", "speeds": None})
         return group
 
     def shares_weights_as(self, config: ParallelConfig) -> bool:
@@ -304,6 +296,9 @@ class Mesh:
             self._control = self.new_host_group()
             self.agree(self._misplaced())
             self.hosts = find_hosts(self._control, possible(self.world_size))
+            self._state.whereabouts = Whereabouts(self.rank, self.world_size)
+            # Also for a mesh that was dropped without `close`.
+            weakref.finalize(self._state, self._state.whereabouts.close).atexit = False
         if self.config.shared_memory and self.device.type == "cpu" and self.hosts.shares:
             near = self.hosts.near[self.rank]
             self._memory = SharedMemory(len(self._links), self._deadline, self._state, self._control, near)
@@ -586,9 +581,8 @@ class Mesh:
             late = "timed out" in str(error).lower()
             when = " after a request had failed" if self.failed else ""
             what = f"did not come to {mine.purpose} within {self._deadline.total_seconds():g} s"
-            raise self._break(
-                f"rank {rank} {what if late else 'has ended or has given up'}{when}; {_WAY_OUT}"
-            ) from error
+            sentence = f"rank {rank} {what if late else 'has ended or has given up'}{when}"
+            raise self._break(f"{self._state.in_vain(sentence) if late else sentence}; {_WAY_OUT}") from error
         return [mine if rank == self.rank else _Arrival.unpacked(boxes[rank]) for rank in self._peers]
 
     def _fail(self, sentence: str) -> PeerError:
@@ -659,13 +653,22 @@ class Mesh:
         """
         if self.world_size > 1:
             self._break(_GIVEN_UP_HERE)
+            if self._state.whereabouts is not None:
+                self._state.whereabouts.close()
             self._drop()
             self._destroy(self._averaging)
 
     def close(self) -> None:
-        """Free process groups and shared memory. A collective call; the default process group stays."""
+        """Free process groups and shared memory. A collective call; the default process group stays.
+
+        In a fork of the process that made the mesh nothing is freed: all of it is the other's.
+        """
+        if os.getpid() != self._process:
+            return
         self._broken = self._broken or _CLOSED
         self._state.refusal = self._broken
+        if self._state.whereabouts is not None:
+            self._state.whereabouts.close()
         if self._watcher is not None:
             self._watcher.close()
         # gloo's threads end with the last reference to a group, which a link would hold until it is collected.

@@ -264,7 +264,7 @@ class SharedMemory:
                 if peer.gone() and not ready():
                     raise PeerError(f"rank {rank} (process {peer.process}) has ended")
             if passed > limit:
-                raise PeerError(f"timed out waiting {limit:g} s for rank {rank}")
+                raise PeerError(self.state.in_vain(f"timed out waiting {limit:g} s for rank {rank}"))
             time.sleep(min(max(passed / 16, _SHORTEST_NAP), _LONGEST_NAP))
 
     def _entry(self, link: int, receiver: int, number: int) -> int:

@@ -11,6 +11,7 @@ on. It uses no time meanwhile, and receives an error when the previous rank's co
 from __future__ import annotations
 
 import atexit
+import os
 import struct
 import threading
 import weakref
@@ -34,6 +35,9 @@ _LEAVING = 30.0
 _UNDER_WAY = 64
 
 _WATCHING: weakref.WeakSet[FailureWatcher] = weakref.WeakSet()
+# The connections of the ring stay those of the process that has the threads.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_WATCHING.clear)
 
 
 class Notice(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .arguments import Arguments, covers, parameter_names
-from .kept import KeptStates
+from .request import RequestValue
 from .values import SeenValue, Values, is_plain, seen
 
 # Argument names of the timestep.
@@ -97,14 +97,10 @@ class CallClock:
 
     Args:
         scheduler: returns the pipeline's scheduler, if there is one.
-
-    Attributes:
-        kept: the states of the requests that make these calls; one of the states is in hand.
     """
 
     def __init__(self, scheduler: Callable[[], Any] = lambda: None) -> None:
-        self.kept = KeptStates()
-        self._of = self.kept.keeper(_Counted)
+        self._of = RequestValue(_Counted)
         self._scheduler = scheduler
         self._listeners: list[Callable[[TransformerCall], None]] = []
         self._models = self._requests = 0

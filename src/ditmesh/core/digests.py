@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .mapped import Pages, pages_of
-from .values import version_of
+from .values import as_bytes, version_of
 
 # 64-bit words of a row: few enough to stay in a CPU's cache, and for one thread (torch starts more above 32768).
 WORDS = 1 << 14
@@ -25,6 +25,8 @@ WORDS = 1 << 14
 ROWS = 1024
 # Tensors up to this many bytes are hashed on the host: they are cheaper to copy than to sum up.
 SMALL = 4096
+# Types of devices whose memory a hash on the host reads directly.
+HOST = ("cpu",)
 # Bytes of a tensor that is spread over ranks that are looked at together, about.
 PADDED = 1 << 23
 # Of a weight that might have been written to behind torch's back, this many values are looked at.
@@ -138,6 +140,45 @@ def tensor_digest(tensor: Tensor) -> bytes:
     return state.digest()
 
 
+def tensor_contents(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """For each tensor a value that is equal to an earlier one only if form, type of device and every bit are.
+
+    In host memory the bytes are hashed; on an accelerator they are summed up where they are, with one wait for all
+    tensors: that two contents have the same sum by chance has a probability of about 2^-64.
+    """
+    contents: list[list[Any]] = []
+    sums: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    with torch.no_grad():
+        for number, tensor in enumerate(tensors):
+            content: list[Any] = [type(tensor), tensor.device.type]
+            for path, part in strided_leaves(tensor):
+                content.append((path, tuple(part.shape), part.dtype))
+                if part.is_meta or not part.numel():
+                    continue
+                if part.device.type in HOST:
+                    content.append(hashlib.sha256(memoryview(cast(Any, as_bytes(part).numpy()))).digest())
+                else:
+                    sums.setdefault(part.device, []).append((number, _content_sum(part)))
+            contents.append(content)
+        for of_device in sums.values():
+            values = torch.cat([value for _, value in of_device]).tolist()
+            for (number, _), value in zip(of_device, values, strict=True):
+                contents[number].append(value)
+    return [tuple(content) for content in contents]
+
+
+def _content_sum(tensor: Tensor) -> Tensor:
+    """One number for all bytes of a strided tensor and their places: (1,) int64, where the tensor is."""
+    flat = as_bytes(tensor)
+    if flat.numel() % 8 or flat.data_ptr() % 8:
+        flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)])
+    words = flat.view(torch.int64)
+    while True:
+        words = _row_sums(words)
+        if words.numel() == 1:
+            return words
+
+
 def digest_of_parts(
     held: Tensor, shape: tuple[int, ...], dim: int, runs: Sequence[tuple[int, int]], add_up: Callable[[Tensor], Tensor]
 ) -> bytes:
@@ -226,11 +267,7 @@ def _feed_bytes(update: Callable[[bytes], Any], tensor: Tensor) -> None:
     A sum is over 64-bit words w at places i of a row: a(i) w is folded onto its lower half, multiplied with b(i) and
     added up modulo 2^64, where a(i) and b(i) are odd and look random. The fold keeps flipped signs from cancelling.
     """
-    flat = tensor.contiguous().reshape(-1)
-    if flat.numel() and flat.stride(0) != 1:
-        # A single number that was expanded counts as contiguous, but not as bytes.
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    flat = flat.view(torch.uint8)
+    flat = as_bytes(tensor)
     if flat.numel() <= SMALL:
         update(flat.cpu().numpy().tobytes())
         return
@@ -246,7 +283,7 @@ def _row_sums(words: Tensor) -> Tensor:
     rows = words.numel() // WORDS
     taken = min(max(rows, 1), 1 if words.device.type == "cpu" else ROWS)
     # Two buffers for all rows: fresh memory for every row would take longer than the sums.
-    buffers = words.new_empty(2, taken, WORDS)
+    buffers = words.new_empty(2, taken, min(words.numel(), WORDS))
     sums = [_sums(part, buffers) for part in words[: rows * WORDS].view(rows, WORDS).split(taken)] if rows else []
     if words.numel() % WORDS:
         sums.append(_sums(words[rows * WORDS :][None], buffers))

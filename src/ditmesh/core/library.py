@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from .request import is_stand_in
+
 # Attributes that a subclass may have without changing what the methods of its base compute.
 _OWN = frozenset(("__init__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__"))
 # Packages of layers that compute what the layer they replace computes: adapters, quantised weights.
@@ -19,13 +21,18 @@ _LAYERS = frozenset(
 )
 
 
-@cache
 def library_class(kind: type, library: str = "diffusers") -> type | None:
     """The class of a library that ``kind`` is: itself, or one that it inherits all methods of; None: another.
 
     A fork of the same name, a module that a model's repository brings along (``diffusers_modules``) and a subclass
     that replaces a method are others.
     """
+    # A class that stands around one object's calls computes what its base does, and holds the object.
+    return _library_class(next(base for base in kind.__mro__ if not is_stand_in(base)), library)
+
+
+@cache
+def _library_class(kind: type, library: str) -> type | None:
     for number, base in enumerate(kind.__mro__):
         package = base.__module__.partition(".")[0]
         if package == library and getattr(sys.modules.get(base.__module__), base.__name__, None) is base:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,6 +50,40 @@ class _Replacement:
         # A copy of the owner has what was replaced: a replacement knows the owner alone, and a pipeline that copies its
         # scheduler would take the copy's steps on the scheduler itself.
         return copy.deepcopy(self.patch.original, memo)
+
+
+class _Unpicklable:
+    """A function that is called as it is, and raises where it is to be pickled."""
+
+    def __init__(self, function: Callable[..., Any], reason: str) -> None:
+        self._function, self._reason = function, reason
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise InputError(self._reason)
+
+
+def refuse_pickling(kind: type[Any], whole: str, owner: Any, protocol: SupportsIndex) -> tuple[Any, ...]:
+    """The result of ``owner.__reduce_ex__(protocol)`` for `copy.copy` and `copy.deepcopy`; pickling it is refused.
+
+    Args:
+        kind: the class that knows how to reduce the object.
+        whole: name of the class that is parallelised, to which the object belongs.
+        owner: the object.
+    """
+    name = kind.__name__
+    reason = (
+        f"this {name} {'is' if name == whole else f'belongs to a {whole} that is'} parallelised, and what connects it "
+        "to other ranks can neither be pickled nor be saved by torch.save; call ditmesh.restore(...) first, on every "
+        "rank"
+    )
+    function, args, *state = cast(Any, kind).__reduce_ex__(owner, protocol)
+    if state and isinstance(state[0], dict):
+        # A copy is nothing that was parallelised.
+        state[0] = {key: value for key, value in state[0].items() if key != "__reduce_ex__"}
+    return _Unpicklable(function, reason), args, *state
 
 
 class Patch:

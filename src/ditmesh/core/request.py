@@ -1,10 +1,22 @@
-"""A pipeline's call, wrapped: the boundary of a request."""
+"""A request: its boundary, which is a pipeline's call, and the values that last until it ends."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, SupportsIndex, TypeVar
+
+from .patching import refuse_pickling
+
+T = TypeVar("T")
+
+# The attribute of a `PipelineCall`'s class that says whether it does nothing any more.
+_UNDONE = "_ditmesh_undone"
+
+
+def is_stand_in(kind: type) -> bool:
+    """True if a class is one that `PipelineCall` has put in the place of an object's own."""
+    return _UNDONE in vars(kind)
 
 
 class RequestLeft(BaseException):
@@ -12,6 +24,26 @@ class RequestLeft(BaseException):
 
     Passes every ``except Exception``.
     """
+
+
+class RequestValue(Generic[T]):
+    """What a part of the engine keeps of the open request from step to step.
+
+    Args:
+        make: makes the value of a request that has not begun.
+
+    Attributes:
+        value: of the open request.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self.value = make()
+
+    def renew(self) -> T:
+        """Make another value, for a request that begins; returns the one before."""
+        before, self.value = self.value, self._make()
+        return before
 
 
 class PipelineCall:
@@ -32,22 +64,26 @@ class PipelineCall:
         def wrapped(pipe: Any, *args: Any, **kwargs: Any) -> Any:
             return self._around(functools.partial(call, pipe), *args, **kwargs)
 
-        self._class = own
-        self._subclass: Any = type(own.__name__, (own,), {"__call__": wrapped, "__module__": own.__module__})
-        pipe.__class__ = self._subclass
+        def reduced(pipe: Any, protocol: SupportsIndex) -> Any:
+            return refuse_pickling(own, own.__name__, pipe, protocol)
 
-    @property
-    def outermost(self) -> bool:
-        """True if a call comes here first."""
-        return type(self._pipe) is self._subclass
+        self._class = own
+        members = {
+            "__call__": wrapped,
+            "__reduce_ex__": reduced,
+            "__module__": own.__module__,
+            _UNDONE: False,
+        }
+        self._subclass: Any = type(own.__name__, (own,), members)
+        pipe.__class__ = self._subclass
 
     def undo(self) -> None:
         """Give the pipeline its own class back; under another library's subclass, do nothing from now on."""
         self._around = lambda proceed, *args, **kwargs: proceed(*args, **kwargs)
-        self._subclass._ditmesh_undone = True
+        setattr(self._subclass, _UNDONE, True)
         if type(self._pipe) is self._subclass:
             own = self._class
             # Those that lay under this one and were undone before it.
-            while vars(own).get("_ditmesh_undone"):
+            while vars(own).get(_UNDONE):
                 own = own.__bases__[0]
             self._pipe.__class__ = own

@@ -21,6 +21,18 @@ def is_plain(value: Any) -> TypeGuard[Tensor]:
     return type(value) in PLAIN_TYPES
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a strided tensor of any dtype, 1-D uint8; a view of its memory where that lies in order."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.resolve_neg().contiguous().reshape(-1)
+    if flat.stride(0) != 1:
+        # A single element that was expanded counts as contiguous, but not as bytes.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 class SeenValue(NamedTuple):
     """A value as it was seen: held, so that its memory is not reused.
 
@@ -106,7 +118,7 @@ class Values:
         tensor = one.value
         return self.found(
             ("bytes", one.key),
-            lambda: tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes(),
+            lambda: as_bytes(tensor).cpu().numpy().tobytes(),
             (tensor,),
         )
 

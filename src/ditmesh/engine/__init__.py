@@ -1,9 +1,15 @@
 """`parallelize`, and the engine of transformers and their pipelines."""
 
-from .api import agreed, configuration_for, follow, parallelize, parallelized
-from .engine import Engine
-from .simulation import simulate, simulated
-from .targets import DENOISERS, ENGINE, ConfigLike, denoisers, engine_of, find_layout, restore
+from ..requirements import check_versions
+
+# diffusers imports peft where it is installed, and with an old one of its models cannot be imported.
+check_versions("lora")
+
+from .api import parallelize, parallelized  # noqa: E402
+from .auto import agreed, configuration_for, guided, refusal  # noqa: E402
+from .engine import Engine  # noqa: E402
+from .simulation import simulate, simulated  # noqa: E402
+from .targets import DENOISERS, ENGINE, ConfigLike, denoisers, engine_of, find_layout, restore  # noqa: E402
 
 __all__ = [
     "DENOISERS",
@@ -15,9 +21,10 @@ __all__ = [
     "denoisers",
     "engine_of",
     "find_layout",
-    "follow",
+    "guided",
     "parallelize",
     "parallelized",
+    "refusal",
     "restore",
     "simulate",
     "simulated",

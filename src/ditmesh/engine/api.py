@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
-from ..comm.mesh import DEFAULT_DEADLINE, Mesh
-from ..comm.objects import broadcast_object
+from ..comm.mesh import DEFAULT_DEADLINE, Mesh, check_ranks
 from ..config import ParallelConfig
-from ..core.library import library_name
 from ..errors import ConfigError, HostsWarning, InputError, LayoutError
-from ..forecast.auto import UsualCall, chosen
-from ..forecast.hosts import advice
 from ..layout import TokenLayout, layout_of
 from ..layout.derive import block_lists
 from ..layout.types import GIVEN
@@ -24,14 +19,12 @@ from ..recipe import RECIPE, Recipe, checking
 from ..recipe import check_recipe as check_all
 from ..strategies import support
 from ..strategies.adapters import LoadedAdapters
-from ..strategies.heads import heads_of
+from .auto import configuration_for
 from .controls import ControlNets
 from .engine import Engine
 from .first_call import FirstCall
-from .follow import Following
 from .targets import (
     ENGINE,
-    FOLLOWED,
     ConfigLike,
     denoisers,
     device_of,
@@ -54,7 +47,6 @@ def parallelize(
     timeout: float = DEFAULT_DEADLINE,
     recipe: Recipe = RECIPE,
     check: bool = False,
-    follow: bool = False,
 ) -> T:
     """Make a diffusers DiT pipeline (or a bare transformer) run on all ranks of the job, in place.
 
@@ -62,8 +54,8 @@ def parallelize(
 
     Args:
         target: a `DiffusionPipeline` with a transformer, or a diffusers transformer. Already on its device.
-        config: a `ParallelConfig`, a mapping, the path of a YAML file, or ``"auto"``: the exact configuration for all
-            ranks of the default process group that is predicted to be the fastest; see `configuration_for`.
+        config: a `ParallelConfig`, a mapping, the path of a YAML file, or ``"auto"``: the exact configuration of all
+            ranks of the default process group that a rule names; see `ParallelConfig.preferred`.
         mesh: a mesh to share between several pipelines; default: a new one, which `restore` frees.
         layout: the transformer's token layout; default: the reviewed one of its class, else a probed one, else one
             derived from the first call. Your own layout is compared with one device in the first call of every form.
@@ -71,7 +63,6 @@ def parallelize(
         recipe: the strategies in the order in which they are applied, for adding your own.
         check: compare the first call of every form with one device, whatever the layout: such a call runs twice, once
             whole on every rank, and a difference is an error on all ranks. Not with ``tensor``, ``pipe`` and ``shard``.
-        follow: only rank 0 calls ``target``, and its calls are sent to the other ranks, which call `follow` instead.
 
     Pipelines that share a transformer (``from_pipe``) share its ranks: call this on each of them with the same
     configuration; the weights are restored with the last pipeline.
@@ -87,13 +78,14 @@ def parallelize(
     refuse_twice(target)
     models = denoisers(target)
     if any(ENGINE in vars(model) for model in models):
-        if follow:
-            raise InputError(
-                f"the transformer of this {type(target).__name__} is parallelised already, so that it cannot be "
-                "followed as well; call ditmesh.restore(...) on its pipeline first, or leave follow out"
-            )
         _share(target, models, config)
         return target
+    if mesh is None and config != "auto" and not all(map(layout_of, models)):
+        # Before a layout is looked for, which may take long. Else a mesh that is made says it, after what is wrong with
+        # the configuration itself.
+        config = ParallelConfig.read(config)
+        recipe = checking(recipe, config) if check else recipe
+        check_ranks(config)
     layouts = [given_layout(layout, model) or _layout_before_a_call(model) for model in models]
     if config == "auto":
         config = mesh.config if mesh is not None else configuration_for(target)
@@ -110,7 +102,7 @@ def parallelize(
         raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
     else:
         mesh.check_device(device_of(models[0]))
-    _warn_of_hosts(target, models[0], mesh)
+    _warn_of_hosts(mesh)
     shown = len(pairs) == len(models) and not (config.cuts_weights and any(one.source == GIVEN for _, one in pairs))
     applied = (*recipe, LoadedAdapters, ControlNets)
     if shown:
@@ -119,80 +111,27 @@ def parallelize(
         first = FirstCall(models, layouts, config, mesh, owns_mesh, applied)
         if not isinstance(target, nn.Module):
             first.attach(target)
-    if follow and mesh.world_size > 1:
-        Following(target, mesh)
     return target
 
 
-def follow(target: Any) -> None:
-    """Make every call of ``target`` that rank 0 makes, until rank 0 calls `restore`; then it is restored here, too.
-
-    For the ranks but rank 0 that have called ``parallelize(target, ..., follow=True)``. A call that fails on one rank
-    raises on rank 0, and the ranks go on following.
-
-    Raises:
-        InputError: ``target`` is not followed, or this is rank 0.
-        PeerError: rank 0 has ended.
-    """
-    following = vars(target).get(FOLLOWED)
-    if following is None:
-        raise InputError(
-            f"this {type(target).__name__} follows no rank; call ditmesh.parallelize(..., follow=True) on all ranks"
+def _warn_of_hosts(mesh: Mesh) -> None:
+    """Warn once for all ranks if tensor or Ulysses ranks are on several hosts."""
+    hosts, config = mesh.hosts.numbers, mesh.config
+    if mesh.rank > 0 or not any(hosts):
+        return
+    busy = [
+        f"{axis}={config.degrees[axis]}"
+        for axis in ("ulysses", "tensor")
+        if any(len({hosts[rank] for rank in group}) > 1 for group in config.groups((axis,)))
+    ]
+    if busy:
+        warnings.warn(
+            f"{' and '.join(busy)} {'reaches' if len(busy) == 1 else 'reach'} across hosts, where ranks exchange "
+            "something in every layer; keep tensor and ulysses inside of a host, and use cfg, ring, pipe or data "
+            "between hosts",
+            HostsWarning,
+            stacklevel=3,
         )
-    following.follow()
-    restore(target)
-
-
-def _warn_of_hosts(target: Any, model: nn.Module, mesh: Mesh) -> None:
-    """Warn once for all ranks if tensor or Ulysses ranks are on several hosts, with a configuration that sends less."""
-    if mesh.rank == 0 and any(mesh.hosts.numbers):
-        said = advice(
-            library_name(model),
-            getattr(model, "config", {}),
-            layout_of(model),
-            _usual_call(target, model),
-            mesh.config,
-            mesh.hosts.numbers,
-            mesh.device,
-        )
-        if said is not None:
-            warnings.warn(said, HostsWarning, stacklevel=3)
-
-
-def _usual_call(target: Any, model: nn.Module, guidance: bool | None = None, image: int | None = None) -> UsualCall:
-    element = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-    return UsualCall(None if isinstance(target, nn.Module) else type(target), guidance, image, element=element)
-
-
-def configuration_for(target: Any, *, guidance: bool | None = None, image: int | None = None) -> ParallelConfig:
-    """The configuration of ``"auto"``: the fastest exact one for all ranks of the default process group.
-
-    Predicted from the model's shapes (`ditmesh.forecast`), unless ``ditmesh plan --measure`` has measured it on this
-    machine; rank 0 chooses for all ranks. A collective call.
-
-    Args:
-        target: as for `parallelize`.
-        guidance: whether guidance will run two branches; default: whether the pipeline does when it is not told.
-        image: image tokens of a sample; default: the model's usual number.
-    """
-    models = denoisers(target)
-
-    def choose(world_size: int) -> ParallelConfig:
-        model, layout = models[0], layout_of(models[0])
-        # Of a model that does not name its heads one is sure: the ring takes any number of ranks.
-        heads = min(heads_of(one, layout_of(one)) or 1 for one in models)
-        call = _usual_call(target, model, guidance, image)
-        config = getattr(model, "config", {})
-        return chosen(library_name(model), config, layout, heads, call, world_size, device_of(model))
-
-    return agreed(choose)
-
-
-def agreed(choose: Callable[[int], ParallelConfig]) -> ParallelConfig:
-    """The choice of rank 0 for all ranks of the default process group, because measurements may differ."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return choose(1)
-    return broadcast_object(choose(dist.get_world_size()) if dist.get_rank() == 0 else None)
 
 
 def _layout_before_a_call(model: nn.Module) -> TokenLayout | None:

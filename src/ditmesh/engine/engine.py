@@ -16,7 +16,6 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.arguments import Arguments
 from ..core.clock import CallClock, timestep_of
-from ..core.kept import KeptState, KeptStates
 from ..core.patching import Proceed
 from ..core.request import PipelineCall, RequestLeft
 from ..errors import ConfigError, InputError
@@ -229,8 +228,7 @@ class Engine:
         Yields:
             A function that sets the request of the next calls, before the first of them and whenever it changes. It
             takes a pipeline, and the pipeline's scheduler tells steps apart. `CallClock.advance` makes the next call
-            a step of its own. With the state of a request (`KeptStates.new`) as well it goes on with this request, and
-            puts the one before aside: any number of requests can be open, each with its own state, until `end_kept`.
+            a step of its own.
         """
         with self._alone(), self._shared.request(purpose):
             try:
@@ -241,45 +239,12 @@ class Engine:
                 self._shared.fail_request()
                 with suppress(Exception):
                     self.end_request(failed=True)
-                self.kept.drop()
                 raise
 
-    def _turn_to(self, pipe: Any, state: KeptState | None = None) -> None:
-        if state is not None and state is self.kept.current:
-            return
-        self.put_aside()
+    def _turn_to(self, pipe: Any) -> None:
         if self._in_request:
             self.end_request()
-        if state is None:
-            self._begin(Request(pipe))
-            return
-        self.kept.take_up(state)
-        if state.begun:
-            self._in_request, self.context.pipe = True, pipe
-            for strategy in self.strategies:
-                strategy.take_up(Request(pipe))
-        else:
-            state.begun = True
-            self._begin(Request(pipe))
-
-    def put_aside(self) -> None:
-        """Put the request in hand aside if it has a state of its own: none of its messages is on its way any more.
-
-        Every rank does, before another request uses the links.
-        """
-        if self.kept.shared:
-            return
-        self._in_request = False
-        for strategy in reversed(self.strategies):
-            strategy.put_aside()
-        self.kept.put_aside()
-
-    def end_kept(self) -> None:
-        """End the request in hand that has a state of its own, and let go of the state."""
-        try:
-            self.end_request()
-        finally:
-            self.kept.drop()
+        self._begin(Request(pipe))
 
     def _renewed(self) -> None:
         """Reset all state after links were renewed, because ranks may have different state after a failure."""
@@ -349,11 +314,6 @@ class Engine:
     def clock(self) -> CallClock:
         """Counts the calls of the transformers."""
         return self.context.clock
-
-    @property
-    def kept(self) -> KeptStates:
-        """The state of requests from step to step."""
-        return self.context.kept
 
     @property
     def control(self) -> WarmupControl | None:

@@ -1,8 +1,4 @@
-"""A call made on rank 0 is made on all ranks: the others wait for it, and follow.
-
-For a program that calls a model in one process: a notebook, a page, an application. `parallelize` with ``follow=True``
-on every rank, then `follow` on all but rank 0, which returns when rank 0 has restored its model.
-"""
+"""A call made on rank 0 is made on all ranks: the two sides of such a call, which `ranks.Followers` connects."""
 
 from __future__ import annotations
 
@@ -18,12 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ..comm import PeerError
-from ..comm.mesh import ENDLESS, Mesh
-from ..comm.objects import broadcast_object, gather_objects
-from ..core.request import PipelineCall
+from ..comm.mesh import Mesh
 from ..errors import InputError, first_line
 from .sent import CallReceiver, CallSender
-from .targets import FOLLOWED, engine_of
 
 T = TypeVar("T")
 
@@ -33,7 +26,6 @@ class Modes:
     """Modes of torch that decide how a call computes, beside its arguments."""
 
     inference: bool
-    grad: bool
     autocast: torch.dtype | None
 
     @classmethod
@@ -41,14 +33,14 @@ class Modes:
         """The modes of this thread."""
         kind = device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast)
+        return cls(torch.is_inference_mode_enabled(), autocast)
 
     @contextmanager
     def apply(self, device: torch.device) -> Iterator[None]:
-        """Compute so."""
+        """Compute so; no gradient passes from rank to rank."""
         with (
             torch.inference_mode(self.inference),
-            torch.set_grad_enabled(self.grad),
+            torch.no_grad(),
             torch.autocast(device.type, self.autocast, enabled=self.autocast is not None),
         ):
             yield
@@ -120,6 +112,8 @@ class CallLead:
         self.name, self.mesh, self._engine = name, mesh, engine
         self.sender = CallSender(mesh)
         self._begins: tuple[int | None] | None = None
+        # Whether the program tells when a request begins.
+        self.requests_told = False
         self._lock = threading.Lock()
         self._caller: int | None = None
 
@@ -130,7 +124,31 @@ class CallLead:
 
     def begin_request(self, steps: int | None = None) -> None:
         """Let the next call begin a request of its own, on all ranks; see `Engine.begin_request`."""
-        self._begins = (steps,)
+        self._begins, self.requests_told = (steps,), True
+
+    @property
+    def begins_request(self) -> bool:
+        """True if the next call begins a request of its own."""
+        return self._begins is not None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Prepare and make a call, within the ``with`` block.
+
+        Raises:
+            InputError: another thread is in such a block.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise InputError(
+                f"{self.name} is at work in another thread, and its ranks do one thing at a time, in one order; call "
+                "it in one thread after the other"
+            )
+        self._caller = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._caller = None
+            self._lock.release()
 
     def call(
         self,
@@ -140,7 +158,7 @@ class CallLead:
         kwargs: dict[str, Any],
         for_others: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     ) -> Any:
-        """Make a call on all ranks.
+        """Make a call on all ranks, within `alone`.
 
         Args:
             ask: sends a message to the others, who give it to `CallFollower.run`, while it runs a function here.
@@ -148,37 +166,22 @@ class CallLead:
             for_others: the arguments on the others; default: the same.
 
         Raises:
-            InputError: an argument cannot be sent, a gradient is wanted, or the model is at work in another thread.
+            InputError: an argument cannot be sent, or wants a gradient.
             Exception: whatever the call raises here, or, if another rank's failure was first, there.
         """
-        if self.inside:
-            return proceed(*args, **kwargs)
-        if not self._lock.acquire(blocking=False):
-            raise InputError(
-                f"{self.name} is at work in another thread, and its ranks do one thing at a time, in one order; call "
-                "it in one thread after the other"
-            )
-        self._caller = threading.get_ident()
         try:
             content, tensors = self._packed(for_others or (args, kwargs))
-            return ask(content, lambda: self._here(tensors, proceed, args, kwargs))
+            with torch.no_grad():
+                return ask(content, lambda: self._here(tensors, proceed, args, kwargs))
         except BaseException:
             # The others may have taken the message or not.
             self.sender.forget()
             raise
-        finally:
-            self._caller = None
-            self._lock.release()
 
     def _packed(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[bytes, list[torch.Tensor]]:
         modes = Modes.here(self.mesh.device)
         given, names = call
         packed, tensors = self.sender.pack({**{f"argument {n}": one for n, one in enumerate(given)}, **names})
-        if modes.grad and any(tensor.requires_grad for tensor in tensors):
-            raise InputError(
-                f"a call of {self.name} that is sent to other ranks passes no gradient on; call it under "
-                "torch.no_grad(), or train with ditmesh.train"
-            )
         return pickle.dumps((modes, self._begins, packed)), tensors
 
     def _here(
@@ -231,98 +234,3 @@ def followed_call(name: str, mesh: Mesh) -> Iterator[None]:
     except BaseException:
         mesh.fail_request()
         raise
-
-
-class Following:
-    """Calls of a target, made on rank 0, are made on all ranks of its mesh; until `restore`.
-
-    Every rank makes one, together.
-    """
-
-    def __init__(self, target: Any, mesh: Mesh) -> None:
-        self._target, self._mesh = target, mesh
-        name = type(target).__name__
-        # Rank 0 may call when it likes, and answers are due as all other messages are.
-        self._orders, self._answers = mesh.new_host_group(ENDLESS), mesh.new_host_group()
-        engine = lambda: engine_of(target)  # noqa: E731
-        self.lead: CallLead | None = None
-        self._ended = False
-        vars(target)[FOLLOWED] = self
-        if mesh.rank == 0:
-            self.lead = CallLead(name, mesh, engine)
-            self._class = PipelineCall(target, self._around)
-        else:
-            self._follower = CallFollower(name, mesh, engine, target)
-
-    def _around(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self.lead is not None
-        try:
-            return self.lead.call(self._ask, proceed, args, kwargs)
-        finally:
-            # The first call of a pipeline may put an engine around it, which would take later calls first.
-            if not self._ended and not self.lead.inside and not self._class.outermost:
-                self._class.undo()
-                self._class = PipelineCall(self._target, self._around)
-
-    def _ask(self, content: bytes, here: Callable[[], T]) -> T:
-        self._send(content)
-        error: BaseException | None = None
-        value: Any = None
-        try:
-            value = here()
-        except BaseException as raised:
-            error = raised
-        raise_first(error, self._met(error))
-        return value
-
-    def _send(self, content: bytes | None) -> bytes | None:
-        try:
-            return broadcast_object(content, group=self._orders)
-        except RuntimeError as error:
-            who = "a rank that follows" if self._mesh.rank == 0 else "rank 0, which this one follows,"
-            raise PeerError(f"{who} has ended; restart the job") from error
-
-    def _met(self, error: BaseException | None) -> list[FollowerFailure]:
-        """The failures of the other ranks; all ranks fail the request if one of them does. Collective."""
-        mine = None if error is None else FollowerFailure.of(self._mesh.rank, error)
-        try:
-            every = gather_objects(mine, self._answers)
-        except RuntimeError as lost:
-            raise PeerError("a rank has ended in a call that it followed, or gives no answer; restart the job") from (
-                error or lost
-            )
-        if any(every):
-            self._mesh.fail_request()
-        return [one for rank, one in enumerate(every) if one is not None and rank != self._mesh.rank]
-
-    def follow(self) -> None:
-        """Make every call that rank 0 makes, until it restores its target; then this one is restored, too.
-
-        Raises:
-            InputError: this is rank 0.
-            PeerError: rank 0 has ended.
-        """
-        if self.lead is not None:
-            raise InputError("rank 0 makes the calls that others follow; call ditmesh.follow on the other ranks")
-        while (content := self._send(None)) is not None:
-            error: BaseException | None = None
-            try:
-                self._follower.run(content)
-            except Exception as raised:
-                error = raised
-            self._met(error)
-
-    def end(self) -> None:
-        """Let the others return from `follow`, and remove the hooks from the target."""
-        if self._ended:
-            return
-        self._ended = True
-        vars(self._target).pop(FOLLOWED, None)
-        if self.lead is not None:
-            self._class.undo()
-            with suppress(PeerError):
-                self._send(None)
-        for group in (self._orders, self._answers):
-            if group is not None:
-                with suppress(ValueError):
-                    dist.destroy_process_group(group)

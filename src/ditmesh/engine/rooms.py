@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.alignment import rounded_up
-from .sent import as_bytes
+from ..core.values import as_bytes
 
 # Bytes of a huge page, and of the memory that is made of them at a time.
 HUGE, STEP = 1 << 21, 1 << 23

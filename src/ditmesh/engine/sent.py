@@ -1,16 +1,14 @@
 """Calls that travel: rank 0's arguments, on all ranks.
 
 All but tensors is pickled. Tensors go over the mesh, in one message; one that every rank has from the call before is
-not sent again: the same object in the same version, or, where torch counts no versions (in inference mode), one with
-the same values at the same place.
+not sent again. That is told by content: numpy, ``.data`` and CUDA graphs write to tensors without a trace.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +18,12 @@ from torch import Tensor
 
 from ..comm.mesh import Mesh
 from ..core.alignment import rounded_up
+from ..core.digests import tensor_contents
+from ..core.values import as_bytes
 from ..errors import InputError, first_line
+
+# Lists, tuples and dictionaries inside one another: torch's own functions for such trees go by recursion.
+_DEEPEST = 100
 
 
 class _Facts(NamedTuple):
@@ -39,29 +42,6 @@ class _Facts(NamedTuple):
     @property
     def size(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass
-class _Kept:
-    """A tensor of the call before, on the rank that sends."""
-
-    tensor: Tensor
-    # None: torch counts none.
-    version: int | None
-    # Its values, where there is no version.
-    values: Tensor | None
-
-    def has(self, tensor: Tensor) -> bool:
-        """True if a tensor has the values that were sent."""
-        if self.version is not None:
-            return tensor is self.tensor and tensor._version == self.version
-        assert self.values is not None
-        return (
-            tensor.shape == self.values.shape
-            and tensor.dtype == self.values.dtype
-            and tensor.device == self.values.device
-            and torch.equal(as_bytes(tensor), as_bytes(self.values))
-        )
 
 
 class NumberedTensors:
@@ -116,14 +96,48 @@ def loaded(data: bytes, original: Callable[[Any], Any]) -> Any:
 def _dumped_call(call: Any, tensors: NumberedTensors) -> bytes:
     def stand_in(obj: Any) -> Any:
         if type(obj) in (Tensor, torch.nn.Parameter):
-            if obj.layout is not torch.strided:
-                raise InputError(f"a tensor in the layout {obj.layout} cannot be sent; make it dense")
+            if words := _unsendable(obj):
+                raise InputError(words)
             return ("tensor", tensors.number(obj))
         if isinstance(obj, torch.Generator):
             return ("generator", obj.device.type, obj.get_state())
         return None
 
     return dumped(call, stand_in)
+
+
+def _unsendable(tensor: Tensor) -> str:
+    """The reason why a tensor's values cannot be sent, and a way out; empty: they can."""
+    if tensor.is_nested:
+        return "a nested tensor; pass a dense one, as torch.nested.to_padded_tensor makes it"
+    if tensor.layout is not torch.strided:
+        return f"a tensor in the layout {tensor.layout}; make it dense"
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values; pass one that has"
+    return "a quantised tensor; dequantise it" if tensor.is_quantized else ""
+
+
+def _check_nesting(name: str, argument: Any) -> None:
+    """Refuse lists, tuples and dictionaries that hold themselves, or more of one another than a model can look at.
+
+    Raises:
+        InputError: names the argument.
+    """
+    # Each with the ids of what it is inside of.
+    rest: list[tuple[Any, frozenset[int]]] = [(argument, frozenset())]
+    while rest:
+        value, around = rest.pop()
+        if not isinstance(value, (list, tuple, dict)):
+            continue
+        if id(value) in around:
+            raise InputError(f"{name} cannot be sent to the other ranks: a {type(value).__name__} in it holds itself")
+        if len(around) == _DEEPEST:
+            raise InputError(
+                f"{name} cannot be sent to the other ranks: its lists, tuples and dictionaries are nested deeper than "
+                f"{_DEEPEST}; pass a flat one"
+            )
+        inside = around | {id(value)}
+        rest += [(item, inside) for item in (value.values() if isinstance(value, dict) else value)]
 
 
 def _loaded_call(data: bytes, tensors: Sequence[Tensor], device: torch.device) -> Any:
@@ -136,14 +150,6 @@ def _loaded_call(data: bytes, tensors: Sequence[Tensor], device: torch.device) -
         return generator
 
     return loaded(data, original)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor of any dtype, 1-D."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -167,47 +173,50 @@ class CallSender:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._kept: list[_Kept] = []
+        # Content of each tensor of the call before.
+        self._sent: list[tuple[Any, ...]] = []
         # Bytes of tensors that were sent for the latest call.
         self.bytes_sent = 0
 
     def forget(self) -> None:
         """Send everything in the next call: the state of the others is not known any more."""
-        self._kept = []
+        self._sent = []
 
-    def pack(self, call: Any) -> tuple[bytes, list[Tensor]]:
-        """A call as the others are told of it, and the tensors for `send`.
+    def pack(self, call: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
+        """A call, by the names of its arguments, as the others are told of it, and the tensors for `send`.
 
         Raises:
-            InputError: a part of it cannot be pickled; it is named.
+            InputError: a part of it cannot be sent; it is named. Or a gradient is wanted.
         """
         tensors = NumberedTensors()
+        for name, value in call.items():
+            _check_nesting(name, value)
         try:
             data = _dumped_call(call, tensors)
-        except InputError:
-            raise
         except Exception as error:
-            where, why = _culprit(call, error)
+            where, inner = _culprit(call, error)
+            words = f"{where} cannot be sent to the other ranks"
+            if isinstance(inner, InputError):
+                raise InputError(f"{words}: it is {inner}") from error
+            raise InputError(f"{words} ({first_line(inner)}); pass something that can be pickled") from error
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.found):
             raise InputError(
-                f"{where} cannot be sent to the other ranks ({why}); pass something that can be pickled"
-            ) from error
-        facts, kept = [], []
-        for number, tensor in enumerate(tensors.found):
-            before = self._before(number, tensor)
+                "a call that is sent to other ranks passes no gradient on to its arguments; call the model under "
+                "torch.no_grad(), or train with ditmesh.train"
+            )
+        contents = tensor_contents(tensors.found)
+        facts = []
+        for number, (tensor, content) in enumerate(zip(tensors.found, contents, strict=True)):
             near = tensor.device.type == self._mesh.device.type
-            facts.append(_Facts(tuple(tensor.shape), tensor.dtype, near, before))
-            counted = not tensor.is_inference()
-            held = self._kept[before].values if before is not None else None
-            values = None if counted else (held if held is not None else tensor.detach().clone())
-            kept.append(_Kept(tensor, tensor._version if counted else None, values))
-        self._kept = kept
+            facts.append(_Facts(tuple(tensor.shape), tensor.dtype, near, self._before(number, content)))
+        self._sent = contents
         return pickle.dumps((data, facts)), [t for t, f in zip(tensors.found, facts, strict=True) if f.of is None]
 
-    def _before(self, number: int, tensor: Tensor) -> int | None:
-        """Number of the tensor of the call before that has this one's values."""
-        places = [number] if number < len(self._kept) else []
-        places += [place for place, one in enumerate(self._kept) if one.tensor is tensor and place != number]
-        return next((place for place in places if self._kept[place].has(tensor)), None)
+    def _before(self, number: int, content: tuple[Any, ...]) -> int | None:
+        """Number of the tensor of the call before that has this content."""
+        if number < len(self._sent) and self._sent[number] == content:
+            return number
+        return self._sent.index(content) if content in self._sent else None
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Send the tensors of a call. Collective: the others `CallReceiver.take` it."""
@@ -249,7 +258,7 @@ class CallReceiver:
         return _loaded_call(data, [tensor.clone() for tensor in kept], device)
 
 
-def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, str]:
+def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, Exception]:
     """The innermost part of a call that cannot be pickled, by its path, and why."""
     items: list[tuple[str, Any]] = []
     if isinstance(value, dict):
@@ -263,4 +272,4 @@ def _culprit(value: Any, error: Exception, where: str = "") -> tuple[str, str]:
             return _culprit(item, inner, path)
     name = getattr(value, "__qualname__", type(value).__qualname__)
     module = getattr(value, "__module__", type(value).__module__)
-    return f"{where or 'the call'} ({name} of {module})", first_line(error)
+    return f"{where or 'the call'} ({name} of {module})", error

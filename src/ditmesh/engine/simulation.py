@@ -13,7 +13,6 @@ from ..config import ParallelConfig
 from ..errors import ConfigError
 from ..layout import TokenLayout
 from ..recipe import Recipe
-from ..staleness.policy import parse
 from ..strategies.checked import CheckedLayout
 from ..strategies.simulated import SimulatedExact, SimulatedStale, virtual_mesh
 from ..strategies.stale.warmup import StaleSteps
@@ -47,11 +46,6 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
     config = ParallelConfig.read(config)
     if config.speeds == "auto":
         raise ConfigError("speeds='auto' is not simulated, as there is nothing to measure; give numbers, such as 2,1")
-    if getattr(parse(config.warmup), "reads_time", False):
-        raise ConfigError(
-            f"warmup={config.warmup!r} is not simulated: virtual ranks take turns, and take longer than real ones; "
-            "give a budget in decibels, or a number of steps"
-        )
     if config.reproducible:
         raise ConfigError(f"reproducible={config.reproducible!r} is not simulated; leave it out")
     models = denoisers(target)

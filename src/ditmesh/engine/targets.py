@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..config import ParallelConfig
+from ..core.patching import refuse_pickling
 from ..errors import InputError
 from ..layout import TokenLayout, layout_of
 from ..layout.probe import probe
@@ -26,7 +27,7 @@ ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
 
 # The attribute that holds a parallelised object's engine.
 ENGINE = "_ditmesh_engine"
-# The attribute of a model with calls that are made on all ranks (`follow.Following`).
+# The attribute of a model with copies on other ranks (`ranks.FollowedModel`).
 FOLLOWED = "_ditmesh_followed"
 
 # Components of diffusers' pipelines that hold the denoising transformer. Wan has two, for early and for late steps;
@@ -34,21 +35,27 @@ FOLLOWED = "_ditmesh_followed"
 DENOISERS = ("transformer", "transformer_2", "unconditional_transformer", "prior")
 
 
-# The method by which `copy.deepcopy` lets an object copy itself.
-COPY = "__deepcopy__"
+# The methods by which `copy.deepcopy` lets an object copy itself, and pickle asks it for its state.
+COPY, REDUCE = "__deepcopy__", "__reduce_ex__"
 
 
 def mark(owner: Any, engine: Any) -> Callable[[], None]:
     """Attach an engine, or a pending first call, to an object for `engine_of`; returns the undo.
 
-    The object refuses to be copied: a copy would hold what was put on the object, and links to other ranks.
+    The object refuses to be copied, and its modules to be pickled: what comes of that would hold what was put on them,
+    and links to other ranks. A pipeline's class refuses to be pickled, see `PipelineCall`.
     """
-    own = vars(owner)
-    own[ENGINE], own[COPY] = engine, partial(_refuse_copy, type(owner).__name__)
+    own, name = vars(owner), type(owner).__name__
+    own[ENGINE], own[COPY] = engine, partial(_refuse_copy, name)
+    modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
+    for module in modules:
+        vars(module)[REDUCE] = partial(refuse_pickling, type(module), name, module)
 
     def undo() -> None:
         own.pop(ENGINE, None)
         own.pop(COPY, None)
+        for module in modules:
+            vars(module).pop(REDUCE, None)
 
     return undo
 
@@ -75,15 +82,16 @@ def engine_of(target: Any) -> Engine:
 
 
 def restore(target: T) -> T:
-    """Undo `parallelize` exactly. Every rank calls it.
+    """Undo `parallelize` exactly. Every rank calls it; the program alone does for a model of `Followers`.
 
     Raises:
         InputError: ``target`` is not parallelised.
     """
     engine = engine_of(target)
-    if (following := vars(target).get(FOLLOWED)) is not None:
-        following.end()
-    engine.detach(target)
+    if (followed := vars(target).get(FOLLOWED)) is not None:
+        followed.close()
+    else:
+        engine.detach(target)
     return target
 
 

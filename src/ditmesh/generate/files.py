@@ -20,6 +20,8 @@ from ..media.files import read_whole
 from ..media.images import read_image, read_mask
 from ..media.videos import read_frames
 from ..request import FieldError
+from .components import missing_weights_refused
+from .lora_files import read_lora, settings_file
 from .loras import load_lora, loras_of, set_loras, takes_loras
 from .model_info import HUB_ID
 
@@ -179,31 +181,41 @@ def _file(role: str, path: Path) -> Path:
 def _check_adapter(role: str, path: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
+    if role == "lora":
+        try:
+            read_lora(path)
+        except InputError as error:
+            raise InputError(f"--lora {str(path)!r} {error}") from None
+        return
+
     try:
         with safe_open(path, framework="np") as tensors:
             names = list(tensors.keys())
     except (OSError, SafetensorError) as error:
         raise InputError(f"--{role} {str(path)!r} is not a safetensors file ({error}); save it as one") from None
-    if role == "lora":
-        fits = any(mark in name.lower() for name in names for mark in ("lora", "lokr"))
-    else:
-        fits = any(name.startswith(IP_ADAPTER_WEIGHTS) for name in names)
-    if not fits:
+    if not any(name.startswith(IP_ADAPTER_WEIGHTS) for name in names):
         some = ", ".join(names[:3]) or "nothing"
-        what = "LoRA" if role == "lora" else "IP-Adapter"
-        raise InputError(f"--{role} {str(path)!r} holds no {what} (it has {some}); give the adapter's file")
+        raise InputError(f"--{role} {str(path)!r} holds no IP-Adapter (it has {some}); give the adapter's file")
 
 
 def file_digest(path: str | Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal; of a ControlNet's folder that of its files' names and digests.
 
+    So it is of weights that peft has saved, whose strength is in another file beside them.
+
     Raises:
         InputError: it cannot be read.
     """
     try:
-        if not os.path.isdir(path):
+        path = Path(path)
+        settings = settings_file(path)
+        if settings is None and not path.is_dir():
             return digest_of_file(path)
-        files = sorted(file for pattern in CONTROLNET_FILES for file in Path(path).glob(pattern) if file.is_file())
+        files = (
+            [path, settings]
+            if settings is not None
+            else sorted(file for pattern in CONTROLNET_FILES for file in path.glob(pattern) if file.is_file())
+        )
         lines = [f"{digest_of_file(file)}  {file.name}\n" for file in files]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
     except OSError as error:
@@ -469,7 +481,9 @@ def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> d
             continue
         _check_same(file, file_digest(file.path))
         try:
-            network = controlnet_class(Path(file.path)).from_pretrained(file.path, use_safetensors=True, **options)
+            kind = controlnet_class(Path(file.path))
+            with missing_weights_refused():
+                network = kind.from_pretrained(file.path, use_safetensors=True, **options)
         except (MemoryError, InputError):
             raise
         except Exception as error:
@@ -488,42 +502,17 @@ def _encoder_options(pipe: Any, file: InputFile) -> dict[str, Any]:
     return {"image_encoder_pretrained_model_name_or_path": path, "image_encoder_dtype": pipe.transformer.dtype}
 
 
-# Names of the first of a layer's two matrices in files of LoRA.
-DOWN = re.compile(r"(?:lora_A|lora_down|lora\.down|_lora\.down)(?:\.[^.]*)?\.weight$")
-
-
-def partial_fits(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
-    """Notes on LoRA files that hold more layers than the pipeline could adapt, by path.
-
-    diffusers skips weights that the model does not have.
-
-    Args:
-        pipe: with the adapters loaded.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    notes: dict[str, str] = {}
-    for number, path in enumerate(file.path for file in files if file.role == "lora"):
-        try:
-            with safe_open(path, "pt") as file:
-                there = sum(DOWN.search(key) is not None for key in file.keys())  # noqa: SIM118
-        except (OSError, SafetensorError):
-            continue
-        parts = [part for part in pipe.components.values() if hasattr(part, "modules")]
-        fitted = sum(f"lora{number}" in getattr(layer, "lora_A", ()) for part in parts for layer in part.modules())
-        if fitted < there:
-            kind = type(pipe).__name__
-            notes[path] = f"{there - fitted} of the {there} layers of {Path(path).name} are none of {kind}'s"
-    return notes
-
-
-def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
+def load_adapters(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
     """Load LoRA and IP-Adapters into a pipeline, with their scales.
+
+    Returns:
+        Notes on files of which a part is left out, by path.
 
     Raises:
         InputError: one has changed, or does not fit the model.
     """
     names: dict[str, float] = {}
+    notes: dict[str, str] = {}
     for file in files:
         if file.role not in ADAPTER_LOADERS:
             continue
@@ -532,13 +521,18 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
         try:
             if file.role == "lora":
                 name = f"lora{len(names)}"
-                load_lora(pipe, Path(file.path), name)
+                note = load_lora(pipe, Path(file.path), name)
                 names[name] = file.scale
+                if note is not None:
+                    notes[file.path] = note
             else:
-                pipe.load_ip_adapter(folder, weight_name=weights, **_encoder_options(pipe, file))
+                with missing_weights_refused():
+                    pipe.load_ip_adapter(folder, weight_name=weights, **_encoder_options(pipe, file))
                 pipe.set_ip_adapter_scale(file.scale)
         except MemoryError:
             raise
+        except InputError as error:
+            raise InputError(f"--{file.role} {file.path!r} {error}") from error
         except Exception as error:
             # An untrusted file can raise any exception.
             what = f"--{file.role} {file.path!r}"
@@ -548,3 +542,4 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
         if {name for component in adapted.values() for name in component} != set(names):
             raise InputError(f"--lora: {type(pipe).__name__} has no layer that the file adapts; take another")
         set_loras(pipe, names)
+    return notes

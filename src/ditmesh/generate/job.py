@@ -19,6 +19,7 @@ from ..config import ParallelConfig
 from ..errors import ConfigError, InputError, reason_of
 from ..media.videos import MOST_VIDEO_PIXELS
 from ..request import MOST_TOGETHER, FieldConfigError, FieldError, PictureRequest, check_text, field_values, size_of
+from ..requirements import not_installed
 from ..strategies import support
 from ..strategies.heads import check_heads
 from .arguments import check_output, video_call
@@ -126,51 +127,24 @@ class PictureCall:
         return range(self.first, self.first + self.images)
 
 
-@dataclass(frozen=True)
-class Restart:
-    """A restart after ranks were lost.
-
-    Attributes:
-        request: number of the pipeline's call that was under way.
-        step: denoising steps of theirs that were behind.
-        before, after: numbers of ranks.
-    """
-
-    request: int
-    step: int
-    before: int
-    after: int
-
-    def plain(self) -> dict[str, int]:
-        """As receipts have it."""
-        return {"step": self.step, "from": self.before, "to": self.after}
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The finished part of a resumed job.
-
-    Attributes:
-        folder: the journal of its transformer calls, see `journal`.
-        done: numbers of the images that are on disk.
-        restarts: its restarts so far.
-    """
-
-    folder: str
-    done: frozenset[int] = frozenset()
-    restarts: tuple[Restart, ...] = ()
-
-
 # Reports of `generation.generate`, from rank 0 only.
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The pipeline is ready: seconds it took, steps that every image will take, weights' fingerprint if asked for."""
+    """The pipeline is ready.
+
+    Attributes:
+        seconds: that it took.
+        steps: that every image will take.
+        sampled: fingerprint of the weights, if asked for.
+        config: of all ranks, as plain data.
+    """
 
     seconds: float
     steps: int
     sampled: str | None = None
+    config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -302,7 +276,7 @@ def _check_cleaning(pipeline: str) -> None:
     try:
         getattr(module, "prompt_clean", str)("a")
     except NameError:
-        raise InputError(f"{pipeline} cleans prompts with ftfy, which is not installed; pip install ftfy") from None
+        raise InputError(not_installed(f"{pipeline}, which cleans prompts,", "ftfy", "video")) from None
 
 
 def makes_videos(pipeline: str) -> bool | None:

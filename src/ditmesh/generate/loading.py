@@ -21,16 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..comm.backends import device_of_rank
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
 from ..core.digests import digest, digest_of_parts, tensor_digest, weights_of
 from ..core.partition import Partition
 from ..engine import DENOISERS, ENGINE, ConfigLike, agreed, denoisers, engine_of, parallelize
 from ..errors import InputError
-from ..forecast.auto import UsualCall, chosen
-from ..forecast.memory.check import check_memory as check_fits
 from ..layout import layout_of
 from ..layout.table import known_models
+from ..memory.check import check_memory as check_fits
+from ..memory.check import choose_for_ranks
 from ..strategies.pipefusion.stages import ABSENT_ATTRIBUTE, IN_PIECES, elsewhere, first_cut, is_away, shape_of
 from ..strategies.sharded import (
     UNITS,
@@ -44,6 +45,7 @@ from ..strategies.sharded import (
 )
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_layer_of, plan_slices
+from .components import read_saved, refuse_missing
 from .conversions import Conversions
 from .model_info import ModelInfo, find_model
 from .one_copy import shareable_components, shared_components
@@ -93,9 +95,9 @@ def load(
 
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
-        InputError: there is no such pipeline, it has no transformer, or its weights are not in safetensors files,
-            are quantised, do not fit the model, or need more memory than there is; or both ``dtype`` and
-            ``torch_dtype`` are given.
+        InputError: there is no such pipeline, it has no transformer, its files lack weights of a component, or its
+            weights are not in safetensors files, are quantised, do not fit the model, or need more memory than there
+            is; or both ``dtype`` and ``torch_dtype`` are given.
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
@@ -107,8 +109,9 @@ def load(
     info = find_model(path_or_id)
     if not info.local:
         info = replace(info, files=Path(DiffusionPipeline.download(info.name, variant=variant)), local=True)
+    given = {name for name in components if name in info.index}
     if config == "auto" and mesh is None:
-        config = configuration_before(info)
+        config = _configuration_before(info, dtype, memory_limit, given, check_memory)
     config = ParallelConfig.read(mesh.config if mesh is not None and config == "auto" else config)
     with ExitStack() as undo:
         owned = mesh is None
@@ -119,7 +122,6 @@ def load(
             dtype = usual_dtype(mesh.device)
         if check_memory:
             kind = dtype_of(dtype, "transformer")
-            given = {name for name in components if name in info.index}
             check_fits(info, config, kind or torch.float32, mesh.device, limit=memory_limit, without=given)
         alike = dist.is_available() and dist.is_initialized() and mesh.world.size == dist.get_world_size()
         pipe = read_pipeline(info, config, mesh, dtype, variant, together=alike, **components)
@@ -137,14 +139,19 @@ def usual_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def configuration_before(info: ModelInfo) -> ParallelConfig:
+def _configuration_before(
+    info: ModelInfo, dtype: Dtypes, limit: float | None, without: Collection[str], memory: bool
+) -> ParallelConfig:
     """The configuration of ``"auto"``, chosen before anything is loaded."""
-    import diffusers
-
-    name, layout = info.transformer_class, known_models().get(info.transformer_class)
-    call = UsualCall(getattr(diffusers, info.pipeline_class, None))
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    return agreed(lambda size: chosen(name, info.transformer, layout, info.heads or 1, call, size, device))
+    device = device_of_rank()
+    kind = dtype_of(usual_dtype(device) if dtype is None else dtype, "transformer") or torch.float32
+    choice = choose_for_ranks(info, kind, device, limit=limit, without=without, memory=memory)
+    if choice is None:
+        # A class without a reviewed layout: the ring takes any number of heads.
+        return agreed(lambda size: ParallelConfig.auto(size, info.heads or 1))
+    if choice.config.world_size > 1 and not (dist.is_initialized() and dist.get_rank()):
+        log.info("%s: %s", info.name, choice.describe())
+    return choice.config
 
 
 def read_pipeline(
@@ -170,7 +177,6 @@ def read_pipeline(
         ConfigError, InputError: as `load`.
     """
     import diffusers
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     config = config or (ParallelConfig() if mesh is None else mesh.config)
     for name, model in _denoisers_in(info).items() if mesh is not None and config.cuts_weights else ():
@@ -180,9 +186,7 @@ def read_pipeline(
             components[name] = load_transformer(model, info.files / name, config, mesh, dtype, variant)
 
     def whole(**more: Any) -> Any:
-        return (kind or DiffusionPipeline).from_pretrained(
-            info.files, variant=variant, **components, **more, **dtype_option(torch_dtype)
-        )
+        return read_saved(info, kind, variant=variant, **components, **more, **dtype_option(torch_dtype))
 
     if not (together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return whole()
@@ -240,12 +244,7 @@ def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:
     """The argument of diffusers' ``from_pretrained`` for the weights' dtype."""
     if torch_dtype is None:
         return {}
-    import diffusers
-
-    # It was renamed in diffusers 0.42.
-    renamed = tuple(map(int, diffusers.__version__.split(".")[:2])) >= (0, 42)
-    plain = torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)
-    return {"dtype" if renamed else "torch_dtype": plain}
+    return {"dtype": torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)}
 
 
 def partial_read_refusal(info: ModelInfo, variant: str | None = None) -> str | None:
@@ -539,11 +538,12 @@ def fill_weights(
                     module._parameters[leaf] = nn.Parameter(value, requires_grad=before.requires_grad)
                 else:
                     module._buffers[leaf] = value
+    refuse_missing(model, missing, folder)
     if missing:
         some = ", ".join(sorted(missing)[:3])
         raise InputError(
-            f"{len(missing)} weights of {kind.__name__} are not in {str(folder)!r} ({some} ...); if diffusers can load "
-            "this checkpoint, use DiffusionPipeline.from_pretrained(...) and ditmesh.parallelize(...)"
+            f"{len(missing)} tables of {kind.__name__} are not in {str(folder)!r} ({some} ...); load the pipeline with "
+            "DiffusionPipeline.from_pretrained(...), which computes them, and use ditmesh.parallelize(...)"
         )
     ignored = getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]

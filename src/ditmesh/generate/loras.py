@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.patching import parts_readable
 from ..errors import InputError
+from .lora_files import LoraContent, read_lora
+from .lora_layers import FittedLora, as_diffusers_reads, fitted, lokr_settings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# The names of the files' metadata entry and of the parameters of adapters.
-METADATA = "lora_adapter_metadata"
-# Of another entry, which says for which transformer of several an adapter is: diffusers' own files do not.
-COMPONENT = "ditmesh_component"
+# Parts of the names of adapters' parameters.
 LAYERS = ("lora_", "lokr_")
 
 
@@ -31,61 +29,122 @@ def pipeline_has(kind: type[Any]) -> bool:
     return "transformer" in (getattr(kind, "_lora_loadable_modules", None) or ())
 
 
-def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) -> None:
+def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) -> str | None:
     """Load an adapter of a safetensors file into a pipeline and make it active.
 
-    diffusers' own loader takes every file but those that it does not know for this pipeline: adapters of pipelines
-    without ``load_lora_weights``, and LoKr under the transformer's own names.
+    Names of any trainer and strengths are read here, since diffusers leaves out what it does not know of a file; each
+    layer then has the scale 1. No pattern in a file's settings is run.
 
     Args:
         name: of the adapter in the pipeline.
         component: the transformer, of two, that gets it; None: the one that the file names, else the first.
 
+    Returns:
+        A note on the parts of the file that are left out; None: all are in the pipeline.
+
     Raises:
-        InputError: the pipeline has no such transformer, or the file says nothing of the adapter's rank and scale,
-            which is needed here.
+        InputError: the pipeline has no such transformer or layers, or the file cannot be read; the message is for use
+            behind the file's name.
         Exception: any of diffusers' and peft's own.
     """
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as tensors:
-        names = list(tensors.keys())
-        component = component or (tensors.metadata() or {}).get(COMPONENT, "transformer")
+    content = read_lora(file)
+    component = component or content.component or "transformer"
     if component != "transformer" and getattr(pipe, component, None) is None:
-        raise InputError(f"{file} is for the {component} of a pipeline with two, and {type(pipe).__name__} has none")
-    plain = any(".lokr_" in one for one in names) and all(one.startswith("transformer.") for one in names)
+        raise InputError(f"is for the {component} of a pipeline with two, and {type(pipe).__name__} has none")
+    if content.lokr:
+        return _load_lokr(pipe, content, name, component)
+    adapter = fitted(pipe, content, component)
+    if adapter.left_out:
+        # diffusers knows more families' names.
+        theirs = as_diffusers_reads(pipe, content)
+        if theirs is not None and theirs.left_out < adapter.left_out:
+            adapter = theirs
+    if not adapter.weights:
+        some = ", ".join(layer.name for layer in content.layers[:2])
+        raise InputError(f"adapts no layer of {type(pipe).__name__} (it has {some}); take a LoRA of this model")
+    _put(pipe, adapter.weights, name, component)
+    _check_loaded(pipe, adapter, name)
+    return adapter.note(type(pipe).__name__, file.name)
+
+
+def _put(pipe: Any, weights: dict[str, Tensor], name: str, component: str) -> None:
     # Pipelines with a UNet are diffusers' own business.
     known = pipeline_has(type(pipe)) if hasattr(pipe, "transformer") else hasattr(pipe, "load_lora_weights")
-    if known and not plain:
+    if known:
         second = {} if component == "transformer" else {f"load_into_{component}": True}
-        pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=name, **second)
+        pipe.load_lora_weights(weights, adapter_name=name, **second)
         return
     model = getattr(pipe, component)
     if hasattr(model, "load_lora_adapter"):
-        model.load_lora_adapter(str(file.parent), weight_name=file.name, adapter_name=name, prefix="transformer")
+        model.load_lora_adapter(weights, adapter_name=name, prefix="transformer")
     else:
-        _inject(model, file, name)
+        own = {key.removeprefix("transformer."): value for key, value in weights.items()}
+        _inject(model, _lora_config(own), own, name)
 
 
-def _inject(model: nn.Module, file: Path, name: str) -> None:
+def _check_loaded(pipe: Any, adapter: FittedLora, name: str) -> None:
+    """Compare the layers that have the adapter now with those that were to get it, and their scales with 1."""
+    for component, layers in adapter.layers.items():
+        modules = dict(getattr(pipe, component).named_modules())
+        for path in layers:
+            layer = modules.get(path)
+            if name not in getattr(layer, "lora_A", ()) or abs(layer.scaling[name] - 1) > 1e-6:  # type: ignore[union-attr]
+                raise InputError(f"was not loaded as it is: {path} of the {component} has another adapter, or none")
+
+
+def _load_lokr(pipe: Any, content: LoraContent, name: str, component: str) -> str | None:
+    model, weights = getattr(pipe, component), content.tensors
+    settings = content.settings.get("transformer") or content.settings.get("")
+    if settings is None:
+        if any(".lora_unet_" in f".{one}" or one.startswith("lycoris_") for one in content.lokr):
+            raise InputError(
+                "holds LoKr under LyCORIS's names, which is not read; merge it into the model's weights, or take a LoRA"
+            )
+        pipe.load_lora_weights(weights, adapter_name=name)
+    else:
+        plain = {key.removeprefix("base_model.model."): value for key, value in weights.items()}
+        own = {key.removeprefix("transformer."): value for key, value in plain.items()}
+        about = lokr_settings(model, own, settings)
+        if hasattr(model, "load_lora_adapter"):
+            given = {f"transformer.{key}": value for key, value in own.items()}
+            told = {f"transformer.{key}": value for key, value in about.items()}
+            model.load_lora_adapter(given, adapter_name=name, prefix="transformer", metadata=told)
+        else:
+            from peft import LoKrConfig
+
+            _inject(model, LoKrConfig(**about), own, name)
+    layers = {key.partition(".lokr_")[0] for key in content.lokr if ".lokr_" in key}
+    loaded = sum(
+        name in getattr(layer, "lokr_w1", ()) or name in getattr(layer, "lokr_w1_a", ()) for layer in model.modules()
+    )
+    lost, kind = len(layers) - loaded, type(pipe).__name__
+    return f"{lost} of the {len(layers)} layers of {content.path.name} are none of {kind}'s" if lost > 0 else None
+
+
+def _lora_config(weights: Mapping[str, Tensor]) -> Any:
+    """peft's settings for weights of peft's names, each layer with the scale 1."""
+    from peft import LoraConfig
+
+    end = ".lora_B.weight"
+    ranks = {key.removesuffix(end): value.shape[1] for key, value in weights.items() if key.endswith(end)}
+    usual = next(iter(ranks.values()))
+    others = {f"^{layer.replace('.', chr(92) + '.')}": rank for layer, rank in ranks.items() if rank != usual}
+    return LoraConfig(
+        r=usual,
+        lora_alpha=usual,
+        rank_pattern=others,
+        alpha_pattern=others,
+        target_modules=list(ranks),
+        use_dora=any("lora_magnitude_vector" in key for key in weights),
+        lora_bias=any(key.endswith(".lora_B.bias") for key in weights),
+    )
+
+
+def _inject(model: nn.Module, config: Any, weights: dict[str, Tensor], name: str) -> None:
     """A stand-in for diffusers' ``load_lora_adapter``, for transformers that do not have it."""
-    from peft import LoKrConfig, LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
-    from safetensors import safe_open
+    from peft import inject_adapter_in_model, set_peft_model_state_dict
 
-    prefix = "transformer."
-    with safe_open(file, "pt") as tensors:
-        about = json.loads((tensors.metadata() or {}).get(METADATA, "{}"))
-        weights: dict[str, Tensor] = {
-            one.removeprefix(prefix): tensors.get_tensor(one)
-            for one in tensors.keys()  # noqa: SIM118 (not a mapping)
-            if one.startswith(prefix)
-        }
-    settings = {key.removeprefix(prefix): value for key, value in about.items() if key.startswith(prefix)}
-    if not weights or not settings:
-        what = f"weights under {prefix!r}" if not weights else f"settings of its adapter ({METADATA})"
-        raise InputError(f"{file} has no {what}, without which {type(model).__name__} cannot take it")
-    kind = LoKrConfig if any(".lokr_" in one for one in weights) else LoraConfig
-    inject_adapter_in_model(kind(**settings), model, adapter_name=name, state_dict=weights)
+    inject_adapter_in_model(config, model, adapter_name=name, state_dict=weights)
     with parts_readable():
         set_peft_model_state_dict(model, weights, name)
 

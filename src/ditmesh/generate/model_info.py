@@ -22,6 +22,16 @@ from ..request import FieldError
 HUB_LIMIT = 5.0
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
+# By the ending of a single file of weights, which is no folder of a pipeline: what its owner does.
+CONVERTED = (
+    "is a single file; read it once with the class of its pipeline, such as "
+    "diffusers.FluxPipeline.from_single_file(...).save_pretrained(FOLDER), and give that folder"
+)
+SINGLE_FILES = dict.fromkeys((".safetensors", ".sft", ".ckpt", ".bin", ".pt", ".pth"), CONVERTED) | {
+    ".gguf": "is a transformer in few bits; in a program read it with its class, such as "
+    "diffusers.FluxTransformer2DModel.from_single_file(...), and give it to ditmesh.load(FOLDER, transformer=...)"
+}
+
 # Numbers of a configuration that are sizes, and their bounds: a model's folder may come from a stranger.
 COUNTS = (
     *("patch_size", "sample_size", "num_attention_heads", "num_heads", "n_heads", "in_channels", "latent_channels"),
@@ -54,8 +64,9 @@ class ModelInfo:
 
     @property
     def pipeline_class(self) -> str:
-        """Class of the pipeline."""
-        return str(self.index.get("_class_name", "DiffusionPipeline"))
+        """Class of the pipeline; of one with code of its own the name there."""
+        name = self.index.get("_class_name", "DiffusionPipeline")
+        return str(name[-1] if isinstance(name, list) and name else name)
 
     def part(self, name: str) -> dict[str, Any]:
         """The configuration of another part, such as a second transformer; empty where there is no file."""
@@ -269,9 +280,7 @@ def find_model(model: str | Path) -> ModelInfo:
             f"model {name[:60]!r}{'…' if len(name) > 60 else ''} cannot be a folder ({reason_of(error)}); give the "
             "folder that pipe.save_pretrained(...) wrote"
         ) from None
-    if there and not (files / "model_index.json").is_file():
-        what = "has no model_index.json" if files.is_dir() else "is a file"
-        raise InputError(f"model {name!r} {what}; give the folder that pipe.save_pretrained(...) wrote")
+    _refuse_other_files(name, files, there)
     if not there:
         files, local = (zoo.path(name), True) if name in zoo.EMBEDDED else _from_hub(name)
     if zoo.embedded(files) is not None:
@@ -300,6 +309,17 @@ def find_model(model: str | Path) -> ModelInfo:
     )
     _check_counts(info)
     return info
+
+
+def _refuse_other_files(name: str, files: Path, there: bool) -> None:
+    """Refuse what is no folder of a pipeline: a single file of weights, a component, another folder or file."""
+    if not files.is_dir() and (why := SINGLE_FILES.get(Path(name).suffix.lower())):
+        raise InputError(f"model {name!r} {why}")
+    if there and not (files / "model_index.json").is_file():
+        what = "has no model_index.json" if files.is_dir() else "is a file"
+        if (files / "config.json").is_file():
+            what = "is one component and no pipeline"
+        raise InputError(f"model {name!r} {what}; give the folder that pipe.save_pretrained(...) wrote")
 
 
 def is_hub_id(name: str) -> bool:

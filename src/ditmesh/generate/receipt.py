@@ -73,10 +73,7 @@ class Receipt(AddedFields):
         device: ``"cpu"`` or ``"cuda"``.
         config: the parallel configuration, as given to `ParallelConfig`.
         versions: of Python and of the libraries that compute.
-        seconds: time that the pipeline's call took (shared by the images of one call), in seconds. After a restart:
-            that of the call that finished the image.
-        restarts: what happened while the image was generated: ``{"step": 5, "from": 4, "to": 3}`` for every time that
-            ranks were lost and the others went on from a step (counted from 0).
+        seconds: time that the pipeline's call took (shared by the images of one call), in seconds.
         label: number of the class, for class-conditional models.
         together: images of one call of the pipeline; place: number of this one among them, from 0. Matrix
             kernels may round a row otherwise in a batch of another size.
@@ -93,7 +90,7 @@ class Receipt(AddedFields):
         weights: in receipts of earlier versions only: digest of samples of the weights (`digests.sampled_fingerprint`).
         peak_memory: of every rank, the most bytes that it has taken by phase (``load``, ``encode``, ``denoise``,
             ``decode``): tensors on a GPU, on a CPU what the process has resident; None where it was not measured.
-        budget: whether the budget of an adaptive warm-up in decibels or seconds was kept, a sentence.
+        cut: tokens of the prompt or the negative prompt that a tokenizer left out, a sentence; None: there are none.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -115,7 +112,6 @@ class Receipt(AddedFields):
     config: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     seconds: FiniteFloat = Field(ge=0)
-    restarts: list[dict[str, int]] = Field(default_factory=list)
     label: int | None = Field(default=None, ge=0, lt=2**31)
     together: int = Field(default=1, ge=1, le=MOST_TOGETHER)
     place: int = Field(default=0, ge=0)
@@ -131,7 +127,7 @@ class Receipt(AddedFields):
     frames_digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     weights: str | None = None
     peak_memory: list[dict[str, int]] | None = Field(default=None, max_length=4096)
-    budget: str | None = Field(default=None, max_length=1000)
+    cut: str | None = Field(default=None, max_length=1000)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Receipt:

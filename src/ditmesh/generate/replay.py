@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import zoo
 from ..config import ParallelConfig, setting
-from ..errors import InputError
+from ..errors import ConfigError, InputError
 from ..quality import metrics
 from ..request import PictureRequest, added_fields, request_fields
 from .files import InputFile, find_input_file
@@ -22,6 +22,8 @@ from .receipt import Receipt
 
 # Settings that images hold under another name: receipts outlive names.
 _RECORDED_AS = {"weights": "speeds"}
+# Compressions of earlier versions: one that has another name now, and those that are gone.
+_COMPRESSIONS, _GONE = {"residual4": "int4"}, ("int4", "residual2", "residual1.6", "residual1")
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,17 @@ def receipt_config(receipt: Receipt) -> ParallelConfig:
     Raises:
         ConfigError: it holds a setting that this version does not know.
     """
-    return ParallelConfig.read({_RECORDED_AS.get(name, name): value for name, value in receipt.config.items()})
+    settings = {_RECORDED_AS.get(name, name): value for name, value in receipt.config.items()}
+    if settings.get("exchange") == "displaced" and settings.get("predict") is None:
+        # Of a version that did not move keys on by itself, and whose int4 was another code.
+        compress = settings.get("compress")
+        if compress in _GONE:
+            raise ConfigError(
+                f"compress={compress!r} of this receipt is a code that is gone; give another configuration, --config "
+                '"..."'
+            )
+        settings |= {"predict": "none", "compress": _COMPRESSIONS.get(str(compress), compress)}
+    return ParallelConfig.read(settings)
 
 
 def job_of(
@@ -233,6 +245,5 @@ def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[C
     compare("patches", patches[0], patches[1])
     compare("devices", was.devices, now.devices, False)
     compare("configuration", old.describe(), new.describe(), False)
-    compare("restarts", len(was.restarts), len(now.restarts), False)
     compare("pictures in one call", was.together, now.together, False)
     return sorted(changes, key=lambda change: not change.decides)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..launch import MessageSink
 from ..launch.pool import PRELOAD as OF_ANY_RANK
 from .arguments import denoising_steps
 from .files import pictures_of
-from .job import Generated, Kept, Loaded, PictureJob, StepDone, UserNote
-from .journal import Journal
+from .job import Generated, Loaded, PictureJob, StepDone, UserNote
 from .model_info import find_model
 from .outputs import PipelineOutput, VideoFrames
 from .receipt import write_free
@@ -24,14 +23,13 @@ from .shape import stretched
 PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading", "ditmesh.core.digests")
 
 
-def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink | None = None) -> float:
+def generate(job: PictureJob, *, report: MessageSink | None = None) -> float:
     """Load the pipeline, make it parallel, generate everything. Every rank of the job calls this.
 
     Rank 0 writes each PNG or MP4 as soon as it has it and reports `Loaded`, `StepDone` and `Generated`. It never
     replaces a file that ditmesh has not written, and one that it has only when ``job.overwrite`` says so.
 
     Args:
-        kept: keep a journal, and resume from it; None: generate everything, keep nothing.
         report: takes the reports; may be left out.
 
     Returns:
@@ -40,31 +38,30 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
     Raises:
         InputError: the pipeline cannot run the request.
         LayoutError: the transformer's tokens could not be found out.
-        JournalError: the journal is of another request.
     """
     import torch.distributed as dist
 
     from ..comm.objects import gather_objects
     from ..engine import engine_of
 
-    kept, rank = kept or Kept(""), rank_of_process()
+    rank = rank_of_process()
     say: MessageSink = report if report is not None and rank == 0 else lambda message: None
     runner = PipelineRunner.open(job, say)
     pipe = runner.pipe
-    journal = _journal(pipe, kept.folder, rank) if kept.folder else None
-    say(Loaded(runner.load_seconds, denoising_steps(job, runner.parameters), runner.sampled))
+    steps, config = denoising_steps(job, runner.parameters), engine_of(pipe).config.model_dump()
+    say(Loaded(runner.load_seconds, steps, runner.sampled, config))
     pictures = pictures_of(job.files, None if "num_frames" in runner.parameters else job.frames)
     if pictures and job.size is not None:
         _note(say, stretched(pictures, job.size, find_model(job.model).size_multiple))
     total, noted = 0.0, False
-    for number in range(job.calls):
-        if kept.done.issuperset(job.call(number).indices):
-            continue
+    group, groups, _ = runner.group
+    for first in range(0, job.calls, groups):
+        # The calls that run at once; a group that has none repeats the last one, so that all ranks do alike.
+        numbers = range(first, min(first + groups, job.calls))
+        number = numbers[min(group, len(numbers) - 1)]
         prepared = runner.prepare(job, number, pictures)
-        if journal is not None:
-            journal.begin(number)
 
-        def stepped(steps: int, of: int, images: int = prepared.call.images) -> None:
+        def stepped(steps: int, of: int, images: int = prepared.call.images * len(numbers)) -> None:
             # The number of a stale strategy's synchronous steps so far. A first call has changed the engine.
             log = engine_of(pipe).staleness
             say(StepDone(images, steps, of, log.summary() if log is not None else ""))
@@ -75,14 +72,11 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink |
             gather_objects(None)
         made = runner.run(prepared, stepped)
         total += runner.facts["seconds"]
-        _note(say, runner.facts.get("budget"))
+        _note(say, runner.facts.get("cut"))
         for note in () if noted else engine_of(pipe).notes():
             say(UserNote(note))
         noted = True
-        if rank == 0:
-            _save(runner, number, prepared, made, kept, say)
-    if journal is not None:
-        journal.close()
+        _save_all(runner, numbers, prepared, made, say)
     return total
 
 
@@ -91,34 +85,31 @@ def _note(report: MessageSink, text: str | None) -> None:
         report(UserNote(text))
 
 
-def _journal(pipe: Any, folder: str, rank: int) -> Journal:
-    """A journal of the transformers' calls: around everything else, so that it sees the pipeline's own calls."""
-    from ..engine import DENOISERS, denoisers, engine_of
-
-    own = denoisers(pipe)
-    models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in own}
-    return Journal(models, folder, rank, engine_of(pipe).clock)
-
-
-def _save(
+def _save_all(
     runner: PipelineRunner,
-    number: int,
+    numbers: Sequence[int],
     prepared: Prepared,
     made: Sequence[PipelineOutput],
-    kept: Kept,
     report: MessageSink,
 ) -> None:
-    """Write the images or videos of a call that are not on disk yet, with receipts, and report them."""
+    """Write what the groups of ranks have made of some calls, one each. Every rank calls this alike."""
+    from ..comm.objects import gather_objects
+
+    _, groups, ranks = runner.group
+    rank = rank_of_process()
+    # Of each group its first rank, which has its images.
+    every = [made] if groups == 1 else gather_objects(made if rank % ranks == 0 else None)[::ranks]
+    for outputs, number in zip(every, numbers, strict=False) if rank == 0 else ():
+        _save(runner, replace(prepared, call=prepared.job.call(number)), outputs, report)
+
+
+def _save(runner: PipelineRunner, prepared: Prepared, made: Sequence[PipelineOutput], report: MessageSink) -> None:
+    """Write the images or videos of a call with their receipts, and report them."""
     job = prepared.job
-    restarts = [past.plain() for past in kept.restarts if past.request == number]
     for place, (one, index) in enumerate(zip(made, prepared.call.indices, strict=True)):
-        if index in kept.done:
-            continue
-        receipt = runner.receipt(prepared, place, one, restarts=restarts)
+        receipt = runner.receipt(prepared, place, one)
         path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, isinstance(one, VideoFrames))
-        # A lost rank may have written the image without reporting it.
-        overwrite = job.overwrite or bool(kept.restarts)
-        report(Generated(str(write_free(one, path, receipt, overwrite, job.number)), receipt))
+        report(Generated(str(write_free(one, path, receipt, job.overwrite, job.number)), receipt))
 
 
 def with_free_names(job: PictureJob) -> PictureJob:

@@ -19,9 +19,10 @@ from ..launch.hardware import environment
 from ..launch.log_filter import hide_chatter
 from ..request import request_fields
 from .arguments import CALLBACK, RATES, call_arguments, call_parameters, check_call, denoising_steps
-from .files import load_adapters, load_controlnet, partial_fits, pictures_of, pipeline_for
+from .cut_prompts import CutPrompts
+from .files import load_adapters, load_controlnet, pictures_of, pipeline_for
 from .job import PictureCall, PictureJob, UserNote
-from .model_info import find_model
+from .model_info import ModelInfo, find_model
 from .outputs import PipelineOutput, VideoFrames, outputs_of
 from .receipt import Receipt, ReceiptFile
 from .schedulers import scheduler_named
@@ -32,8 +33,13 @@ if TYPE_CHECKING:
 
     from ..comm.mesh import Mesh
     from ..config import ParallelConfig
-    from ..forecast.memory.check import Peaks
+    from ..memory.peaks import Peaks
+    from ..memory.sizes import Workload
     from ..recipe import Recipe
+
+
+# More frames than models of videos make when they are not told, for a first look at whether a job fits.
+MOST_USUAL_FRAMES = 200
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,11 @@ class Prepared:
         return self.job.seed + self.call.first
 
     @property
+    def prompt(self) -> str:
+        """The prompt of the call's images."""
+        return self.job.prompts[self.call.prompt]
+
+    @property
     def fps(self) -> float:
         """The frame rate of the call's videos."""
         return float(next((self.arguments[name] for name in RATES if self.arguments.get(name)), self.job.fps or FPS))
@@ -79,6 +90,9 @@ class PipelineRunner:
         pipe, kind, device: as given.
         facts: what receipts say that only the run knows; of weights and environment rank 0's.
         load_seconds, sampled: see `Loaded`.
+        notes: on LoRA files of which a part is left out, by path.
+        group: where groups of ranks make calls of their own, the number of this rank's, how many there are, and how
+            many ranks each has; else ``(0, 1, 1)``.
     """
 
     def __init__(
@@ -93,11 +107,16 @@ class PipelineRunner:
         self.pipe, self.device, self.kind = pipe, device or torch.device("cpu"), kind or type(pipe)
         self.parameters, self.facts = call_parameters(self.kind), dict(facts or {})
         self.load_seconds, self.sampled = 0.0, None
+        self.notes: dict[str, str] = {}
+        self.group = 0, 1, 1
         self._peaks: Peaks | None = None
 
     @classmethod
     def open(cls, job: PictureJob, report: MessageSink) -> PipelineRunner:
-        """Load a job's pipeline and parallelise it. Every rank calls this; ``report`` takes rank 0's notes.
+        """Load a job's pipeline and parallelise it. Every rank calls this.
+
+        Args:
+            report: takes rank 0's notes.
 
         Raises:
             InputError: the pipeline cannot run the request, or does not fit into memory.
@@ -106,9 +125,12 @@ class PipelineRunner:
         from ..comm.backends import device_of_rank
         from ..comm.mesh import Mesh
         from ..core.digests import sampled_fingerprint
-        from ..forecast.memory.check import Peaks
+        from ..memory.peaks import Peaks
 
         device, started = device_of_rank(), time.perf_counter()
+        job, note = configured(job, device, side_by_side=True)
+        if note is not None:
+            report(UserNote(note))
         if job.check_memory:
             check_job_memory(job, device)
         peaks = Peaks(device)
@@ -117,7 +139,7 @@ class PipelineRunner:
         if why is not None:
             report(UserNote(f"every rank loads the whole transformer before it is cut: {why}"))
         runner = cls.load(job, device, share, together=True)
-        for note in partial_fits(runner.pipe, job.files).values():
+        for note in runner.notes.values():
             report(UserNote(note))
         runner.facts, runner._peaks = receipt_facts(job.config, runner.pipe, device, share), peaks
         runner.sampled = sampled_fingerprint(runner.pipe) if job.sampled and rank_of_process() == 0 else None
@@ -164,10 +186,12 @@ class PipelineRunner:
         if checked:
             check_call(job, type(pipe).__name__, call_parameters(pipe))
         with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
-            load_adapters(pipe, job.files)
+            notes = load_adapters(pipe, job.files)
         if job.scheduler is not None:
             pipe.scheduler = scheduler_named(job.scheduler, type(pipe.scheduler).__name__, pipe.scheduler.config)
-        return cls(pipe.to(device) if job.offload == "none" else pipe, device)
+        runner = cls(pipe.to(device) if job.offload == "none" else pipe, device)
+        runner.notes = notes
+        return runner
 
     def parallelize(self, job: PictureJob, mesh: Mesh | None, recipe: Recipe | None = None) -> None:
         """Make the pipeline run on all ranks as the job says, offloaded if it says so.
@@ -187,7 +211,12 @@ class PipelineRunner:
             config = configuration_for(self.pipe, guidance=guidance)
         parallelize(self.pipe, config, mesh=mesh, timeout=job.timeout, recipe=recipe or RECIPE)
         config = engine_of(self.pipe).config
-        self.facts |= {"config": config.model_dump(), "devices": config.world_size}
+        if config.inputs == "per-data-rank":
+            # What a call runs on is its group.
+            ranks = config.world_size // config.data
+            self.group = rank_of_process() // ranks, config.data, ranks
+            config = config.model_copy(update={"data": 1, "inputs": "broadcast"})
+        self.facts |= {"config": config.recorded(), "devices": config.world_size}
 
     def as_class(self, name: str) -> PipelineRunner:
         """The runner of a pipeline of another class on the same components, and on the same ranks if there are any.
@@ -248,7 +277,6 @@ class PipelineRunner:
             InputError: the pipeline makes something else.
         """
         from ..core.generators import OwnGenerators
-        from ..engine.targets import ENGINE
 
         pipe, planned, given = prepared.pipe, prepared.steps, dict(prepared.arguments)
         tells = CALLBACK in self.parameters
@@ -262,12 +290,10 @@ class PipelineRunner:
             given[CALLBACK] = stepped
         started = time.perf_counter()
         measured = contextlib.nullcontext() if self._peaks is None else self._peaks.call(pipe)
-        with OwnGenerators(prepared.seed, self.device).active(), measured:
+        with OwnGenerators(prepared.seed, self.device).active(), measured, CutPrompts(pipe) as cuts:
             made = outputs_of(pipe(**given))
+        self.facts["cut"] = cuts.sentence(prepared.prompt, prepared.job.negative_prompt)
         self.facts["seconds"] = time.perf_counter() - started
-        # Whether the budget of its warm-up was kept; a call changes the engine where the model is probed first.
-        log = getattr(getattr(pipe, ENGINE, None), "staleness", None)
-        self.facts["budget"] = (log.verdict or None) if log is not None else None
         if self._peaks is not None:
             self.facts["peak_memory"] = self._peaks.of_all()
         if on_step is not None and not tells:
@@ -280,7 +306,7 @@ class PipelineRunner:
         asked = {name: getattr(job, name) for name, field in request_fields().items() if field.spelt is not None}
         first = made.frames[0]
         asked |= {
-            "prompt": job.prompts[call.prompt],
+            "prompt": prepared.prompt,
             "seed": prepared.seed + place,
             "steps": arguments["num_inference_steps"],
             "guidance": arguments.get("guidance_scale", 0.0),
@@ -401,7 +427,7 @@ def facts_on_rank(pipe: Any) -> dict[str, Any]:
 
     mesh, config = engine_of(pipe).mesh, engine_of(pipe).config
     facts = receipt_facts(config, pipe, mesh.device, mesh if config.cuts_weights else None)
-    return facts | {"config": config.model_dump(), "devices": config.world_size} if facts else {}
+    return facts | {"config": config.recorded(), "devices": config.world_size} if facts else {}
 
 
 def rank_of_process() -> int:
@@ -409,6 +435,15 @@ def rank_of_process() -> int:
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def job_workload(job: PictureJob, info: ModelInfo) -> Workload:
+    """The sizes of the largest call of a job."""
+    from ..memory.sizes import workload_of
+
+    guided = None if job.guidance is None or job.guidance > 1 else False
+    images = max(job.call(number).images for number in range(job.calls))
+    return workload_of(info, job.size, job.max_sequence_length, images, guided, job.frames)
 
 
 def check_job_memory(job: PictureJob, device: torch.device) -> None:
@@ -419,18 +454,99 @@ def check_job_memory(job: PictureJob, device: torch.device) -> None:
     """
     import torch
 
-    from ..forecast.memory.check import check_memory
-    from ..forecast.workload import workload_of
-    from .loading import configuration_before
+    from ..memory.check import check_memory
 
+    if isinstance(job.config, str):
+        # Of a class that is not reviewed.
+        return
     quieten()
     info = find_model(job.model)
-    guided = None if job.guidance is None or job.guidance > 1 else False
-    pictures = max(job.call(number).images for number in range(job.calls))
-    workload = workload_of(info, job.size, job.max_sequence_length, pictures, guided, job.frames)
-    config = job.config if not isinstance(job.config, str) else lambda: configuration_before(info)
-    dtype, limit = getattr(torch, job.dtype), job.memory_limit
-    check_memory(info, config, dtype, device, workload, limit, offloaded=job.offload != "none")
+    dtype, offloaded = getattr(torch, job.dtype), job.offload != "none"
+    check_memory(info, job.config, dtype, device, job_workload(job, info), job.memory_limit, offloaded=offloaded)
+
+
+def configured(job: PictureJob, device: torch.device, side_by_side: bool = False) -> tuple[PictureJob, str | None]:
+    """The job with the configuration of ``"auto"``, and what to say about it. Every rank calls this alike.
+
+    Where the class has no reviewed layout, ``"auto"`` is left to the engine.
+
+    Args:
+        side_by_side: whether groups of ranks may make calls of their own.
+    """
+    import torch
+
+    from ..memory.check import choose_for_ranks
+
+    if isinstance(job.config, str):
+        quieten()
+        info = find_model(job.model)
+        choice = choose_for_ranks(
+            info,
+            getattr(torch, job.dtype),
+            device,
+            job_workload(job, info),
+            job.memory_limit,
+            memory=job.check_memory,
+            **_demand_options(job, side_by_side),
+        )
+        if choice is None:
+            return job, None
+        return job.changed(config=choice.config), choice.describe() if choice.config.world_size > 1 else None
+    if side_by_side:
+        job = job.changed(config=job.config.for_calls(job.call(0).images, job.calls))
+    return job, None
+
+
+def _demand_options(job: PictureJob, side_by_side: bool) -> dict[str, Any]:
+    guidance = None if job.guidance is None else job.guidance > 1
+    return {
+        "offloaded": job.offload != "none",
+        "guidance": guidance,
+        "calls": job.calls if side_by_side else 1,
+    }
+
+
+def settled(
+    job: PictureJob, info: ModelInfo, world_size: int, kind: Literal["cpu", "cuda"]
+) -> tuple[PictureJob, str | None]:
+    """`configured` and `check_job_memory`, in the process that is to start ranks on this machine.
+
+    Where the job certainly fits, or the free memory is not known here, the ranks do both, and nothing is imported.
+
+    Raises:
+        InputError: it does not fit.
+    """
+    from ..memory.available import far_from, free_memory_before_ranks, stored_bytes
+
+    room = free_memory_before_ranks(kind, world_size) if job.memory_limit is None else job.memory_limit
+    width, height = job.size or info.default_size or (1024, 1024)
+    frames = job.frames or info.default_frames or (1 if info.frame_step is None else MOST_USUAL_FRAMES)
+    pixels = width * height * frames * max(job.call(number).images for number in range(job.calls))
+    if not job.check_memory or room is None or far_from(room, stored_bytes(info), job.dtype == "float32", pixels):
+        return job, None
+    import torch
+
+    from ..errors import DitmeshError
+    from ..layout import known_models
+    from ..memory.check import Demand
+
+    if info.transformer_class not in known_models():
+        return job, None
+    quieten()
+    dtype, note = getattr(torch, job.dtype), None
+    demand = Demand.of(info, dtype, kind, job_workload(job, info), **_demand_options(job, True))
+    try:
+        if isinstance(job.config, str):
+            choice = demand.choose(world_size, room)
+            job, note = job.changed(config=choice.config), choice.describe() if world_size > 1 else None
+        assert not isinstance(job.config, str)
+        sentence = demand.refusal(job.config, room, job.memory_limit is not None)
+    except (DitmeshError, OSError):
+        # What cannot be predicted is left to the ranks.
+        return job, note
+    if sentence is not None:
+        raise InputError(sentence)
+    return job, note
 
 
 def quieten() -> None:

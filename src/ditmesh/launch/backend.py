@@ -13,7 +13,7 @@ from ..errors import ConfigError, did_you_mean
 from .devices import DeviceChoice, DeviceKind, default_threads, resolve_device
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 MessageSink = Callable[[Any], None]
 OnMessage = Callable[[int, Any], None]

@@ -12,11 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._version import library_versions
+from ..errors import shortened
+from ..requirements import not_installed, outdated
 from . import Launcher, physical_cores
 
 if TYPE_CHECKING:
@@ -25,6 +28,12 @@ if TYPE_CHECKING:
     from ..comm.mesh import Mesh
 
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors")
+# By package: what of it is imported first. diffusers' and transformers' own names import nothing.
+IMPORTS = {name: name for name in LIBRARIES} | {
+    "transformers": "transformers.modeling_utils",
+    "diffusers": "diffusers.models.modeling_utils",
+    "ditmesh": "ditmesh.generate.loading",
+}
 # Prefixes of environment variables that affect communication.
 VARIABLES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DITMESH_", "HF_HUB_OFFLINE")
 # Below this, in 10^9 bytes, tensors between ranks on one host may find no room: containers have 64 MB.
@@ -66,6 +75,22 @@ def describe_machine() -> dict[str, Any]:
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
         "shared_memory": _shared_memory(),
     }
+
+
+def import_errors() -> dict[str, str]:
+    """The reason why each of `IMPORTS` cannot be imported, by package; those that can be are left out."""
+    errors: dict[str, str] = {}
+    for name, module in IMPORTS.items():
+        try:
+            import_module(module)
+        except Exception as error:
+            # A package that is not installed is named for what it is needed for.
+            if find_spec(name) is not None:
+                cause: BaseException = error
+                while cause.__cause__ is not None:
+                    cause = cause.__cause__
+                errors[name] = shortened(cause, 300, with_kind=True)
+    return errors
 
 
 def _nvidia_smi(*arguments: str) -> str:
@@ -137,8 +162,8 @@ def missing(machine: dict[str, Any]) -> list[str]:
     shm = machine.get("shared_memory")
     driver = "torch was built without CUDA" if machine["torch_cuda"] is None else "the driver shows none"
     wanted = {
-        "peft is not installed: LoRA adapters cannot be loaded; pip install peft": "peft" in versions,
-        "sentencepiece is not installed: some tokenizers of T5 need it; pip install sentencepiece protobuf": (
+        not_installed("loading a LoRA adapter", "peft", "lora"): "peft" in versions,
+        not_installed("the tokenizer of some T5 encoders", "sentencepiece", "t5"): (
             find_spec("sentencepiece") is not None
         ),
         f"no GPU ({driver}): ranks run on the CPU; on a machine with NVIDIA GPUs install torch for CUDA "
@@ -152,7 +177,11 @@ def missing(machine: dict[str, Any]) -> list[str]:
             shm is None or shm["free_gb"] >= SMALL_SHARED_MEMORY
         ),
     }
-    found = [sentence for sentence, there in wanted.items() if not there]
+    found = outdated()
+    errors = machine.get("import_errors", {})
+    # ditmesh's own error says which packages are too old.
+    found += [f"{name} cannot be imported ({why})" for name, why in errors.items() if name != "ditmesh" or not found]
+    found += [sentence for sentence, there in wanted.items() if not there]
     if order is not None:
         found.append(
             "the fastest links are not between neighbouring ranks: set CUDA_VISIBLE_DEVICES="

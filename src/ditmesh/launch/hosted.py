@@ -112,7 +112,7 @@ class HostedRanks(RankPool):
         if dist.is_available() and dist.is_initialized():
             raise ConfigError(
                 "this process is in a process group of torch.distributed already, as one of its ranks; leave that "
-                "group first, or use ditmesh.parallelize(..., follow=True) on all of its ranks"
+                "group first, or call ditmesh.parallelize(...) on all of its ranks"
             )
         self._place = _Here()
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Import-time log messages of libraries that are irrelevant to users of ditmesh.
+"""Log messages, warnings and progress bars of libraries that are irrelevant to users of ditmesh.
 
 It is left out of the processes that are ditmesh's own: those of the command and those of ranks. A program that imports
 ditmesh keeps its logging as it is.
@@ -6,8 +6,15 @@ ditmesh keeps its logging as it is.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
 
 # By logger: patterns of messages that are hidden. Other messages are shown.
 CHATTER: dict[str, tuple[str, ...]] = {
@@ -27,6 +34,15 @@ CHATTER: dict[str, tuple[str, ...]] = {
 }
 
 
+# Warnings about what the libraries themselves use, by how they begin.
+WARNINGS = (
+    # Decorators of text encoders, when diffusers and its dependencies are imported.
+    r"`torch\.jit\.\w+` is (deprecated|not supported)",
+    # Of torch 2.9, when the precision of matrix products is asked for.
+    r"Please use the new API settings to control TF32 behavior",
+)
+
+
 class ChatterFilter(logging.Filter):
     """Hides messages that begin with one of several patterns."""
 
@@ -39,8 +55,83 @@ class ChatterFilter(logging.Filter):
 
 
 def hide_chatter() -> None:
-    """Hide `CHATTER` in this process's logs. For ditmesh's own processes, before their imports."""
+    """Hide `CHATTER` and `WARNINGS` in this process, before its imports.
+
+    For ditmesh's own processes, and programs that ask for it (`init_from_environment`).
+    """
+    for beginning in WARNINGS:
+        # One that is there already stays once.
+        warnings.filterwarnings("ignore", beginning)
     for name, patterns in CHATTER.items():
         logger = logging.getLogger(name)
         if not any(isinstance(one, ChatterFilter) for one in logger.filters):
             logger.addFilter(ChatterFilter(patterns))
+
+
+@contextlib.contextmanager
+def hidden_texts(private: Callable[[], bool]) -> Iterator[None]:
+    """Leave out what libraries say in this process, which may quote what users have sent; where they say it is kept.
+
+    That is the text of log messages, warnings, and errors that end a thread or a finaliser, of all modules but ours.
+    Each place speaks once.
+
+    Args:
+        private: True while there may be something to quote.
+    """
+    make, show, told = logging.getLogRecordFactory(), warnings.showwarning, set()
+    end_of_thread, end_of_finaliser = threading.excepthook, sys.unraisablehook
+
+    def record(*args: Any, **more: Any) -> logging.LogRecord:
+        made = make(*args, **more)
+        if private() and made.name.partition(".")[0] != "ditmesh":
+            place = f"{made.name} line {made.lineno}"
+            made.msg, made.args, made.exc_info, made.exc_text = _without_text(place), (), None, None
+            if place in told:
+                # Below the level of every handler.
+                made.levelno = -1
+            told.add(place)
+        return made
+
+    def warning(message: Any, category: Any, filename: str, lineno: int, *more: Any, **options: Any) -> None:
+        if private() and not category.__module__.startswith("ditmesh"):
+            message = _without_text(category.__name__)
+        show(message, category, filename, lineno, *more, **options)
+
+    def thread_ended(args: Any) -> None:
+        if not private():
+            end_of_thread(args)
+        elif args.exc_type is not SystemExit:
+            _say_place(args.exc_type, args.exc_traceback)
+
+    def finaliser_ended(args: Any) -> None:
+        if private():
+            _say_place(args.exc_type, args.exc_traceback)
+        else:
+            end_of_finaliser(args)
+
+    logging.setLogRecordFactory(record)
+    warnings.showwarning = warning
+    threading.excepthook, sys.unraisablehook = thread_ended, finaliser_ended
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+        warnings.showwarning = show
+        threading.excepthook, sys.unraisablehook = end_of_thread, end_of_finaliser
+
+
+def _without_text(what: str) -> str:
+    return f"{what}: its text may quote a prompt and is left out; the option --log-prompts shows it"
+
+
+def _say_place(kind: type[BaseException], at: Any) -> None:
+    last = traceback.extract_tb(at)[-1:]
+    where = f" in {last[0].filename} line {last[0].lineno}" if last else ""
+    print(_without_text(f"{kind.__name__}{where}"), file=sys.stderr)
+
+
+def hide_loading_bars() -> None:
+    """Hide transformers' progress bars in this process, one of several that load the same; diffusers does so itself."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()

@@ -24,7 +24,18 @@ from .backend import OnMessage, StayingRanks, Watch
 from .collect import Collector
 from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, may_have_gpus, resolve_device
 from .messages import READ_BYTES, OwnerChannel, Reply, encode, encode_call
-from .processes import block_sigint, fork_server, guarded_folder, start_fork_server, without_main_module
+from .processes import (
+    block_sigint,
+    fork_server,
+    fork_server_end,
+    fork_server_noted,
+    guarded_folder,
+    rank_name,
+    start_fork_server,
+    starting_as_rank,
+    tell_owner,
+    without_main_module,
+)
 from .torchrun import from_torchrun
 
 # Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
@@ -47,6 +58,11 @@ CLOSE_LIMIT = 5.0  # for idle ranks to leave by themselves
 STACK_LIMIT = 1.0  # for a rank that hangs to write down where
 POLL_SECONDS = 1.0  # between looks at whether ranks are stopped
 
+GUARD_MISSING = (
+    "ranks import the program's main module, which starts ranks itself; put what the program does under "
+    'if __name__ == "__main__":'
+)
+
 STOPPED = "it is stopped by a signal such as SIGSTOP"
 
 
@@ -66,6 +82,7 @@ class RankPool(StayingRanks):
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
         timeout: deadline of every collective of the default process group, in seconds.
         stop_limit: seconds after which a stopped rank (SIGSTOP) counts as lost.
+        imports_main: whether ranks have imported the program's main module.
     """
 
     is_reporter = True
@@ -91,13 +108,17 @@ class RankPool(StayingRanks):
                 for the first pool of a process: the server serves them all.
             gpus: numbers of the GPUs of ranks 0, 1, …; default: rank r computes on GPU r.
             stop_limit: see above; default: ``timeout``.
-            import_main: ranks import the program's main module, as `multiprocessing` has it. Without, functions that it
-                defines cannot be called there, and it needs no ``if __name__ == "__main__":``.
+            import_main: ranks import the program's main module, as `multiprocessing` has it. Without, what it defines
+                travels by value, and it needs no ``if __name__ == "__main__":``.
 
         Raises:
             ConfigError: the device is not there, a number is out of range, or this process is itself a rank.
             RankFailed: a rank could not start.
         """
+        if starting_as_rank():
+            # Not everywhere would the exception be heard of.
+            tell_owner(f"ConfigError: {GUARD_MISSING}")
+            raise ConfigError(GUARD_MISSING)
         if world_size < 1:
             raise ConfigError(f"{world_size} ranks are not possible; start at least 1")
         if threads is not None and threads < 1:
@@ -106,6 +127,7 @@ class RankPool(StayingRanks):
         if from_torchrun():
             raise ConfigError("this process is a rank of torchrun already; ranks cannot start ranks of their own")
         self.world_size = world_size
+        self._owner = os.getpid()
         self.device: DeviceKind = resolve_device(device, world_size)
         gpus = range(world_size) if gpus is None else gpus
         if len(gpus) != world_size:
@@ -113,6 +135,7 @@ class RankPool(StayingRanks):
         self.threads = default_threads(world_size, self.device) if threads is None else threads
         self.timeout = timeout
         self.stop_limit = timeout if stop_limit is None else stop_limit
+        self.imports_main = import_main
         self._lock = threading.Lock()
         self._processes: list[Any] = []
         self._channels: list[OwnerChannel] = []
@@ -155,15 +178,22 @@ class RankPool(StayingRanks):
                 continue
             ours, theirs = socket.socketpair()
             # Not daemonic: a rank may start processes of its own, such as data loader workers.
-            process = context.Process(target=self._main, args=(settings, theirs), name=f"ditmesh-rank-{rank}")
+            process = context.Process(
+                target=self._main, args=(settings, theirs), name=rank_name(rank, settings.stack_file)
+            )
             self._channels.append(OwnerChannel(ours))
             # The fork server is deaf already, and may take long while it imports: waiting for it can be broken off.
             with contextlib.ExitStack() as around:
                 if self.device == "cuda":
                     around.enter_context(block_sigint())
+                else:
+                    around.enter_context(fork_server_noted())
                 if not import_main:
                     around.enter_context(without_main_module(process.name))
-                process.start()
+                try:
+                    process.start()
+                except (EOFError, ConnectionError):
+                    raise RankFailed(f"rank {rank} could not start: {fork_server_end()}", rank) from None
             self._processes.append(process)
             # Otherwise the end of the rank would not be seen as the end of its connection.
             theirs.close()
@@ -202,10 +232,11 @@ class RankPool(StayingRanks):
             ConfigError: the pool is closed.
             TypeError: ``fn`` or an argument cannot be pickled; the pool is as it was.
         """
+        self.refuse_inherited()
         with self._lock:
             if self._closed is not None:
                 raise ConfigError(f"this RankPool is closed ({self._closed}); make a new one")
-            call = encode_call(fn, args, kwargs, on_message is not None)
+            call = encode_call(fn, args, kwargs, on_message is not None, main=self.imports_main)
             try:
                 for channel in self._channels:
                     # A rank that is gone is noticed, with its reason, while the answers are collected.
@@ -231,7 +262,7 @@ class RankPool(StayingRanks):
         What a rank has not taken when its call ends is dropped, and so is what a closed pool is given. Raises whatever
         pickling raises.
         """
-        message = encode(Reply(encode(content)))
+        message = encode(Reply(encode(content, main=self.imports_main)))
         for channel in self._channels:
             channel.send(message)
         if any(channel.sending for channel in self._channels):
@@ -239,8 +270,23 @@ class RankPool(StayingRanks):
             with contextlib.suppress(OSError):
                 self._waker.send(b"\0")
 
+    @property
+    def inherited(self) -> bool:
+        """True if this process is a fork of the one that has the ranks, in which it can do nothing with them."""
+        return os.getpid() != self._owner
+
+    def refuse_inherited(self) -> None:
+        """Refuse to go on if this process is a fork of the one that has the ranks."""
+        if self.inherited:
+            raise ConfigError(
+                f"these ranks belong to process {self._owner}, of which this one is a fork; call them there, or start "
+                "new ones in a process that is not forked"
+            )
+
     def close(self, reason: str = "it was closed") -> None:
         """End the ranks; ``reason`` is what `ConfigError` says to later calls."""
+        if self.inherited:
+            return
         if self._closed is None:
             for channel in self._channels:
                 channel.send(encode(None))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -11,9 +13,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import spawn
+from pathlib import Path
 from typing import Any, NoReturn
+
+from ..errors import ConfigError, first_line
 
 # Waits until its owner is gone, however that ended, and removes a folder. Ranks may be writing for a moment still.
 GUARD = """
@@ -29,6 +35,8 @@ while os.path.exists(sys.argv[1]) and time.monotonic() < limit:
 # Seconds between looks at whether an interrupt was swallowed.
 INTERRUPT_POLL_SECONDS = 0.2
 
+# Seconds after which a process that leaves by a signal ends, whatever its exit handlers wait for.
+LEAVE_SECONDS = 5.0
 
 # A process has one fork server, whichever of its threads starts ranks first.
 _STARTING = threading.Lock()
@@ -39,18 +47,22 @@ class Terminated(KeyboardInterrupt):
 
 
 def raise_on_signals() -> None:
-    """Let SIGINT raise `KeyboardInterrupt` and the first SIGTERM `Terminated` in the main thread, to the end of it.
+    """Let the first SIGINT raise `KeyboardInterrupt`, or the first SIGTERM `Terminated`, in the main thread.
 
     Not during an import: compiled modules abort the process over it, and others take it for a module that is not there.
-    An exception that is swallowed, such as by Python in a finaliser, is raised again. For programs that are ditmesh's
-    own: this takes SIGALRM.
+    An exception that is swallowed, such as by Python in a finaliser, is raised again. Further signals do not break off
+    what the program does on its way out; `LEAVE_SECONDS` after the second one it ends in any case. For programs that
+    are ditmesh's own: this takes SIGALRM.
     """
+    came: list[int] = []
 
     def interrupt(number: int, frame: Any) -> None:
+        came.append(number)
+        if len(came) > 1:
+            if len(came) == 2:
+                _end_within(LEAVE_SECONDS, 128 + came[0])
+            return
         kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
-        if number == signal.SIGTERM:
-            # Later ones find the program on its way out.
-            signal.signal(number, signal.SIG_IGN)
 
         def look(_: int, frame: Any) -> None:
             # Programs clean up after it, for seconds even.
@@ -88,9 +100,14 @@ def ignore_signals() -> None:
     """Ignore SIGINT and SIGTERM from now on: the program is on its way out."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, _ignored)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _ignored)
+
+
+def _ignored(number: int, frame: Any) -> None:
+    # With SIG_IGN, Python would print that a signal which came a moment before "is ignored due to race condition".
+    pass
 
 
 @contextlib.contextmanager
@@ -115,6 +132,39 @@ def defer_signals() -> Iterator[None]:
             signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
+
+
+def rank_name(rank: int, stack_file: Path) -> str:
+    """The name of a rank's process, which tells it where its owner looks for the reason if it ends too early."""
+    return f"ditmesh-rank-{rank} {stack_file}"
+
+
+def starting_as_rank() -> bool:
+    """True in a process that `multiprocessing` has started and that is importing the program's main module."""
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
+
+
+def tell_owner(reason: str) -> bool:
+    """Leave a line for the owner of this rank, which has no connection to it yet; True if this is one."""
+    name, _, path = multiprocessing.current_process().name.partition(" ")
+    if not name.startswith("ditmesh-rank-"):
+        return False
+    with contextlib.suppress(OSError):
+        Path(path).write_text(f"{reason}\n", encoding="utf-8")
+    return True
+
+
+def tell_owner_of_errors() -> None:
+    """Let what a process forked from here raises before it is a rank be told to its owner, besides on stderr."""
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, frames: Any) -> None:
+        told = tell_owner(f"{kind.__name__}: {first_line(error, 'no message')}")
+        if not (told and isinstance(error, ConfigError)):
+            # Of a mistake that is ours to name, the owner's sentence is enough.
+            shown(kind, error, frames)
+
+    sys.excepthook = hook
 
 
 # Held while `multiprocessing` is told not to pass the main module on.
@@ -169,12 +219,15 @@ class FolderGuard:
     def __init__(self, folder: str) -> None:
         # In a session of its own: signals to all processes of a terminal's job do not reach it.
         command = [os.fsdecode(spawn.get_executable()), "-I", "-S", "-c", GUARD, os.path.abspath(folder)]
+        self._owner = os.getpid()
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=os.sep, start_new_session=True
         )
 
     def end(self) -> None:
-        """Leave the folder to this process again."""
+        """Leave the folder to this process again; a fork of it has nothing to do with it."""
+        if os.getpid() != self._owner:
+            return
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -200,6 +253,35 @@ def guarded_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
         yield folder
 
 
+# Names the file for the reason why a fork server has ended, in its environment.
+NOTE_VARIABLE = "DITMESH_FORK_SERVER_NOTE"
+
+
+@contextlib.contextmanager
+def fork_server_noted() -> Iterator[None]:
+    """Let a fork server that starts meanwhile leave the reason for `fork_server_end` if it cannot import a module."""
+    os.environ[NOTE_VARIABLE] = _note_file()
+    try:
+        yield
+    finally:
+        os.environ.pop(NOTE_VARIABLE, None)
+
+
+def fork_server_end() -> str:
+    """The reason why the server that ranks are forked from has ended, as a sentence."""
+    try:
+        with open(_note_file(), encoding="utf-8") as file:
+            return f"what ranks need cannot be imported: {file.read()}"
+    except OSError:
+        return "the process that ranks are forked from has ended while it imported; `ditmesh doctor` imports the same"
+
+
+def _note_file() -> str:
+    from multiprocessing import util
+
+    return os.path.join(util.get_temp_dir(), "fork-server-end")
+
+
 def start_fork_server(preload: list[str]) -> None:
     """Start the server that ranks are forked from, unless it runs; it imports the modules ``preload`` first."""
     from multiprocessing import forkserver, util
@@ -208,9 +290,12 @@ def start_fork_server(preload: list[str]) -> None:
     with defer_signals(), _STARTING:
         forkserver.set_forkserver_preload(preload)
         before = fork_server()
-        with block_sigint():
+        with block_sigint(), fork_server_noted():
             forkserver.ensure_running()
         if fork_server() != before:
+            # An earlier server's; this one has imported nothing yet.
+            with contextlib.suppress(OSError):
+                os.unlink(_note_file())
             # The folder of its socket, which multiprocessing removes at the end of a process that is not killed. The
             # guard is needed as long as the server is.
             atexit.register(FolderGuard(util.get_temp_dir()).end)
@@ -231,17 +316,68 @@ def end_fork_server(server: int | None) -> None:
             os.kill(server, signal.SIGKILL)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process after its exit handlers have run. For programs that are ditmesh's own.
+def leave(code: int, message: str = "") -> NoReturn:
+    """End this process after its exit handlers have run. For programs that are ditmesh's own, also in signal handlers.
 
     On a busy machine the interpreter takes seconds to take torch apart, and a fork server that is still importing does
     not notice before it is through that its owner has gone.
+
+    Args:
+        code: the exit code. From 128 on a signal has ended the program: its processes are killed, and exit handlers
+            have `LEAVE_SECONDS`; else they have those after the next signal.
+        message: a line for standard error.
     """
+    # A further signal must not begin this again inside of itself, and there wait for a lock that is held outside.
+    ignore_signals()
+    hurries = code >= 128
+
+    def hurry(number: int, frame: Any) -> None:
+        nonlocal hurries
+        if not hurries:
+            hurries = True
+            _end_within(LEAVE_SECONDS, 128 + number)
+
+    if hurries:
+        _end_within(LEAVE_SECONDS, code)
+    else:
+        # Exit handlers of libraries may have something to send.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, hurry)
+    if message:
+        # In a signal handler the stream may be at work.
+        with contextlib.suppress(OSError):
+            os.write(2, f"{message}\n".encode())
+    if hurries:
+        # Whatever still computes does so for nobody.
+        _kill_children()
     # There is no public way that does not end the interpreter; `os._exit` alone would leave folders and processes.
     atexit._run_exitfuncs()
+    # From here on no thread starts a fork server.
+    _STARTING.acquire(timeout=1.0)
     end_fork_server(fork_server())
     for stream in (sys.stdout, sys.stderr):
-        # A reader that has gone, a stream that is closed: nothing is left to be said.
-        with contextlib.suppress(OSError, ValueError):
+        # A reader that has gone, a stream that is closed or at work: nothing is left to be said.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             stream.flush()
     os._exit(code)
+
+
+def _kill_children() -> None:
+    """Kill the processes that `multiprocessing` has started; they may be stopped or hang."""
+    # Other threads may start some meanwhile.
+    with contextlib.suppress(OSError, RuntimeError, EOFError):
+        for process in multiprocessing.active_children():
+            process.kill()
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """End this process after ``seconds`` if it has not ended by itself, whichever locks its threads hold."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        end_fork_server(fork_server())
+        _kill_children()
+        os._exit(code)
+
+    # Not by `threading`, whose locks the main thread may hold when a signal comes.
+    _thread.start_new_thread(end, ())

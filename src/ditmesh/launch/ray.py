@@ -20,6 +20,7 @@ from typing import Any
 
 from .._version import library_versions
 from ..errors import ConfigError, RankFailed
+from ..requirements import not_installed
 from . import failures
 from .backend import OnMessage, StayingRanks, Watch
 from .collect import CAUSE_TIMEOUT, Collector
@@ -384,7 +385,7 @@ def _import() -> Any:
         import ray
         import ray.util
     except ImportError as error:
-        raise ConfigError("launcher ray: Ray is not installed; pip install ray") from error
+        raise ConfigError(not_installed("launcher ray", "ray", "ray")) from error
     return ray
 
 

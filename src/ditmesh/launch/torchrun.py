@@ -12,6 +12,7 @@ from ..errors import ConfigError, RankFailed
 from .backend import Launcher, OnMessage, Watch
 from .devices import DeviceChoice, DeviceKind, check_timeout, join_default_group, resolve_device, use_loopback
 from .failures import lost_peer
+from .log_filter import hide_chatter, hide_loading_bars
 from .meeting import Meeting, join_error, meet
 
 if TYPE_CHECKING:
@@ -68,18 +69,26 @@ def from_torchrun() -> bool:
     return torchrun_rank() is not None
 
 
-def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto") -> torch.device:
+def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto", quiet: bool = True) -> torch.device:
     """Join the process group that ``torchrun`` describes in the environment, if needed; returns this rank's device.
 
     Args:
         timeout: deadline of every collective, in seconds.
         device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
+        quiet: hide what torch, diffusers and others say to nobody's use while they are imported, and show the bars of
+            loading on rank 0 only. For what is imported later.
 
     Raises:
         ConfigError: this process is not a rank of torchrun, or the device is not there.
         MeetingError: the ranks could not connect in time, or their versions differ.
     """
-    return _join(timeout, device)[0]
+    if quiet:
+        hide_chatter()
+    place = _join(timeout, device)[0]
+    there = torchrun_rank()
+    if quiet and there is not None and there.rank > 0:
+        hide_loading_bars()
+    return place
 
 
 def _join(timeout: float, device: DeviceChoice) -> tuple[torch.device, Meeting | None]:

@@ -255,6 +255,7 @@ class Forms:
         # What a probe made up itself says nothing for certain of a call that is made. Blocks of other stages cannot
         # run here: then it has to do.
         trusted = layout.source in ("derived", GIVEN) or fixed
+        self._skipping: dict[CallForm, TokenLayout] = {}
         self._known = {self._looked_at(frozenset(form)): layout for form in layout.calls} if trusted else {}
 
     def layout_of(self, arguments: Arguments) -> TokenLayout:
@@ -265,6 +266,8 @@ class Forms:
                 be taken up any more; names the arguments that are new.
         """
         base = self._layout
+        if self._skipping and (skipping := self._skipping.get(form_of(arguments))) is not None:
+            return skipping
         if between := [path for path in base.between if _given(arguments, path)]:
             return self._gathered(between[0])
         beyond = [f"with {path!r}, and {why}" for path, why in base.refused.items() if _given(arguments, path)]
@@ -293,9 +296,18 @@ class Forms:
             )
         form: CallForm = frozenset({(path, True)})
         if form not in self._known:
-            regions = tuple(replace(region, alone=True) for region in self._layout.regions)
-            self._known[form] = replace(self._layout, regions=regions)
+            self._known[form] = gathered_everywhere(self._layout)
         return self._known[form]
+
+    def after_skip(self, arguments: Arguments) -> TokenLayout | None:
+        """The layout of a call that has left out a block, from now on; None: there is none, or it was in force."""
+        if self._fixed or self._layout.alternating:
+            return None
+        form = form_of(arguments)
+        if form in self._skipping:
+            return None
+        self._skipping[form] = gathered_everywhere(self.layout_of(arguments))
+        return self._skipping[form]
 
     def _derived(self, form: CallForm, arguments: Arguments, beyond: list[str]) -> TokenLayout:
         base, what = self._layout, f"{self._layout.model} has no reviewed layout"
@@ -331,6 +343,20 @@ class Forms:
             calls=found.calls,
             source=found.source,
         )
+
+
+def gathered_everywhere(layout: TokenLayout) -> TokenLayout:
+    """A layout whose tokens are whole between any two blocks."""
+    regions = tuple(
+        replace(
+            region,
+            alone=True,
+            chained=False,
+            streams=tuple(replace(stream, used_after=True) for stream in region.streams),
+        )
+        for region in layout.regions
+    )
+    return replace(layout, regions=regions)
 
 
 def _given(arguments: Arguments, path: str) -> bool:

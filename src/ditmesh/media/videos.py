@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import InputError, reason_of
+from ..requirements import not_installed
 from .files import open_part
 from .images import MOST_PIXELS, as_seen, image_size, is_image, opened_image
 
@@ -37,7 +38,7 @@ def check_video_library() -> None:
         InputError: it is not.
     """
     if find_spec("av") is None:
-        raise InputError("videos are written and read by PyAV, which is not installed; pip install av")
+        raise InputError(not_installed("reading or writing a video", "PyAV", "video"))
 
 
 def read_frames(

@@ -13,13 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..requirements import not_installed
 from .pictures import as_picture
 
 if TYPE_CHECKING:
     import torch
 
 METRIC = "ST-LPIPS"
-HINT = "no perceptual distance: its weights are not installed; pip install stlpips-pytorch==0.0.2"
+HINT = not_installed("the perceptual distance", "stlpips-pytorch", "study")
 
 
 def available() -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
+import threading
 import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,30 +20,24 @@ from torch import nn
 from ..comm.backends import device_of_rank
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
-from ..core.patching import put_aside
+from ..core.patching import put_aside, refuse_calls
 from ..core.request import PipelineCall
 from ..engine import ConfigLike, engine_of, parallelize, restore
 from ..engine.follow import CallFollower, CallLead, FollowerFailure, raise_first
 from ..engine.parcels import Parcel, open_parcel, pack_parcel
-from ..engine.targets import device_of
+from ..engine.targets import FOLLOWED, device_of, refuse_twice
 from ..errors import ConfigError, InputError
 from ..launch import DeviceChoice, HostedRanks
 from ..launch.hosted import STOP_TIMEOUT
-from .copies import CopiedModule, ModuleChange, applied
+from .copies import CopiedModule, ModuleChange, applied, take_off_hooks
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 T = TypeVar("T")
 
-# Attributes of a module that hold its hooks.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
+# The name by which the frame of a pipeline's call remembers that it is one run of a model.
+_RUN = "_ditmesh_run"
 
 
 class Followers:
@@ -54,7 +51,9 @@ class Followers:
 
     For an application that has loaded a model and goes on as it is. Each other process holds a copy of the model: on
     the CPU all of them share one, on GPUs each has its own. What is changed on the model here, between calls, is
-    changed on the copies before the next call. The processes end with this one, however it ends.
+    changed on the copies before the next call, or refused: weights, attributes and hooks are compared by content, once
+    in each call of a diffusers pipeline without callbacks, and in each call of the model elsewhere. Calls pass no
+    gradients on. The processes end with this one, however it ends.
     """
 
     def __init__(
@@ -88,6 +87,8 @@ class Followers:
             gpus = [(first + place) % count for place in range(devices)]
         self._pool = HostedRanks(devices, device, threads, gpus, stop_limit)
         self.timeout = timeout
+        # One thread at a time has the ranks.
+        self.turn = threading.RLock()
         # Models go when the program drops them; their copies then go before the next call.
         self.models: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         # Keys of copies without a model in this process, each with a function to call when the others drop the copy.
@@ -115,6 +116,11 @@ class Followers:
     def pids(self) -> list[int]:
         """Process ids of the other ranks."""
         return self._pool.pids[1:]
+
+    @property
+    def inherited(self) -> bool:
+        """True if this process is a fork of the one that has the ranks."""
+        return self._pool.inherited
 
     @property
     def closed(self) -> bool:
@@ -153,12 +159,22 @@ class Followers:
             ConfigError, InputError, LayoutError: as `ditmesh.parallelize`; or the model cannot be copied.
             RankFailed: a rank was lost.
         """
+        refuse_twice(model)
+        own = set(model.modules())
+        for followed in list(self.models.values()):
+            if not own.isdisjoint(followed.module.modules()):
+                raise InputError(
+                    f"this {type(model).__name__} has modules in common with a {type(followed.module).__name__} that "
+                    "is parallelised already; call ditmesh.restore(...) on that one first"
+                )
         made = FollowedModel(self, model, ParallelConfig.read(config), options)
         made.sleep() if sleeps else made.stand_in()
         return made
 
     def close(self) -> None:
-        """Restore the models, and end the other ranks. Harmless if they have ended."""
+        """Restore the models, and end the other ranks. Harmless if they have ended, and in a fork of this process."""
+        if self.inherited:
+            return
         for model in list(self.models.values()):
             with suppress(Exception):
                 model.close()
@@ -174,6 +190,10 @@ class Followers:
         state = f"closed: {self.reason}" if self.closed else f"{len(self.models)} models"
         return f"Followers({self.world_size} on {self.device}, {state})"
 
+    def refuse_inherited(self) -> None:
+        """Refuse to go on in a fork of the process that has the ranks."""
+        self._pool.refuse_inherited()
+
     @property
     def threads(self) -> int | None:
         """Threads of each rank in a call; None: as this process has them."""
@@ -186,12 +206,14 @@ class Followers:
             Exception: of this rank, or, if it came first, of another rank.
             RankFailed: a rank was lost.
         """
-        if self.closed:
-            raise ConfigError(f"the ranks beside this process have ended ({self.reason}); make new Followers")
-        while self.dropped:
-            key, end = self.dropped.pop()
-            self._pool.together(end, drop_copy, key)
-        done = self._pool.together(here, fn, *args)
+        self.refuse_inherited()
+        with self.turn:
+            if self.closed:
+                raise ConfigError(f"the ranks beside this process have ended ({self.reason}); make new Followers")
+            while self.dropped:
+                key, end = self.dropped.pop()
+                self._pool.together(end, drop_copy, key)
+            done = self._pool.together(here, fn, *args)
         raise_first(done.error, [one for one in done.others if isinstance(one, FollowerFailure)])
         return [(other, done.value) for other in done.others]
 
@@ -200,14 +222,17 @@ class FollowedModule(ABC):
     """A module of this process with copies on the other ranks, which take part in its calls.
 
     Attributes:
+        module: it.
         closed: whether the copies are gone.
         mesh: of all ranks.
         lead: what sends calls.
     """
 
     def __init__(self, followers: Followers, module: nn.Module) -> None:
-        self.followers, self.closed = followers, False
+        self.followers, self.module, self.closed = followers, module, False
         self._key, self._copied = uuid.uuid4().hex, CopiedModule(module)
+        # The pipeline's call in which the content of the copies was compared.
+        self._run: object = None
         with pack_parcel(module, followers.device) as parcel:
             followers.both(_nothing, _take_model, self._key, parcel)
 
@@ -226,7 +251,7 @@ class FollowedModule(ABC):
             begin_copy: called on the other ranks with the copy's key, ``config``, the mesh's deadline and ``args``.
             engine: as for `CallLead`.
         """
-        followers, module = self.followers, self._copied.module
+        followers, module = self.followers, self.module
 
         def here() -> Mesh:
             mesh = Mesh(config, device_of(module) if followers.device == "cuda" else "cpu", followers.timeout)
@@ -248,23 +273,33 @@ class FollowedModule(ABC):
         self._drop = weakref.finalize(self, followers.dropped.append, (self._key, self.mesh.close))
         self._drop.atexit = False
         self.lead = CallLead(type(module).__name__, self.mesh, engine)
+        self._copied.note()
 
-    def update(self, rewritten: Collection[str] = ()) -> None:
-        """Bring the copies to the module's present state; see `call_on_all`. Calls do this by themselves.
+    def update(self, rewritten: Collection[str] = (), read: bool = True) -> None:
+        """Bring the copies to the module's present state. Calls do this by themselves.
+
+        Args:
+            rewritten: names of parameters to compare by content in any case.
+            read: compare all by content; otherwise what shows that it has changed.
 
         Raises:
-            InputError: it has other modules than when it was copied.
+            InputError: something has changed that copies cannot be given; it is named.
         """
-        copied = self._copied
-        if not copied.same_modules:
-            raise InputError(
-                f"this {type(copied.module).__name__} has other modules than when it was copied to the other ranks; "
-                "restore it and parallelize it again"
-            )
-        if changes := copied.changes(rewritten):
-            with pack_parcel(changes, self.followers.device, copied.numbers) as parcel:
-                self.followers.both(_nothing, _change_model, self._key, parcel)
-            copied.note()
+        if not (changes := self._copied.changes(read, rewritten)):
+            return
+        if self.mesh.config.cuts_weights and (names := self._copied.changed_tensors(changes)):
+            raise self._changed_in_parts(names)
+        with pack_parcel(changes, self.followers.device, self._copied.numbers) as parcel:
+            self.followers.both(_nothing, _change_model, self._key, parcel)
+        self._copied.note()
+
+    def _changed_in_parts(self, names: Sequence[str]) -> InputError:
+        return InputError(
+            f"{names[0]} was changed while each rank held a part of the weights of {type(self.module).__name__} "
+            f"({self.mesh.config.describe()}), and the other ranks' parts stayed as they were; load the model again, "
+            "change it, and then parallelize it with ditmesh.Followers.parallelize(...), or use ulysses or ring, with "
+            "which weights may be changed at any time"
+        )
 
     def call_on_all(
         self,
@@ -280,21 +315,37 @@ class FollowedModule(ABC):
             proceed: the module's own call.
             args, kwargs: of this process.
             for_others: the arguments of the other ranks, where they differ.
-            rewritten: names of parameters with values that have changed where nothing shows it.
+            rewritten: names of parameters to compare by content also in the middle of a run.
 
         Raises:
+            InputError: the module is being trained, or has changed in a way that copies cannot be given.
             Exception: whatever the call raises, here or on another rank.
             RankFailed: a rank was lost; the ranks have ended.
         """
         if self.lead.inside:
             return proceed(*args, **kwargs)
-        self.update(rewritten)
-        try:
-            with _threads_of(self.followers):
+        self.followers.refuse_inherited()
+        self._refuse_training()
+        with self.lead.alone(), self.followers.turn, _threads_of(self.followers):
+            # A run is a request that the program has told of, or one call of a pipeline. Elsewhere each call is one.
+            run = _pipeline_run()
+            begins = run is None or run is not self._run
+            self.update(rewritten, self.lead.begins_request if self.lead.requests_told else begins)
+            self._run = run
+            try:
                 return self.lead.call(self._ask, proceed, args, kwargs, for_others)
-        finally:
-            if not self.closed:
-                self._copied.note()
+            finally:
+                if not self.closed:
+                    self._copied.note()
+
+    def _refuse_training(self) -> None:
+        module = self.module
+        if torch.is_grad_enabled() and module.training and any(one.requires_grad for one in module.parameters()):
+            raise InputError(
+                f"a call of {type(module).__name__} that is sent to other ranks passes no gradients on, and the model "
+                "is in training mode with weights that require them; call it under torch.no_grad() or after eval(), or "
+                "train with ditmesh.parallelize(...) under torchrun"
+            )
 
     def _ask(self, content: bytes, here: Callable[[], T]) -> T:
         """Make a call here and, from its content, on the copies; a failure ends the request on the mesh."""
@@ -306,8 +357,8 @@ class FollowedModule(ABC):
             raise
 
     def close(self) -> None:
-        """Drop the copies, and leave the module as it was before. Harmless if that is done."""
-        if self.closed:
+        """Drop the copies, and leave the module as it was before. Harmless if that is done, and in a fork."""
+        if self.closed or self.followers.inherited:
             return
         self.closed = True
         self._drop.detach()
@@ -324,9 +375,8 @@ class FollowedModel(FollowedModule):
 
     def __init__(self, followers: Followers, model: nn.Module, config: ParallelConfig, options: dict[str, Any]) -> None:
         config.check_world_size(followers.world_size)
-        self.model, self.config = model, config
+        self.config = config
         self._class: PipelineCall | None = None
-        self._others_hooks = {id(one): _hook_keys(one) for one in model.modules()}
         super().__init__(followers, model)
 
         def begin(mesh: Mesh) -> None:
@@ -334,7 +384,9 @@ class FollowedModel(FollowedModule):
             engine_of(model).own_mesh()
 
         self._begin(config, begin, _begin_following, options, engine=lambda: engine_of(model))
-        self._asleep: list[tuple[dict[Any, Any], dict[Any, Any]]] | None = None
+        vars(model)[FOLLOWED] = self
+        # What puts hooks back, and patches, when the model wakes.
+        self._asleep: ExitStack | None = None
         self._put_back: Callable[[], None] = _nothing
 
     def stand_in(self) -> None:
@@ -344,7 +396,8 @@ class FollowedModel(FollowedModule):
             return self.call(proceed, args, kwargs)
 
         if self._class is None:
-            self._class = PipelineCall(self.model, around)
+            # Ranks cannot meet inside a graph: a program that compiles what calls the model leaves its graph here.
+            self._class = PipelineCall(self.module, torch.compiler.disable(around))
 
     call = FollowedModule.call_on_all
 
@@ -355,19 +408,11 @@ class FollowedModel(FollowedModule):
 
         An attention function stays replaced, which passes on what no parallel block has asked for.
         """
-        if self._asleep is not None:
-            return
-        self._asleep = []
-        for one in self.model.modules():
-            others = self._others_hooks.setdefault(id(one), set())
-            for name in _HOOKS:
-                held: dict[Any, Any] = vars(one)[name]
-                ours = {key: hook for key, hook in held.items() if key not in others}
-                if ours:
-                    self._asleep.append((held, dict(held)))
-                    for key in ours:
-                        del held[key]
-        self._put_back = put_aside(self.model.modules())
+        if self._asleep is None:
+            self._asleep = ExitStack()
+            for one in self.module.modules():
+                self._asleep.callback(take_off_hooks(one))
+            self._put_back = put_aside(self.module.modules())
 
     def wake(self) -> None:
         """Undo `sleep`.
@@ -375,17 +420,10 @@ class FollowedModel(FollowedModule):
         Raises:
             InputError: a patched attribute was replaced meanwhile.
         """
-        if self._asleep is None:
-            return
-        self._put_back()
-        # All that is there now is others'.
-        for one in self.model.modules():
-            self._others_hooks.setdefault(id(one), set()).update(_hook_keys(one))
-        for held, before in self._asleep:
-            later = {key: hook for key, hook in held.items() if key not in before}
-            held.clear()
-            held.update({**before, **later})
-        self._asleep = None
+        if self._asleep is not None:
+            self._put_back()
+            self._asleep.close()
+            self._asleep = None
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -397,22 +435,37 @@ class FollowedModel(FollowedModule):
             self.sleep()
 
     def _end(self) -> None:
+        vars(self.module).pop(FOLLOWED, None)
         with ExitStack() as undo:
+            if self.config.cuts_weights and (names := self._copied.changed_tensors()):
+                undo.callback(refuse_calls, self.module, self._changed_in_parts(names))
             if self._class is not None:
                 undo.callback(self._class.undo)
             with suppress(InputError):
                 self.wake()
             if self.followers.closed:
                 # The channel that joins the ranks is gone.
-                undo.callback(_restored, self.model)
+                undo.callback(_restored, self.module)
                 with suppress(Exception):
                     self.mesh.abandon()
             else:
-                undo.callback(self.followers.both, functools.partial(_restored, self.model), drop_copy, self._key)
+                undo.callback(self.followers.both, functools.partial(_restored, self.module), drop_copy, self._key)
 
 
-def _hook_keys(module: nn.Module) -> set[Any]:
-    return {key for name in _HOOKS for key in vars(module)[name]}
+def _pipeline_run() -> object:
+    """A mark of the call of a diffusers pipeline without callbacks that this is in; None: it is in none."""
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__call__":
+            names = frame.f_locals
+            if isinstance(names.get("self"), DiffusionPipeline):
+                watched = any(names.get(name) is not None for name in ("callback_on_step_end", "callback"))
+                # In the frame itself: it goes with it, and no later call can be taken for it.
+                return None if watched else names.setdefault(_RUN, object())
+        frame = frame.f_back
+    return None
 
 
 def _restored(model: nn.Module) -> None:

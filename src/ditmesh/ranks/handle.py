@@ -22,7 +22,7 @@ from .pipeline import RemoteCall, RemotePipeline
 from .rank import free, load_named_pipeline, outcome
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class Ranks:
@@ -129,7 +129,7 @@ class Ranks:
             TypeError: ``fn`` or an argument cannot be pickled.
         """
         with self._alone():
-            return self._outcomes(encode_call(fn, args, kwargs))
+            return self._outcomes(encode_call(fn, args, kwargs, main=self._pool.imports_main))
 
     @property
     def closed(self) -> bool:

@@ -85,7 +85,8 @@ class RemotePipeline:
         with self._ranks._alone():
             self._check_open()
             owner = RemoteCall(self._ranks._pool, self._bar, self._name, callback, self._on_update)
-            call = encode_call(call_pipeline, (self, sent, callback is not None), {})
+            main = self._ranks._pool.imports_main
+            call = encode_call(call_pipeline, (self, sent, callback is not None), {}, main=main)
             with owner.interruptible():
                 output, states = self._ranks._outcomes(call, owner)[0]
             for generator, state in zip(sent.generators, states, strict=True):

@@ -29,7 +29,7 @@ from ..launch.messages import RankChannel, encode
 from ..parts.part import whole_of
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 # Loaded pipelines by key, kept between calls.
 _pipelines: dict[str, Any] = {}

@@ -14,7 +14,7 @@ def memory_report(lead: str, ranks: Iterable[Mapping[str, Any]], kinds: Sequence
     Args:
         lead: a sentence above the tables.
         ranks: as data: ``stage``, ``ranks`` (how many), ``phases`` (bytes by phase and kind), ``peak`` (a phase).
-        kinds: what is told apart in a phase, such as ``weights``; ``total`` comes last.
+        kinds: what is told apart in a phase, such as ``weights``; ``total`` comes first.
     """
     report = Report()
     report.text(f"{lead}: GB of every rank; all figures are predicted")
@@ -23,8 +23,13 @@ def memory_report(lead: str, ranks: Iterable[Mapping[str, Any]], kinds: Sequence
     for one in given:
         rows = []
         for name, phase in one["phases"].items():
-            cells = (name, *(f"{phase[kind] / 1e9:.3g}" for kind in (*kinds, "total")))
+            cells = (name, *(_gigabytes(phase[kind]) for kind in ("total", *kinds)))
             rows.append([StyledText(cell, "strong" if name == one["peak"] else "") for cell in cells])
         stage = f"stage {one['stage']}, " if several else ""
-        report.table(("phase", *kinds, "total"), rows, f"{stage}{one['ranks']} rank{'s' * (one['ranks'] > 1)}")
+        report.table(("phase", "total", *kinds), rows, f"{stage}{one['ranks']} rank{'s' * (one['ranks'] > 1)}")
     return report
+
+
+def _gigabytes(size: float) -> str:
+    """Three digits of 10^9 bytes; of less than a megabyte only that it is so little."""
+    return "0" if size == 0 else f"{size / 1e9:.3g}" if size >= 1e6 else "<0.001"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,8 @@ from ..errors import ServerError
 
 # Seconds after which a client should retry if the server is stopping.
 AWAY = 10.0
+# As many consecutive words of a prompt are a quotation of it.
+QUOTED_WORDS = 3
 
 
 class QueueFull(ServerError):
@@ -21,18 +25,6 @@ class QueueFull(ServerError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-
-
-class DeadlineImpossible(ServerError):
-    """A request cannot be done by its deadline.
-
-    Attributes:
-        possible_ms: the smallest ``deadline_ms`` that could be met now.
-    """
-
-    def __init__(self, message: str, possible_ms: int) -> None:
-        super().__init__(message)
-        self.possible_ms = possible_ms
 
 
 class Stopping(QueueFull):
@@ -89,3 +81,25 @@ class ResultFile:
 
     path: Path
     media_type: str
+
+
+def without_quotes(text: str, prompts: Iterable[str | None]) -> str:
+    """A text for logs and other clients, with ``…`` in the place of what it quotes of prompts.
+
+    A quotation has `QUOTED_WORDS` consecutive words of a prompt, or all of a shorter one, in any case.
+    """
+    words = [(match.group().casefold(), *match.span()) for match in re.finditer(r"\w+", text)]
+    hidden: set[int] = set()
+    for prompt in filter(None, prompts):
+        own = re.findall(r"\w+", prompt.casefold())
+        size = min(QUOTED_WORDS, len(own))
+        if not size:
+            # It consists of signs alone.
+            text = text.replace(prompt, "…" * len(prompt))
+            continue
+        runs = {tuple(own[at : at + size]) for at in range(len(own) - size + 1)}
+        for at in range(len(words) - size + 1):
+            if tuple(word for word, _, _ in words[at : at + size]) in runs:
+                hidden.update(range(words[at][1], words[at + size - 1][2]))
+    kept = "".join("\0" if at in hidden else letter for at, letter in enumerate(text))
+    return re.sub("\0+", "…", kept)

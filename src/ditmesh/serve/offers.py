@@ -14,9 +14,7 @@ from ..generate.job import check_content, job_for
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.receipt import Dtype, Offload
 from ..request import FieldError
-from .schedule.core import Task
-from .schedule.costs import Kind
-from .types import Job, JobRequest, ModelCard
+from .types import JobRequest, ModelCard
 
 # Fields with another name in JSON.
 FIELDS = {"batch": "n"}
@@ -38,8 +36,7 @@ class ModelSpec:
         check_memory: refuse to load the model if one image of its usual size does not fit.
         memory_limit: bytes that a rank may take; None: what its device has left.
         together: limit of the images in one call of the transformer; beyond it, less urgent ones wait or are paused.
-        pool: ranks among which an adaptive schedule shares requests, each with the whole model; 0: a fixed schedule.
-        widest: most ranks of a pool that share a call; 0: all of them.
+        log_prompts: libraries may quote prompts in the log.
     """
 
     name: str
@@ -50,26 +47,12 @@ class ModelSpec:
     offload: Offload = "none"
     loras: Mapping[str, str] = field(default_factory=dict)
     together: int = 8
-    pool: int = 0
-    widest: int = 0
     steps: int | None = None
     guidance: float | None = None
     text_tokens: int | None = None
     check_memory: bool = True
     memory_limit: float | None = None
-
-
-def request_kind(spec: ModelSpec, card: Mapping[str, Any], request: JobRequest) -> Kind:
-    """The kind of a request, by which its steps cost, as far as the request and the model's card say it."""
-    width, height = request.width or card.get("width") or SIDE, request.height or card.get("height") or SIDE
-    frames = (request.frames or card.get("frames") or 1) if card.get("video") else 1
-    guidance = next((one for one in (request.guidance, spec.guidance, card.get("guidance")) if one is not None), 2.0)
-    return Kind(spec.name, width, height, frames, guidance > 1)
-
-
-def request_steps(spec: ModelSpec, card: Mapping[str, Any], request: JobRequest) -> int:
-    """The denoising steps of a request."""
-    return request.steps or spec.steps or card.get("steps") or STEPS
+    log_prompts: bool = False
 
 
 @dataclass
@@ -152,21 +135,6 @@ class ServedModel:
             raise InputError(f"{self.spec.name} generates images, not videos; leave frames and fps out")
         check_format(request, self.card)
 
-    def task(self, id: str, job: Job, step: int, owner: str) -> Task:
-        """An image of a job as a scheduler sees it.
-
-        Args:
-            job: accepted, or not yet.
-            step: steps of the image that are done.
-        """
-        card, request = self.card.model_dump(), job.request
-        total = request_steps(self.spec, card, request)
-        within = request.deadline_ms
-        due = None if within is None else job.created + within / 1000
-        kind = request_kind(self.spec, card, request)
-        left = max(0, total - step)
-        return Task(id, kind, left, step > 0, job.created, total, due, owner, priority=request.priority)
-
     def work(self, request: JobRequest) -> float:
         """Estimated work of one image, in steps × megapixels × frames."""
         side = request.width or self.card.width or SIDE, request.height or self.card.height or SIDE
@@ -180,7 +148,7 @@ def check_format(request: JobRequest, card: ModelCard) -> None:
         InputError: one sentence.
     """
     if request.format == ("jpeg" if card.video else "mp4"):
-        made, use = ("videos", "mp4, png or webp") if card.video else ("pictures", "png, jpeg or webp")
+        made, use = ("videos", "mp4, png or webp") if card.video else ("images", "png, jpeg or webp")
         raise InputError(f"{card.id} makes {made}, which are no {request.format.upper()}; ask for format {use}")
     if request.frames is not None and card.video and (request.frames - 1) % card.frame_multiple:
         before = request.frames - (request.frames - 1) % card.frame_multiple

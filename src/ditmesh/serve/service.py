@@ -7,20 +7,19 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from math import ceil
 from pathlib import Path
 
 from .._version import __version__
 from ..errors import InputError, did_you_mean
 from ..launch import Launcher, connection, device_of_launcher, launcher, threads_of_launcher
 from ..launch.pool import PRELOAD
-from .errors import AWAY, DeadlineImpossible, IdempotencyKey, NoRanks, Stopping
+from .errors import AWAY, IdempotencyKey, NoRanks, Stopping
 from .offers import ModelSpec, ServedModel
 from .queue.dispatch import Dispatcher
 from .queue.jobs import JobStore
 from .settings import ServiceSettings
 from .types import Job, JobRequest, ModelCard, ServerState
-from .worker.replicas import LONGEST_BACKOFF, serve_adaptive
+from .worker.replicas import LONGEST_BACKOFF
 
 
 class Service(JobStore):
@@ -53,14 +52,9 @@ class Service(JobStore):
         served = {spec.name: ServedModel.of(spec) for spec in specs}
         if len(served) < len(specs):
             raise InputError(f"{len(specs)} models have {len(served)} names; give each its own")
-        pooled = settings.schedule == "adaptive"
         for spec in specs:
             if not isinstance(spec.config, str):
-                # In a pool the configuration is that of one rank.
-                spec.config.check_world_size(1 if pooled else settings.devices)
-        self._devices = 1 if pooled else settings.devices
-        if function is None and pooled:
-            function = serve_adaptive
+                spec.config.check_world_size(settings.devices)
         super().__init__(served, folder, settings)
         self._undo = ExitStack()
         ranks = [partial(_ranks, settings, number) for number in range(settings.replicas)]
@@ -109,7 +103,6 @@ class Service(JobStore):
             QueueFull: too many jobs wait, or (`NoRanks`) no ranks could run it, or (`Stopping`) the server stops.
             StorageError: it cannot be written down; `NoSpace`: as the disk is full.
             KeyReused: the key belongs to another request.
-            DeadlineImpossible: it cannot be done by its deadline.
         """
         if self._stopping:
             raise Stopping("the server is stopping and takes no more jobs; ask again in a moment", AWAY)
@@ -122,37 +115,14 @@ class Service(JobStore):
             raise InputError(f"model {name[:80]!r} is none of the server's ({known}){did_you_mean(name, self._served)}")
         seed = secrets.randbelow(2**32) if request.seed is None else request.seed
         request = request.model_copy(update={"model": name, "seed": seed})
-        model.check(request, self._devices)
-        if request.deadline_ms is not None:
-            self._check_deadline(request, owner)
+        model.check(request, self._settings.devices)
         id = f"job_{secrets.token_hex(16)}"
         return await self._to_the_end(self.accept(id, request, owner, model.work(request), key))
-
-    def _check_deadline(self, request: JobRequest, owner: str) -> None:
-        """Reject a deadline that cannot be met, or a server that knows none."""
-        assert request.deadline_ms is not None
-        if self._settings.schedule == "fixed":
-            raise InputError(
-                f"deadline_ms={request.deadline_ms}: this server has a fixed schedule, which knows no deadlines; leave "
-                "deadline_ms out, or start the server with --schedule adaptive"
-            )
-        seconds = self._dispatcher.possible(request, owner)
-        if seconds is None or 1000 * seconds <= request.deadline_ms:
-            return
-        possible = ceil(1000 * seconds)
-        raise DeadlineImpossible(
-            f"deadline_ms={request.deadline_ms}: the request takes longer than that now; {possible} ms could be met, "
-            f"so ask for deadline_ms={possible} or more, or for fewer steps or a smaller size",
-            possible,
-        )
 
     def models(self) -> list[ModelCard]:
         """The models, as far as they are known."""
         loaded = {name for slot in self._dispatcher.slots for name in slot.models}
-        more = {"deadlines": self._settings.schedule == "adaptive"}
-        return [
-            model.card.model_copy(update={"loaded": name in loaded, **more}) for name, model in self._served.items()
-        ]
+        return [model.card.model_copy(update={"loaded": name in loaded}) for name, model in self._served.items()]
 
     def state(self, owner: str | None = None) -> ServerState:
         """The server's state; ``ready``: a replica has a model loaded; ``owner``: other owners' job ids are hidden."""

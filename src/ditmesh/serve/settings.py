@@ -83,8 +83,6 @@ class ServiceSettings(BaseModel):
 
     Attributes:
         devices: ranks of each replica.
-        schedule: ``"fixed"``: all ranks of a replica share each call as the configuration says. ``"adaptive"``: ranks
-            change between the steps of a request, and deadlines count; see `schedule.core`.
         replicas: number of groups of ranks.
         device, threads, timeout: as of `RankPool`; ``threads`` default: all cores shared out to all ranks.
         launcher: by name; see `launch.launcher`. It has to be `Conversing`.
@@ -105,7 +103,6 @@ class ServiceSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     devices: int = Field(default=1, ge=1)
-    schedule: Literal["fixed", "adaptive"] = "fixed"
     replicas: int = Field(default=1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None

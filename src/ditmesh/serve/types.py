@@ -50,7 +50,8 @@ class JobRequest(PictureRequest):
         loras: adapters that are on for this job alone.
         inputs: input images.
         priority: of jobs with the same key those of a higher one go first, and pause lower ones at the next step.
-        deadline_ms: milliseconds from its acceptance in which all its results are to be done; None: it is patient.
+        deadline_ms: milliseconds from its acceptance in which its results are wanted: of jobs with the same key and
+            priority the one with the earliest deadline begins first, until that has passed. None: it is patient.
         previews: every how many steps a preview is made; 0: never.
         format: of the results; of videos ``"mp4"``, or an animated ``"png"`` (lossless) or ``"webp"``.
     """
@@ -69,7 +70,11 @@ class JobRequest(PictureRequest):
 
 
 class JobImage(BaseModel):
-    """One image of a job; ``url`` and the fields after it are set when it is done."""
+    """One image of a job; ``url`` and the fields after it are set when it is done.
+
+    Attributes:
+        notes: what its client should know of it, sentences: that its prompt was cut.
+    """
 
     index: int
     seed: int
@@ -77,6 +82,7 @@ class JobImage(BaseModel):
     width: int | None = None
     height: int | None = None
     receipt: dict[str, Any] | None = None
+    notes: list[str] = Field(default_factory=list)
 
 
 class JobError(BaseModel):
@@ -142,7 +148,6 @@ class ModelCard(BaseModel):
         frames, fps: of videos that do not say; frame_multiple: a video has 1 + a multiple of these frames.
         batching: whether steps of several requests run as one batch; else ``why`` says why not.
         labels: class names of class-conditional models.
-        deadlines: whether requests may have deadlines (``deadline_ms``).
         lora_notes: of LoRAs that fit the model in part, what is missing, by name.
     """
 
@@ -166,27 +171,22 @@ class ModelCard(BaseModel):
     labels: list[str] = Field(default_factory=list)
     loaded: bool = False
     batching: bool | None = None
-    deadlines: bool = False
     why: str = ""
 
 
 class RankState(BaseModel):
-    """One rank of a replica: its tokens, memory and latest step.
+    """One rank of a replica: its memory and latest step.
 
     Attributes:
-        tiles: first tile of the image's tokens that it holds, and the one after its last; None: all.
         step_seconds, waiting_seconds: of its last step: in all, and waiting for other ranks.
         memory_bytes: resident on the CPU, allocated on CUDA.
-        kept_bytes: kept of all open requests from step to step, on top of their latents.
     """
 
     rank: int
     device: str
-    tiles: tuple[int, int] | None = None
     step_seconds: float = 0.0
     waiting_seconds: float = 0.0
     memory_bytes: int = 0
-    kept_bytes: int = 0
 
 
 class ReplicaState(BaseModel):

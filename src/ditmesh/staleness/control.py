@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.clock import CallClock, TransformerCall
+from ..core.request import RequestValue
 from .drift import DriftMonitor, drifts_of
 from .policy import Decision, Outlook, PastStep, WarmupPolicy
 from .schedule import even_levels
@@ -30,7 +30,6 @@ class StepRecord:
         step: number, from 0.
         synchronous, reason: the policy's decision.
         predicted: the error predicted for the step if it is stale, when the policy predicts one.
-        seconds: how long it took, the mean over all ranks, when the policy reads it.
         drift: relative L2 distance of keys and values from the step before, by block; empty for the first step, and
             where it was not asked for: see `WarmupControl.measure_drift`.
         filled: attention calls of a stale step that were synchronous all the same on this rank, because there were
@@ -41,7 +40,6 @@ class StepRecord:
     synchronous: bool
     reason: str
     predicted: float | None = None
-    seconds: float | None = None
     drift: dict[str, float] = field(default_factory=dict)
     filled: int = 0
 
@@ -53,10 +51,9 @@ class StepRecord:
 
 @dataclass
 class StalenessLog:
-    """The steps of the latest request; ``verdict``: whether the policy's budget was kept, when it is over."""
+    """The steps of the latest request."""
 
     steps: list[StepRecord] = field(default_factory=list)
-    verdict: str = ""
 
     @property
     def synchronous(self) -> int:
@@ -85,8 +82,7 @@ class _Steps:
         coming, unread: sums of the latest steps, in their order: on their way; and those that are not read before the
             end.
         sent, taken: the number of steps with sums that were sent, and with sums that were taken in.
-        reads, times: whether the policy reads drift, and seconds.
-        began: when the step in progress began; aside: when the request was put aside, if it is.
+        reads: whether the policy reads drift.
     """
 
     log: StalenessLog = field(default_factory=StalenessLog)
@@ -99,17 +95,6 @@ class _Steps:
     sent: int = 0
     taken: int = 0
     reads: bool = True
-    times: bool = False
-    began: float = 0.0
-    aside: float | None = None
-
-    def settle(self) -> None:
-        """Wait for the sums that are on their way; they are taken in when they would have been."""
-        self.coming = deque(_arrived(coming(None)) for coming in self.coming)
-
-
-def _arrived(total: Tensor) -> Coming:
-    return lambda _: total
 
 
 class WarmupControl:
@@ -133,7 +118,6 @@ class WarmupControl:
             to know.
         lag: steps that a drift may be late.
         share: as in `Outlook`.
-        timer: seconds, for tests.
 
     Attributes:
         policy: see above; may be replaced between requests.
@@ -150,26 +134,15 @@ class WarmupControl:
         noise: Callable[[], tuple[float, ...] | None] = lambda: None,
         lag: int = 0,
         share: float | None = None,
-        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy = policy
-        self._timer = timer
         self.monitor = monitor
         self.clock = clock
         self.measure_drift = False
         self._devices, self._share, self._lag = devices, share, lag
         self._ask_noise = noise
-        self._of = clock.kept.keeper(_Steps, self._settle, self._resume)
+        self._of = RequestValue(_Steps)
         clock.on_step(self._begin_step)
-
-    def _settle(self, of: _Steps) -> None:
-        of.settle()
-        of.aside = self._timer()
-
-    def _resume(self, of: _Steps) -> None:
-        if of.aside is not None:
-            # The time that others took meanwhile is not the step's.
-            of.began, of.aside = of.began + self._timer() - of.aside, None
 
     @property
     def log(self) -> StalenessLog:
@@ -208,9 +181,6 @@ class WarmupControl:
             if of.unread:
                 self._take(self.monitor.post(torch.stack(of.unread))(None))
                 of.unread.clear()
-            verdict = getattr(self.policy, "verdict", None)
-            if verdict is not None:
-                of.log.verdict = verdict(of.outlook, self._past())
             # No sample of it is held any more.
             self.monitor.reset()
 
@@ -256,18 +226,16 @@ class WarmupControl:
                 noise = self._ask_noise()
             of.outlook = Outlook(self._devices, noise, self._share)
             of.reads, self.monitor.active = reads, reads or self.measure_drift
-            of.times = reads and getattr(self.policy, "reads_time", False)
         else:
             self._send()
         steps = of.log.steps
         self._receive(0 if not steps or steps[-1].synchronous else self._lag)
         outlook = of.outlook or Outlook(self._devices, share=self._share)
         made = of.decision = self.policy.decide(len(steps), outlook, self._past())
-        of.began = self._timer()
         steps.append(StepRecord(len(steps), made.synchronous, made.reason, made.predicted))
 
     def _past(self) -> list[PastStep]:
-        return [PastStep(record.synchronous, record.mean_drift, record.seconds) for record in self.log.steps]
+        return [PastStep(record.synchronous, record.mean_drift) for record in self.log.steps]
 
     def _send(self) -> None:
         """Send the drift of the finished step, if the policy reads it."""
@@ -276,9 +244,6 @@ class WarmupControl:
         if not self.monitor.active:
             return
         sums = self.monitor.take()
-        if of.times:
-            took = torch.tensor([[self._timer() - of.began, 1.0]], dtype=sums.dtype).to(sums.device)
-            sums = torch.cat([sums, took])
         if of.reads:
             of.coming.append(self.monitor.post(sums))
         else:
@@ -293,10 +258,6 @@ class WarmupControl:
     def _take(self, totals: Tensor) -> None:
         """Take the drifts of the next steps, sums of all ranks (steps, blocks, 2), into the log."""
         of = self._of.value
-        if of.times:
-            *_, (seconds, ranks) = totals[0].tolist()
-            of.log.steps[of.taken].seconds = seconds / ranks
-            totals = totals[:, :-1]
         for drifts in drifts_of(totals):
             by_block = zip(self.monitor.blocks, drifts, strict=True)
             of.log.steps[of.taken].drift = {name: drift for name, drift in by_block if drift is not None}
@@ -308,6 +269,6 @@ class WarmupControl:
         of = self._of.value
         of.unread.clear()
         of.sent = of.taken = 0
-        of.reads, of.times, of.began = True, False, 0.0
+        of.reads = True
         while of.coming:
             of.coming.popleft()(timeout)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.kept import KeptStates
+from ..core.request import RequestValue
 
 # Tokens of a rank that stand for all of them.
 SAMPLED_TOKENS = 32
@@ -31,11 +31,6 @@ class _Measured:
     sums: Tensor | None = None
     samples: dict[Hashable, _Latest] = field(default_factory=dict)
 
-    def nbytes(self) -> int:
-        """Bytes of the samples."""
-        latest = self.samples.values()
-        return sum(one.sample.nbytes + (0 if one.before is None else one.before.nbytes) for one in latest)
-
 
 class DriftMonitor:
     """Relative L2 distance of a sample of tensors from what stands for it in a stale step, per block.
@@ -46,7 +41,6 @@ class DriftMonitor:
         post: begins to sum a float64 tensor over all ranks, the same bits on each, and returns what waits for the sum:
             `Link.all_reduce_async`; or, to sum it at once, `summed_by` of `Link.all_reduce`.
         device: where the sums are kept.
-        kept: what is kept of requests.
 
     Attributes:
         active: whether anything is measured.
@@ -56,13 +50,12 @@ class DriftMonitor:
         self,
         post: Callable[[Tensor], Callable[[timedelta | None], Tensor]],
         device: torch.device | str = "cpu",
-        kept: KeptStates | None = None,
     ) -> None:
         self.post = post
         self.active = True
         self._device = torch.device(device)
         self.blocks: list[str] = []
-        self._of = (kept or KeptStates()).keeper(_Measured, size=_Measured.nbytes)
+        self._of = RequestValue(_Measured)
 
     def add_block(self, name: str) -> int:
         """Room for one more block; its number. Every rank adds the same blocks in the same order."""

@@ -42,20 +42,6 @@ def policy(name: str, *examples: str) -> Callable[[P], P]:
     return register
 
 
-# Policies of the name ``adaptive`` by the unit of their first number.
-_UNITS: dict[str, type] = {}
-
-
-def in_unit(unit: str) -> Callable[[P], P]:
-    """Register a dataclass as the policy ``adaptive(…)`` with a first number of this unit."""
-
-    def register(cls: P) -> P:
-        _UNITS[unit] = cls
-        return cls
-
-    return register
-
-
 def forms(reads_drift: bool = True) -> str:
     """The spellings of policies, for messages; ``reads_drift``: those that decide by drift among them."""
     *most, last = [
@@ -108,13 +94,11 @@ class PastStep:
     """A step that has run: whether it was synchronous, and its drift, alike on all ranks.
 
     ``drift``: relative L2 distance of the step's own keys and values from those of the step before, over all blocks
-    and ranks; None for the first step, and for one of which it is not known yet. ``seconds``: how long it took, the
-    mean over all ranks; None where no policy reads it.
+    and ranks; None for the first step, and for one of which it is not known yet.
     """
 
     synchronous: bool
     drift: float | None = None
-    seconds: float | None = None
 
 
 class WarmupPolicy(Protocol):
@@ -124,11 +108,6 @@ class WarmupPolicy(Protocol):
 
     * ``reads_drift``: the drift of past steps. Else none is measured, sent or waited for.
     * ``needs_total``: the noise levels, or how many steps there are.
-
-    And false where there is none: ``reads_time``: how long past steps took.
-
-    A method ``verdict(outlook, past) -> str``, if there is one, says when a request is over whether what the policy
-    promises was kept, in a sentence.
     """
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
@@ -209,7 +188,7 @@ class FirstLast:
         return _first(step, self.first)
 
 
-@policy("adaptive", "0.05", "0.05, 6", "40dB", "3.5s")
+@policy("adaptive", "0.05", "0.05, 6")
 @dataclass(frozen=True)
 class Adaptive:
     """As few synchronous steps as keep the error predicted for the image within ``budget``, where they help most.
@@ -258,11 +237,6 @@ class Adaptive:
             return Decision(True, f"{what}, above the budget {self.budget:g}", here)
         within = "within the budget" if error <= self.budget else "hardly more than is made already, above the budget"
         return Decision(False, f"{what}, {within} {self.budget:g}", here)
-
-    def made(self, outlook: Outlook, past: Sequence[PastStep]) -> float:
-        """The predicted error of a request that is over, with the drift that its stale steps had."""
-        total = _total(outlook, f"adaptive({self.budget:g})")
-        return sqrt(self._errors(len(past), total, outlook, past)[0])
 
     @staticmethod
     def _errors(step: int, total: int, outlook: Outlook, past: Sequence[PastStep]) -> tuple[float, float, list[float]]:
@@ -355,9 +329,6 @@ def parse(text: str) -> WarmupPolicy:
         if match is None:
             raise ValueError("not of the form name(numbers)")
         cls, numbers = _POLICIES[match[1]][0], match[2]
-        unit = re.fullmatch(r"([^,]*\d)\s*([a-zA-Z]+)\s*(,.*)?", numbers.strip())
-        if unit is not None and match[1] == "adaptive":
-            cls, numbers = _UNITS[unit[2]], unit[1] + (unit[3] or "")
         return cls(*_read(cls, numbers))
     except (KeyError, ValueError):
         raise ConfigError(

@@ -6,8 +6,7 @@ the recipe's order, from the inside of a call to its outside. What one leaves fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -19,8 +18,6 @@ from ..core.arguments import Arguments
 from ..core.clock import CallClock
 from ..core.patching import CallChain
 from ..errors import ConfigError
-from ..forecast.costs.step import Share, StepForecast, Term
-from ..forecast.costs.work import Work, Workload
 from ..layout import TokenLayout
 from .balance import Balance
 
@@ -29,8 +26,6 @@ T = TypeVar("T")
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 # A strategy's guarantee for an image compared with one device: the same bits, a tolerance, or none.
 Promise = Literal["bits", "tolerance", "none"]
-# The goal of a search: the same image, the same bits, or also keys of the previous step.
-Exactness = Literal["exact", "reproducible", "stale"]
 
 
 class Parts:
@@ -81,7 +76,6 @@ class Context(Parts):
         mesh: those that share a request: without the data axis where every data rank brings its own.
         models: the transformers that the ranks share.
         clock: says which call of them is in progress.
-        kept: the state of requests from step to step; a strategy keeps none outside of it.
         pipe: the pipeline of the request in progress, or of the latest one; None for bare transformers.
     """
 
@@ -94,7 +88,6 @@ class Context(Parts):
         self.pipe: Any = None
         self.clock = CallClock(lambda: getattr(self.pipe, "scheduler", None))
         # The strategies' state of requests from step to step.
-        self.kept = self.clock.kept
 
 
 @dataclass(frozen=True)
@@ -108,31 +101,6 @@ class Request:
 
     pipe: Any = None
     steps: int | None = None
-
-
-@dataclass(frozen=True)
-class VariantLimits:
-    """The configurations that `Strategy.variants` is asked for.
-
-    Attributes:
-        exactness: ``"exact"``: the same image; ``"reproducible"``: the same bits; ``"stale"``: keys of the step
-            before are allowed.
-        image: image tokens of a sample.
-        patches_per_stage: numbers of patches that are tried for every stage of PipeFusion; empty: the default number.
-        baselines: also variants that are only compared with, such as ranks that exchange nothing.
-    """
-
-    exactness: Exactness = "exact"
-    image: int = 2**63
-    patches_per_stage: tuple[int, ...] = (1, 2, 4)
-    baselines: bool = False
-
-
-def variant(config: ParallelConfig, **settings: Any) -> list[ParallelConfig]:
-    """``config`` with other settings, as a list of one; empty where they contradict the others."""
-    with suppress(ConfigError):
-        return [type(config)(**config.model_dump() | settings)]
-    return []
 
 
 class Strategy:
@@ -161,16 +129,6 @@ class Strategy:
         return ""
 
     @classmethod
-    def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
-        """Configurations of the same degrees with its settings, for the planner and ``verify``.
-
-        Args:
-            config: degrees, and what else all of them are to have in common. It is tried by itself, too, unless it
-                promises nothing: then the variants stand for it.
-        """
-        return []
-
-    @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
         """True if a configuration asks for it."""
         raise NotImplementedError
@@ -182,22 +140,6 @@ class Strategy:
         Raises:
             ConfigError: naming the model, the value and the way out.
         """
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        """A rank's share of a step, from its share without this strategy.
-
-        Args:
-            config, work, workload: who computes what.
-            share: as the strategies before this one in the recipe left it.
-            stale: whether the step reuses keys of the one before.
-        """
-        return share
-
-    @classmethod
-    def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """The terms that it adds to a step: exchanges, waits, copies and kept data. Only figures; nothing runs."""
-        return iter(())
 
     def prepare(self, pipe: Any) -> None:
         """Look at a pipeline (None: bare transformers) before any strategy has changed anything."""
@@ -221,12 +163,6 @@ class Strategy:
         Args:
             failed: it has raised; other ranks may be gone, and nothing may be asked of them.
         """
-
-    def put_aside(self) -> None:
-        """The request is put aside for another one; its state is in `Context.kept`."""
-
-    def take_up(self, request: Request) -> None:
-        """A request that was put aside goes on."""
 
     def forget(self) -> None:
         """Reset agreed state after links were renewed, because ranks may differ after a failure.

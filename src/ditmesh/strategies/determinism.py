@@ -153,9 +153,3 @@ class FixedArithmetic(Strategy):
 
     def end_request(self, failed: bool) -> None:
         self._request.close()
-
-    def put_aside(self) -> None:
-        self._request.close()
-
-    def take_up(self, request: Request) -> None:
-        self.begin_request(request)

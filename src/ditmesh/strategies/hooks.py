@@ -20,7 +20,7 @@ from ..core import intercept
 from ..core.arguments import Arguments, given, parameter_names
 from ..core.partition import Partition
 from ..core.patching import CallChain, Proceed
-from ..errors import LayoutError
+from ..errors import DitmeshError, LayoutError
 from ..layout import Leaf, Region, TokenLayout, layout_of
 from ..layout.derive import derive_anew, derive_rows
 from ..layout.folds import Folding
@@ -30,6 +30,13 @@ from ..parts.own_tokens import OwnTokens
 from ..parts.part import whole_of
 from .balance import Balance
 from .own_code import OwnCode
+
+# What code of a model raises that meets other numbers of tokens than it expects.
+SHAPE_ERRORS = (AssertionError, RuntimeError, ValueError, IndexError)
+
+
+class BlockSkipped(LayoutError):
+    """A block before which tokens are cut, or behind which they are gathered, did not run in a call."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +196,8 @@ class ModelHooks:
         self._recomputation = Recomputation()
         # Running calls of the model's own forward: a ControlNet that has some of its blocks calls them outside.
         self._running = 0
+        # Whether one of its blocks runs, or was left by an exception.
+        self._in_block = False
         # Whether gradients are to pass through the one in progress.
         self._recorded = False
         # The folds of a list's arguments in the call in progress.
@@ -257,6 +266,7 @@ class ModelHooks:
             if self._recorded:
                 self._recomputation.note(at, stream, handler.tokens(), folding)
             intercept.set_handler(handler)
+            self._in_block = True
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
@@ -273,6 +283,7 @@ class ModelHooks:
                 for piece in handler.pieces(at, output):
                     self.tap(site.path, piece)
             output = handler.after_block(at, output)
+            self._in_block = False
             return output if folding is None else folding.unfold_output(output)
 
         # Around other wrappers of the block's forward: a cache must see split tokens.
@@ -290,8 +301,14 @@ class ModelHooks:
         if self._recorded:
             self._recomputation.begin_call()
         self._running += 1
+        self._in_block = False
         try:
             output = whole_of(proceed(arguments), OwnTokens)
+        except SHAPE_ERRORS as error:
+            if not self._in_block and not isinstance(error, (DitmeshError, torch.OutOfMemoryError)):
+                # The model may have failed on this rank's part of the tokens: then this says so.
+                self.handler.end_call()
+            raise
         finally:
             self._running -= 1
             self._recorded = False
@@ -321,6 +338,15 @@ class ModelHooks:
         self._own_code.warn(self.tokens_whole)
         self.layout = self._forms.layout_of(arguments)
         self._sites = self._sites_of(self.layout)
+        # On all ranks alike: which blocks run does not depend on the tokens that a rank has.
+        try:
+            return proceed(arguments.copy())
+        except BlockSkipped:
+            layout = None if requires_grad(self.model, arguments) else self._forms.after_skip(arguments)
+            if layout is None:
+                raise
+        self.layout = layout
+        self._sites = self._sites_of(layout)
         return proceed(arguments)
 
     def _derived(self, call: dict[str, Any]) -> TokenLayout:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
@@ -34,11 +34,8 @@ from ..core.partition import Partition, even_cut, offsets, weighted_cut
 from ..core.patching import CallChain, Patch, Proceed
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
-from ..forecast.costs.step import Share
-from ..forecast.costs.work import Work, Workload
 from ..layout import Region, Stream, TokenLayout
 from . import tiled_gradients as tiled
-from .base import VariantLimits, variant
 from .hooks import BlockSite, requires_grad
 from .sequence import ExactSequence, SequenceParallel, only, replicated, result_of, shared, tokens_of_part, with_result
 from .tiled_gradients import AttentionOfTiles, TileWeights, WeightGradients
@@ -591,19 +588,9 @@ class ReproducibleSequence(ExactSequence):
         return config.reproducible and not config.stages_or_patches
 
     @classmethod
-    def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
-        return variant(config, reproducible=True) if limits.exactness == "reproducible" else []
-
-    @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
         super().check(config, model, layout)
         check_tiles(layout)
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        # Every block runs once for each of a rank's tiles.
-        share = super().share(config, work, workload, share, stale)
-        return replace(share, pieces=-(-config.tiles // config.sequence))
 
     def before_training(self, model: nn.Module, arguments: Arguments) -> None:
         super().before_training(model, arguments)

@@ -9,9 +9,9 @@ are exchanged, and the later calls are answered from them once their arguments h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,9 @@ from ..core.arguments import MISSING, Arguments, covers
 from ..core.clock import CallClock, TransformerCall, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
+from ..core.request import RequestValue
 from ..core.values import SeenValue, is_plain, seen, tracked
 from ..errors import ConfigError, InputError, LayoutError
-from ..forecast.costs.step import Share, StepForecast, Term
-from ..forecast.costs.work import Work, Workload
 from ..layout import TokenLayout
 from ..layout.forms import argument_kind, holds_tensors
 from ..parts.banded import Banded
@@ -103,7 +102,7 @@ class BatchParallel:
         self._timestep = timestep_of(model.model, model.layout)
         # Ranks of the data and guidance axes that have had something to do, at most.
         self._busy = 0
-        self._of = clock.kept.keeper(_Branches)
+        self._of = RequestValue(_Branches)
 
     def begin_request(self) -> None:
         """Forget the branches of the request before: the same request then gives the same bits twice."""
@@ -473,24 +472,6 @@ class BatchRows(Strategy):
     def wanted(cls, config: ParallelConfig) -> bool:
         # On one device in reproducible mode, too: its rows run one by one.
         return config.data * config.cfg > 1 or config.reproducible
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        rows, calls = workload.calls(-(-workload.pictures // config.data), -(-workload.branches // config.cfg))
-        if config.reproducible:
-            # One by one.
-            rows, calls = 1, rows * calls
-        return replace(share, rows=rows, calls=calls)
-
-    @classmethod
-    def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """The predictions of all rows, once a step."""
-        config, workload = step.config, step.workload
-        own = step.share.rows * step.share.calls * step.work.output.of(workload.image, workload.text) * workload.element
-        for axis in ("data", "cfg"):
-            if (size := config.degrees[axis]) > 1:
-                yield step.transfer(f"predictions ({axis})", (axis,), "all_gather", own * (size - 1), 1)
-                yield from step.exchanged(1, 1)
 
     def apply(self, undo: ExitStack) -> None:
         context = self.context

@@ -8,7 +8,7 @@ travel between the groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,8 +27,6 @@ from ..core.partition import Partition, weighted_cut
 from ..core.patching import Patch
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
-from ..forecast.costs.step import Share, StepForecast, Term
-from ..forecast.costs.work import Work, Workload
 from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
 from ..parts.own_tokens import OwnTokens, PerToken
@@ -37,18 +35,11 @@ from .balance import Balance
 from .base import ParallelModel
 from .coverage import Coverage
 from .heads import check_heads, heads_of
-from .hooks import BlockSite, Handler, Piece
+from .hooks import BlockSite, BlockSkipped, Handler, Piece
 from .tokens import TokenStrategy
 
 # A rank's share of a text stream below this is not worth cutting: its matrices get too thin.
 MIN_TEXT_TOKENS = 4
-# Kernels of an exchange between GPUs. Queries, keys and values are packed by one, and put together by one each; what
-# comes back is packed by one, and put together by one; each way is a collective. A gather packs, carries and puts
-# together.
-TRADING = {"to heads": 5, "to tokens": 3}
-GATHERING = 3
-# Attention kernels of GPUs take heads of multiples of this width.
-KERNEL_WIDTH = 8
 # Ranks count as equal if their measurements of a block differ by less than this: see `loads.levelled_speeds`.
 EQUAL_SPEEDS = 0.2
 # A long sequence is cut between multiples of this many tokens: kernels like it, and their edges stay the same.
@@ -148,11 +139,11 @@ class SequenceParallel:
         """End the run, and check that all split tensors were gathered.
 
         Raises:
-            LayoutError: the last block of a region never ran, so the model went on with a part of the tokens.
+            BlockSkipped: the last block of a region never ran, so the model went on with a part of the tokens.
         """
         entered, self._call = self._call.entered, _CutTensors()
         if entered is not None and self.link.size > 1:
-            raise LayoutError(
+            raise BlockSkipped(
                 f"the last block of {entered} did not run, so this rank's tokens were never gathered; "
                 "do not skip the last block (skip_layers) on several ranks"
             )
@@ -267,9 +258,11 @@ class SequenceParallel:
     def _enter(self, site: BlockSite, arguments: Arguments) -> None:
         call, region = self._call, site.region
         if call.entered is not None:
-            raise LayoutError(f"{site.path} runs before the last block of {call.entered}")
+            raise BlockSkipped(
+                f"{site.path} runs before the last block of {call.entered}; do not skip the last block on several ranks"
+            )
         if not site.is_first:
-            raise LayoutError(
+            raise BlockSkipped(
                 f"{site.path} runs before the first block of {site.span}, so its tokens were never cut; "
                 "do not skip the first block on several ranks"
             )
@@ -628,95 +621,3 @@ class ExactSequence(TokenStrategy):
         handler = self.kind(self.context.config, self.context.mesh)
         handler.steady = lambda: self.context.clock.call.steady
         return handler
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        short = config.text == "replicate" or (
-            config.text == "auto" and workload.text < MIN_TEXT_TOKENS * config.sequence
-        )
-        return replace(
-            share,
-            image=config.sequence,
-            text=1 if short else config.sequence,
-            queries=config.ring,
-            heads=config.ulysses,
-            chunks=config.ring if cls.kind.travels else 1,
-        )
-
-    @classmethod
-    def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """Tokens against heads and back, keys round the ring, and the streams at the end of a list of blocks.
-
-        A rank trades (N - 1) / N of its queries, keys, values and results with its Ulysses group (arXiv:2309.14509),
-        and passes on the keys and values of a ring rank N - 1 times (arXiv:2310.01889), while it computes on others.
-        Keys of text that every rank has stay where they are.
-        """
-        config = step.config
-        yield from exchange_terms(step, step.share.pieces if config.stages_or_patches else 1)
-        for block, times, one in step.attentions() if config.ring > 1 else ():
-            sent = step.size_of(one, queries=0, texts=not step.replicates_text(block)) / config.sequence
-            if not cls.kind.travels:
-                yield step.transfer(
-                    "keys gathered (ring)", ("ring",), "all_gather", sent * (config.ring - 1), times=times
-                )
-                yield from step.exchanged(GATHERING, times)
-                continue
-            behind, hops = step.attention_seconds(one) / config.ring, config.ring - 1
-            yield step.transfer("keys (ring)", ("ring",), "shift", sent, times * hops, behind)
-            # Keys and values are made contiguous, and then travel as one batch.
-            yield from step.exchanged(2 + hops, times)
-            results = step.size_of(one, queries=1, keys=0) / config.sequence / step.workload.element
-            # Four kernels merge, without the sum of the last weights; in half precision one more widens what comes.
-            merging = 5 * hops + 1 if step.workload.element < 4 else 4 * hops - 1
-            yield from step.pointwise("merging (ring)", 6 * results * hops, times, merging)
-            if one.width % KERNEL_WIDTH:
-                # Queries, keys and values are filled up for every kernel.
-                yield from step.exchanged(3 * config.ring, times)
-        yield from gather_stream(step)
-
-
-def exchange_terms(step: StepForecast, pieces: int = 1) -> Iterator[Term]:
-    """Tokens against heads and back at every attention that runs once for each of so many pieces.
-
-    Of ``chunks`` the first one's way there and the last one's way back have no attention beside them. Text that every
-    rank has goes nowhere for its heads, and what becomes of it goes to every rank.
-    """
-    config = step.config
-    for block, times, one in step.attentions() if config.ulysses > 1 else ():
-        part = (config.ulysses - 1) / config.ulysses / config.sequence / pieces
-        chunks = 1 if config.reproducible else config.chunks
-        # Half of a chunk's attention hides what comes, half what goes.
-        beside = step.attention_seconds(one) / pieces / chunks / 2
-        there, back = (0, config.sequence) if step.replicates_text(block) else (1, 1)
-        sizes = {"to heads": step.size_of(one, texts=there), "to tokens": step.size_of(one, keys=0, texts=back)}
-        for what, size in sizes.items():
-            sent, calls = size * part / chunks, times * pieces
-            yield step.transfer(f"{what} (ulysses)", ("ulysses",), "all_to_all", sent, calls)
-            yield from step.exchanged(TRADING[what], calls * chunks)
-            if chunks > 1:
-                name = f"{what} (ulysses, other chunks)"
-                yield step.transfer(name, ("ulysses",), "all_to_all", sent, calls * (chunks - 1), beside)
-
-
-def gather_stream(step: StepForecast) -> Iterator[Term]:
-    """Tokens of all sequence ranks, where a list of blocks ends.
-
-    What is sent is what the model makes of every token by itself before it needs them all, of most models the
-    prediction; in reproducible mode and of patches the tokens as the blocks return them.
-    """
-    config, share, work, image, text = step.config, step.share, step.work, step.workload.image, step.workload.text
-    if config.sequence == 1:
-        return
-    if config.stages_or_patches:
-        elements = image * max(block.width for block in work.blocks)
-    else:
-        # Not what every rank has anyway.
-        held = [
-            one.tokens if config.reproducible else one.results
-            for one in work.gathers
-            if not (one.text and share.text == 1)
-        ]
-        elements = sum(one.of(image, text) for one in held)
-    own = share.rows * elements / config.sequence * step.workload.element
-    yield step.transfer("tokens gathered", ("ring", "ulysses"), "all_gather", own * (config.sequence - 1), share.calls)
-    yield from step.exchanged(1, share.calls)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import prod
@@ -28,9 +28,8 @@ from ..core.alignment import ALIGNMENT, memory, offset_of, rounded_up
 from ..core.alive import PLAIN_TENSORS
 from ..core.arguments import Arguments
 from ..core.patching import CallChain, Proceed, refuse_loading, refuse_reading, refuse_saving, wrap_methods
+from ..core.values import as_bytes
 from ..errors import ConfigError, InputError
-from ..forecast.costs.step import SHARD, Share, StepForecast, Term
-from ..forecast.costs.work import Work, Workload
 from ..layout import TokenLayout
 from .base import Strategy
 from .caches import diffusers_hooks
@@ -192,17 +191,6 @@ def parameters_in_pieces(model: nn.Module, layout: TokenLayout) -> int:
     return _parameters(model, groups_of(model, layout))
 
 
-def groups_outside(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
-    """The groups that are in no block."""
-    blocks = tuple(f"{region.blocks}." for region in layout.regions)
-    return [group for group in groups_of(model, layout) if not group.name.startswith(blocks)]
-
-
-def parameters_outside(model: nn.Module, layout: TokenLayout) -> int:
-    """The number of those parameters."""
-    return _parameters(model, groups_outside(model, layout))
-
-
 def _parameters(model: nn.Module, groups: Iterable[GatherGroup]) -> int:
     return sum(model.get_parameter(name).numel() for group in groups for name in group.parameters)
 
@@ -245,7 +233,7 @@ class Unit:
     def cut(self, rank: int) -> None:
         """Take this rank's part of tensors that are whole, and let go of them."""
         for number, source, target in self.packed.runs(rank):
-            flat = self.parts[number].detach().contiguous().reshape(-1).view(torch.uint8)
+            flat = as_bytes(self.parts[number])
             self.piece[target].copy_(flat[source])
         for part, (shape, _) in zip(self.parts, self.packed.specs, strict=True):
             setattr(part, IN_PIECES, torch.Size(shape))
@@ -578,24 +566,3 @@ class ShardedModels(Strategy):
             groups = partial(groups_of, model.model, model.layout)
             sharded = ShardedWeights(model.model, groups, self.context.job.shard, model.chain)
             undo.callback(model.add(sharded).close)
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        return replace(share, shard=config.shard)
-
-    @classmethod
-    def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """A rank sends its part of every block's weights for each run of it, beside the block before."""
-        share, size, name = step.share, step.config.shard, "weights (shard)"
-        runs, element = share.calls * share.pieces, step.workload.element
-        beside = sum(term.seconds for term in step.compute()) / max(1, sum(share.blocks) * runs)
-        for block, count in step.kinds():
-            weights = (block.parameters - block.sliced + block.sliced / share.tensor) * element
-            lacking = weights * (size - 1) / size
-            yield step.transfer(name, (SHARD,), "all_gather", lacking, count * runs, behind=beside)
-            # It travels, and is joined.
-            yield from step.exchanged(2, count * runs)
-        if outside := step.work.outside * element * (size - 1) / size:
-            # Nothing runs beside them: they are asked for when their layer is called.
-            yield step.transfer(name, (SHARD,), "all_gather", outside, share.rest * share.calls)
-            yield from step.exchanged(2, step.work.outside_layers * share.rest * share.calls)

@@ -22,6 +22,7 @@ from ..config import ParallelConfig
 from ..core.alignment import memory, offset_of
 from ..core.arguments import Arguments
 from ..core.patching import CallChain, Proceed, refuse_reading, refuse_saving
+from ..core.values import as_bytes
 from ..errors import InputError
 from .base import Context, Strategy
 from .pipefusion.stages import give_up, is_away, parts_of, shape_of, take_back, whole_or_refused
@@ -236,17 +237,15 @@ def _files_of(name: str, module: nn.Module) -> dict[Tensor, tuple[Path, str]]:
 
 
 def _same(stored: Tensor, parameter: Tensor) -> bool:
-    mine = parameter.detach().cpu().contiguous()
-    theirs = stored.to(mine.dtype).contiguous()
     # Bits, as a NaN equals nothing.
-    return torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
+    return torch.equal(as_bytes(parameter.cpu()), as_bytes(stored.to(parameter.dtype)))
 
 
 def _sums(parameters: Iterable[Tensor]) -> dict[Tensor, tuple[torch.dtype, int]]:
     """By parameter, its dtype and a sum of its bits, which is another one when a weight is. The host waits once."""
     found = {}
     for parameter in parameters:
-        flat = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = as_bytes(parameter)
         whole = flat.numel() // 4 * 4
         found[parameter] = flat[:whole].view(torch.int32).sum() + flat[whole:].sum()
     values = torch.stack([*found.values()]).tolist() if found else []

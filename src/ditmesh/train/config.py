@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -12,11 +13,16 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..config import ParallelConfig
-from ..errors import ConfigError, did_you_mean, nearest_problem, problem_text, reason_of
+from ..errors import ConfigError, InputError, did_you_mean, nearest_problem, problem_text, reason_of
+from ..media.files import read_whole
 from .data.settings import DataSetConfig, class_image_settings
-from .islands.settings import IslandsConfig
 
-Positive = Annotated[int, Field(ge=1)]
+# Of a file of settings: bytes, and values in it; bits of a number that is shown.
+MAX_FILE_BYTES, MAX_VALUES, MAX_SHOWN_BITS = 2**24, 100_000, 256
+Positive = Annotated[int, Field(ge=1, le=2**31)]
+# Samples of a step are listed before it, and images are in memory.
+Samples = Annotated[int, Field(ge=1, le=2**20)]
+Pixels = Annotated[int, Field(ge=1, le=2**16)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Precision = Literal["no", "bf16", "fp16"]
@@ -42,11 +48,13 @@ class LoraConfig(BaseModel):
             so have text encoders.
         base_lora: frozen adapters below the one that is trained, each as ``FILE[:scale]``.
         fuse_base_lora: add the frozen adapters to the weights before training.
+        comfyui: save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX, Lumina 2,
+            HunyuanVideo and Cosmos it knows no others.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     type: Literal["lora", "dora", "lokr"] = "lora"
-    rank: Positive = 4
+    rank: Annotated[int, Field(ge=1, le=2**16)] = 4
     alpha: Annotated[float, Field(gt=0)] | None = None
     rslora: bool = False
     dropout: BelowOne = 0.0
@@ -54,12 +62,15 @@ class LoraConfig(BaseModel):
     target_modules: tuple[str, ...] | str = ("to_q", "to_k", "to_v", "to_out.0")
     base_lora: Annotated[tuple[str, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = ()
     fuse_base_lora: bool = False
+    comfyui: bool = False
 
     @model_validator(mode="after")
     def _fits(self) -> LoraConfig:
         if self.type == "lokr" and (self.dropout or self.rslora):
             what = f"dropout={self.dropout:g}" if self.dropout else "rslora=True"
             raise ValueError(f"{what} is not for type='lokr'; leave it out")
+        if self.comfyui and self.type != "lora":
+            raise ValueError(f"comfyui=True is for type='lora', not {self.type!r}; leave it out")
         if self.type != "lokr" and self.decompose_factor != -1:
             raise ValueError(f"decompose_factor={self.decompose_factor} is for type='lokr'; leave it out")
         return self
@@ -116,8 +127,8 @@ class TrainConfig(BaseModel):
             model works with each of them; None: the pipeline's default.
         aspect_ratio_buckets: sizes "H,W" separated by semicolons; each sample uses the nearest size.
         random_flip: mirror half of the samples.
-        cache_dir: a folder for latents, and for text embeddings if text encoders are not trained; None: encode in
-            every step.
+        cache_dir: a folder for latents, and for text embeddings if text encoders are not trained, which leave the GPU
+            then with the autoencoder; None: encode in every step.
         proportion_empty_prompts: the share of samples trained without a caption, which guidance needs.
 
     Steps
@@ -127,9 +138,6 @@ class TrainConfig(BaseModel):
             ``gradient_accumulation_steps`` times the number of data ranks. If it is set, accumulation follows from it,
             and the curve does not depend on the number of ranks.
         max_train_steps, num_train_epochs: the length of the run; steps take precedence.
-
-        token_share: the random share of the image's tokens that a step processes, to make it cheaper.
-        token_share_until: the part of the run after which steps process all tokens.
 
     Optimizer
         learning_rate: the highest learning rate of the run.
@@ -153,15 +161,12 @@ class TrainConfig(BaseModel):
         snr_gamma: min-SNR loss weights of epsilon- and v-prediction (Hang et al. 2023, arXiv:2303.09556).
 
     Machine
-        parallel: the axes of `ParallelConfig`; ``data`` ranks train on different samples, and ``pipe`` ranks have a run
-            of the blocks each, through which the micro-batches of a step go.
-        islands: groups of devices that exchange their changes only now and then, over a slow link; every island
-            is a run of its own, with the same settings beside ``islands.index``.
+        parallel: the axes of `ParallelConfig`; ``data`` ranks train on different samples.
         data_speeds: relative speeds of the data ranks, by which micro-batches are distributed: numbers, or ``auto``
             (measured over the last steps); None: equal. The distribution changes only the rounding of the curve.
-        sharding: ``auto`` (gradients are averaged during the backward pass), ``ddp`` (by DistributedDataParallel) or
-            ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none`` (gradients are averaged after the backward
-            pass).
+        sharding: ``ddp`` (DistributedDataParallel) or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none``
+            (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode and
+            with ``base_precision`` or ``base_offload`` ``none``.
         reproducible: bit-identical weights on any number of ranks, with a ``global_batch_size``; the same as
             ``parallel: {reproducible: true}``.
         gradient_checkpointing: recompute blocks in the backward pass.
@@ -178,7 +183,8 @@ class TrainConfig(BaseModel):
         resume_allow_changed: settings that may differ from the checkpoint although they change the training data or
             loss (``seed``, ``global_batch_size``, ``resolution``, ...; ``data`` for the samples themselves).
         validation_prompts: prompts, or labels, of images that the run generates for validation.
-        validation_steps: the number of steps between validations.
+        validation_steps: the number of steps between validations; images are also drawn before the first step and after
+            the last.
         validation_inference_steps, guidance_scale: denoising steps and guidance of validation images.
         validation_data_dir: a folder of samples that are not trained on, read as ``train_data_dir`` is; their loss is
             measured every ``validation_steps``, at 8 fixed noise levels.
@@ -221,21 +227,19 @@ class TrainConfig(BaseModel):
     unmasked_weight: Share = 0.0
     conditioning_dir: str | None = None
     conditioning_image_column: str | None = None
-    resolution: Positive = 512
-    num_frames: Positive | None = None
+    resolution: Pixels = 512
+    num_frames: Pixels | None = None
     max_sequence_length: Positive | Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     aspect_ratio_buckets: str | None = None
     random_flip: bool = False
     cache_dir: str | None = None
     proportion_empty_prompts: Share = 0.0
 
-    train_batch_size: Positive = 4
-    gradient_accumulation_steps: Positive = 1
-    global_batch_size: Positive | None = None
+    train_batch_size: Samples = 4
+    gradient_accumulation_steps: Samples = 1
+    global_batch_size: Samples | None = None
     max_train_steps: Positive | None = None
     num_train_epochs: Positive = 1
-    token_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    token_share_until: Share = 0.85
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     scale_lr: Annotated[
@@ -272,7 +276,6 @@ class TrainConfig(BaseModel):
     snr_gamma: Annotated[float, Field(gt=0)] | None = None
 
     parallel: ParallelConfig = ParallelConfig()
-    islands: IslandsConfig | None = None
     data_speeds: Literal["auto"] | tuple[Annotated[float, Field(gt=0)], ...] | None = None
     sharding: Sharding = "auto"
     reproducible: bool = False
@@ -299,7 +302,7 @@ class TrainConfig(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
         problems = self._problems_of_data(), self._problems_of_steps(), self._problems_of_ranks()
-        for problem in chain(*problems, self._problems_of_islands(), self._problems_of_weights()):
+        for problem in chain(*problems, self._problems_of_weights()):
             raise ValueError(problem)
         return self
 
@@ -308,9 +311,6 @@ class TrainConfig(BaseModel):
             which = "are both there; leave one out" if self.train_data else "is missing; give the folder of the samples"
             yield f"train_data_dir{' and train_data' * bool(self.train_data)} {which}"
         sets = self.data_sets
-        masked = any(one.mask_dir is not None or one.mask_column is not None for one in sets)
-        if masked and self.token_share < 1:
-            yield f"token_share={self.token_share:g} could leave out all of a mask; leave token_share or the masks out"
         if self.class_data_dir is None and (self.class_prompt is not None or self.prior_loss_weight != 1):
             yield "class_prompt and prior_loss_weight are for class images; give class_data_dir"
         if self.class_data_dir is not None and any(one.has_references for one in sets):
@@ -349,14 +349,8 @@ class TrainConfig(BaseModel):
             )
 
     def _problems_of_ranks(self) -> Iterator[str]:
-        if self.token_share < 1 and (self.parallel.world_size > self.parallel.data or self.in_order):
-            yield (
-                f"token_share={self.token_share:g} is for ranks with whole samples: of parallel use data alone, and "
-                "leave reproducible out, or leave token_share out"
-            )
         if self.in_order and self.sharding not in ("auto", "none"):
             yield f"sharding={self.sharding!r} adds gradients up as ranks have them; reproducible needs 'none'"
-        yield from self._problems_of_stages()
         if self.in_order:
             # Raises where the degrees are none of reproducible mode.
             _ = self.placement
@@ -375,64 +369,6 @@ class TrainConfig(BaseModel):
 
         if self.validation_data_dir is not None and self.validation_split:
             yield "validation_data_dir and validation_split both say which samples are held out; leave one out"
-
-    def _problems_of_stages(self) -> Iterator[str]:
-        pipe = self.parallel.pipe
-        if pipe == 1:
-            return
-        if self.in_order:
-            yield f"reproducible adds gradients up block by block on one device; with pipe={pipe} leave it out"
-        if self.validation_data_dir is not None or self.validation_split:
-            yield f"the held-out loss runs the whole transformer, and pipe={pipe} has cut it; leave validation_* out"
-        if self.sharding not in ("auto", "none"):
-            yield (
-                f"sharding={self.sharding!r} shares out whole models, and pipe={pipe} has cut them into stages; use "
-                "sharding: none"
-            )
-        if self.data_speeds == "auto":
-            yield f"data_speeds='auto' times forwards, which wait for other stages of pipe={pipe}; give numbers"
-        if self.lora is not None and self.lora.dropout:
-            yield f"lora.dropout={self.lora.dropout:g}: stages of pipe={pipe} draw no masks for others; leave it out"
-        for name, value in (("stages", self.parallel.stages), ("speeds", self.parallel.speeds)):
-            if value in ("measured", "auto"):
-                yield f"{name}={value!r} moves blocks between requests, and training keeps them; give numbers"
-
-    def _problems_of_islands(self) -> Iterator[str]:
-        joined = self.archipelago
-        if joined is None:
-            return
-        if self.mixed_precision == "fp16":
-            yield "islands: each would skip other steps with mixed_precision='fp16'; use bf16 or no"
-        if self.parallel.pipe > 1:
-            yield f"islands: ranks of pipe={self.parallel.pipe} hold other weights each; use data, ulysses or tensor"
-        if self.parallel.data > 1 and self.data_speeds is not None:
-            yield "islands: data_speeds is for the ranks of one mesh; leave it out"
-        if joined.exchange == "late_gradients" and joined.compress != "none":
-            yield f"islands.compress={joined.compress!r} is for exchange='weights'; leave it out"
-        if "schedulefree" in self.optimizer.lower():
-            yield f"islands: {self.optimizer} keeps weights of its own, which outer steps do not change; use AdamW"
-
-    @property
-    def archipelago(self) -> IslandsConfig | None:
-        """The islands; None: there is only one."""
-        return self.islands if self.islands is not None and self.islands.count > 1 else None
-
-    def of_island(self) -> TrainConfig:
-        """The run of this island, which has a folder of its own beside island 0's files."""
-        joined = self.archipelago
-        if joined is None or joined.index == 0 or Path(self.output_dir).name == f"island-{joined.index}":
-            return self
-        return self.model_copy(update={"output_dir": str(Path(self.output_dir) / f"island-{joined.index}")})
-
-    def of_all_islands(self) -> dict[str, Any]:
-        """The settings that all islands have in common, as JSON data."""
-        # Weights and samples are compared themselves.
-        own = {"pretrained_model_name_or_path", "train_data_dir", "train_data", "class_data_dir", "mask_dir"}
-        own |= {"conditioning_dir", "validation_data_dir", "output_dir", "cache_dir", "report_to"}
-        own.add("resume_from_checkpoint")
-        found = {name: value for name, value in self.model_dump(mode="json").items() if name not in own}
-        found["islands"] = {name: value for name, value in (found["islands"] or {}).items() if name != "index"}
-        return found
 
     def _problems_of_weights(self) -> Iterator[str]:
         if self.lora is not None and self.from_scratch:
@@ -530,8 +466,12 @@ class TrainConfig(BaseModel):
             return source
         if isinstance(source, (str, Path)):
             try:
-                source = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+                text = read_whole(source, f"the training configuration {str(source)!r}", MAX_FILE_BYTES)
+            except InputError as error:
+                raise ConfigError(f"{error}; give a YAML file") from None
+            try:
+                source = parsed_yaml(text.decode("utf-8"))
+            except ValueError as error:
                 raise ConfigError(
                     f"cannot read the training configuration {str(source)!r} ({reason_of(error)}); give a YAML file"
                 ) from None
@@ -550,6 +490,29 @@ class TrainConfig(BaseModel):
             raise ConfigError(_said_of(error)) from None
 
 
+def parsed_yaml(text: str) -> Any:
+    """The value of YAML, without tags that make objects.
+
+    Raises:
+        ValueError: it is no YAML, nested too deeply, or many times larger than its text by its aliases.
+    """
+    try:
+        value = yaml.safe_load(text)
+        pending, count = [value], 0
+        while pending:
+            node = pending.pop()
+            inner = list(node.values()) if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else []
+            count += len(inner)
+            if count > MAX_VALUES:
+                raise ValueError(f"it has more than {MAX_VALUES} values")
+            pending += inner
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    return value
+
+
 def _said_of(error: ValidationError) -> str:
     top = error.errors()[0]["loc"][:1]
     first = nearest_problem([one for one in error.errors() if one["loc"][:1] == top])
@@ -559,13 +522,14 @@ def _said_of(error: ValidationError) -> str:
         groups: dict[Any, type[BaseModel]] = {
             ("lora",): LoraConfig,
             ("train_data",): DataSetConfig,
-            ("islands",): IslandsConfig,
         }
         known = groups.get(top, TrainConfig).model_fields
         return f"{where!r} is no training setting{did_you_mean(str(first['loc'][-1]), known)}"
     if first["type"] == "missing":
         return f"{where} is missing"
     if where and isinstance(first["input"], (int, float, str)):
-        where += f"={first['input']!r}"
+        # Python writes no integers of thousands of digits.
+        is_long = isinstance(first["input"], int) and first["input"].bit_length() > MAX_SHOWN_BITS
+        where += "=(a very large number)" if is_long else f"={reprlib.repr(first['input'])}"
     said = problem_text(first)
     return f"{where}: {said}" if where else said

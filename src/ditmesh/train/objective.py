@@ -302,20 +302,15 @@ class NoiseTables:
         return alpha**0.5, (1 - alpha) ** 0.5
 
 
-def sample_losses(
-    prediction: Tensor, noised: NoisyBatch, seen: Tensor | None = None, mask: Tensor | None = None
-) -> Tensor:
+def sample_losses(prediction: Tensor, noised: NoisyBatch, mask: Tensor | None = None) -> Tensor:
     """(B,) weighted mean squared errors, in float32.
 
     Args:
         prediction: (B, C, ...) of the transformer.
         noised: with the target.
-        seen: which latents count, ones and zeros, (B, 1, ...).
         mask: how much each latent counts, (B, 1, ...), with a mean of one over a sample.
     """
     errors = (prediction.float() - noised.target.float()).square()
     if mask is not None:
         errors = errors * mask
-    if seen is not None:
-        errors = errors * (seen / seen.mean())
     return errors.flatten(1).mean(1) * noised.weights

@@ -12,16 +12,13 @@ from ..comm.mesh import Mesh
 from ..core.alignment import aligned
 from ..engine import parallelize
 from ..errors import ConfigError
-from ..layout import layout_of
 from .config import TrainConfig
 from .gradients.speeds import DataSpeeds
-from .gradients.stages import TrainedStages, warn_of_bubble
 from .gradients.sync import GradientSync, TensorSlicesOf
 from .model.adapters import add_adapters
 from .model.compiling import compile_blocks_of
 from .model.dropout import TokenDropout, dropout_refusal, dropping
 from .model.frozen import freeze, host_digest
-from .model.token_subset import TokenSubset
 
 
 def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
@@ -62,9 +59,7 @@ class ParallelTraining:
 
     Attributes:
         speeds: of the data ranks.
-        subset: the tokens that a step works on; None without ``token_share``.
         slices: what tensor ranks hold.
-        stages: the blocks of the pipe ranks; None without them.
         sync: of the gradients.
 
     Raises:
@@ -81,9 +76,6 @@ class ParallelTraining:
         restore: Callable[..., None],
     ) -> None:
         self.speeds = DataSpeeds(config.data_speeds, mesh)
-        self.subset = TokenSubset(model, layout_of(model)) if config.token_share < 1 else None
-        if self.subset is not None:
-            undo.callback(self.subset.close)
         problem = dropout_refusal(model, mesh)
         if problem is not None:
             raise ConfigError(problem)
@@ -96,21 +88,19 @@ class ParallelTraining:
         # Ranks that have whole samples only exchange gradients; attention that may cross ranks is no code to compile.
         whole = bool(config.compile) and mesh.world_size == mesh.data.size
         if (mesh.world_size > 1 or config.in_order) and not whole:
-            inside = mesh.inside_stages()
-            parallelize(cast(Any, model), inside.config, mesh=inside)
+            parallelize(cast(Any, model), mesh.config, mesh=mesh)
             undo.callback(restore)
         if config.quantises_slices:
             # Slices are cut of plain weights.
             freeze(model, config.base_precision)
         if mesh.sequence.size > 1 and dropping(model):
             undo.callback(TokenDropout(model, mesh).close)
-        self.stages = TrainedStages(trained, model, config.parallel, mesh) if mesh.pipe.size > 1 else None
-        if self.stages is not None:
-            undo.callback(restore, self.stages.close)
-            if mesh.rank == 0:
-                warn_of_bubble(mesh.pipe.size, config.accumulation)
         if config.compile:
             compile_blocks_of(model, config, undo)
-        self.sync = GradientSync(trained, mesh, config.sharding, self.slices, undo, self.stages)
+        sharding = config.sharding
+        if sharding == "auto" and (config.base_precision is not None or config.base_offload):
+            # DistributedDataParallel's walk of the graph was seen to crash over weights in few bits on the host.
+            sharding = "none"
+        self.sync = GradientSync(trained, mesh, sharding, self.slices)
         # FSDP2 replaces the parameters.
         self.slices.follow(trained.named_parameters())

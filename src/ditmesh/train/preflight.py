@@ -34,8 +34,6 @@ def _check_cut_adapters(config: TrainConfig, lora: LoraConfig) -> None:
         raise ConfigError(
             f"lora.type={lora.type!r}: {tensor} cuts plain LoRA alone; use type: lora, or ulysses or data"
         )
-    if config.parallel.pipe > 1:
-        raise ConfigError(f"lora with {tensor} and pipe={config.parallel.pipe} is not tested; leave one of the two out")
     if config.base_offload:
         raise ConfigError(f"base_offload={config.base_offload:g}: slices of {tensor} stay on the device; leave it out")
 
@@ -101,7 +99,6 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
         raise ConfigError(f"{info.pipeline_class} has no transformer to train")
     _check_family(config, info, parts)
     _check_lora(config.lora, info, config)
-    _check_stages(config, info)
 
 
 def _check_family(config: TrainConfig, info: ModelInfo, parts: list[str]) -> None:
@@ -140,23 +137,3 @@ def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -
     transformer = str(settings.get("_class_name", "transformer"))
     if hasattr(diffusers, transformer):
         targets_of(meta_model(transformer, settings), lora)
-
-
-def _check_stages(run: TrainConfig, info: ModelInfo) -> None:
-    """Reject a transformer with blocks that cannot be cut into the stages of ``pipe``."""
-    config = run.parallel
-    if config.pipe == 1:
-        return
-    from ..layout import layout_of
-    from ..layout.describe import meta_model
-    from ..strategies.pipefusion.stages import first_cut
-    from .gradients.stages import stages_refusal
-
-    settings = info.part(run.denoiser)
-    name = str(settings.get("_class_name", "transformer"))
-    model = meta_model(name, settings)
-    layout = layout_of(model)
-    problem = stages_refusal(name, layout, config)
-    if problem is not None or layout is None:
-        raise ConfigError(problem or name)
-    first_cut(model, layout, config)

@@ -9,21 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..comm.backends import device_of_rank
 from ..comm.mesh import DEFAULT_DEADLINE
 from ..errors import ConfigError
+from ..generate.components import read_saved
 from ..generate.job import PictureJob
 from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
-from ..zoo.references import nearest, shrink
 from .checkpoints.export import export
 from .config import TrainConfig
-from .data.samples import pixels
 from .logs.charts import validation_grid
 from .logs.training_log import averaged_words
-from .memory.check import check_training_memory
+from .memory_check import check_training_memory
 from .model.frozen import read_pipeline_frozen
 from .trainer import Trainer
 
@@ -55,17 +53,14 @@ def train(
         weights themselves), ``seconds``,
         ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's), each a list of
         sentences, ``overflowed`` (the steps of this run that changed no weight: gradients overflowed in float16),
-        ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
-        validation: the share of images with the training image of their own caption as the nearest; None without one),
-        ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None), ``sent``
-        (bytes that the first rank has sent to other islands; None without islands).
+        ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``memory`` (bytes of the rank that
+        needed most at the peak of the first step, on a GPU of its tensors), ``weights`` (in reproducible mode a digest
+        of the trained weights' bits, before averaging; else None).
 
     Raises:
         ConfigError, InputError: settings, data and model do not fit.
         FloatingPointError: the loss, a gradient or a weight is not finite.
     """
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
     config = TrainConfig.read(config)
     info = find_model(config.pretrained_model_name_or_path)
     if check_memory and info.local:
@@ -74,7 +69,7 @@ def train(
     if config.base_precision is not None and lora is not None and not lora.fuse_base_lora and not cut_first:
         pipe = read_pipeline_frozen(info, config.base_precision)
     else:
-        pipe = DiffusionPipeline.from_pretrained(info.files if info.local else info.name)
+        pipe = read_saved(info)
     pipe.set_progress_bar_config(disable=True)
     began = time.monotonic()
     model = type(getattr(pipe, config.denoiser))
@@ -87,10 +82,10 @@ def train(
         elif trainer.speaks:
             trainer.data.report.log(logger)
         outcome = trainer.run(report=reported, validate=validation.run if config.validation_prompts else None)
-        bits = trainer.weights_digest() if config.in_order else None
-        sent = None if trainer.islands is None else trainer.islands.link.sent
+        memory = max(trainer.mesh.world.all_gather_object(outcome.peak_bytes))
+        bits = trainer.state.weights_digest() if config.in_order else None
         with trainer.update.averaged():
-            weights = trainer.weights()
+            weights = trainer.state.weights()
             speaks = trainer.speaks
         lock = trainer.keep_folder()
     folder = Path(config.output_dir) / ("lora" if config.lora is not None else "pipeline")
@@ -109,15 +104,14 @@ def train(
         "unsaved": outcome.unsaved,
         "changed": outcome.changed,
         "overflowed": outcome.overflowed,
-        "sent": sent,
         "pipeline": str(folder),
-        "nearest": validation.nearest,
+        "memory": memory,
         "weights": bits,
     }
 
 
 class _Validation:
-    """Images of the validation prompts, and the number that are nearest to their own training image."""
+    """Images of the validation prompts."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -127,7 +121,6 @@ class _Validation:
                 f"validation_prompts: {type(trainer.pipe).__name__} draws from an image, and a prompt alone has none; "
                 "leave it out, and use validation_data_dir or validation_split to measure the loss of images"
             )
-        self.nearest: float | None = None
 
     def run(self, step: int) -> dict[str, Path]:
         """Draw the images of a step; returns their files by name, on the rank that writes them."""
@@ -159,7 +152,6 @@ class _Validation:
         for number in range(job.calls):
             found += runner.run(runner.prepare(job, number, **more))[0].frames
         pictures = (np.stack(found) * 255).round().clip(0, 255).astype(np.uint8)
-        self.nearest = self._nearest(said, pictures)
         files: dict[str, Path] = {}
         if trainer.speaks:
             from PIL import Image
@@ -171,24 +163,3 @@ class _Validation:
                 Image.fromarray(picture).save(files[f"validation/{number}"])
             validation_grid(folder, config.validation_prompts, step)
         return files
-
-    def _nearest(self, said: list[Any], pictures: np.ndarray) -> float | None:
-        """The training images of prompts that are captions of the data set."""
-        captions = {sample.said: number for number, sample in enumerate(self._trainer.data.samples)}
-        asked = [number for number, one in enumerate(said) if one in captions]
-        # Every training image is looked at: for sets of some hundreds.
-        if not asked or len(self._trainer.data.samples) > 4096:
-            return None
-        references = []
-        for sample in self._trainer.data.samples:
-            try:
-                whole = pixels(sample.picture(), (32, 32))
-            except OSError:
-                whole = torch.zeros(3, 32, 32)
-            references.append(((whole + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy())
-        closest = nearest(shrink(pictures[asked]), np.stack(references))
-        own = [
-            self._trainer.data.samples[int(place)].said == said[number]
-            for place, number in zip(closest, asked, strict=True)
-        ]
-        return float(np.mean(own))

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 LONGEST_REASON = 500
 # Error responses of every endpoint of jobs.
 OF_JOBS = described(401, 404)
-OF_SUBMISSION = described(401, 403, 404, 409, 413, 422, 429, 503, 507)
+OF_SUBMISSION = described(401, 403, 404, 409, 413, 429, 503, 507)
 
 
 class JobList(BaseModel):
@@ -286,7 +286,7 @@ def create_app(
     app = FastAPI(
         title="ditmesh",
         version=__version__,
-        summary="Pictures from diffusers' Diffusion Transformers on several devices.",
+        summary="Images from diffusers' Diffusion Transformers on several devices.",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -306,7 +306,6 @@ def create_app(
         app.add_api_route("/", _index, include_in_schema=False)
         app.mount("/static", RevalidatedFiles(directory=settings.page), name="static")
     keys = None if settings.keys is None else Keys(settings.keys)
-    server.keys = keys
     app.add_middleware(RequestGuard, settings=settings, keys=keys, metrics=metrics, bodies=Bodies(settings.max_body))
     if settings.cors:
         app.add_middleware(
@@ -340,9 +339,7 @@ def _openapi(app: FastAPI, keys: bool) -> dict[str, Any]:
         schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
         for path, operations in schema["paths"].items():
             for operation in operations.values():
-                # FastAPI's own; that of a deadline stays.
-                if "HTTPValidationError" in str(operation["responses"].get("422")):
-                    del operation["responses"]["422"]
+                operation["responses"].pop("422", None)
                 if not keys:
                     operation["responses"].pop("401", None)
                 elif path.startswith(("/v1/", "/metrics")):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from ...errors import DitmeshError, InputError
-from ..errors import DeadlineImpossible, KeyReused, NoRanks, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
+from ..errors import KeyReused, NoRanks, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
 
 
 class ErrorDetail(BaseModel):
@@ -64,11 +64,6 @@ MEANINGS: dict[int, tuple[str, str, str]] = {
     408: ("The request did not come in time", "invalid_request_error", "timeout"),
     409: ("The job was cancelled, or the Idempotency-Key belongs to another request", "conflict_error", "cancelled"),
     413: ("The request's body is too large", "invalid_request_error", "body_too_large"),
-    422: (
-        "The deadline cannot be met; the message says which one could",
-        "invalid_request_error",
-        "deadline_impossible",
-    ),
     431: ("The request's header is too large", "invalid_request_error", "header_too_large"),
     505: ("Another version of HTTP", "invalid_request_error", "http_version"),
     429: ("Too many jobs; Retry-After says when to ask again", "rate_limit_error", "rate_limit_exceeded"),
@@ -102,8 +97,6 @@ def refusal_response(error: Exception) -> Refused:
         return Refused(error.status_code, what or f"{error.detail}".lower(), headers=error.headers)
     if isinstance(error, UnknownJob):
         return Refused(404, str(error), "job_not_found")
-    if isinstance(error, DeadlineImpossible):
-        return Refused(422, str(error), "deadline_impossible", "deadline_ms")
     if isinstance(error, KeyReused):
         return Refused(409, str(error), "idempotency_key_reused", "Idempotency-Key")
     if isinstance(error, (Stopping, NoRanks)):

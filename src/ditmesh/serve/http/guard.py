@@ -33,6 +33,8 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
 }
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+# Characters of a path in the log.
+LONGEST_PATH = 200
 
 
 @dataclass
@@ -53,10 +55,17 @@ class RequestGuard:
             # Web sockets are not supported: the application rejects them.
             await self.app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 0
+        began, status, revoked = time.perf_counter(), 0, False
 
         async def answer(message: Message) -> None:
-            nonlocal status
+            nonlocal status, revoked
+            if revoked:
+                return
+            owner = scope.get("state", {}).get("owner")
+            if message["type"] == "http.response.body" and owner and self.keys is not None:
+                # A stream ends with the key; its source ends as with a client that has gone.
+                revoked = not self.keys.has(owner)
+                message = {"type": "http.response.body", "body": b""} if revoked else message
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
@@ -82,6 +91,10 @@ class RequestGuard:
             self.metrics.requests.labels(scope["method"], route, str(status)).inc()
             self.metrics.request_seconds.labels(route).observe(seconds)
             facts = {"method": scope["method"], "route": route, "status": status, "seconds": round(seconds, 4)}
+            facts["client"] = (scope.get("client") or ("",))[0]
+            if status >= 400:
+                # Where it was refused before there was a route, too.
+                facts["path"] = scope["path"][:LONGEST_PATH]
             if job := scope.get("state", {}).get("job"):
                 facts["job"] = job
             if owner := scope.get("state", {}).get("owner"):
@@ -120,8 +133,10 @@ class RequestGuard:
             )
 
     def _check_origin(self, method: str, headers: Headers) -> None:
-        """Reject requests from pages of other sites, by the origin that browsers send."""
+        """Reject requests from pages of other sites, by the headers that browsers send."""
         origin = headers.get("origin")
+        if origin is None and headers.get("sec-fetch-site") == "cross-site" and method not in SAFE_METHODS:
+            raise Refused(403, "pages of another site may not use this server; allow a site with --cors-origin")
         if origin is None or method in SAFE_METHODS or origin in self.settings.cors:
             return
         if urlsplit(origin).netloc != headers.get("host"):

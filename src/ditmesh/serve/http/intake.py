@@ -27,7 +27,7 @@ from ..settings import ApiSettings
 from ..types import Input, InputRole, Job, JobRequest, ModelCard
 from .bodies import LIMITED, check_limits
 from .errors import Refused, refusal_response, wait_header
-from .keys import Keys, Limiter
+from .keys import Limiter
 from .logs import JobWatch
 from .metrics import Metrics
 from .streams import ended
@@ -83,7 +83,6 @@ class Server:
     """The object that all endpoints share.
 
     Attributes:
-        keys: of clients, with their classes of service; None: anyone may ask.
         grace: seconds that jobs under way have when it stops, unless `stop` is told otherwise.
         closing: set when the server stops and its running jobs have ended.
     """
@@ -95,7 +94,6 @@ class Server:
     limiter: Limiter
     uploads: Uploads
     grace: float = 0.0
-    keys: Keys | None = None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: bool = False
     # Requests that wait for a job's end, by its id; and tasks that cancel jobs without a waiting client.
@@ -137,11 +135,6 @@ class Server:
             )
         return found
 
-    def _class_of(self, request: JobRequest, owner: str) -> dict[str, Any]:
-        """The fields that a key's class of service adds to a request."""
-        usual = None if self.keys is None else self.keys.deadline_ms(owner)
-        return {} if usual is None or request.deadline_ms is not None else {"deadline_ms": usual}
-
     async def accept(
         self,
         request: JobRequest,
@@ -168,26 +161,9 @@ class Server:
         owner: str = caller.state.owner
         kept: list[str] = []
         try:
-            if self.stopping:
-                raise Refused(
-                    503, "the server is about to stop; ask again", headers=wait_header(self.settings.retry_after)
-                )
-            card = self.model(request.model)
-            # The output of a model is known after loading; before that, the ranks check it.
-            if videos is not None and videos != card.video and (card.video or card.loaded):
-                made, other = ("videos", "/v1/videos") if card.video else ("pictures", "/v1/images/generations")
-                message = f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs"
-                raise Refused(400, message, "wrong_model", "model")
-            self._check(request, card)
-            who = owner or (caller.client.host if caller.client else "")
-            if wait := self.limiter.wait(who):
-                raise Refused(
-                    429,
-                    f"more than {self.settings.rate:g} jobs a minute; ask again in {wait:.0f} seconds",
-                    headers=wait_header(wait),
-                )
+            card = self._allowed(request, caller, videos)
             # The receipt, the metrics and the log use the model's real name.
-            more: dict[str, Any] = {"model": card.id, **self._class_of(request, owner)}
+            more: dict[str, Any] = {"model": card.id}
             if usual_format and (videos or card.video):
                 more["format"] = "mp4"
             if inputs is not None:
@@ -212,6 +188,22 @@ class Server:
         # The answer may take minutes.
         caller.state.received()
         return job
+
+    def _allowed(self, request: JobRequest, caller: Request, videos: bool | None) -> ModelCard:
+        """The card of the model of a request that the server's limits allow."""
+        if self.stopping:
+            raise Refused(503, "the server is about to stop; ask again", headers=wait_header(self.settings.retry_after))
+        card = self.model(request.model)
+        # The output of a model is known after loading; before that, the ranks check it.
+        if videos is not None and videos != card.video and (card.video or card.loaded):
+            made, other = ("videos", "/v1/videos") if card.video else ("images", "/v1/images/generations")
+            message = f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs"
+            raise Refused(400, message, "wrong_model", "model")
+        self._check(request, card)
+        if wait := self.limiter.wait(caller.state.owner or (caller.client.host if caller.client else "")):
+            message = f"more than {self.settings.rate:g} jobs a minute; ask again in {wait:.0f} seconds"
+            raise Refused(429, message, headers=wait_header(wait))
+        return card
 
     @asynccontextmanager
     async def waiting(self, job: Job) -> AsyncIterator[None]:

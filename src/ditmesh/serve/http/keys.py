@@ -13,13 +13,10 @@ from pathlib import Path
 
 from ...core.files import written_whole
 from ...errors import InputError
-from ..types import MOST_DEADLINE
 
 # Keys are 256 random bits, too many to be tried out: one round of SHA-256 hides them as well as a slow hash would.
 PREFIX = "dm-"
 LINE = re.compile(r"(?P<hash>[0-9a-f]{64})(?:\s+(?P<name>\S.*))?")
-# At the end of a line: the deadline of the key's requests that name none, in milliseconds.
-DEADLINE = re.compile(r"(?:^|\s)deadline_ms=(?P<value>\S*)\s*$")
 # Seconds between two checks whether the file has changed.
 RELOAD_SECONDS = 1.0
 
@@ -84,32 +81,8 @@ def read_keys(file: str | Path) -> dict[str, str]:
                 f"line {number} of the keys {str(file)!r} is not a SHA-256 in hexadecimal; write keys there with "
                 "ditmesh serve --keys FILE --new-key NAME"
             )
-        name = match["name"] or ""
-        deadline_of(name, f"line {number} of the keys {str(file)!r}")
-        found[match["hash"]] = name
+        found[match["hash"]] = match["name"] or ""
     return found
-
-
-def deadline_of(name: str, where: str = "") -> int | None:
-    """The class of service of a key: the deadline of its requests that name none, in milliseconds; None: patient.
-
-    Args:
-        name: of the key, with the words behind it.
-        where: for the message.
-
-    Raises:
-        InputError: it is no number of milliseconds.
-    """
-    match = DEADLINE.search(name)
-    if match is None:
-        return None
-    value = match["value"]
-    if not value.isdecimal() or not 1 <= int(value[:12]) <= MOST_DEADLINE:
-        raise InputError(
-            f"{where}: deadline_ms={value[:20]} is no number of milliseconds from 1 to {MOST_DEADLINE}; write one, or "
-            "leave it out"
-        )
-    return int(value)
 
 
 class Keys:
@@ -121,8 +94,7 @@ class Keys:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._names = read_keys(file)
-        self._hashes = [value.encode() for value in self._names]
+        self._hashes = [value.encode() for value in read_keys(file)]
         self._stamp, self._looked = self._look(), time.monotonic()
         if not self._hashes:
             raise InputError(
@@ -137,9 +109,10 @@ class Keys:
             found |= hmac.compare_digest(given.encode(), known)
         return given if found else None
 
-    def deadline_ms(self, owner: str) -> int | None:
-        """The deadline of an owner's requests that name none; None: they are patient."""
-        return deadline_of(self._names.get(owner, ""))
+    def has(self, owner: str) -> bool:
+        """True if an owner's key is still in the file."""
+        self._refresh()
+        return owner.encode() in self._hashes
 
     def _look(self) -> tuple[int, int] | None:
         try:
@@ -156,8 +129,7 @@ class Keys:
         if (stamp := self._look()) == self._stamp:
             return
         try:
-            self._names = read_keys(self._file)
-            self._hashes = [value.encode() for value in self._names]
+            self._hashes = [value.encode() for value in read_keys(self._file)]
         except InputError:
             # The file is being written or is missing: the known keys stay valid until it can be read.
             return

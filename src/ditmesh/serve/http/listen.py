@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -18,6 +20,10 @@ from .streams import ended
 
 # Seconds for sending the last responses.
 SHUTDOWN_SECONDS = 5
+# Seconds between looks at whether the backend takes jobs.
+READY_POLL_SECONDS = 0.2
+
+logger = logging.getLogger("ditmesh.serve")
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -65,6 +71,7 @@ class HttpServer(uvicorn.Server):
         up: called when the server answers.
         leave: called by the second signal with its number; does not return.
         limits: of connections; default: those of the settings, as far as the process's descriptors go.
+        ready: called once when the backend takes jobs, with the seconds since the start.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class HttpServer(uvicorn.Server):
         up: Callable[[], None] = lambda: None,
         leave: Callable[[int], None] | None = None,
         limits: ConnectionLimits | None = None,
+        ready: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -93,7 +101,7 @@ class HttpServer(uvicorn.Server):
         )
         self._server: Server = app.state.server
         self._grace, self._up, self._leave = grace, up, leave
-        self._limits = limits
+        self._limits, self._ready = limits, ready
 
     async def run_on(self, listening: socket.socket) -> None:
         """Start the backend, serve on a bound socket, and stop.
@@ -108,17 +116,25 @@ class HttpServer(uvicorn.Server):
             failed = await backend.permanent_failure()
             self.should_exit = True
 
+        async def tell_ready() -> None:
+            began = time.monotonic()
+            while not backend.state().ready:
+                await asyncio.sleep(READY_POLL_SECONDS)
+            self._ready(time.monotonic() - began)
+
         # Before the ranks start, because they inherit the process's descriptor limit.
         limits = self._limits or ConnectionLimits.of_process(self._server.settings.max_connections)
         self._connections = Connections(limits)
         await backend.start()
-        watching = asyncio.ensure_future(watch()), asyncio.ensure_future(self._connections.watch())
+        watching = [asyncio.ensure_future(each) for each in (watch(), self._connections.watch(), tell_ready())]
         try:
             await self.serve(sockets=[listening])
         finally:
             for task in watching:
                 await ended(task)
             await self._server.stop(0.0)
+        state = backend.state()
+        logger.info("stopped; %d jobs wait for the next start", state.queued + state.running)
         if failed:
             raise ServerError(failed)
 

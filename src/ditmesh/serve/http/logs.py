@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import json
 import logging
+import sqlite3
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.files import finite
 from ...errors import DitmeshError, InputError
+from ...requirements import install_line
+from ..errors import without_quotes
 from ..types import ENDED, Event, Job
 from .metrics import Metrics
 from .streams import ended, iterate_and_close
@@ -32,11 +36,24 @@ class LineFormatter(logging.Formatter):
 
     Args:
         form: ``"json"`` or ``"text"``.
+        prompts: prompts may be in the log; without, of errors their kind and place are, and the text of those only
+            that the system raises: others may quote a request.
     """
 
-    def __init__(self, form: LogFormat) -> None:
+    def __init__(self, form: LogFormat, prompts: bool = False) -> None:
         super().__init__()
-        self._form = form
+        self._form, self._prompts = form, prompts
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the name of `logging`
+        """The traceback of an exception and of its causes."""
+        if self._prompts:
+            return super().formatException(ei)
+        error, parts = ei[1], []
+        while error is not None:
+            text = f": {error}" if isinstance(error, (OSError, MemoryError, sqlite3.Error)) else ""
+            parts.append("".join(traceback.format_tb(error.__traceback__)) + type(error).__name__ + text)
+            error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        return "\n\n".join(reversed(parts))
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
@@ -99,13 +116,18 @@ class RepeatFilter(logging.Filter):
         return True
 
 
-def log_config(form: LogFormat, level: str) -> dict[str, Any]:
-    """The configuration for `logging.config.dictConfig` and uvicorn, with this format for both loggers."""
+def log_config(form: LogFormat, level: str, prompts: bool = False) -> dict[str, Any]:
+    """The configuration for `logging.config.dictConfig` and uvicorn, with this format for both loggers.
+
+    Args:
+        form, prompts: see `LineFormatter`.
+        level: of our own messages.
+    """
     loggers = {"ditmesh": level, "uvicorn": "WARNING", "uvicorn.error": "WARNING", "asyncio": "WARNING"}
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"lines": {"()": LineFormatter, "form": form}},
+        "formatters": {"lines": {"()": LineFormatter, "form": form, "prompts": prompts}},
         "filters": {"sparing": {"()": RepeatFilter}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines", "filters": ["sparing"]}},
         "loggers": {
@@ -132,8 +154,7 @@ def otlp_traces() -> Iterator[Tracer]:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise InputError(
-            f"--otel needs OpenTelemetry ({error.name} is missing); pip install opentelemetry-sdk "
-            "opentelemetry-exporter-otlp-proto-http, or leave --otel out"
+            f"--otel needs OpenTelemetry ({error.name} is missing); {install_line('otel')}, or leave --otel out"
         ) from None
     provider = TracerProvider(resource=Resource.create({"service.name": "ditmesh"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -206,7 +227,9 @@ class JobWatch:
             facts["waited"] = round(seconds, 4)
         elif event.event == "restarted":
             self._metrics.restarts.inc()
-            facts |= event.data
+            facts |= event.data | {"reason": self._unquoted(job, event.data.get("reason", ""))}
+        elif event.event == "image":
+            self._tell_notes(job, event)
         elif event.event in ENDED:
             error = event.data.get("error") or {}
             self._metrics.ended.labels(event.event).inc()
@@ -214,10 +237,7 @@ class JobWatch:
             if "code" in error:
                 self._metrics.failures.labels(error["code"]).inc()
             facts |= {"seconds": round(seconds, 4)}
-            # A message about a request that cannot be done may quote it.
-            quotes = error.get("code") == "invalid_request" and not self._log_prompts
-            shown = ("code",) if quotes else ("code", "message")
-            facts |= {f"error_{name}": error[name] for name in shown if name in error}
+            facts |= self._error_facts(job, error)
         if span is not None and event.event != "preview":
             plain = {name: value for name, value in event.data.items() if isinstance(value, (int, float, str))}
             span.add_event(event.event, plain if event.event not in ENDED else {})
@@ -230,3 +250,21 @@ class JobWatch:
         if event.event not in ("queued", "step", "preview", "image"):
             level = logging.WARNING if event.event in ("failed", "restarted") else logging.INFO
             logger.log(level, "job %s", event.event, extra={"facts": facts})
+
+    @staticmethod
+    def _tell_notes(job: Job, event: Event) -> None:
+        for note in event.data.get("notes", ()):
+            logger.info("%s", note, extra={"facts": {"job": job.id}})
+
+    def _error_facts(self, job: Job, error: Mapping[str, str]) -> dict[str, str]:
+        """What the log says of a job's error."""
+        facts = {f"error_{name}": error[name] for name in ("code", "message") if name in error}
+        if error.get("code") == "invalid_request" and not self._log_prompts:
+            # It is about the request.
+            facts.pop("error_message", None)
+        return {name: self._unquoted(job, text) for name, text in facts.items()}
+
+    def _unquoted(self, job: Job, text: str) -> str:
+        """A text without what it quotes of a job's prompts, unless they may be logged."""
+        request = job.request
+        return text if self._log_prompts else without_quotes(text, (request.prompt, request.negative_prompt))

@@ -27,7 +27,6 @@ RANK_GAUGES = (
     ("step_seconds", "rank_step_seconds", "Time of the rank's last step"),
     ("waiting_seconds", "rank_waiting_seconds", "Of that, waiting for other ranks"),
     ("memory_bytes", "rank_memory_bytes", "Resident on the CPU, allocated on CUDA"),
-    ("kept_bytes", "rank_kept_bytes", "Kept of all open requests from step to step"),
 )
 
 

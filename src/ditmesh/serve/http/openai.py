@@ -36,7 +36,7 @@ ERROR_STATUSES = {"invalid_request": 400, "no_space": 507}
 # Fields of OpenAI's clients without an equivalent in diffusers: only the value without effect is accepted.
 NOT_HERE = {
     "quality": (("auto", "standard", "medium"), "say steps"),
-    "background": (("auto", "opaque"), "pictures have no transparency"),
+    "background": (("auto", "opaque"), "images have no transparency"),
     "moderation": (("auto", "low"), "nothing is moderated here"),
     "input_fidelity": ((), "say strength"),
     "style": ((), "say it in the prompt"),
@@ -199,14 +199,14 @@ STREAM_EVENTS = [f"image_{kind}.{what}" for kind in ("generation", "edit") for w
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": ImagesResponse,
-        "description": "The pictures; with `stream` events.",
+        "description": "The images; with `stream` events.",
         "content": {"text/event-stream": {"schema": event_schema([*STREAM_EVENTS, "error"])}},
     },
-    **described(401, 403, 404, 409, 413, 422, 429, 503, 507),
+    **described(401, 403, 404, 409, 413, 429, 503, 507),
 }
 
 
-@router.post("/generations", response_model=ImagesResponse, responses=ANSWERS, summary="Pictures from a prompt")
+@router.post("/generations", response_model=ImagesResponse, responses=ANSWERS, summary="Images from a prompt")
 async def generations(request: Request, body: ImageRequest, key: IdempotencyHeader = None) -> Response:
     """Generate images and wait for them. If the client disconnects, its job is cancelled."""
     server: Server = request.app.state.server
@@ -230,7 +230,7 @@ def _edit_form() -> dict[str, Any]:
     "/edits",
     response_model=ImagesResponse,
     responses=ANSWERS,
-    summary="Pictures from a prompt and a picture",
+    summary="Images from a prompt and an image",
     openapi_extra=_edit_form(),
 )
 async def edits(request: Request, key: IdempotencyHeader = None) -> Response:

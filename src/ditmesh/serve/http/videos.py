@@ -98,7 +98,7 @@ def _bodies() -> dict[str, Any]:
 @router.post(
     "",
     status_code=202,
-    responses=described(401, 403, 404, 409, 413, 422, 429, 503, 507),
+    responses=described(401, 403, 404, 409, 413, 429, 503, 507),
     summary="Submit a job of videos",
     openapi_extra=_bodies(),
 )

@@ -1,4 +1,4 @@
-// The page: its parts, the server's state, theme and views.
+// The page: its parts, the server's state, and the theme.
 
 import { follow, request } from "./api.js";
 import { $, write } from "./dom.js";
@@ -7,7 +7,6 @@ import * as jobs from "./jobs.js";
 
 const NAMES = { system: "Auto", light: "Light", dark: "Dark" };
 const THEMES = Object.keys(NAMES);
-const VIEWS = ["pictures", "devices"];
 
 let state = null;
 let stopState = null;
@@ -32,27 +31,6 @@ function theme() {
   };
 }
 
-const view = () => (VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : VIEWS[0]);
-
-function route() {
-  // Links within a view are none to another.
-  if (location.hash && !VIEWS.includes(location.hash.slice(1))) return;
-  for (const name of VIEWS) {
-    $(name).hidden = name !== view();
-    const link = document.querySelector(`nav a[href="#${name}"]`);
-    if (name === view()) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
-  showDevices();
-}
-
-// What is not seen at first is loaded when it is needed.
-async function showDevices() {
-  if (view() !== "devices" || !state) return;
-  const devices = await import("./devices.js");
-  devices.update(state);
-}
-
 async function loadModels() {
   const { data } = await request("v1/models");
   form.setModels(data);
@@ -66,7 +44,6 @@ function hear(next) {
   $("server").dataset.ready = next.ready;
   $("server").title = `ditmesh ${next.version}`;
   form.setReplicas(next.replicas);
-  showDevices();
   // A model's card is complete when it is loaded.
   const known = JSON.stringify(next.replicas.map((replica) => [replica.state, replica.models]));
   if (known !== models) {
@@ -91,8 +68,6 @@ function connect() {
 
 theme();
 form.start(jobs.submit);
-addEventListener("hashchange", route);
-route();
 document.addEventListener("visibilitychange", connect);
 const picture = (name) => async (...what) => (await import("./picture.js"))[name](...what);
 await Promise.allSettled([loadModels(), jobs.start(picture("open"), picture("compare"))]);

@@ -37,20 +37,6 @@ export function seconds(value) {
   return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
 }
 
-export function milliseconds(value) {
-  return value >= 1 ? `${value.toFixed(2)} s` : `${Math.round(value * 1000)} ms`;
-}
-
-export function bytes(value) {
-  const units = ["B", "kB", "MB", "GB", "TB"];
-  let place = 0;
-  while (value >= 1000 && place < units.length - 1) {
-    value /= 1000;
-    place += 1;
-  }
-  return `${place && value < 100 ? value.toFixed(1) : Math.round(value)} ${units[place]}`;
-}
-
 export const count = (number, noun) => `${number} ${noun}${Number(number) === 1 ? "" : "s"}`;
 
 export const time = (value) => new Date(value * 1000).toLocaleString();

@@ -68,7 +68,6 @@ function setModel(next) {
   const former = card;
   const known = former && sizes(former).includes(fields.size.value) ? former : null;
   card = next;
-  $("deadline-field").hidden = !next.deadlines;
   // A value that is the former model's default becomes the new one's.
   for (const name of ["steps", "guidance"]) {
     if (fields[name].value === String(former?.[name] ?? "")) fields[name].value = next[name] ?? "";
@@ -224,7 +223,7 @@ function body() {
     ...(height && { height }),
     ...(steps && { steps }),
     ...(fields.guidance.value !== "" && { guidance: number("guidance", false) }),
-    ...(card?.deadlines && fields.deadline.value !== "" && { deadline_ms: Math.ceil(1000 * number("deadline", false)) }),
+    ...(fields.deadline.value !== "" && { deadline_ms: Math.ceil(1000 * number("deadline", false)) }),
     ...(loras.length && { loras }),
     ...(given.length && { inputs: given }),
     ...(!Number.isNaN(strength) && { strength }),

@@ -22,7 +22,6 @@ const ROWS = [
   ["Ranks", ({ devices, device }) => devices && `${devices} (${device})`],
   ["Configuration", ({ config }) => config && (settings(Object.entries(config).filter(telling)) || "one device")],
   ["Time", ({ seconds: taken }) => taken != null && seconds(taken)],
-  ["Restarts", ({ restarts }) => restarts?.map((each) => `step ${each.step}: ${each.from} to ${each.to} ranks`).join("; ")],
   ["Files", ({ files }) => files?.map(({ role, digest, scale }) => `${role} ${digest.slice(0, 12)} × ${scale}`).join(", ")],
   ["Weights", ({ weights_digest: digest }) => digest?.slice(0, 16)],
   ["Versions", ({ versions }) => versions && settings(Object.entries(versions), " ")],

@@ -8,15 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ..errors import StorageError
+from ..errors import StorageError, without_quotes
 from ..offers import ServedModel
-from ..schedule.core import Scheduler, Task, forecast
-from ..schedule.costs import Mode, StepCosts
 from ..settings import ServiceSettings
-from ..types import Job, JobError, JobImage, JobRequest, ReplicaState
+from ..types import Job, JobError, JobImage, ReplicaState
 from ..worker.protocol import (
     Beat,
     Cancelled,
@@ -45,10 +43,8 @@ SWITCH = 2.0
 # them; and before all jobs fail, or the server ends if none has ever served.
 LOADS, STARTS, MOST_STARTS = 2, 3, 6
 
-# Weight of a new measurement of the seconds that a result takes from its pipeline's end to its job's.
-DELIVERED = 0.3
-# Images that are given to a pool of ranks at a time.
-POOLED = 64
+# Why an image begins again whose ranks have been told to stop.
+STOPPING = "the server is stopping"
 
 TaskReport = TaskBegan | TaskStepped | Preview | Paused | Finished | TaskFailed | Cancelled
 
@@ -60,13 +56,12 @@ class ReplicaSlot:
     Attributes:
         up: it takes commands.
         models: names of those loaded.
-        loading: the model that it was told to load.
+        loading: the model that it was told to load; asked: when, on the monotonic clock.
         running: its tasks, by id: jobs and numbers of images.
         exclusive_job: the job that has it for itself, since ranks have failed under it.
         reserved: no task is given to it until it has none: then such a job gets it.
         failures: how often its ranks have failed since they last loaded a model.
         final: they are not started again.
-        modes: of a pool, by model, in which ranks share calls; costs: what calls take there.
     """
 
     replica: Replica
@@ -74,13 +69,12 @@ class ReplicaSlot:
     up: bool = False
     models: set[str] = field(default_factory=set)
     loading: str = ""
+    asked: float = 0.0
     running: dict[str, tuple[JobState, int]] = field(default_factory=dict)
     exclusive_job: str = ""
     reserved: bool = False
     failures: int = 0
     final: bool = False
-    modes: dict[str, list[Mode]] = field(default_factory=dict)
-    costs: StepCosts = field(default_factory=StepCosts)
 
     @property
     def gave_up(self) -> bool:
@@ -111,17 +105,11 @@ class Dispatcher:
         """Prepare a replica for each of ``launchers``; for the other arguments see `Service`."""
         self._jobs, self._models = jobs, models
         self._most_loaded, self._most_running = settings.max_loaded, settings.max_batch
-        self._weights, self._ranks = settings.weights or {}, settings.devices
-        if settings.schedule == "adaptive":
-            # The ranks themselves decide which of them take steps.
-            self._most_running = POOLED
         self.slots = []
         for number, make in enumerate(launchers):
             name = f"replica-{number}"
             replica = Replica(name, make, self._receive, settings, function)
             self.slots.append(ReplicaSlot(replica, ReplicaState(name=name, state="starting")))
-        # By model, see `DELIVERED`.
-        self._delivery: dict[str, float] = {}
         self._slot_of = {slot.replica: slot for slot in self.slots}
         # Failed loads by model; whether any model has been loaded.
         self._failed_loads: dict[str, int] = {}
@@ -246,7 +234,7 @@ class Dispatcher:
         return choose
 
     def _load(self, slot: ReplicaSlot, name: str) -> None:
-        slot.loading = name
+        slot.loading, slot.asked = name, time.monotonic()
         slot.replica.send(Load(self._models[name].spec, self._most_loaded))
 
     def _start(self, slot: ReplicaSlot, live: JobState, picture: int) -> None:
@@ -255,39 +243,7 @@ class Dispatcher:
         slot.running[task] = (live, picture)
         paths = {one.digest: self._jobs.results.input(one.digest) for one in request.inputs}
         files = {digest: str(path) for digest, path in paths.items() if path is not None}
-        within = None
-        if request.deadline_ms is not None:
-            # The ranks' part: what comes after them has its share.
-            within = live.job.created + request.deadline_ms / 1000 - time.time() - self._delivery.get(live.model, 0.0)
-        weight = self._weights.get(live.owner, 1.0)
-        slot.replica.send(Start(PictureTask(task, live.model, request, picture, files, live.owner, weight, within)))
-
-    def possible(self, request: JobRequest, owner: str) -> float | None:
-        """Seconds until a pool could finish a request, after accepted jobs that are due before it; None: not known."""
-        slots = [slot for slot in self.slots if slot.up and slot.costs.knows(request.model)]
-        model, now = self._models[request.model], time.time()
-
-        def tasks_of(live: JobState, pictures: Sequence[int]) -> list[Task]:
-            of = self._models[live.model]
-            return [of.task(live.task(n), live.job, live.progress.get(n, 0), live.owner) for n in pictures]
-
-        waiting: list[Task] = []
-        for live in self._jobs.live_jobs.values():
-            if not live.ended:
-                done = {image.index for image in live.job.images if image.url is not None}
-                waiting += tasks_of(live, [n for n in range(live.job.request.n) if n not in {*done, *live.tasks}])
-        found = []
-        for number, slot in enumerate(slots):
-            scheduler = Scheduler(self._ranks, slot.modes)
-            tasks = [task for live, n in slot.running.values() for task in tasks_of(live, [n])]
-            # Of what waits every replica gets its share.
-            tasks += waiting[number :: len(slots)]
-            job = Job(id="", status="queued", request=request, created=now)
-            wish = [model.task(f"wish/{n}", job, 0, owner) for n in range(request.n)]
-            found.append(
-                forecast(scheduler, slot.costs, now, tasks, wish).seconds + self._delivery.get(request.model, 0.0)
-            )
-        return min(found, default=None)
+        slot.replica.send(Start(PictureTask(task, live.model, request, picture, files, live.owner)))
 
     # ---- from replicas
 
@@ -329,7 +285,8 @@ class Dispatcher:
                 logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
             state.state, state.models = "ready", sorted(slot.models)
             state.mesh, state.strategy = dict(said.mesh), said.strategy
-            slot.modes[said.name] = [Mode(*mode) for mode in said.modes]
+            facts = {"model": said.name, "configuration": said.strategy, "replica": state.name}
+            logger.info("model ready", extra={"facts": facts | {"seconds": round(time.monotonic() - slot.asked, 1)}})
         elif isinstance(said, ModelFailed):
             slot.loading, slot.models = "", slot.models - set(said.unloaded)
             state.message, state.models = said.message, sorted(slot.models)
@@ -341,8 +298,6 @@ class Dispatcher:
             state.ranks, state.bytes = list(said.ranks), dict(said.bytes)
             state.batch, state.calls, state.rows = said.batch, said.calls, said.rows
             state.synchronous_steps, state.drift = said.synchronous_steps, said.drift
-            if said.costs is not None:
-                slot.costs.take(said.costs)
 
     async def _apply_task_report(self, slot: ReplicaSlot, live: JobState, picture: int, said: TaskReport) -> None:
         if isinstance(said, (Finished, TaskFailed, Cancelled)):
@@ -382,9 +337,10 @@ class Dispatcher:
             width=said.width,
             height=said.height,
             receipt=dict(said.receipt),
+            notes=[said.receipt["cut"]] if said.receipt.get("cut") else [],
         )
         self._jobs.throughput.done(live.work)
-        queue, results, received = self._jobs.queue, self._jobs.results, time.monotonic()
+        queue, results = self._jobs.queue, self._jobs.results
 
         def change() -> Job | None:
             file = results.write(live.id, picture, said.data)
@@ -399,9 +355,6 @@ class Dispatcher:
                 live.log.publish("image", image.model_dump(mode="json"))
                 if live.ended:
                     self._jobs.end(live, job)
-                seconds = said.seconds + time.monotonic() - received
-                before = self._delivery.get(live.model, seconds)
-                self._delivery[live.model] = before + DELIVERED * (seconds - before)
 
         await self._jobs.write(live, change, then)
 
@@ -433,6 +386,8 @@ class Dispatcher:
     async def _down(self, slot: ReplicaSlot, said: RanksDown) -> None:
         """Handle the end of ranks: their tasks begin again, or fail if the ranks ended while running only them."""
         tasks, loading = list(slot.running.values()), slot.loading
+        # All clients are told, and the log.
+        said = replace(said, why=_unquoted(said.why, [live for live, _ in tasks]))
         slot.up, slot.loading, slot.exclusive_job, slot.reserved = False, "", "", False
         slot.running, slot.models = {}, set()
         state = slot.state
@@ -454,7 +409,7 @@ class Dispatcher:
                 why = f"{said.why}; it was the second time for this job"
                 await self._fail(live, JobError(code=said.code, message=why))
             else:
-                await self._restart(live, pictures, said.why, counts=bool(said.why) and not loading)
+                await self._restart(live, pictures, said.why or STOPPING, counts=bool(said.why) and not loading)
         if loading and said.why:
             await self._load_failed(loading, JobError(code=said.code, message=said.why), 1)
         if said.why and (why := self.failure_reason):
@@ -481,3 +436,9 @@ class Dispatcher:
             self._give_up(error.message)
         else:
             await self._fail_waiting(error, name)
+
+
+def _unquoted(why: str, lives: Sequence[JobState]) -> str:
+    """A reason without what it quotes of the prompts of some jobs."""
+    requests = [live.job.request for live in lives]
+    return without_quotes(why, [text for request in requests for text in (request.prompt, request.negative_prompt)])

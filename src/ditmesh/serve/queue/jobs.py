@@ -237,7 +237,9 @@ class JobStore:
     def _submit(self, id: str, request: JobRequest, owner: str, work: float, key: IdempotencyKey | None) -> Job:
         self.results.check_space()
         for one in request.inputs:
-            if self.results.input(one.digest) is None:
+            # Of other owners' images a digest is not enough; those that are being sent are in no job yet.
+            own = self._pending_inputs[one.digest] > 0 or not owner or self.queue.needs(one.digest, owner)
+            if not own or self.results.input(one.digest) is None:
                 raise InputError(f"input {one.digest[:16]}… is not on the server any more; send the image again")
         return self.queue.submit(id, request, owner, work, self.throughput.rate, key)
 
@@ -388,7 +390,7 @@ class JobStore:
             path, media = self.results.path(id, file)
             if path.exists():
                 return ResultFile(path, media)
-        raise UnknownJob(f"job {id} has no picture {index}, or not yet")
+        raise UnknownJob(f"job {id} has no image {index}, or not yet")
 
     @property
     def first_event(self) -> int:

@@ -3,7 +3,7 @@
 Fair over owners by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with images as packets: an owner's
 image begins at the virtual time up to which the owner has used the ranks, and the earliest one goes first. One owner
 with a thousand jobs delays another one's first image by one image, not by a thousand. Priorities count among the
-jobs of one owner.
+jobs of one owner, and deadlines among those of one priority.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
-import os
 import sqlite3
 import threading
 import time
@@ -38,6 +37,8 @@ FILE, LOCK = "queue.sqlite", "lock"
 VERSION, APPLICATION = 1, 0x646D7368
 # The placeholder for a prompt that cannot be read.
 UNREADABLE = "(not readable)"
+# Seconds to wait for a program that has locked the file.
+LOCKED_SECONDS = 5.0
 # Seconds after which a client should retry: without measurements, and at least.
 UNMEASURED, SOONEST = 5.0, 1.0
 
@@ -55,6 +56,7 @@ CREATE TABLE jobs (
     waiting INTEGER NOT NULL,
     attempt INTEGER NOT NULL DEFAULT 1,
     created REAL NOT NULL,
+    due REAL,
     started REAL,
     finished REAL,
     expires REAL,
@@ -82,7 +84,7 @@ CREATE TABLE facts (name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
 INSERT INTO facts VALUES ('clock', 0), ('runs', 0);
 """
 
-# Columns that a file of an earlier server may lack.
+# Tables that a file of an earlier server may lack; it may lack the column `jobs.due` as well.
 LATER_TABLES = """
 CREATE TABLE IF NOT EXISTS keys (
     owner TEXT NOT NULL,
@@ -95,8 +97,9 @@ CREATE INDEX IF NOT EXISTS keys_job ON keys (job);
 """
 
 # Which image is next: of jobs that ranks have failed under; then of the owner who has had the least; of that owner
-# the most urgent, then the oldest. A priority orders its owner's jobs: any client may ask for the highest.
-ORDER = "j.attempt > 1 DESC, max(coalesce(o.used, 0), c.value), j.priority DESC, j.number"
+# the most urgent (`_urgency`). Priorities and deadlines order their owner's jobs: any client may ask for the highest,
+# and the earliest.
+ORDER = "j.attempt > 1 DESC, max(coalesce(o.used, 0), c.value), "
 WAITING = (
     "FROM jobs j LEFT JOIN owners o ON o.owner = j.owner JOIN facts c ON c.name = 'clock' "
     "WHERE j.waiting > 0 AND j.status IN ('queued', 'running')"
@@ -194,7 +197,7 @@ class Queue:
             self._resources.close()
 
     def _open(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(self.path, LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             db.row_factory = sqlite3.Row
             db.execute("PRAGMA foreign_keys = ON")
@@ -211,8 +214,10 @@ class Queue:
             if state != "ok":
                 raise sqlite3.DatabaseError(f"malformed: {state}")
             if tables:
-                db.execute("PRAGMA journal_mode = WAL")
-                db.executescript(f"BEGIN; {LATER_TABLES} COMMIT;")
+                _use_log(db)
+                columns = {row["name"] for row in db.execute("PRAGMA table_info(jobs)")}
+                due = "" if "due" in columns else "ALTER TABLE jobs ADD COLUMN due REAL;"
+                db.executescript(f"BEGIN; {LATER_TABLES} {due} COMMIT;")
             else:
                 self._create(db)
         except BaseException:
@@ -220,23 +225,25 @@ class Queue:
             raise
         return db
 
-    def _create(self, db: sqlite3.Connection) -> None:
+    @staticmethod
+    def _create(db: sqlite3.Connection) -> None:
         """Make the tables of an empty file.
 
         No job has been accepted yet, so that one wait for the disk is enough instead of seven: on a busy disk each
-        takes seconds, and the server answers no request before. The tables are in the log, which the first change
-        after them puts on disk.
+        takes seconds, and the server answers no request before. It is for the file's first page, which says that
+        there is a log: a log beside an empty file would be dropped. The tables are in the log, which the first change
+        after them puts on disk, with the names of both files.
+
+        SQLite does all of this. Nothing else in the process may open the file, not even to read it: closing it would
+        release all locks of the process on it, SQLite's too, and the next program that looks into the file would take
+        itself for the last one and remove the log.
         """
         stamp = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
+        # The page is written without a file for its rollback: there is nothing to go back to.
+        db.execute("PRAGMA journal_mode = MEMORY")
+        _use_log(db)
         db.execute("PRAGMA synchronous = OFF")
-        db.execute("PRAGMA journal_mode = WAL")
         db.executescript(f"BEGIN; {TABLES} {LATER_TABLES} {stamp} COMMIT;")
-        # A log beside an empty file would be dropped.
-        try:
-            with self.path.open("rb+") as file:
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise storage_error(f"cannot open {self.path}", error) or error from error
         db.execute("PRAGMA synchronous = FULL")
 
     def _move_aside(self) -> Path:
@@ -320,12 +327,14 @@ class Queue:
             if key is not None and (before := self._repeated(db, owner, key)) is not None:
                 return before
             self._check_bounds(db, request.n, owner, rate)
+            now = self._now()
+            due = None if request.deadline_ms is None else now + request.deadline_ms / 1000
             number = db.execute(
-                "INSERT INTO jobs (id, owner, status, model, priority, request, n, work, waiting, created) "
-                "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO jobs (id, owner, status, model, priority, request, n, work, waiting, created, due) "
+                "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     *(id, owner, request.model, request.priority, request.model_dump_json()),
-                    *(request.n, work, request.n, self._now()),
+                    *(request.n, work, request.n, now, due),
                 ),
             ).lastrowid
             digests = {given.digest for given in request.inputs}
@@ -376,7 +385,7 @@ class Queue:
             ("", everyone["pictures"], self.most) if over > 0 else (" of yours", mine["pictures"], self.most_per_owner)
         )
         raise QueueFull(
-            f"{number} pictures{mine_or_all} wait already, and {bound} may; ask again in {after:.0f} s", round(after, 1)
+            f"{number} images{mine_or_all} wait already, and {bound} may; ask again in {after:.0f} s", round(after, 1)
         )
 
     def head(self, models: Collection[str] | None = None, job: str | None = None, again: bool = True) -> NextJob | None:
@@ -395,7 +404,7 @@ class Queue:
             query, values = f"{query} AND j.id = ?", [*values, job]
         if not again:
             query += " AND j.attempt = 1"
-        for row in self._rows(f"{query} ORDER BY {ORDER} LIMIT 1", *values):
+        for row in self._rows(f"{query} ORDER BY {ORDER}{_urgency(self._now())} LIMIT 1", *values):
             return NextJob(row["id"], row["model"], row["priority"], row["attempt"] > 1, row["created"])
         return None
 
@@ -531,14 +540,14 @@ class Queue:
         query = (
             "SELECT j.id, j.owner, j.status, j.priority, j.attempt > 1 AS again, j.work, j.waiting, "
             f"max(coalesce(o.used, 0), c.value) AS used {WAITING} "
-            "ORDER BY j.attempt > 1 DESC, j.priority DESC, j.number"
+            f"ORDER BY j.attempt > 1 DESC, {_urgency(self._now())}"
         )
         rows = self._rows(query)
         used = {row["owner"]: row["used"] for row in rows}
         lines: dict[int, dict[str, deque[Any]]] = {}
         for number, row in enumerate(rows):
             line = lines.setdefault(-row["again"], {}).setdefault(row["owner"], deque())
-            line.append([(-row["priority"], number), row["waiting"], row])
+            line.append([number, row["waiting"], row])
         places: dict[str, QueuePlace] = {}
         before = 0.0
         for _, owners in sorted(lines.items()):
@@ -592,9 +601,11 @@ class Queue:
         """Ids of all jobs."""
         return {row[0] for row in self._rows("SELECT id FROM jobs")}
 
-    def needs(self, digest: str) -> bool:
-        """True if a job has this input."""
-        return bool(self._rows("SELECT 1 FROM inputs WHERE digest = ?", digest))
+    def needs(self, digest: str, owner: str | None = None) -> bool:
+        """True if a job has this input; ``owner``: one of this owner's."""
+        query = "SELECT 1 FROM inputs i JOIN jobs j ON j.number = i.job WHERE i.digest = ?"
+        rest = [] if owner is None else [owner]
+        return bool(self._rows(f"{query}{' AND j.owner = ?' * len(rest)} LIMIT 1", digest, *rest))
 
     def inputs(self) -> set[str]:
         """Digests of the inputs of all jobs."""
@@ -634,6 +645,15 @@ class Queue:
         )
 
 
+def _urgency(now: float) -> str:
+    """The order of one owner's jobs: the highest priority, then the earliest deadline, then the oldest job.
+
+    A job that is late waits like one without a deadline: before others it would make those late as well.
+    """
+    due = f"CASE WHEN j.due > {now!r} THEN j.due END"
+    return f"j.priority DESC, {due} IS NULL, {due}, j.number"
+
+
 def _request(row: sqlite3.Row) -> JobRequest:
     """A job's request; if another version wrote it, only the known fields."""
     with contextlib.suppress(ValidationError):
@@ -642,6 +662,19 @@ def _request(row: sqlite3.Row) -> JobRequest:
         fields = json.loads(row["request"])
         return JobRequest.model_validate({name: fields[name] for name in JobRequest.model_fields if name in fields})
     return JobRequest(model=row["model"], prompt=UNREADABLE, n=row["n"], seed=0)
+
+
+def _use_log(db: sqlite3.Connection) -> None:
+    """Let a file have a log; for this SQLite does not wait until no other program reads the file."""
+    limit = time.monotonic() + LOCKED_SECONDS
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if failure_kind(error) != "locked" or time.monotonic() > limit:
+                raise
+            time.sleep(0.02)
 
 
 def _give_back(db: sqlite3.Connection, which: str) -> int:

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -16,18 +15,27 @@ from PIL import Image
 
 from ...comm.mesh import Mesh
 from ...core.digests import WeightDigests, digest
-from ...engine import Engine, denoisers, engine_of, parallelize
+from ...engine import Engine, engine_of, parallelize
 from ...engine.first_call import FirstCall
 from ...errors import ConfigError, InputError, shortened
 from ...generate.arguments import check_call
-from ...generate.files import IMAGE_ARGUMENTS, InputFile, adapter, check_mask_support, partial_fits, pipeline_for
+from ...generate.cut_prompts import CutPrompts
+from ...generate.files import IMAGE_ARGUMENTS, InputFile, adapter, check_mask_support, pipeline_for
 from ...generate.job import PictureJob, check_config, check_content, check_layout, job_for
 from ...generate.loras import LAYERS
 from ...generate.model_info import ModelInfo, find_model
 from ...generate.outputs import PipelineOutput
 from ...generate.preview import latent_colours
 from ...generate.receipt import Receipt
-from ...generate.runner import PipelineRunner, Prepared, check_job_memory, rank_of_process, receipt_facts, share_of
+from ...generate.runner import (
+    PipelineRunner,
+    Prepared,
+    check_job_memory,
+    configured,
+    rank_of_process,
+    receipt_facts,
+    share_of,
+)
 from ...generate.shape import input_size
 from ...generate.video import FPS
 from ...media.videos import check_video_library
@@ -35,14 +43,11 @@ from ...recipe import RECIPE
 from ...request import PictureRequest
 from ...strategies.vae.parallel import BandedVae
 from ..offers import ModelSpec, check_format
-from ..schedule.costs import ALONE, Mode
 from ..types import ModelCard
-from .batching import Batcher, PipelineTask, copied
-from .placements import Placements, alone_mesh
-from .pooled import PoolBatcher
+from .batching import Batcher
+from .coroutines import PipelineTask, copied
 from .protocol import PictureTask
 from .rendezvous import HostAllGather
-from .room import open_requests
 
 # Each rank decodes whole images: bands of one image would need all ranks at the same time.
 RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BandedVae)
@@ -56,35 +61,22 @@ TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_
 
 
 class LoadedModel:
-    """A model of a server. Every rank makes one at the same time, with the same arguments.
-
-    Args:
-        exchange: all-gather of the ranks, with the deadline of their collectives.
-        undo: resources that all ranks free at the same time if it cannot be loaded.
+    """A model of a server; `open` loads it. Every rank opens one at the same time, with the same arguments.
 
     Attributes:
         colours: of its latents, for previews, which rank 0 makes; None: it has none.
         card: the fields of its `ModelCard` that loading shows.
-        room: requests of the default size that may be open, where something is kept of each from step to step.
-
-    Raises:
-        InputError: it cannot be loaded, or does not fit into memory. LayoutError: its tokens cannot be placed.
+        batcher: runs its requests' calls.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        device: torch.device,
-        exchange: HostAllGather,
-        undo: ExitStack,
-    ) -> None:
-        self.spec, self.device = spec, device
-        # In a pool every rank has the model for itself.
-        pooled = spec.pool > 0
-        rank, size = (0, 1) if pooled else (exchange.rank, exchange.size)
+    batcher: Batcher
+    card: dict[str, Any]
+    kind: str
+
+    def __init__(self, spec: ModelSpec, device: torch.device, exchange: HostAllGather) -> None:
+        self.spec, self.device, self._exchange = spec, device, exchange
         self.info: ModelInfo = find_model(spec.model)
         self._files = tuple(replace(adapter("lora", path), scale=1.0) for path in spec.loras.values())
-        self._exchange, self._undo = (_itself if pooled else exchange), undo
         self._options = {
             "dtype": spec.dtype,
             "variant": spec.variant,
@@ -94,115 +86,112 @@ class LoadedModel:
         }
         if exchange.deadline is not None:
             self._options["timeout"] = exchange.deadline
-        if size > 1:
-            check_layout(self.info)
-        if not isinstance(spec.config, str):
-            check_config(spec.config, self.info, size)
-            if spec.config.vae == "bands":
-                raise ConfigError(
-                    "vae='bands' is for one request at a time, and a server decodes pictures of several on a rank "
-                    "each; leave vae out"
-                )
-        # An embedded or class-conditional model accepts only some prompts.
-        request = PictureRequest(prompt=next(iter(self.info.labels), "a picture"))
-        self._job = job_for(self.info, request, "", config=spec.config, files=self._files, **self._options)
-        runner, mesh = self._load(), self._mesh
-        if pooled:
-            # Any rank may write a receipt; the digests are made once.
-            runner.facts = exchange(runner.facts)[0]
-        pipe, self.kind = runner.pipe, runner.kind.__name__
-        template = PipelineRunner(copy.copy(pipe), device)
-        runner.parallelize(self._job, mesh, RECIPE_OF_SERVERS)
-        if mesh is not None:
-            # Its process groups are freed with the engine.
-            engine_of(pipe).own_mesh()
-            self._undo.pop_all()
-        # By class: the parallel pipeline, and the template of its tasks' copies.
-        self._runners = {self.kind: (runner, template)}
-        if isinstance(engine_of(pipe), FirstCall):
-            # Its layout is derived from a call.
-            with torch.no_grad():
-                pipe(**self._trial(runner).arguments)
-        batcher = PoolBatcher if pooled else Batcher
-        self.batcher = batcher(pipe, template.pipe, self._exchange, rank, size, spec.together)
-        if spec.offload != "none" and not self.batcher.alone:
-            self.batcher.run_alone(f"offload={spec.offload!r} moves components between the calls of one request")
-        self.batcher.adapt(())
-        # Bytes that are kept of a request of the default size, as found with a smaller one.
-        self._kept = 0.0
-        if isinstance(self.batcher, PoolBatcher):
-            self._open_placements(self.batcher)
-        self._try(template)
-        self.card = self._card(template)
-        self.room = self._room()
-        if pooled:
-            # Calls that cannot be joined still take turns.
-            self.batcher.why = ""
+
+    @classmethod
+    def open(cls, spec: ModelSpec, device: torch.device, exchange: HostAllGather, undo: ExitStack) -> LoadedModel:
+        """Load a model, parallelise it, and find out whether its requests can share calls. Collective.
+
+        Args:
+            exchange: all-gather of the ranks, with the deadline of their collectives.
+            undo: resources that all ranks free at the same time if it cannot be loaded.
+
+        Raises:
+            InputError: it cannot be loaded, or does not fit into memory. LayoutError: its tokens cannot be placed.
+        """
+        model = cls(spec, device, exchange)
+        model._check()
+        mesh = model._open_mesh(undo)
+        runner = model._load(mesh)
+        template = model._parallelise(runner, mesh, undo)
+        model._open_batcher(runner, template)
+        model.card = model._card(template)
+        return model
 
     @property
     def engine(self) -> Engine:
         """The engine of the pipeline."""
         return self.batcher.engine
 
-    @property
-    def modes(self) -> list[Mode]:
-        """The ways in which ranks of a pool make its calls."""
-        return [ALONE] if self._placements is None else self._placements.modes
-
-    def _open_placements(self, batcher: PoolBatcher) -> None:
-        """Prepare the ways in which ranks of a pool share a call. Every rank calls this at the same time."""
-        if batcher.why:
-            raise ConfigError(
-                f"model {self.spec.name} cannot be scheduled by the step ({batcher.why}); serve it with "
-                "--schedule fixed"
-            )
-        assert self._placements is not None
-        layouts = {id(model.model): model.layout for model in self.engine.models}
-        timeout, ways = self._job.timeout, ExitStack()
-        self._placements.open(self.engine.config, layouts, self.device, timeout, RECIPE_OF_SERVERS, ways)
-        batcher.placements, self._ways = self._placements, ways
-
     def close(self) -> None:
         """Free everything. Every rank calls this at the same time."""
-        if self._ways is not None:
-            self._ways.close()
         self.batcher.close()
+        self._cuts.close()
         self._runners.clear()
-        del self.batcher, self._mesh
+        del self.batcher
         # The mesh frees its groups; weights are not restored.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load(self) -> PipelineRunner:
-        job, self._mesh = self._job, None
-        self._placements: Placements | None = None
-        self._ways: ExitStack | None = None
-        if job.check_memory:
-            check_job_memory(job, self.device)
-        if self.spec.pool and not isinstance(job.config, str):
-            self._mesh = alone_mesh(job.config, self.device, job.timeout)
-            self._undo.callback(self._mesh.close)
-        elif not isinstance(job.config, str):
-            self._mesh = Mesh(job.config, device=self.device, timeout=job.timeout)
-            self._undo.callback(self._mesh.close)
+    # --- opening -----------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Refuse what the model's files and its settings rule out, before any weight is read."""
+        spec, size = self.spec, self._exchange.size
+        if size > 1:
+            check_layout(self.info)
+        if not isinstance(spec.config, str):
+            check_config(spec.config, self.info, size)
+            if spec.config.vae == "bands":
+                raise ConfigError(
+                    "vae='bands' is for one request at a time, and a server decodes images of several on a rank "
+                    "each; leave vae out"
+                )
+        # An embedded or class-conditional model accepts only some prompts.
+        request = PictureRequest(prompt=next(iter(self.info.labels), "a picture"))
+        self._job = job_for(self.info, request, "", config=spec.config, files=self._files, **self._options)
+        self._job, _ = configured(self._job, self.device)
+        if self._job.check_memory:
+            check_job_memory(self._job, self.device)
+
+    def _open_mesh(self, undo: ExitStack) -> Mesh | None:
+        """The mesh of a given configuration; None: the engine chooses one."""
+        config = self._job.config
+        if isinstance(config, str):
+            return None
+        mesh = Mesh(config, device=self.device, timeout=self._job.timeout)
+        undo.callback(mesh.close)
+        return mesh
+
+    def _load(self, mesh: Mesh | None) -> PipelineRunner:
+        """Read the pipeline, or this rank's share of it, and the facts of its receipts."""
+        job = self._job
         # Digests with some of the adapters are made of whole weights.
-        share = None if self._files else share_of(job, self._mesh)[0]
+        share = None if self._files else share_of(job, mesh)[0]
         runner = PipelineRunner.load(job, self.device, share, checked=False, together=True)
         runner.facts = receipt_facts(job.config, runner.pipe, self.device, share)
         digests = WeightDigests(runner.pipe).look() if job.files else {}
         self._weights = {name: value for name, (value, _) in digests.items()}
-        if self.spec.pool:
-            # Before anything is installed on them.
-            alone = self.spec.pool == 1 or hasattr(runner.pipe, "controlnet")
-            models = denoisers(runner.pipe)
-            self._placements = Placements(
-                models, 1 if alone else self.spec.pool, self.info.heads or 1, True, self.spec.widest
-            )
         names = {file.path: name for name, file in zip(self.spec.loras, job.files, strict=True)}
-        self._notes = {names[path]: note for path, note in partial_fits(runner.pipe, job.files).items()}
-        self.colours = latent_colours(runner.pipe) if self.spec.pool or rank_of_process() == 0 else None
+        self._notes = {names[path]: note for path, note in runner.notes.items()}
+        self.colours = latent_colours(runner.pipe) if rank_of_process() == 0 else None
         return runner
+
+    def _parallelise(self, runner: PipelineRunner, mesh: Mesh | None, undo: ExitStack) -> PipelineRunner:
+        """Parallelise the pipeline; returns the template of its tasks' copies."""
+        pipe, self.kind = runner.pipe, runner.kind.__name__
+        template = PipelineRunner(copy.copy(pipe), self.device)
+        runner.parallelize(self._job, mesh, RECIPE_OF_SERVERS)
+        if mesh is not None:
+            # Its process groups are freed with the engine.
+            engine_of(pipe).own_mesh()
+            undo.pop_all()
+        # By class: the parallel pipeline, and the template of its tasks' copies.
+        self._runners = {self.kind: (runner, template)}
+        self._cuts = CutPrompts(pipe)
+        if isinstance(engine_of(pipe), FirstCall):
+            # Its layout is derived from a call.
+            with torch.no_grad():
+                pipe(**self._trial(runner).arguments)
+        return template
+
+    def _open_batcher(self, runner: PipelineRunner, template: PipelineRunner) -> None:
+        exchange, spec = self._exchange, self.spec
+        self.batcher = Batcher(runner.pipe, template.pipe, exchange, exchange.rank, exchange.size, spec.together)
+        if spec.offload != "none" and not self.batcher.why:
+            self.batcher.run_alone(f"offload={spec.offload!r} moves components between the calls of one request")
+        self.batcher.adapt(())
+        self._try(template)
 
     # --- looking at it -----------------------------------------------------------------------------------------
 
@@ -226,59 +215,24 @@ class LoadedModel:
     def _try(self, template: PipelineRunner) -> None:
         """Test with a small image whether calls of several requests can be joined."""
         batcher = self.batcher
-        if batcher.alone:
+        if batcher.why:
             return
         try:
             # Before any collective: an error here occurs on all ranks.
             own = copied(template.pipe)
             trial = self._trial(template)
             run = PipelineTask(own, trial.arguments, 0, self.device)
-            # Of a request of the default size as much more is kept as it has pixels.
-            scale = self._pixels(trial)
         except Exception as error:
             batcher.run_alone(f"it cannot be tried ({shortened(error)})")
             return
         with torch.no_grad():
-            while not run.ended and not batcher.alone:
-                if batcher.turns:
-                    trouble = batcher.turn(run)
-                    self._kept = max(self._kept, batcher.kept_bytes() * scale)
-                else:
-                    if batcher.steps(run):
-                        batcher.check_joining(run)
-                    trouble = None if batcher.why else batcher.round([run], {})
+            while not run.ended and not batcher.why:
+                if batcher.steps(run):
+                    batcher.check_joining(run)
+                trouble = None if batcher.why else batcher.round([run], {})
                 self._agree(run.failure if trouble is None else trouble.error)
         run.leave()
-        if batcher.turns:
-            batcher.end_turns(run)
         batcher.close_request()
-
-    def _pixels(self, trial: Prepared) -> float:
-        """Pixels of a request of the default size, in those of a trial."""
-        frames = self.info.default_frames if "num_frames" in trial.arguments else None
-        return _ratio(self.info.default_size, trial.job.size) * _ratio((frames,), (TRIED_FRAMES,))
-
-    def _room(self) -> int:
-        """Requests of the default size that may be open. Collective.
-
-        Those that take turns, and as many that are paused for more urgent ones.
-        """
-        most = 2 * self.spec.together
-        if not (self.batcher.turns and self._job.check_memory):
-            return most
-        job = self._job.changed(config=self.engine.config)
-        return open_requests(job, self.info, self.device, self._kept, most, self._exchange, rank_of_process())
-
-    def size_of(self, task: PictureTask) -> float:
-        """The state that a task keeps from step to step, in requests of the default size, by its number of pixels."""
-        request, there = task.request, [one for one in task.request.inputs if one.digest in task.files]
-        files = [InputFile(one.role, task.files[one.digest], one.digest) for one in there]
-        try:
-            asked = self._asked_size(task, files)
-        except InputError:
-            # It will be refused.
-            return 1.0
-        return _ratio(asked, self.info.default_size) * _ratio((request.frames,), (self.card["frames"],))
 
     def _agree(self, failed: Exception | None) -> None:
         """Agree on the test image's result: if it failed on any rank, requests run one after the other."""
@@ -286,7 +240,7 @@ class LoadedModel:
         if any(every):
             self.batcher.close_request(failed)
             reason = next(filter(None, every))
-            self.batcher.run_alone(f"a small picture to try it with failed ({reason})")
+            self.batcher.run_alone(f"a small image to try it with failed ({reason})")
 
     def _card(self, template: PipelineRunner) -> dict[str, Any]:
         info, parameters = self.info, template.parameters
@@ -352,7 +306,7 @@ class LoadedModel:
         files = [replace(self._files[loras.index(one.name)], scale=one.scale) for one in request.loras]
         for one in request.inputs:
             if one.digest not in task.files:
-                raise InputError(f"the input picture {one.digest[:16]}… ({one.role}) is not there; send it again")
+                raise InputError(f"the input image {one.digest[:16]}… ({one.role}) is not there; send it again")
             files.append(InputFile(one.role, task.files[one.digest], one.digest, one.scale))
         if request.frames is not None and not self.card["video"]:
             raise InputError(f"frames={request.frames}: {self.kind} generates images; leave frames out")
@@ -384,8 +338,8 @@ class LoadedModel:
         check_format(request, card)
         if request.format == "mp4":
             check_video_library()
-        prepared = (runner if self.batcher.alone else template).prepare(job)
-        own = prepared.pipe if self.batcher.alone else copied(prepared.pipe)
+        prepared = (runner if self.batcher.why else template).prepare(job)
+        own = prepared.pipe if self.batcher.why else copied(prepared.pipe)
         adapters = tuple((f"lora{loras.index(one.name)}", one.scale) for one in request.loras)
         return replace(prepared, pipe=own, adapters=adapters)
 
@@ -415,28 +369,19 @@ class LoadedModel:
         if name not in self._runners:
             other = self._runners[self.kind][1].as_class(name)
             template = PipelineRunner(copy.copy(other.pipe), self.device)
-            if self.batcher.alone:
+            if self.batcher.why:
                 parallelize(other.pipe, self.engine.config)
             self._runners[name] = other, template
         return self._runners[name]
 
     def receipt(self, prepared: Prepared, made: PipelineOutput, seconds: float) -> Receipt:
-        """The receipt of a task; on rank 0, or any of a pool."""
-        facts: dict[str, Any] = {"seconds": seconds}
+        """The receipt of a task; on rank 0."""
+        job = prepared.job
+        facts: dict[str, Any] = {"seconds": seconds, "cut": self._cuts.sentence(prepared.prompt, job.negative_prompt)}
         if self._files:
             numbers = [int(name.removeprefix("lora")) for name, _ in prepared.adapters]
             facts["weights_digest"] = adapted_digest(self._weights, numbers)
         return self._runners[self.kind][0].receipt(prepared, 0, made, **facts)
-
-
-def _ratio(sides: Sequence[Any] | None, others: Sequence[Any] | None) -> float:
-    """The product of some sides in that of others; 1 where one is not known."""
-    return prod(sides) / prod(others) if sides and others and all((*sides, *others)) else 1.0
-
-
-def _itself(value: Any) -> list[Any]:
-    """The exchange of a rank that has a model for itself."""
-    return [value]
 
 
 def _whole(value: Any) -> int | None:

@@ -47,11 +47,6 @@ class ModelCache:
         """The time of a model's latest use, by `clock`."""
         return self._used.get(name, 0)
 
-    def used(self, name: str) -> None:
-        """Record that a model was used, beside others that are in use too."""
-        self.clock += 1
-        self._used[name] = self.clock
-
     def switch_to(self, model: LoadedModel | None) -> None:
         """Make a model the current one, and close the open request of another model."""
         if self.current is not None and self.current is not model:
@@ -85,13 +80,7 @@ class ModelCache:
         model = self.models[spec.name]
         config = model.engine.config
         mesh = {axis: degree for axis, degree in config.degrees.items() if degree > 1}
-        strategy = config.describe()
-        modes: tuple[tuple[int, int], ...] = ()
-        if spec.pool:
-            modes = tuple((mode.rows, mode.tokens) for mode in model.modes)
-            most = max(rows * tokens for rows, tokens in modes)
-            strategy = f"a pool of {spec.pool} ranks, of which up to {most} share a call"
-        return ModelReady(spec.name, model.card, mesh, strategy, tuple(unloaded), modes)
+        return ModelReady(spec.name, model.card, mesh, config.describe(), tuple(unloaded))
 
     def close(self) -> None:
         """Unload all models."""
@@ -115,7 +104,7 @@ class ModelCache:
         undo = ExitStack()
         ranks = self._ranks
         try:
-            model = LoadedModel(spec, self.device, ranks.gather, undo)
+            model = LoadedModel.open(spec, self.device, ranks.gather, undo)
             every = ranks.vote("")
         except (DitmeshError, MemoryError, torch.OutOfMemoryError) as error:
             if isinstance(error, PeerError):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..offers import ModelSpec
-from ..schedule.costs import CostTable
 from ..types import JobRequest, RankState
 
 FailureCode = Literal["invalid_request", "out_of_memory", "internal"]
@@ -22,8 +21,7 @@ class PictureTask:
         model: name of its `ModelSpec`.
         request: the job's; image ``index`` has seed ``request.seed + index``.
         files: input images on this machine, by digest.
-        owner: of the job; priorities count among the tasks of one owner. weight: of the owner's share.
-        within: seconds in which it is to be done, when it is sent; None: it is patient.
+        owner: of the job; priorities count among the tasks of one owner.
     """
 
     id: str
@@ -32,8 +30,6 @@ class PictureTask:
     index: int
     files: Mapping[str, str] = field(default_factory=dict)
     owner: str = ""
-    weight: float = 1.0
-    within: float | None = None
 
 
 def running_indices(tasks: Sequence[tuple[str, int]], most: int) -> list[int]:
@@ -96,14 +92,13 @@ Command = Load | Start | Cancel | Stop
 
 @dataclass(frozen=True)
 class ModelReady:
-    """A model is loaded: its card's fields, and the mesh in force; ``modes``: of a pool, as `schedule.costs.Mode`."""
+    """A model is loaded: its card's fields, and the mesh in force."""
 
     name: str
     card: Mapping[str, Any]
     mesh: Mapping[str, int]
     strategy: str
     unloaded: tuple[str, ...] = ()
-    modes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,18 +153,13 @@ class Paused:
 
 @dataclass(frozen=True)
 class Finished:
-    """A task's image: the file's bytes in the requested format, with its receipt if the format can hold one.
-
-    Attributes:
-        seconds: from the pipeline's end until the bytes were written.
-    """
+    """A task's image: the file's bytes in the requested format, with its receipt if the format can hold one."""
 
     id: str
     data: bytes
     width: int
     height: int
     receipt: Mapping[str, Any]
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -198,7 +188,6 @@ class Beat:
         batch: rows of the latest call of a transformer.
         calls, rows: of transformers since the start.
         bytes: sent since the start, by axis.
-        costs: of a pool, what calls take, now and then.
     """
 
     running: tuple[str, ...]
@@ -209,7 +198,6 @@ class Beat:
     bytes: Mapping[str, int]
     synchronous_steps: int = 0
     drift: float | None = None
-    costs: CostTable | None = None
 
 
 Message = (

@@ -199,18 +199,9 @@ class RankRendezvous:
         self.states.update({one.state.rank: one.state for one in messages if one.state is not None})
         return messages
 
-    def take_commands(self, wait: float) -> tuple[Command, ...]:
-        """The owner's commands, on rank 0; waits at most ``wait`` seconds for the first one."""
-        return self._commands.take(wait)
-
     def vote(self, reason: str, seconds: float | None = None) -> list[str]:
         """Every rank's reason why a model cannot be loaded; as `HostAllGather`."""
         return self._votes(reason, seconds)
-
-    @property
-    def shows(self) -> bool:
-        """True if this rank may have to report images."""
-        return self.rank == 0
 
     @property
     def silent(self) -> bool:
@@ -239,7 +230,7 @@ def failure_of(error: BaseException) -> FailureReason:
     memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said
     if memory:
         return FailureReason(
-            "out_of_memory", f"there is not enough memory for this picture ({said}); ask for a smaller one"
+            "out_of_memory", f"there is not enough memory for this image ({said}); ask for a smaller one"
         )
     if isinstance(error, PeerError):
         return FailureReason("internal", said, consequence=True)

@@ -66,13 +66,6 @@ def serve(function: Callable[..., None] | None, *, report: Any) -> None:
     serve_rank((), report=report)
 
 
-def serve_adaptive(specs: Any, *, report: Any) -> None:
-    """Serve with ranks that change between the steps of a request; see `adaptive.serve_pool`."""
-    from . import adaptive
-
-    adaptive.serve_pool(specs, report=report)
-
-
 class Replica:
     """A group of ranks, and the thread that starts them, receives their reports, and restarts them when they fail.
 

@@ -25,9 +25,11 @@ from ...generate.outputs import Picture, outputs_of
 from ...generate.preview import preview_jpeg
 from ...generate.receipt import Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
+from ...launch.log_filter import hidden_texts
 from ..offers import ModelSpec
 from ..types import RankState
-from .batching import Batcher, FailedCalls, PendingCall, PipelineTask
+from .batching import Batcher, FailedCalls
+from .coroutines import PendingCall, PipelineTask
 from .loaded import LoadedModel
 from .model_cache import ModelCache
 from .priority import give_way
@@ -49,7 +51,6 @@ from .protocol import (
 )
 from .rendezvous import FailureReason, RankRendezvous, RoundMessage, failure_of
 from .trim import MemoryTrimmer
-from .turns import Waiting, next_turn
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -75,8 +76,8 @@ def serve_rank(specs: Sequence[ModelSpec], *, report: Any) -> None:
         PeerError, RuntimeError: another rank is gone: this replica is to be started again.
     """
     quieten()
-    with torch.no_grad():
-        worker = RankWorker(report)
+    worker = RankWorker(report)
+    with torch.no_grad(), hidden_texts(lambda: worker.private):
         try:
             worker.run(specs)
         finally:
@@ -92,8 +93,6 @@ class RunningTask:
         prepared, run: once it has begun.
         step, steps: denoising steps that are done, and that there are, see `loop_steps`.
         seen: the latest step, if its latents are to be shown; rank 0's.
-        size: of the state kept from step to step, in requests of the model's default size; None: not known yet.
-        served: number of the round in which it took its latest turn.
     """
 
     task: PictureTask
@@ -105,8 +104,6 @@ class RunningTask:
     began: float = 0.0
     paused: bool = False
     seen: SchedulerStep | None = None
-    size: float | None = None
-    served: int = 0
     undo: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -159,6 +156,11 @@ class RankWorker:
             self._beat()
             self._trimmer.trim_when_due()
 
+    @property
+    def private(self) -> bool:
+        """True if a library may know of a prompt that the log must not have."""
+        return self._scheduler.began and not any(model.spec.log_prompts for model in self._models.models.values())
+
     def close(self) -> None:
         """Drop all tasks and unload the models."""
         self._scheduler.close()
@@ -171,24 +173,19 @@ class RankWorker:
         now = time.monotonic()
         if now - self._state_time < STATE_INTERVAL:
             return None
-        self._state_time, device, tiles = now, self._models.device, None
-        if (current := self._models.current) is not None:
-            tiles, current.batcher.counts.tiles = current.batcher.counts.tiles, None
+        self._state_time, device = now, self._models.device
         if device.type == "cuda":
             memory = int(torch.cuda.memory_allocated(device))
         else:
             import psutil
 
             memory = int(psutil.Process().memory_info().rss)
-        loaded = self._models.models.values()
         return RankState(
             rank=self._ranks.rank,
             device=str(device),
-            tiles=tiles,
             step_seconds=self._scheduler.step_seconds,
             waiting_seconds=self._scheduler.waited,
             memory_bytes=memory,
-            kept_bytes=sum(model.batcher.kept_bytes() for model in loaded if model.batcher.turns),
         )
 
     def _beat(self) -> None:
@@ -201,7 +198,10 @@ class RankWorker:
         drifts = [] if log is None else [step.mean_drift for step in log.steps if step.mean_drift is not None]
         sent: Counter[str] = Counter()
         for model in models:
-            sent.update(model.engine.mesh.traffic.bytes_sent)
+            # The link over data and cfg, by the axis that has several ranks.
+            rows = "data" if model.engine.config.data > 1 else "cfg"
+            for axis, count in model.engine.mesh.traffic.bytes_sent.items():
+                sent[rows if axis == "batch" else axis] += count
         self._ranks.send(
             Beat(
                 running=tuple(name for name, work in self._scheduler.tasks.items() if work.run is not None),
@@ -222,11 +222,13 @@ class TaskScheduler:
     Attributes:
         tasks: by id.
         step_seconds, waited: of the latest step: in all, and waiting for other ranks.
+        began: whether there has been a task.
     """
 
     def __init__(self, ranks: RankRendezvous, models: ModelCache) -> None:
         self.tasks: dict[str, RunningTask] = {}
         self.step_seconds = self.waited = 0.0
+        self.began = False
         self._ranks, self._models = ranks, models
         self._clock = DeviceClock(models.device)
         # Images are encoded in a thread while steps run.
@@ -249,6 +251,7 @@ class TaskScheduler:
             return
         if task.model in self._models:
             self._models.clock += 1
+            self.began = True
             self.tasks[task.id] = RunningTask(task, self._models.clock)
         else:
             self._report_failure(
@@ -273,9 +276,7 @@ class TaskScheduler:
         """End and report tasks according to the messages of all ranks, in the same way on every rank."""
         if any(message.stuck for message in messages):
             if (current := self._models.current) is not None:
-                # The kept state of the active request is lost on all ranks.
-                lost = PeerError("a call has failed on another rank") if current.batcher.turns else None
-                current.batcher.close_request(lost)
+                current.batcher.close_request()
             self._retry_failed_calls(messages)
         failed = dict.fromkeys(name for message in messages for name in message.failed)
         for name in failed:
@@ -314,19 +315,16 @@ class TaskScheduler:
     def _fail(self, name: str, reasons: Iterable[FailureReason]) -> None:
         work = self.tasks.get(name)
         if work is not None:
-            self._leave(work)
+            # A rank that has failed sends nothing more: a request that is open on the others must not wait for it.
+            self._leave(work, PeerError("a call has failed on another rank"))
             self._report_failure(name, min(reasons, key=lambda reason: reason.consequence))
 
     def _finish(self, work: RunningTask) -> None:
         assert work.run is not None
         assert work.prepared is not None
         prepared, model, output = work.prepared, self._models.models[work.task.model], work.run.output
-        wrong = model.batcher.end_turns(work.run)
         self._drop(work)
         if self._ranks.silent:
-            return
-        if wrong is not None:
-            self._report_failure(work.task.id, failure_of(wrong))
             return
         # Only one rank checks the output: an error in it fails the task, not the ranks.
         try:
@@ -344,20 +342,20 @@ class TaskScheduler:
             self._report_failure(work.task.id, failure_of(error))
             return
         form = work.task.request.format
-        self._writer.submit(self._write, work.task.id, images, form, prepared.fps, receipt, time.perf_counter())
+        self._writer.submit(self._write, work.task.id, images, form, prepared.fps, receipt)
 
-    def _write(self, name: str, images: list[Image], form: str, fps: float, receipt: Receipt, ended: float) -> None:
+    def _write(self, name: str, images: list[Image], form: str, fps: float, receipt: Receipt) -> None:
         """Encode an image and report it; runs in a thread."""
         try:
             data = encoded(images, form, fps, receipt)
-            told, size = receipt.model_dump(mode="json"), images[0].size
-            self._ranks.send(Finished(name, data, *size, told, time.perf_counter() - ended))
+            self._ranks.send(Finished(name, data, *images[0].size, receipt.model_dump(mode="json")))
         except Exception as error:
             self._report_failure(name, failure_of(error))
 
-    def _leave(self, work: RunningTask) -> None:
+    def _leave(self, work: RunningTask, error: BaseException | None = None) -> None:
+        """Drop a task; ``error``: why the pipeline's own request, if it has one, cannot end well."""
         if work.run is not None:
-            work.run.leave()
+            work.run.leave(None if work.run.delegates else error)
         self._drop(work)
 
     def _drop(self, work: RunningTask) -> None:
@@ -372,9 +370,7 @@ class TaskScheduler:
         self._models.switch_to(model)
         if model is None:
             return
-        if model.batcher.turns:
-            self._turn_round(model)
-        elif model.batcher.why:
+        if model.batcher.why:
             self._plain_round(model)
         else:
             self._batched_round(model)
@@ -416,28 +412,6 @@ class TaskScheduler:
                 self._begin(work, model)
         runs = self._open_runs(active)
         self._run(batcher, runs, lambda: batcher.round([*runs], self._ranks.seconds))
-
-    def _turn_round(self, model: LoadedModel) -> None:
-        """Run a step of the next request, each of which keeps something from step to step."""
-        batcher = model.batcher
-        came = sorted((w for w in self.tasks.values() if w.task.model == model.spec.name), key=lambda w: w.order)
-        for work in came:
-            work.size = model.size_of(work.task) if work.size is None else work.size
-        waiting = [Waiting(*work.place, work.size or 1.0, work.run is not None, work.served) for work in came]
-        place, paused = next_turn(waiting, model.spec.together, model.room)
-        for work in (came[each] for each in paused):
-            if not work.paused:
-                work.paused = True
-                self._ranks.send(Paused(work.task.id, "more urgent images go first"))
-        work = came[place]
-        work.paused = False
-        if work.run is None:
-            self._begin(work, model)
-        if (run := work.run) is not None:
-            self._run(batcher, self._open_runs(came), lambda: batcher.turn(run))
-            if batcher.in_hand is run:
-                # Else another one was put aside.
-                work.served = self._models.clock
 
     def _open_runs(self, works: Iterable[RunningTask]) -> dict[PipelineTask, RunningTask]:
         return {work.run: work for work in works if work.run is not None}
@@ -491,13 +465,11 @@ class TaskScheduler:
         if called:
             prepared.arguments[CALLBACK] = lambda *of: (self._stepped(work, model), of[-1])[-1]
         self._watch(work, model, prepared.pipe, not called)
-        batched = not model.batcher.alone
+        batched = not model.batcher.why
         work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
         work.run = PipelineTask(
             prepared.pipe, prepared.arguments, prepared.seed, self._models.device, prepared.adapters, batched
         )
-        if model.batcher.turns:
-            work.undo.callback(model.batcher.release, work.run)
         self._ranks.send(TaskBegan(work.task.id, prepared.steps))
 
     def _watch(self, work: RunningTask, model: LoadedModel, pipe: Any, counting: bool) -> None:
@@ -506,7 +478,7 @@ class TaskScheduler:
         if scheduler is None or not hasattr(scheduler, "step"):
             return
         # Do not wait for patches that have not arrived.
-        looking = self._ranks.shows and not model.engine.config.stages_or_patches
+        looking = not self._ranks.silent and not model.engine.config.stages_or_patches
 
         def seen(step: SchedulerStep) -> None:
             if looking:
@@ -544,7 +516,7 @@ class TaskScheduler:
                 self._ranks.send(Preview(work.task.id, work.step, width, height, data))
         except Exception as error:
             # An image does not need a preview.
-            logger.warning("a preview could not be made: %s", error)
+            logger.warning("a preview could not be made: %s", type(error).__name__)
 
 
 def encoded(images: Sequence[Image], form: str, fps: float, receipt: Receipt) -> bytes:

@@ -8,8 +8,8 @@ before it have filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from ...core.arguments import Arguments
 from ...core.partition import Partition, even_cut
 from ...core.patching import CallChain, Proceed
 from ...errors import ConfigError, LayoutError
-from ...forecast.costs.step import Share, StepForecast, Term
-from ...forecast.costs.work import Work, Workload
 from ...layout import Region, Stream, TokenLayout
 from ...staleness.control import WarmupControl
 from ...staleness.drift import DriftMonitor
@@ -37,10 +35,7 @@ from ..hooks import BlockSite, Handler
 from ..reproducible import check_tiles
 from ..sequence import (
     MIN_TEXT_TOKENS,
-    ExactSequence,
     SequenceParallel,
-    exchange_terms,
-    gather_stream,
     replicated,
     shared,
 )
@@ -83,12 +78,6 @@ class Buffers:
     def begin_step(self, step: int) -> None:
         """Begin a step: later writes belong to it."""
         self.before, self.step = self.step, step
-
-    def nbytes(self) -> int:
-        """Bytes of the keys, values, masks and streams."""
-        pairs = [tensor for kept in self.keys.values() for tensor in (kept.k_bhsd, kept.v_bhsd) if tensor is not None]
-        shown = [mask for kept in self.keys.values() for mask, _ in kept.masks.values()]
-        return sum(tensor.nbytes for tensor in (*pairs, *shown, *self.streams.values()))
 
 
 class ForwardRun:
@@ -471,25 +460,6 @@ class PatchTokens(PipeStrategy, TokenStrategy):
         handler = PatchParallel(self.context.config, self.context.mesh, monitor, numbered(model, monitor))
         handler.steady = lambda: self.context.clock.call.steady
         return handler
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        share = replace(ExactSequence.share(config, work, workload, share, stale), chunks=1)
-        return replace(share, pieces=config.patches or config.pipe) if stale else share
-
-    @classmethod
-    def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """Heads and keys of a patch's tokens among the sequence ranks; keys of the whole image are kept."""
-        config, share = step.config, step.share
-        yield from exchange_terms(step, share.pieces)
-        for _, times, one in step.attentions():
-            keys = step.size_of(one, queries=0) / share.heads
-            if config.ring > 1:
-                sent = keys * (config.ring - 1) / config.ring / share.pieces
-                yield step.transfer("keys gathered (ring)", ("ring",), "all_gather", sent, times * share.pieces)
-            yield from step.pointwise("copies of keys", 2 * keys / step.workload.element, times)
-            yield Term("keys kept", "memory", memory=keys * times)
-        yield from gather_stream(step)
 
 
 def _give_rows(region: Region, arguments: Arguments) -> None:

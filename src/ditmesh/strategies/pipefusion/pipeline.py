@@ -13,9 +13,9 @@ The pipeline runs as it is, on every rank. What the transformer returns is a ten
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -27,15 +27,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ...comm.link import Transfer
 from ...comm.mesh import Mesh
-from ...config import ParallelConfig
 from ...core.alignment import aligned
 from ...core.arguments import Arguments, parameter_names
 from ...core.partition import Partition, even_cut
 from ...core.patching import Proceed
+from ...core.request import RequestValue
 from ...core.values import seen
 from ...errors import ConfigError, LayoutError
-from ...forecast.costs.step import Share, StepForecast, Term
-from ...forecast.costs.work import Work, Workload
 from ...layout import Region
 from ...parts.lazy import SHARED_OWNER, Deferred, LazyPatches, settled_of
 from ...parts.part import whole_of
@@ -84,10 +82,6 @@ class _UnderWay:
         while self.sent:
             self.sent.popleft().wait(timeout)
 
-    def nbytes(self) -> int:
-        """Bytes of the state kept between steps."""
-        return sum(branch.nbytes() for branch in self.buffers.values())
-
 
 class PipeFusion:
     """A transformer's forward, run patch by patch, stage by stage.
@@ -110,14 +104,16 @@ class PipeFusion:
         self.control, self.clock = control, control.clock
         self._names = parameter_names(type(model.model).forward)
         self._plans: OrderedDict[Any, PatchPlan] = OrderedDict()
-        self._of = self.clock.kept.keeper(_UnderWay, _UnderWay.drain, size=_UnderWay.nbytes)
+        blocks = tuple(f"{region.blocks}." for region in self.layout.regions)
+        self._glue = [one for name, one in model.model.named_parameters() if not name.startswith(blocks)]
+        self._of = RequestValue(_UnderWay)
         self._remove = model.chain.add(self._around_call)
 
     # --- a request -----------------------------------------------------------------------------------------
 
     @property
     def buffers(self) -> dict[Any, Buffers]:
-        """Keys and values of every branch of the request in hand."""
+        """Keys and values of every branch of the request."""
         return self._of.value.buffers
 
     @property
@@ -177,7 +173,7 @@ class PipeFusion:
         buffers.begin_step(call.step)
         args, kwargs = whole_of((args, kwargs)) if synchronous else tree_map(settled_of, (args, kwargs))
         # Only before anything is kept: a block that moves leaves its keys behind.
-        if self.stages.balance.wanted and not any(kept.keys for of in self._of.every() for kept in of.buffers.values()):
+        if self.stages.balance.wanted and not any(branch.keys for branch in self.buffers.values()):
             timed = TimedRun(self.stages)
             self._run(timed, *tree_map(_blank, (args, kwargs)))
             self.stages.measured(timed.seconds)
@@ -311,23 +307,27 @@ class PipeFusion:
     # --- dry runs --------------------------------------------------------------------------------------------
 
     def _plan(self, args: Any, kwargs: Any) -> PatchPlan:
-        """The plan for calls of these shapes; made once for each of the latest `_PLANS` kinds of calls."""
+        """The plan for calls of these shapes and dtypes; made once for each of the latest `_PLANS` kinds of calls."""
         leaves, spec = tree_flatten((args, kwargs))
         shapes = tuple(
             (tuple(leaf.shape), leaf.dtype)
             if isinstance(leaf, Tensor)
             else leaf
             if isinstance(leaf, (int, str, bool, type(None)))
-            else None
+            else type(leaf)
             for leaf in leaves
         )
+        # What decides the dtypes of streams and outputs, beside the arguments'.
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        dtypes = frozenset(parameter.dtype for parameter in self._glue), torch.get_default_dtype(), autocast
         # Models count the tokens that a mask shows.
         masks = tuple(
             self.clock.values.content(seen(value))
             for path, value in Arguments(self._names, args, kwargs).leaves()
             if isinstance(value, Tensor) and "mask" in path
         )
-        key = (shapes, str(spec), masks)
+        key = (shapes, str(spec), masks, dtypes)
         if key not in self._plans:
             self._plans[key] = self._planned(*tree_map(_blank, (args, kwargs)))
         self._plans.move_to_end(key)
@@ -490,36 +490,3 @@ class PipeFusionCalls(PipeStrategy):
         for pipe, count in zip(self.pipes, flushes, strict=True):
             pipe.flushes = count
         return value
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        # The model around the blocks runs with every patch.
-        return replace(share, rest=share.pieces) if stale else share
-
-    @classmethod
-    def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """A patch's tokens to the next stage, its prediction back to the first; what stages wait for one another.
-
-        With fewer patches than stages a stage waits for the first of the next step; and a request begins with
-        ``(stages - 1) / patches`` of a stage's step in which the last stage has nothing to do yet.
-        """
-        config, share, workload = step.config, step.share, step.workload
-        if config.pipe == 1:
-            return
-        width = max(block.width for block in step.work.blocks)
-        tokens = workload.image / share.image / share.pieces + workload.text / share.text
-        sent = share.rows * tokens * width * workload.element
-        back = share.rows * step.work.output.of(workload.image, workload.text) * workload.element
-        compute = sum(term.seconds for term in step.compute())
-        times = share.calls * share.pieces
-        if not step.stale:
-            turns = times * (config.pipe - 1)
-            yield step.transfer("patches (pipe)", ("pipe",), "shift", sent, turns, route="in turn")
-            yield step.transfer("predictions (pipe)", ("pipe",), "broadcast", back, share.calls)
-            return
-        behind = compute / times
-        yield step.transfer("patches (pipe)", ("pipe",), "shift", sent, times, behind, "chain")
-        yield step.transfer("predictions (pipe)", ("pipe",), "shift", back / share.pieces, times, behind, "back")
-        waits = max(0.0, config.pipe / share.pieces - 1)
-        yield Term("the next step's patch", "idle", waits * compute)
-        yield Term("filling the pipeline", "request", compute * (config.pipe - 1) / share.pieces)

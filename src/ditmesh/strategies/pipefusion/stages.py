@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -21,11 +20,9 @@ from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.patching import refuse_calls, refuse_loading, refuse_reading, refuse_saving, wrap_methods
 from ...errors import ConfigError, InputError
-from ...forecast.costs.step import Share
-from ...forecast.costs.work import Linear, Work, Workload
 from ...layout import Stream, TokenLayout
 from ..balance import Balance, mixed
-from ..base import Strategy, VariantLimits, variant
+from ..base import Strategy
 
 
 def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
@@ -465,35 +462,6 @@ def spread_parameters(model: nn.Module, layout: TokenLayout) -> set[str]:
     return {f"{path}.{name}" for path, block in blocks_of(model, layout) for name, _ in block.named_parameters()}
 
 
-def stage_blocks(work: Work, config: ParallelConfig) -> list[tuple[int, ...]]:
-    """The number of blocks of every kind on each stage.
-
-    Raises:
-        ConfigError: fewer blocks than stages.
-    """
-    costs = [_cost(work, tuple(int(kind == one) for one in range(len(work.blocks)))) for kind in work.order]
-    speeds = config.speeds if isinstance(config.speeds, tuple) else None
-    lengths = config.stages if isinstance(config.stages, tuple) else balanced(costs, config.pipe, speeds)
-    stages, order = stage_of(lengths), work.order
-    return [
-        tuple(
-            sum(at == stage and kind == one for at, kind in zip(stages, order, strict=True))
-            for one in range(len(work.blocks))
-        )
-        for stage in range(len(lengths))
-    ]
-
-
-def _cost(work: Work, blocks: Sequence[int]) -> float:
-    """As `estimated_costs`: the weights that each image token passes through."""
-    return sum(
-        count * one.count * one.inputs * one.outputs
-        for block, count in zip(work.blocks, blocks, strict=True)
-        for one in block.operations
-        if isinstance(one, Linear) and one.rows.image
-    )
-
-
 class PipeStrategy(Strategy):
     """The base of strategies that run patches of the image through stages."""
 
@@ -508,14 +476,6 @@ class PipeStrategy(Strategy):
 
 class PipelineStages(PipeStrategy):
     """The stages of every transformer of a pipeline."""
-
-    @classmethod
-    def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
-        if config.pipe == 1 or limits.exactness != "stale":
-            return []
-        patches = [config.pipe * times for times in limits.patches_per_stage]
-        some = [one for number in patches if number <= limits.image for one in variant(config, patches=number)]
-        return some if patches else [config]
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
@@ -534,12 +494,6 @@ class PipelineStages(PipeStrategy):
         if reason is not None:
             raise ConfigError(f"{layout.model} cannot run with pipe or patches: {reason}; use ulysses, ring or tensor")
         first_cut(model, layout, config)
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        # The blocks of the slowest stage; in a synchronous step the stages run one after the other.
-        stages = stage_blocks(work, config)
-        return replace(share, blocks=max(stages, key=lambda one: _cost(work, one))) if stale else share
 
     def prepare(self, pipe: Any) -> None:
         for model in self.context.models:

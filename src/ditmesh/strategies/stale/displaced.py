@@ -5,9 +5,9 @@ picture changes little, and so do keys and values. A rank therefore attends to i
 those of other ranks as they were one step earlier; what it has just computed travels while the step goes on and is
 waited for where it is needed: at the same layer of the next step. A synchronous step waits at once and is exact.
 
-With ``predict="linear"`` what stands for another rank's keys of the step in progress is those of the step before, moved
-on by half of what they have changed since the one before that (TaylorSeer, Liu et al. 2025, arXiv:2503.06923,
-extrapolates the features of a cache).
+With ``predict="linear"``, the default, what stands for another rank's keys of the step in progress is those of the
+step before, moved on by half of what they have changed since the one before that (TaylorSeer, Liu et al. 2025,
+arXiv:2503.06923, extrapolates the features of a cache).
 
 Keys and values of all ranks lie in one buffer per branch, block and attention call, in the order one device has
 them. A rank writes its own tokens into their place, and the others' into theirs when they have come.
@@ -15,11 +15,9 @@ them. A rank writes its own tokens into their place, and the others' into theirs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
-from math import ceil
 from typing import ClassVar
 
 import torch
@@ -28,17 +26,15 @@ from torch import Tensor
 from ...attention import masks
 from ...attention.mixer import AttentionCall
 from ...comm import BundledTransfer, Bundles, Codec, Link, Transfer, codec
-from ...comm.bundle import messages_of_bundle
-from ...comm.compression import joined, one_after_other
+from ...comm.compression import Int4, joined, one_after_other
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.partition import Partition
-from ...forecast.costs.step import Share, StepForecast, Term
-from ...forecast.costs.work import Work, Workload
+from ...core.request import RequestValue
 from ...staleness.control import WarmupControl
-from ..base import ParallelModel, Request, VariantLimits, variant
+from ..base import ParallelModel, Request
 from ..hooks import Handler
-from ..sequence import ExactSequence, SequenceParallel, gather_stream
+from ..sequence import SequenceParallel
 from ..tokens import TokenStrategy
 from .warmup import numbered
 
@@ -115,13 +111,12 @@ class DisplacedParallel(StaleSequence):
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh, control, blocks)
-        self._codec, self._predicts = codec(config.compress), config.predict is not None
-        make = partial(_Buffers, mesh.ring)
-        self._buffers = control.clock.kept.keeper(make, _Buffers.arrive, size=_Buffers.nbytes)
+        self._codec, self._predicts = codec(config.compress), config.predicts_keys
+        self._buffers = RequestValue(partial(_Buffers, mesh.ring))
 
     @property
     def buffers(self) -> _Buffers:
-        """The buffers of the request in hand, by branch, block and attention call."""
+        """The buffers of the request, by branch, block and attention call."""
         return self._buffers.value
 
     @property
@@ -130,7 +125,7 @@ class DisplacedParallel(StaleSequence):
 
         For every branch and attention call 2 · B · S · H · D · bytes of an element: S tokens of all ranks.
         """
-        return self.buffers.nbytes()
+        return sum(buffer.kept_bytes for buffer in self.buffers.values())
 
     def end_request(self) -> None:
         """Wait for pending messages, and clear the buffers.
@@ -316,7 +311,7 @@ class _Buffer:
                 message = self._packed(packer, own)
             self._arriving = self._bundles.post(message, self._sizes)
             return
-        if self._codec is not None and self._codec.differences:
+        if isinstance(self._codec, Int4):
             with torch.no_grad():
                 self._shown = one_after_other(own)
         if self._incoming is None:
@@ -326,7 +321,7 @@ class _Buffer:
 
     def _packed(self, packer: Codec, own: list[Tensor]) -> Tensor:
         """The message of this rank's tokens."""
-        if not packer.differences:
+        if not isinstance(packer, Int4):
             return packer.encode(packer.together(own))
         if self._shown is None:
             # Nothing was ever sent: others have zeros.
@@ -373,20 +368,11 @@ class _Buffers(dict[Key, _Buffer]):
         super().__init__()
         self.bundles = Bundles(ring)
 
-    def arrive(self) -> None:
-        """Wait for all messages that are on their way."""
-        for buffer in self.values():
-            buffer.arrive()
-
     def finish(self) -> None:
         """End the transfer of all messages; those that were not sent are dropped."""
         self.bundles.drop()
         for buffer in self.values():
             buffer.finish()
-
-    def nbytes(self) -> int:
-        """Bytes of what is kept between steps."""
-        return sum(buffer.kept_bytes for buffer in self.values())
 
 
 class StaleStrategy(TokenStrategy):
@@ -397,21 +383,10 @@ class StaleStrategy(TokenStrategy):
     key_of_axis = "ring"
     # The handler's class.
     kind: ClassVar[type[StaleSequence]]
-    # Whether it is only there to be compared with.
-    lossy: ClassVar[bool] = False
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
         return config.exchange == cls.name
-
-    @classmethod
-    def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
-        stale = limits.exactness == "stale" and config.ring > 1
-        return variant(config, exchange=cls.name) if stale and (not cls.lossy or limits.baselines) else []
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        return replace(ExactSequence.share(config, work, workload, share, stale), chunks=1)
 
     def handler(self, model: ParallelModel) -> Handler:
         control = self.context.get(WarmupControl)
@@ -433,40 +408,3 @@ class Displaced(StaleStrategy):
 
     name = key = "displaced"
     kind = DisplacedParallel
-
-    @classmethod
-    def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """Own keys to all others, which a stale step waits for a step later.
-
-        A step sends 2 (N - 1) / N of its keys' size from every rank, and copies keys into the buffer and out of the
-        messages. Compression makes the messages of a stale step smaller; what it computes is not counted.
-        """
-        config = step.config
-        compression = codec(config.compress) if step.stale else None
-        compute = sum(term.seconds for term in step.compute())
-        calls = sum(times for _, times, _ in step.attentions())
-        for block, times, one in step.attentions():
-            keys = step.size_of(one, queries=0)
-            own = step.size_of(one, queries=0, texts=not step.replicates_text(block)) / config.ring
-            if compression is not None:
-                heads, rows = one.heads / step.share.tensor, step.share.rows
-                elements = own / step.workload.element
-                tokens = elements / (2 * rows * heads * one.width)
-                own = elements * compression.size(one.width) + compression.extra(rows, tokens, heads, one.width)
-            bundled = compression is not None and step.bundles(("ring",))
-            together = messages_of_bundle(own, ceil(calls / step.share.calls)) if bundled else 1
-            sent, messages = own * (config.ring - 1) * together, times / together
-            behind = together * compute / calls if step.stale else 0.0
-            yield step.transfer("keys (displaced)", ("ring",), "all_gather", sent, messages, behind)
-            # Of every stream own keys are copied, travel as one batch, and all are put into the buffer.
-            streams = 2 if block.text else 1
-            yield from step.pointwise(
-                "copies of keys", 2 * keys / step.workload.element, times, streams * (config.ring + 1)
-            )
-            if config.predict is not None:
-                # Of every rank: take the difference, keep the latest, scale and add; two are read and one is written.
-                yield from step.pointwise(
-                    "prediction", 11 * keys / step.workload.element, times, 4 * streams * config.ring
-                )
-            yield from step.exchanged(2 * streams if compression is None else 2, messages)
-        yield from gather_stream(step)

@@ -6,16 +6,10 @@ is worth, and is of no other use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 from torch import Tensor
 
 from ...attention.mixer import AttentionCall
-from ...config import ParallelConfig
-from ...forecast.costs.step import Share, StepForecast, Term
-from ...forecast.costs.work import Work, Workload
-from ..sequence import ExactSequence, SequenceParallel, gather_stream
+from ..sequence import SequenceParallel
 from .displaced import Key, StaleSequence, StaleStrategy
 
 
@@ -32,15 +26,4 @@ class Naive(StaleStrategy):
     """No exchange after the warm-up."""
 
     name = key = "naive"
-    lossy = True
     kind = NaiveParallel
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        share = super().share(config, work, workload, share, stale)
-        return replace(share, keys=config.ring) if stale else share
-
-    @classmethod
-    def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """Nothing, but in synchronous steps what exact attention exchanges."""
-        return gather_stream(step) if step.stale else ExactSequence.terms(step)

@@ -53,12 +53,12 @@ class StaleSteps(Strategy):
         mesh, policy = context.mesh, parse(config.warmup)
         if config.stages_or_patches:
             patches = config.patches or config.pipe
-            monitor = DriftMonitor(mesh.world.all_reduce_async, mesh.device, context.clock.kept)
+            monitor = DriftMonitor(mesh.world.all_reduce_async, mesh.device)
             # A patch sees those before it fresh: of M - 1 others half, on average.
             share = (patches - 1) / (2 * patches)
             control = WarmupControl(policy, patches, monitor, context.clock, self._noise, lag=1, share=share)
         else:
-            monitor = DriftMonitor(summed_by(mesh.world.all_reduce), mesh.device, context.clock.kept)
+            monitor = DriftMonitor(summed_by(mesh.world.all_reduce), mesh.device)
             control = WarmupControl(policy, mesh.sequence.size, monitor, context.clock, self._noise)
         self._control = context.add(control)
 

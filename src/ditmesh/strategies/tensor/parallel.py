@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ from ...core.partition import Partition
 from ...core.patching import Patch, refuse_loading, refuse_reading, refuse_saving, wrap_methods
 from ...core.values import tracked
 from ...errors import ConfigError, InputError
-from ...forecast.costs.step import Share, StepForecast, Term
-from ...forecast.costs.work import Linear, Work, Workload
 from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of
@@ -521,33 +518,3 @@ class TensorSlices(Strategy):
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
             undo.callback(model.add(TensorParallel(model.model, self.context.mesh.tensor)).close)
-
-    @classmethod
-    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
-        return replace(share, tensor=config.tensor)
-
-    @classmethod
-    def terms(cls, step: StepForecast) -> Iterator[Term]:
-        """A sum over ranks behind every linear that is cut by row: 2 (N - 1) / N of its output (arXiv:1909.08053)."""
-        share, size = step.share, step.config.tensor
-        for block, count in step.kinds():
-            image, text = step.workload.image / share.image, step.workload.text / (share.text if block.text else 1)
-            for one in block.operations:
-                if not isinstance(one, Linear) or one.cut not in ("row", "gathered"):
-                    continue
-                pieces = share.pieces if one.rows.image else 1
-                output = share.rows * one.rows.of(image, text) * one.outputs * step.workload.element / pieces
-                times = count * share.calls * one.count * pieces
-                if one.cut == "row":
-                    sent = output * 2 * (size - 1) / size
-                    yield step.transfer("sums (tensor)", ("tensor",), "all_reduce", sent, times)
-                else:
-                    sent = output * (size - 1) / size
-                    yield step.transfer("features (tensor)", ("tensor",), "all_gather", sent, times)
-                yield from step.exchanged(1, times)
-            # The squares of every token, in float32; they are added up over ranks, and divided by the width.
-            times = block.norms * count * share.calls * share.pieces
-            if times:
-                sent = share.rows * image / share.pieces * 4 * 2 * (size - 1) / size
-                yield step.transfer("sums of norms (tensor)", ("tensor",), "all_reduce", sent, times)
-                yield from step.exchanged(2, times)

@@ -114,7 +114,9 @@ class Cell:
             return ParallelConfig(patches=self.devices, pipe=self.devices if self.real else 1, warmup=self.warmup)
         strategy, _, predict = self.strategy.partition("+")
         exchange, _, compress = strategy.partition("-")
-        settings: dict[str, Any] = {"exchange": exchange, "compress": compress or None, "predict": predict or None}
+        settings: dict[str, Any] = {"exchange": exchange, "compress": compress or None}
+        if exchange == "displaced":
+            settings["predict"] = predict or "none"
         return ParallelConfig(ring=self.devices, warmup=self.warmup, **settings)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...config import ParallelConfig
 from ...errors import ConfigError, InputError, LayoutError
-from ...forecast.costs.hardware import Hardware, machine
-from ...forecast.plan.subject import subject
-from ...forecast.prediction import predict
+from ...lab.plan.hardware import machine
+from ...lab.plan.roofline import enlarged
+from ...lab.plan.subject import subject
 from .analysis import Row
 from .plan import Cell, Setup
 
@@ -38,8 +39,9 @@ class CostModel:
     def __init__(self, setup: Setup, hardware: str) -> None:
         self._hardware = machine(hardware, 1, setup.dtype)
         more: dict[str, Any] = {"size": setup.size, "frames": setup.frames}
+        self._subject = subject(setup.model, self._hardware, steps=setup.steps, dtype=setup.dtype, **more)
         try:
-            self._subject = subject(setup.model, steps=setup.steps, dtype=setup.dtype, **more)
+            self._subject.predict(ParallelConfig(), self._hardware)
         except LayoutError as error:
             raise InputError(f"--hardware {hardware}: the cost of {setup.name} cannot be predicted ({error})") from None
 
@@ -55,23 +57,17 @@ class CostModel:
         self, strategy: str, devices: int, warmup: str, synchronous: float | None, evaluations: int, side: int = 1
     ) -> PredictedCost | None:
         """The cost with a strategy, or on one device (``devices`` is 1); sides are ``side`` times as long."""
-        workload = self._subject.workload
-        workload = replace(
-            workload,
-            rows=workload.rows * side,
-            cols=workload.cols * side,
-            width=workload.width * side,
-            height=workload.height * side,
-        )
-        hardware: Hardware = self._hardware.model_copy(update={"devices": devices})
+        about = self._subject
+        workload = enlarged(about.workload, side)
+        about = replace(about, workload=workload, demand=replace(about.demand, workload=workload))
         cell = Cell("", (), (), (), strategy, devices, warmup, real=True)
-        about = replace(self._subject, workload=workload)
         try:
             config = cell.config() if devices > 1 else replace(cell, strategy="synchronous").config()
-            limits = about.limits(hardware, "stale", None, None)
-            found = predict(config, about.model.work, workload, hardware, memory_of=limits.memory_of)
+            found = about.predict(config, replace(self._hardware, devices=devices))
             waits = evaluations if synchronous is None else synchronous
             seconds = waits * found.first_step + (evaluations - waits) * found.step
-            return PredictedCost(seconds, found.step, found.memory)
+            # Policies differ in time, not in what is kept; one that reads drift cannot decide without values.
+            memory, _ = about.demand.largest(config.model_copy(update={"warmup": "fixed(1)"}))
+            return PredictedCost(seconds, found.step, memory)
         except (ConfigError, LayoutError):
             return None

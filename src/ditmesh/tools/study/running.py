@@ -83,8 +83,6 @@ class Runner:
             kept = self._kept(cell)
             if log is not None:
                 result["steps"] = [asdict(record) for record in log.steps]
-                if log.verdict:
-                    result["verdict"] = log.verdict
             # A pipeline may hand its sampler the same rows twice, one for each branch of guidance: the first count.
             result["prediction_error"] = [
                 [

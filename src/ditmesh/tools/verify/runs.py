@@ -28,12 +28,12 @@ from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.patching import Patch
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
-from ...forecast.candidates import grids, resized
 from ...generate.arguments import call_parameters, steps_of
 from ...generate.job import PictureJob, check_config
 from ...generate.model_info import find_model
 from ...generate.runner import PipelineRunner, rank_of_process
 from ...launch import MessageSink
+from ...resizing import grids, resized
 from .timeline import TimelineRecorder
 
 if TYPE_CHECKING:

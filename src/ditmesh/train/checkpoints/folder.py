@@ -28,7 +28,6 @@ NO_MATTER = {
     *("output_dir", "train_data_dir", "cache_dir", "report_to", "from_scratch", "parallel", "data_speeds", "sharding"),
     *("checkpointing_steps", "checkpoints_total_limit", "checkpointing_async", "gradient_checkpointing"),
     *("resume_from_checkpoint", "resume_allow_changed", "gradient_accumulation_steps", "global_batch_size"),
-    *("islands.index", "islands.meet", "islands.overhead"),
     *("validation_prompts", "validation_steps", "validation_inference_steps", "guidance_scale"),
     # The digest tells which samples are left to train on.
     *("validation_data_dir", "validation_split", "validation_samples"),
@@ -38,10 +37,8 @@ AT_ONCE = {
     *("learning_rate", "scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_decay_steps", "lr_num_cycles", "lr_power"),
     *("compile", "encoder_precision"),
     *("adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon", "max_grad_norm", "ema_decay"),
-    *("max_train_steps", "num_train_epochs", "token_share", "token_share_until", "mixed_precision", "reproducible"),
+    *("max_train_steps", "num_train_epochs", "mixed_precision", "reproducible"),
     *("lora.dropout", "optimizer_args"),
-    *("islands.every", "islands.learning_rate", "islands.momentum", "islands.start"),
-    *("islands.compress", "islands.delay"),
 }
 # Settings with which the checkpoint has states of other weights.
 OTHER_WEIGHTS = {

@@ -28,7 +28,6 @@ EFFECTS: dict[str, str] = {
     ),
     "max_grad_norm": "gradients are clipped at the new norm",
     "ema_decay": "the moving average follows the weights at another pace",
-    **dict.fromkeys(("token_share", "token_share_until"), "steps process another share of the tokens"),
     **dict.fromkeys(("mixed_precision", "compile", "encoder_precision"), "numbers are rounded otherwise"),
     "reproducible": "sums are rounded otherwise",
     "lora.dropout": "adapters drop another share of their inputs",

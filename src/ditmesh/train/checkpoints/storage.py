@@ -8,18 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.utils._pytree import tree_flatten_with_path
 
 from ...errors import InputError
-
-try:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-except ImportError:
-    raise InputError(
-        f"torch {torch.__version__} cannot write checkpoints as safetensors, as training does; install a later one "
-        "(2.13 is tested)"
-    ) from None
 
 # A rank's file is assembled in memory before it is written.
 MAX_SHARD_BYTES = 2 << 30

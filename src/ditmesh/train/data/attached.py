@@ -20,6 +20,7 @@ from ...errors import InputError
 from ...media.files import open_part
 from ...media.images import IMAGE_SUFFIXES, image_size, read_image, read_mask
 from ..config import TrainConfig
+from .inside import DataFolder
 
 Read = TypeVar("Read")
 
@@ -218,15 +219,18 @@ def _files_of(folder: str, setting: str) -> dict[str, Part]:
     if not place.is_dir():
         raise InputError(f"{setting}={folder!r} is no folder")
     found: dict[str, Part] = {}
-    for where, folders, files in os.walk(place, followlinks=True):
-        folders[:] = sorted(one for one in folders if not one.startswith("."))
-        for one in sorted(files):
+    outside: list[str] = []
+    for where, folders, files in DataFolder(place).walk(outside.append):
+        folders[:] = [one for one in folders if not one.startswith(".")]
+        for one in files:
             name = os.path.normpath(os.path.join(os.path.relpath(where, place), one))
             if one.startswith(".") or not one.lower().endswith(IMAGE_SUFFIXES):
                 continue
             twin = found.setdefault(os.path.splitext(name)[0], Part(name, place / name))
             if twin.name != name:
                 raise InputError(f"{setting}={folder!r} has {twin.name} and {name} for one image; leave one there")
+    if outside:
+        raise InputError(f"{setting}={folder!r}: {outside[0]}")
     if not found:
         raise InputError(f"{setting}={folder!r} has no image ({', '.join(IMAGE_SUFFIXES)} are looked for)")
     return found

@@ -20,6 +20,7 @@ from typing import Any
 from ...errors import InputError
 from ...media.files import read_whole
 from ...report.formatting import enumerated
+from ...requirements import not_installed
 
 # ``"text"`` (captions) or ``"label"`` (classes).
 By = str
@@ -298,7 +299,7 @@ def _table(delimiter: str) -> Callable[[Path, str], _Rows]:
 
 def _parquet(path: Path, name: str) -> _Rows:
     if find_spec("pyarrow") is None:
-        raise InputError(f"{name} is read by pyarrow, which is not installed; pip install pyarrow")
+        raise InputError(not_installed(f"reading {name}", "pyarrow", "data"))
     import pyarrow.parquet  # pyright: ignore[reportMissingImports]
 
     try:

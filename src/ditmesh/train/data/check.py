@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import ImageOps
 
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
-from ...core.digests import digest
 from ...errors import InputError
 from ...media.images import opened_image
 from ..config import TrainConfig
 from ..families import FAMILIES, family_of
-from .agreement import sample_bytes
-from .contact_sheet import SeenSample, write_sheet
 from .encoded import EncodedSamples
 from .held_out import with_held_out
 from .order import DrawnSample, SampleOrder
-from .references import reference_image
-from .samples import Sample, Samples, crop_to_fill
+from .samples import Sample, Samples
 from .sources import Sources, found_samples, sources_of
 from .training_data import check_video_length
 
@@ -30,16 +24,15 @@ from .training_data import check_video_length
 MOST_DECODED = 1000
 
 
-def checked_data(config: TrainConfig, pipe: Any, sheet: str | Path | None = None) -> dict[str, Any]:
+def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
     """Read a run's data as a run would, decode it, and look at the first step.
 
     Args:
         pipe: its pipeline, for the lengths of captions and the sizes that it takes.
-        sheet: a PNG with the samples of the first step is written there.
 
     Returns:
-        ``sets``, ``buckets``, ``captions``, ``skipped``, ``notes``, ``duplicates``, ``decoded`` (how many were),
-        ``steps``, ``first_step`` (name, caption, size, mirrored, kind) and ``sheet`` (the file; None).
+        ``sets``, ``buckets``, ``captions``, ``skipped``, ``notes``, ``decoded`` (how many were), ``steps`` and
+        ``first_step`` (name, caption, size, mirrored, kind).
 
     Raises:
         ConfigError, InputError: as the run would.
@@ -61,31 +54,17 @@ def checked_data(config: TrainConfig, pipe: Any, sheet: str | Path | None = None
     drawn = [
         (one, micro.size, place >= micro.count) for micro in order.step(0) for place, one in enumerate(micro.samples)
     ]
-    first = [_seen(encoded, sources, *one) for one in drawn]
-    if sheet is not None:
-        write_sheet(first, sheet)
     return {
         "sets": _sets(sources, order),
         "buckets": _buckets(sources),
         "captions": _captions(found, encoded),
         "skipped": [*found.corrupt, *broken],
         "notes": [*found.notes, *odd, *_much_cut(sources)],
-        "duplicates": _duplicates(found.good),
         "decoded": decoded,
         "samples": len(found.good),
         "steps": config.max_train_steps or order.steps(config.num_train_epochs),
         "batch": config.batch,
-        "first_step": [
-            {
-                "name": one.name,
-                "caption": one.caption,
-                "size": list(one.size),
-                "mirrored": one.mirrored,
-                "kind": one.kind,
-            }
-            for one in first
-        ],
-        "sheet": None if sheet is None else str(sheet),
+        "first_step": [_drawn(encoded, found.good, *one) for one in drawn],
     }
 
 
@@ -150,7 +129,7 @@ def _captions(found: Samples, encoded: EncodedSamples) -> dict[str, Any]:
         "several": sum(isinstance(said, tuple) for said in texts),
         "sources": dict(found.sources),
         "words": [words[0], words[len(words) // 2], words[-1]] if words else None,
-        "cut": encoded.cut_captions(),
+        "cut": encoded.long_captions(),
     }
 
 
@@ -193,45 +172,15 @@ def _decoded(samples: Sequence[Sample], config: TrainConfig) -> tuple[list[str],
     return broken, odd, len(chosen)
 
 
-def _duplicates(samples: Sequence[Sample]) -> list[list[str]]:
-    """Names of samples with the same bytes in other files: of files that are as long as another one's."""
-    by_length: dict[int, list[Sample]] = {}
-    for sample in samples:
-        by_length.setdefault(sample_bytes(sample), []).append(sample)
-    found: dict[str, dict[str, None]] = {}
-    for alike in by_length.values():
-        # Lines of a listing are samples of one file, which is no duplicate.
-        if len({sample.name for sample in alike}) < 2:
-            continue
-        for sample in alike:
-            try:
-                with sample.part.open() as file:
-                    found.setdefault(digest(file.read().hex()), {})[sample.name] = None
-            except (InputError, OSError):
-                continue
-    return [list(names) for names in found.values() if len(names) > 1]
-
-
-def _seen(
-    encoded: EncodedSamples, sources: Sources, drawn: DrawnSample, size: tuple[int, int], of_class: bool
-) -> SeenSample:
-    sample = sources.samples.good[drawn.index]
-    config = sources.configs[sample.source]
-    flip, said = encoded.drawn(drawn)
-    about = {
-        "name": sample.name,
-        "caption": "" if said is None else str(said),
-        "size": size,
-        "file_size": sample.size,
-        "mirrored": flip,
+def _drawn(
+    encoded: EncodedSamples, samples: Sequence[Sample], drawn: DrawnSample, size: tuple[int, int], of_class: bool
+) -> dict[str, Any]:
+    """A sample of the first step, as the model gets it."""
+    mirrored, caption = encoded.drawn(drawn)
+    return {
+        "name": samples[drawn.index].name,
+        "caption": "" if caption is None else str(caption),
+        "size": list(size),
+        "mirrored": mirrored,
         "kind": "class image" if of_class else "sample",
     }
-    try:
-        whole = sample.picture() if config.num_frames is None else sample.frames(config.num_frames)[0]
-        mask = None if sample.attached.mask is None else crop_to_fill(sample.attached.mask.mask(), size)
-        picture = crop_to_fill(whole, size)
-        if flip:
-            picture, mask = ImageOps.mirror(picture), None if mask is None else ImageOps.mirror(mask)
-        return SeenSample(**about, picture=picture, mask=mask, reference=reference_image(sample, size, flip))
-    except OSError as error:
-        return SeenSample(**about, problem=str(error))

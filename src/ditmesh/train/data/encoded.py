@@ -6,8 +6,10 @@ number, so that it does not depend on the batch or the rank that computes it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from PIL import ImageOps
 from PIL.Image import Image
-from PIL.Image import new as new_image
 from torch import Tensor, nn
 
 from ...comm.mesh import Mesh
@@ -28,7 +29,7 @@ from ...errors import ConfigError, InputError
 from ..config import SECOND, TrainConfig
 from ..families import Conditions, Family, stacked
 from .cache import VERSION, DamagedFile, SampleCache
-from .cut_captions import cut_captions
+from .encoders import Encoders
 from .masks import mask_of, stacked_masks
 from .order import DrawnSample, MicroBatch
 from .references import check_references, conditions_of, reference_image
@@ -96,6 +97,9 @@ class EncodedSamples:
         config: seed, mirroring, empty captions, cache.
         device: where batches go.
 
+    Attributes:
+        encoders: modules of the pipeline that only encode.
+
     Raises:
         ConfigError: what is trained cannot be, a label is none of the model's, or a bucket has a size that the model
             cannot have.
@@ -111,6 +115,7 @@ class EncodedSamples:
         device: torch.device,
     ) -> None:
         self._pipe, self._family, self._config, self._device = pipe, family, config, device
+        self.encoders = Encoders(pipe, config.denoiser, device)
         self._samples, self._sizes = samples, sizes
         self._sets = config.data_sets
         self._wording = [Wording(one) for one in self._sets]
@@ -193,6 +198,11 @@ class EncodedSamples:
                     "encoded: it is not one folder for all ranks, and each rank encodes what it trains and lacks"
                 )
 
+    @property
+    def is_complete(self) -> bool:
+        """True if this rank's cache has latents and conditions of every sample, so that nothing is left to encode."""
+        return self._cache is not None and self._keeps_text and not set(self._cache.missing()) - self._skipped.keys()
+
     def _fingerprint(self, advance: Callable[[int, int], None]) -> str:
         """A digest of everything that affects the encoding, except the samples."""
         wanted = {
@@ -271,7 +281,8 @@ class EncodedSamples:
             self._late += index is not None
         except DamagedFile as error:
             self._note(f"{error}; the sample was encoded again")
-        encoded = self._encode(index)
+        with self.encoders.on_device():
+            encoded = self._encode(index)
         try:
             self._cache.write(index, encoded)
         except InputError as error:
@@ -370,23 +381,35 @@ class EncodedSamples:
         encoded = conditions_of(self._family, self._pipe, said, length, references)
         return {f"{name}.{key}": value[0] for key, value in encoded.items()}
 
-    def cut_captions(self) -> list[str]:
-        """A sentence for every tokenizer that cuts captions."""
-        if self._family.conditioned_by != "text" or not self._samples:
+    def long_captions(self) -> list[str]:
+        """A sentence for every tokenizer that captions are too long for."""
+        if self._family.conditioned_by != "text":
             return []
-        length, size = self._config.max_sequence_length, self._sizes[0]
+        length = self._config.max_sequence_length
+        default = inspect.signature(type(self._pipe).__call__).parameters.get("max_sequence_length")
+        length = default.default if length is None and default is not None else length
         longest = max(length) if isinstance(length, tuple) else length
-        blank = [new_image("RGBA", (size[1], size[0]))] if self._has_references else None
-        words = (
-            (sample.name, one)
+        texts = [
+            (sample.name, text)
             for sample in self._samples
-            for one in self._wording[sample.source].variants(sample.said)
-            if isinstance(one, str)
-        )
-        found = cut_captions(
-            self._pipe, lambda said: conditions_of(self._family, self._pipe, [said], longest, blank), words
-        )
-        return [one.sentence for one in found]
+            for text in self._wording[sample.source].variants(sample.said)
+            if isinstance(text, str)
+        ]
+        sentences = []
+        for name, tokenizer in self._pipe.components.items():
+            if not hasattr(tokenizer, "model_max_length"):
+                continue
+            limit = min(tokenizer.model_max_length, longest if isinstance(longest, int) else math.inf)
+            # Without its own warning about what is counted here.
+            ids = tokenizer([text for _, text in texts], truncation=False, verbose=False)["input_ids"] if texts else []
+            counts = [(len(tokens), sample) for tokens, (sample, _) in zip(ids, texts, strict=True)]
+            if cut := [pair for pair in counts if pair[0] > limit]:
+                noun = "caption is" if len(cut) == 1 else "captions are"
+                most, sample = max(cut)
+                sentences.append(
+                    f"{len(cut)} {noun} cut by {name} at {limit} tokens (the longest has {most}: {sample})"
+                )
+        return sentences
 
     @torch.no_grad()
     def _moments(self, values: Tensor) -> Tensor:

@@ -147,6 +147,13 @@ class HeldOutLoss:
             for first in range(0, len(of_size), config.train_batch_size):
                 self._batches.append(MicroBatch(tuple(of_size[first : first + config.train_batch_size]), size))
 
+    def fill(self) -> None:
+        """Encode what this rank measures on before it is measured, if conditions do not change in the run."""
+        if self._keeps:
+            data = self._mesh.data
+            for turn in range(-(-len(self._batches) // data.size)):
+                self._batch(min(turn * data.size + data.rank, len(self._batches) - 1))
+
     @torch.no_grad()
     def measure(self, predict: Predict) -> float:
         """The mean over samples, levels and latents. Collective.

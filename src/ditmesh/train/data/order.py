@@ -46,7 +46,9 @@ def bucket_sizes(config: TrainConfig) -> list[tuple[int, int]]:
     text = config.aspect_ratio_buckets
     if text is None:
         return [(config.resolution, config.resolution)]
-    pairs = [re.fullmatch(r"\s*([1-9]\d*)\s*,\s*([1-9]\d*)\s*", part) for part in text.split(";") if part.strip()]
+    pairs = [
+        re.fullmatch(r"\s*([1-9]\d{0,4})\s*,\s*([1-9]\d{0,4})\s*", part) for part in text.split(";") if part.strip()
+    ]
     buckets = [(int(pair[1]), int(pair[2])) for pair in pairs if pair is not None]
     if not buckets or len(buckets) < len(pairs):
         raise ConfigError(
@@ -102,11 +104,13 @@ class SampleSets:
         numbers: of every sample's data set.
         weights: how often an epoch has each sample of a data set, without class images.
         prior: number of the data set of class images; None: there is none.
+        repeats: of every sample, times its data set's weight; empty: 1. Class images have none.
     """
 
     numbers: tuple[int, ...]
     weights: tuple[float, ...] = (1.0,)
     prior: int | None = None
+    repeats: tuple[int, ...] = ()
 
 
 class SampleOrder:
@@ -121,7 +125,6 @@ class SampleOrder:
         micro: samples of a micro-batch.
         per_step: micro-batches of an optimizer step.
         sets: the data sets; None: one.
-        island: number of this island, and how many there are: they take turns in the sequence.
     """
 
     def __init__(
@@ -131,9 +134,7 @@ class SampleOrder:
         micro: int,
         per_step: int,
         sets: SampleSets | None = None,
-        island: tuple[int, int] = (0, 1),
     ) -> None:
-        self._island, self._islands = island
         sets = SampleSets((0,) * len(sizes)) if sets is None else sets
         self._rows: dict[tuple[int, int], list[_Row]] = {}
         self._class_images: dict[tuple[int, int], _Row] = {}
@@ -147,6 +148,8 @@ class SampleOrder:
                 if source == sets.prior:
                     self._class_images[size] = _Row(np.array(places), 1.0, seed, source)
                 else:
+                    if sets.repeats:
+                        places = [place for place in places for _ in range(sets.repeats[place])]
                     row = _Row(np.array(places), sets.weights[source], seed, source)
                     self._rows.setdefault(size, []).append(row)
         self._seed, self._micro, self.per_step = seed, micro, per_step
@@ -166,12 +169,12 @@ class SampleOrder:
 
     def step(self, number: int) -> list[MicroBatch]:
         """The micro-batches of one optimizer step."""
-        first = (number * self._islands + self._island) * self.per_step
+        first = number * self.per_step
         return [self._at(place) for place in range(first, first + self.per_step)]
 
     def steps(self, epochs: int) -> int:
         """The number of optimizer steps of ``epochs`` epochs; the last step may extend into the next epoch."""
-        return -(-epochs * self.per_epoch // (self.per_step * self._islands))
+        return -(-epochs * self.per_epoch // self.per_step)
 
     def _at(self, place: int) -> MicroBatch:
         epoch, within = divmod(place, self.per_epoch)

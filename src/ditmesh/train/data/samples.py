@@ -44,6 +44,8 @@ from .captions import (
     read_beside,
     read_listing,
 )
+from .folder_names import FolderRepeats, companions
+from .inside import DataFolder
 from .tables import TableRows, TableSearch, holds_tables
 
 # Of a video model's data set; animated images are videos too.
@@ -67,6 +69,7 @@ class Sample:
         part: the place of its bytes.
         attached: its mask and reference images.
         source: number of its data set.
+        repeats: how often an epoch has it, by the name of its folder.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Sample:
     part: Part
     attached: SampleImages = field(default_factory=SampleImages)
     source: int = 0
+    repeats: int = 1
 
     def picture(self) -> Image.Image:
         """The decoded image, upright sRGB.
@@ -260,6 +264,10 @@ class _Search:
     # Files of a folder that are to be samples, or why they are left out; and those that belong to others.
     _waiting: list[tuple[str, SidecarContent | str, dict[str, list[str]]]] = field(default_factory=list)
     _belong: set[str] = field(default_factory=set)
+    _repeats: FolderRepeats = field(default_factory=FolderRepeats)
+
+    def __post_init__(self) -> None:
+        self._inside = DataFolder(self.folder)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -302,25 +310,18 @@ class _Search:
 
     def _walk(self) -> list[str]:
         found: list[str] = []
-        seen: set[tuple[int, int]] = set()
 
         def unreadable(error: OSError) -> None:
             self.corrupt.append(f"the folder {error.filename} cannot be read ({error.strerror})")
 
-        for place, folders, files in os.walk(self.folder, followlinks=True, onerror=unreadable):
-            where = os.stat(place)
-            if (where.st_dev, where.st_ino) in seen:
-                # A link that leads back.
-                folders.clear()
-                continue
-            seen.add((where.st_dev, where.st_ino))
+        for place, folders, files in self._inside.walk(self.corrupt.append, unreadable):
             below = os.path.relpath(place, self.folder)
             others = [one for one in folders if one.lower() in OTHER_SPLITS] if "train" in folders else []
             for one in others:
                 self.notes.append(
                     f"not trained on, as it is beside train: {os.path.normpath(os.path.join(below, one))}/"
                 )
-            folders[:] = sorted(one for one in folders if _is_shown(one) and one not in others)
+            folders[:] = [one for one in folders if _is_shown(one) and one not in others]
             folders[:] = [one for one in folders if not self.attached.holds(os.path.join(place, one))]
             for one in folders:
                 if one.lower().endswith(self.kinds):
@@ -331,7 +332,7 @@ class _Search:
     def _loose(self, files: list[str]) -> None:
         listings = self._listings(files)
         media = [name for name in files if name.lower().endswith(self.kinds)]
-        finder = _Finder(self.folder, files, media)
+        finder = _Finder(self._inside, files, media)
         # By name: what lines of listings say of it, and where.
         listed: dict[str, list[_Listed]] = {}
         covered: list[str] = []
@@ -353,6 +354,7 @@ class _Search:
             self.notes.append(f"in no line of a listing, and left out: {count(len(left), 'file')} ({names})")
         inside = self._belong - set(listed) if covered else set[str]()
         texts = self._texts({*media, *listed} - set(left) - inside, files, listings)
+        self._read_names(texts, listed, bool(listings))
         for name in sorted(texts):
             for one in listed.get(name, [_Listed(None, "", {})]):
                 self._add(name, one, texts[name], finder)
@@ -360,6 +362,26 @@ class _Search:
         used = {*media, *listed, *listings, *(one for beside in texts.values() for one in beside.values())}
         used |= self._belong
         self._unread += [name for name in files if name not in used]
+
+    def _read_names(self, texts: dict[str, dict[str, str]], listed: Mapping[str, Any], has_listing: bool) -> None:
+        """Take masks and the like, without a caption of their own, from the samples; read repeats from folders."""
+        names = [name for name in companions(texts) if not texts[name] and name not in listed]
+        names = [name for name in names if name not in self._belong]
+        for name in names:
+            del texts[name]
+        self._note_companions(names)
+        self._belong.update(names)
+        if not has_listing and self.wanted.by == "text":
+            self._repeats = FolderRepeats.read(texts)
+            self.notes += self._repeats.notes
+
+    def _note_companions(self, names: Sequence[str]) -> None:
+        if names:
+            self.notes.append(
+                f"by their names of other images (masks), and not trained: {count(len(names), 'file')} "
+                f"({enumerated(names, SOME)}); to use them, set mask_dir or conditioning_dir to a folder with the "
+                "images' names"
+            )
 
     def _begin_samples(self, listed: Mapping[str, Sequence[_Listed]]) -> None:
         """The files that wait, without those that belong to others and have no caption of their own."""
@@ -481,7 +503,7 @@ class _Search:
         except (tarfile.TarError, OSError, EOFError, InputError) as error:
             compressed = "" if entries else "; an uncompressed tar is read"
             self.corrupt.append(f"{name} breaks off: {error}{compressed}")
-        for key, files in sorted(entries.items()):
+        for key, files in sorted(self._without_companions(name, entries).items()):
             images = [files[kind] for kind in self.kinds if kind in files]
             belong = self._beside(name, files)
             kinds = [kind for kind in files if kind in BESIDE[self.wanted.by]]
@@ -501,6 +523,16 @@ class _Search:
                 continue
             part = Part(f"{name}:{images[0].name}", tar, images[0].offset_data, images[0].size)
             self._sample(part.name, said, part, belong)
+
+    def _without_companions(
+        self, name: str, entries: dict[str, dict[str, tarfile.TarInfo]]
+    ) -> dict[str, dict[str, tarfile.TarInfo]]:
+        """The entries of a tar but masks and the like, without a caption of their own."""
+        kinds = BESIDE[self.wanted.by]
+        others = {os.path.splitext(file)[0] for file in companions(f"{key}.png" for key in entries)}
+        others = {key for key in others if not any(kind in entries[key] for kind in kinds)}
+        self._note_companions(sorted(f"{name}:{key}" for key in others))
+        return {key: files for key, files in entries.items() if key not in others}
 
     def _beside(self, name: str, files: dict[str, tarfile.TarInfo]) -> dict[str, list[Part]]:
         """Images of a tar's entry that belong to it, by column: ``.mask.png`` for a column ``mask``."""
@@ -543,11 +575,17 @@ class _Search:
             self._disputed[name] = ", ".join((said.source, *said.others))
         if said.source.endswith(" in .json"):
             self._has_column = True
-        if _nothing(said.value) and self.config.instance_prompt is not None and self.wanted.by == "text":
-            said = SidecarContent(self.config.instance_prompt, "instance_prompt")
+        if _nothing(said.value) and self.wanted.by == "text":
+            said = self._default_caption(name) or said
         if said.value is not None:
             self.sources[said.source] += 1
-        self.good.append(Sample(name, said.value, size, part, attached))
+        self.good.append(Sample(name, said.value, size, part, attached, repeats=self._repeats.of(name)))
+
+    def _default_caption(self, name: str) -> SidecarContent | None:
+        if self.config.instance_prompt is not None:
+            return SidecarContent(self.config.instance_prompt, "instance_prompt")
+        words = self._repeats.caption(name)
+        return None if words is None else SidecarContent(words, "folder names")
 
     def _note_columns(self, columns: Iterable[str]) -> None:
         for one in columns:
@@ -567,8 +605,8 @@ class _Listed:
 class _Finder:
     """Files of a data set by their names in a listing."""
 
-    def __init__(self, folder: Path, files: list[str], media: list[str]) -> None:
-        self._folder, self._files = folder, set(files)
+    def __init__(self, inside: DataFolder, files: list[str], media: list[str]) -> None:
+        self._inside, self._folder, self._files = inside, inside.path, set(files)
         # Names that differ in how accents are composed only; and names without suffix.
         self._composed = {unicodedata.normalize("NFC", name): name for name in files}
         self._stems: dict[str, list[str]] = {}
@@ -594,6 +632,7 @@ class _Finder:
             if len(self._stems.get(name, ())) == 1:
                 return self._stems[name][0]
             if "\0" not in name and os.path.lexists(self._folder / name):
+                self._inside.check(name, repr(file))
                 return name
         return None
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-_Positive = Annotated[int, Field(ge=1)]
+_Pixels = Annotated[int, Field(ge=1, le=2**16)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -25,11 +25,11 @@ class DataSetConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     dir: str
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e4)] = 1.0
     image_column: str | None = None
     caption_column: str | None = None
     label_column: str | None = None
-    resolution: _Positive | None = None
+    resolution: _Pixels | None = None
     aspect_ratio_buckets: str | None = None
     random_flip: bool | None = None
     instance_prompt: str | None = None

@@ -113,7 +113,9 @@ def sources_of(config: TrainConfig, samples: Samples) -> Sources:
                 f"class_data_dir={config.class_data_dir!r} has no image for the bucket of {height} x {width} pixels "
                 "(height x width), in which there are samples; add one of that shape, or leave aspect_ratio_buckets out"
             )
-    return Sources(samples, names_of(config), configs, tuple(sizes), SampleSets(tuple(numbers), config.weights, prior))
+    repeats = tuple(sample.repeats for sample in samples.good)
+    sets = SampleSets(tuple(numbers), config.weights, prior, repeats if max(repeats, default=1) > 1 else ())
+    return Sources(samples, names_of(config), configs, tuple(sizes), sets)
 
 
 def names_of(config: TrainConfig) -> tuple[str, ...]:

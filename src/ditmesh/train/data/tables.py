@@ -13,14 +13,16 @@ from functools import partial
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ...errors import InputError, first_line
 from ...media.files import read_whole
 from ...media.images import IMAGE_SUFFIXES, image_size
+from ...requirements import not_installed
 from ..config import TrainConfig
 from .attached import AttachedImages, Part
 from .captions import CaptionColumn, is_listing
+from .inside import DataFolder
 
 # Files of `save_to_disk`: of one split, and of several.
 _ONE, _SEVERAL = ("state.json", "dataset_info.json"), "dataset_dict.json"
@@ -32,7 +34,7 @@ def holds_tables(folder: Path) -> bool:
     if _is_saved(folder):
         return True
     there = False
-    for _, folders, files in os.walk(folder):
+    for _, folders, files in DataFolder(folder).walk(lambda _: None):
         folders[:] = [one for one in folders if not one.startswith(".")]
         shown = [one.lower() for one in files if not one.startswith(".")]
         if any(one.endswith((*IMAGE_SUFFIXES, ".tar")) for one in shown):
@@ -73,23 +75,22 @@ class TableRows:
 
     def __post_init__(self) -> None:
         if find_spec("datasets") is None:
-            raise InputError(
-                f"{str(self.folder)!r} is a data set of the package datasets, which is not installed; "
-                "pip install datasets"
-            )
+            raise InputError(not_installed(f"the data set {str(self.folder)!r}", "datasets", "data"))
         import datasets  # pyright: ignore[reportMissingImports]
 
+        self._inside = DataFolder(self.folder)
         try:
             self.data = self._saved(datasets) if _is_saved(self.folder) else self._files(datasets)
             features = self.data.features.items()
             # Files that other programs wrote do not say that bytes are images.
             self.images = [name for name, kind in features if isinstance(kind, datasets.Image) or _holds_bytes(kind)]
             for name, kind in self.data.features.items():
-                inner = getattr(kind, "feature", None)
-                if isinstance(kind, datasets.Image):
-                    self.data = self.data.cast_column(name, datasets.Image(decode=False))
-                elif isinstance(inner, datasets.Image):
-                    self.data = self.data.cast_column(name, type(kind)(datasets.Image(decode=False)))
+                # Of sounds and videos too: decoding opens what their paths name.
+                inner: Any = getattr(kind, "feature", None)
+                if hasattr(kind, "decode"):
+                    self.data = self.data.cast_column(name, cast(Any, type(kind))(decode=False))
+                elif hasattr(inner, "decode"):
+                    self.data = self.data.cast_column(name, type(kind)(inner.__class__(decode=False)))
         except InputError:
             raise
         except Exception as error:
@@ -109,18 +110,18 @@ class TableRows:
             if others := [one for one in found if one != name]:
                 self.notes.append(f"splits that are not trained on: {', '.join(others)}")
             found = found[name]
+        for file in found.cache_files:
+            self._inside.check(os.path.abspath(file["filename"]), f"a file of {str(self.folder)!r}")
         self.file = max((Path(one["filename"]) for one in found.cache_files), key=lambda one: one.stat().st_mtime_ns)
         return found
 
     def _files(self, datasets: Any) -> Any:
-        there = [
-            path
-            for path in sorted(self.folder.rglob("*"))
-            if path.suffix.lower() in _TABLES and not is_listing(path.name) and path.is_file()
-        ]
-        there = [
-            path for path in there if not any(part.startswith(".") for part in path.relative_to(self.folder).parts)
-        ]
+        there: list[Path] = []
+        for place, folders, files in self._inside.walk(self.notes.append):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            paths = (Path(place, name) for name in files if not name.startswith(".") and not is_listing(name))
+            there += [path for path in paths if path.suffix.lower() in _TABLES and path.is_file()]
+        there.sort()
         train = [path for path in there if "train" in str(path.relative_to(self.folder)).lower()]
         if train and len(train) < len(there):
             self.notes.append(f"files that are not trained on, beside those of train: {len(there) - len(train)}")
@@ -158,7 +159,7 @@ class TableRows:
 
     def content(self, row: int, column: str, place: int | None = None) -> bytes:
         """The bytes of an image. Raises `InputError` if there are none."""
-        value = self.data[row][column]
+        value = self.data.select_columns([column])[row][column]
         value = value if place is None else value[place]
         if isinstance(value, bytes):
             return value
@@ -166,7 +167,7 @@ class TableRows:
             if value.get("bytes"):
                 return value["bytes"]
             if value.get("path"):
-                return read_whole(value["path"], f"row {row}")
+                return read_whole(self._inside.check(value["path"], f"row {row}: {value['path']!r}"), f"row {row}")
         raise InputError(f"row {row} has no image in {column}")
 
     def parts(self, row: int, column: str | None, value: Any) -> list[Part]:

@@ -63,12 +63,10 @@ class TrainingData:
         self.digest = sources.digest
         self.encoded = EncodedSamples(pipe, family, self.samples, sources.sizes, config, device)
         per_step = config.batch // config.train_batch_size
-        joined = config.archipelago
-        island = (0, 1) if joined is None else (joined.index, joined.count)
-        self.order = SampleOrder(sources.sizes, config.seed, config.train_batch_size, per_step, sources.sets, island)
+        self.order = SampleOrder(sources.sizes, config.seed, config.train_batch_size, per_step, sources.sets)
         held_out = len(self.held_out) if wants_held_out(config) else None
         report, more = found.report(held_out), lines_of(sources, self.order.of_sets(len(sources.configs)))
-        cut = self.encoded.cut_captions()
+        cut = self.encoded.long_captions()
         lines = (*report.lines, *more, *(f"  {one}" for one in cut))
         self.report = replace(report, lines=lines, odd=report.odd or bool(cut))
         self.steps = config.max_train_steps or self.order.steps(config.num_train_epochs)

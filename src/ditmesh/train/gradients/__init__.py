@@ -1,1 +1,1 @@
-"""Gradients of a step over the ranks: summed, ordered, sharded, passed through stages."""
+"""Gradients of a step over the ranks: summed, ordered, sharded."""

@@ -6,8 +6,9 @@ Data and sequence ranks hold the same weights and each a part of their gradient:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -26,9 +27,7 @@ from ...strategies.tensor.parallel import adapter_cuts
 from ...strategies.tensor.slices import plan_slices
 from ..config import SECOND, Sharding
 from .ordered import OrderedGradients, weight_gradients
-from .overlap import OverlappedSum
 from .reduce import reduce_gradients
-from .stages import TrainedStages
 
 
 class GradientSync:
@@ -38,8 +37,6 @@ class GradientSync:
         modules: the trained ones, by name; parallelised already.
         sharding: as in `TrainConfig`.
         slices: what tensor ranks hold.
-        undo: gets what takes hooks off the parameters.
-        stages: what pipe ranks hold, if there are several.
 
     Attributes:
         transformer: what to call in the place of the transformer.
@@ -57,33 +54,34 @@ class GradientSync:
         mesh: Mesh,
         sharding: Sharding,
         slices: TensorSlicesOf,
-        undo: ExitStack,
-        stages: TrainedStages | None = None,
     ) -> None:
-        self._modules, self._mesh, self._slices, self._stages = modules, mesh, slices, stages
+        self._modules, self._mesh, self._slices = modules, mesh, slices
         group = mesh.gradient_group
         self.is_sum = mesh.config.reproducible
         self.share = 1.0 if self.is_sum else 1.0 / mesh.sequence.size
-        self._kind: Sharding = "none" if group is None else sharding
-        self._overlapped: OverlappedSum | None = None
+        kind = ("none" if self.is_sum else "ddp") if sharding == "auto" else sharding
+        self._kind: Sharding = "none" if group is None else kind
         name = next((one for one in ("transformer", SECOND) if one in modules), next(iter(modules)))
         self.transformer: nn.Module = modules[name]
         if self.is_sum:
             self._ordered = OrderedGradients(
                 [p for p in modules.parameters() if p.requires_grad], weight_gradients(self.transformer), mesh
             )
-        if self._kind == "auto" and group is not None and not self.is_sum and mesh.config.pipe == 1:
-            self._overlapped = OverlappedSum((p for p in modules.parameters() if p.requires_grad), group)
-            undo.callback(self._overlapped.close)
-        if self._kind in ("auto", "none") or group is None:
+        if self._kind == "none" or group is None:
+            return
+        if self._kind == "ddp":
+            self.transformer = DistributedDataParallel(
+                _Called(modules, name),
+                process_group=group,
+                # Ranks have read equal weights, and buffers do not change.
+                broadcast_buffers=False,
+                init_sync=False,
+                find_unused_parameters=True,
+                gradient_as_bucket_view=True,
+            )
             return
         if list(modules) not in (["transformer"], [SECOND]):
-            raise ConfigError(
-                f"sharding={sharding!r} is for the transformer alone; use sharding='none' to train others"
-            )
-        if self._kind == "ddp":
-            self.transformer = DistributedDataParallel(self.transformer, process_group=group)
-            return
+            raise ConfigError(f"sharding={sharding!r} is for the transformer alone; use sharding='ddp' to train others")
         self._shard(group)
 
     def _shard(self, group: dist.ProcessGroup) -> None:
@@ -111,13 +109,11 @@ class GradientSync:
         model = self.transformer
         if self._kind == "fsdp":
             cast(Any, model).set_requires_gradient_sync(is_last)
-        if self._overlapped is not None:
-            self._overlapped.expect(is_last)
-        if self._kind == "ddp" and not is_last:
-            with cast(DistributedDataParallel, model).no_sync():
+        with warnings.catch_warnings():
+            # That every weight is used is known after a search alone.
+            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+            with nullcontext() if self._kind != "ddp" or is_last else cast(DistributedDataParallel, model).no_sync():
                 yield
-        else:
-            yield
         if self.is_sum:
             self._ordered.take(number, count)
 
@@ -129,21 +125,18 @@ class GradientSync:
         """
         if self.is_sum:
             self._ordered.reduce(shares)
-        elif self._overlapped is not None:
-            self._overlapped.finish()
-        elif self._kind in ("auto", "none"):
+        elif self._kind != "fsdp":
             for parameter in self._modules.parameters():
                 if parameter.requires_grad and parameter.grad is None:
-                    # A rank without micro-batches contributes zeros.
+                    # Of a weight that is not used, or of a rank without micro-batches.
                     parameter.grad = torch.zeros_like(parameter)
-            reduce_gradients(self._modules, self._mesh)
+            if self._kind == "none":
+                reduce_gradients(self._modules, self._mesh)
         gradients = [p.grad for p in self._modules.parameters() if p.grad is not None]
         group = self._mesh.gradient_group
-        if not self.is_sum and group is not None and gradients and self._overlapped is None:
+        if not self.is_sum and group is not None and gradients:
             # DDP, FSDP2 and `reduce_gradients` take the mean.
             cast(Any, torch)._foreach_mul_(gradients, dist.get_world_size(group))
-        if self._stages is not None:
-            self._stages.add_up()
 
     def clip(self, most: float) -> float:
         """Clip the gradients of all ranks together to a norm; 0: only return it. Collective.
@@ -152,11 +145,7 @@ class GradientSync:
             The norm before, the same on every rank.
         """
         parameters = [p for p in self._modules.parameters() if p.grad is not None]
-        if self._stages is None:
-            norm = self._squares(parameters).sqrt()
-        else:
-            own, shared = self._stages.parted(parameters)
-            norm = (self._mesh.pipe.all_reduce(self._squares(own).reshape(1))[0] + self._squares(shared)).sqrt()
+        norm = self._squares(parameters).sqrt()
         if most:
             torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
         return float(norm)
@@ -176,6 +165,17 @@ class GradientSync:
         norm = torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
         # Of shards: all of them together.
         return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class _Called(nn.Module):
+    """The trained modules as one, which is called as the transformer is: text encoders make its arguments."""
+
+    def __init__(self, modules: nn.ModuleDict, name: str) -> None:
+        super().__init__()
+        self.trained, self._name = modules, name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trained[self._name](*args, **kwargs)
 
 
 def _sharded_like(sample: DTensor, tensor: Tensor) -> Tensor:

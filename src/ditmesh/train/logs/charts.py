@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ...core.files import written_whole
 from ...errors import InputError
+from ...requirements import not_installed
 
 # The share of a run's steps over which a smoothed curve is a mean, and the fewest; the most columns of a grid and
 # pixels of its images.
@@ -29,7 +30,7 @@ def matplotlib_figure(**more: Any) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise InputError("charts need matplotlib, which is not installed; pip install matplotlib") from None
+        raise InputError(not_installed("a chart", "matplotlib", "train")) from None
     figure = Figure(layout="constrained", dpi=110, **more)
     FigureCanvasAgg(figure)
     return figure

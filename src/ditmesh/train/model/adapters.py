@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterable, Mapping
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from math import sqrt
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...errors import ConfigError, InputError, did_you_mean, first_line, shortened
 from ...generate.files import adapter, usual_lora
-from ...generate.loras import COMPONENT, METADATA, activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
+from ...generate.lora_files import COMPONENT, METADATA
+from ...generate.lora_names import original_layers, takes_comfyui_names
+from ...generate.loras import activate, adapted, adapters_of, load_lora, loras_of, pipeline_has
+from ...requirements import not_installed
 from ..config import SECOND, LoraConfig, TrainConfig
 from .frozen import freeze, weights_in_state_dicts
+
+logger = logging.getLogger(__name__)
 
 # The name of the adapter that is trained.
 TRAINED = "default"
 # The attention projections of text encoders in transformers, as diffusers' training scripts adapt them.
 ENCODER_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")
+# A pattern of the user may take so long with the names of a model's layers.
+PATTERN_SECONDS = 10
+# The adapter in ComfyUI's names.
+COMFYUI_FILE = "comfyui.safetensors"
 
 
 # --- where adapters go --------------------------------------------------------------------------------------------
@@ -38,19 +52,21 @@ def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
         ConfigError: it has no such layers; names those that there are.
     """
     linear, wanted = _linears(model), lora.target_modules
+    if lora.comfyui and not takes_comfyui_names(model):
+        raise ConfigError(
+            f"lora.comfyui=True: ComfyUI's names for {type(model).__name__} are not known here; leave it out"
+        )
     if isinstance(wanted, str):
         if wanted == "all-linear":
             return _exactly(linear, model)
-        try:
-            fitting = [name for name in linear if re.fullmatch(wanted, name)]
-        except re.error as error:
-            raise ConfigError(f"lora.target_modules={wanted!r} is no regular expression ({error})") from None
+        fitting = _matching(wanted, linear)
         if not fitting:
             raise ConfigError(
                 f"lora.target_modules={wanted!r} is the whole name of no linear layer of {type(model).__name__}; begin "
                 f"it with .* or give a list: it has {_in_short(linear)}"
             )
-        return wanted
+        # peft tries a pattern with the names of all modules.
+        return _exactly(fitting, model)
     missing = [target for target in wanted if not any(_ends(name, target) for name in linear)]
     if "target_modules" not in lora.model_fields_set and len(missing) == len(wanted):
         found = _projections(model, linear)
@@ -69,6 +85,34 @@ def targets_of(model: nn.Module, lora: LoraConfig) -> list[str] | str:
             f"{_in_short(linear)}{near}"
         )
     return list(wanted)
+
+
+def _matching(pattern: str, names: list[str]) -> list[str]:
+    """The names that a pattern of the user fits, as a whole; it is run in a process that can be ended.
+
+    Raises:
+        ConfigError: it is no pattern, or takes too long.
+    """
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ConfigError(f"lora.target_modules={pattern!r} is no regular expression ({error})") from None
+    code = "import json, re, sys; p, n = json.load(sys.stdin); print(json.dumps([bool(re.fullmatch(p, s)) for s in n]))"
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", code],
+            input=json.dumps([pattern, names]),
+            capture_output=True,
+            text=True,
+            timeout=PATTERN_SECONDS,
+            check=True,
+        ).stdout
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"lora.target_modules={pattern!r} is still at work on {len(names)} names after {PATTERN_SECONDS} s; write "
+            "it without repeats inside repeats, or give a list of names"
+        ) from None
+    return [name for name, fits in zip(names, json.loads(answer), strict=True) if fits]
 
 
 def _linears(model: nn.Module) -> list[str]:
@@ -126,7 +170,7 @@ def peft_config(lora: LoraConfig, targets: list[str] | str) -> Any:
         from peft import LoKrConfig
         from peft import LoraConfig as PeftConfig
     except ImportError:
-        raise InputError("lora needs peft, which is not installed; pip install peft") from None
+        raise InputError(not_installed("lora", "peft", "train")) from None
     alpha = cast(int, lora.rank if lora.alpha is None else lora.alpha)
     if lora.type == "lokr":
         return LoKrConfig(
@@ -169,6 +213,11 @@ def check_modules(kind: type[Any], config: TrainConfig) -> None:
             raise ConfigError(
                 f"train_modules: diffusers loads no adapter into {name} of {kind.__name__} ({there}); leave it out"
             )
+    if others and config.lora.comfyui:
+        raise ConfigError(
+            f"lora.comfyui=True: ComfyUI's names of {others[0]} are not known here; leave one of lora.comfyui and "
+            "train_modules out"
+        )
     if others and config.lora.type != "lora":
         raise ConfigError(
             f"lora.type={config.lora.type!r}: diffusers loads plain LoRA alone into {others[0]}; take type: lora, or "
@@ -259,9 +308,11 @@ def _load_base(pipe: Any, lora: LoraConfig, denoiser: str) -> dict[str, float]:
         name = f"base{number}"
         try:
             with weights_in_state_dicts(getattr(pipe, denoiser)):
-                load_lora(pipe, file, name, denoiser if denoiser == SECOND else None)
+                note = load_lora(pipe, file, name, denoiser if denoiser == SECOND else None)
         except MemoryError:
             raise
+        except InputError as error:
+            raise InputError(f"lora.base_lora: {str(file)!r} {error}") from error
         except Exception as error:  # An untrusted file can raise any exception.
             said = shortened(error, 300)
             raise InputError(
@@ -269,6 +320,8 @@ def _load_base(pipe: Any, lora: LoraConfig, denoiser: str) -> dict[str, float]:
             ) from error
         if not any(name in names for names in loras_of(pipe).values()):
             raise InputError(f"lora.base_lora: {str(file)!r} adapts no layer of {type(pipe).__name__}; leave it out")
+        if note is not None:
+            logger.warning("lora.base_lora: %s", note)
         below[name] = scale
     if lora.fuse_base_lora:
         _fuse(pipe, below)
@@ -296,7 +349,9 @@ def _fuse(pipe: Any, scales: Mapping[str, float]) -> None:
 
 
 def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig, folder: Path) -> None:
-    """Save the trained adapters in diffusers' format, with their settings.
+    """Save the trained adapters in diffusers' format, with their settings, and in ComfyUI's names if that is set.
+
+    The scale is in the weights: programs that do not read the settings take it for 1.
 
     Where diffusers has no method to load adapters into a transformer of this class, they are saved for peft's
     ``PeftModel.from_pretrained`` as well.
@@ -314,11 +369,12 @@ def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig,
     for name in config.train_modules:
         own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
         model = getattr(pipe, name)
-        layers[name] = {
-            path: value.contiguous() for path, value in get_peft_model_state_dict(model, own, TRAINED).items()
-        }
-        # Without it, loading takes alpha for the rank.
+        found = get_peft_model_state_dict(model, own, TRAINED)
         about[name] = _as_json(model.peft_config[TRAINED].to_dict())
+        layers[name] = {path: value.contiguous() for path, value in _with_scale(found, about[name]).items()}
+    if config.lora is not None and config.lora.comfyui:
+        given = dict(_in_comfyui_names(getattr(pipe, config.denoiser), layers[config.denoiser]))
+        save_file(given, folder / COMFYUI_FILE, {"format": "pt"})
     if pipeline_has(kind):
         # Files for either of two transformers have one form: `load_into_transformer_2` says which one it is for.
         short = {name: "transformer" if name == SECOND else name for name in layers}
@@ -337,6 +393,52 @@ def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig,
         save_file(prefixed, folder / "adapter_model.safetensors", {"format": "pt"})
         text = json.dumps({**about["transformer"], "inference_mode": True}, indent=2, sort_keys=True)
         (folder / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _with_scale(weights: Mapping[str, Tensor], about: dict[str, Any]) -> Mapping[str, Tensor]:
+    """The weights of a LoRA with its scale in them, and the settings changed to a scale of 1; a LoKr as it is."""
+    if "lora_alpha" not in about:
+        return weights
+    rank = about["r"]
+    scale = about["lora_alpha"] / (sqrt(rank) if about["use_rslora"] else rank)
+    about |= {"lora_alpha": rank, "use_rslora": False}
+    return {path: value * scale if ".lora_B." in path and scale != 1 else value for path, value in weights.items()}
+
+
+def _in_comfyui_names(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a LoRA whose scale is 1 under ComfyUI's names, with ``.alpha`` for programs that ask for it.
+
+    Layers that are one there have one pair of matrices: those of the parts, of which each gives its own rows.
+    """
+    left = {path.removesuffix(".lora_A.weight") for path in weights if path.endswith(".lora_A.weight")}
+    for layer in original_layers(model):
+        own = [part for part in layer.parts if part in left]
+        if not own:
+            continue
+        left.difference_update(own)
+        ups = [weights[f"{part}.lora_B.weight"] if part in own else None for part in layer.parts]
+        rows = [_outputs(model, part) if up is None else len(up) for part, up in zip(layer.parts, ups, strict=True)]
+        down = torch.cat([weights[f"{part}.lora_A.weight"] for part in own])
+        whole, top, column = down.new_zeros(sum(rows), len(down)), 0, 0
+        for up, length in zip(ups, rows, strict=True):
+            if up is not None:
+                whole[top : top + length, column : column + up.shape[1]] = up
+                column += up.shape[1]
+            top += length
+        yield from _pair(layer.name, down, torch.cat(whole.chunk(2)[::-1]) if layer.swapped else whole)
+    for path in sorted(left):
+        yield from _pair(path, weights[f"{path}.lora_A.weight"], weights[f"{path}.lora_B.weight"])
+
+
+def _pair(name: str, down: Tensor, up: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield f"diffusion_model.{name}.lora_A.weight", down.contiguous()
+    yield f"diffusion_model.{name}.lora_B.weight", up.contiguous()
+    yield f"diffusion_model.{name}.alpha", torch.tensor(float(len(down)))
+
+
+def _outputs(model: nn.Module, path: str) -> int:
+    layer = cast(Any, model.get_submodule(path))
+    return getattr(layer, "base_layer", layer).out_features
 
 
 def _name_component(file: Path, component: str) -> None:

@@ -24,8 +24,10 @@ from torch.autograd.function import once_differentiable
 from ...core.digests import digest, tensor_digest
 from ...core.staging import onto
 from ...errors import ConfigError, InputError
+from ...generate.components import read_saved
 from ...generate.loading import build_empty, fill_weights, weight_files
 from ...generate.model_info import ModelInfo
+from ...requirements import not_installed
 from ..config import SECOND, TrainConfig
 
 # Linear layers outside of blocks are quantised where both sides are at least so wide: the projections from and to
@@ -165,7 +167,7 @@ def check_precision(precision: str | None, setting: str = "base_precision") -> N
 
     package = QUANTISATION_PACKAGES.get(precision or "")
     if package is not None and find_spec(package) is None:
-        raise InputError(f"{setting}={precision!r} needs {package}, which is not installed; pip install {package}")
+        raise InputError(not_installed(f"{setting}={precision!r}", package, "train"))
 
 
 class FrozenLinear(nn.Linear):
@@ -395,8 +397,8 @@ def read_pipeline_frozen(info: ModelInfo, precision: str) -> Any:
         if kind is not None and settings.get("quantization_config") is None:
             found[name] = _read_frozen(kind, folder, precision)
     # The base class takes no part in the place of one that a pipeline need not have, such as Wan's transformers.
-    pipeline = getattr(diffusers, info.pipeline_class, DiffusionPipeline)
-    return pipeline.from_pretrained(info.files, **found)
+    pipeline = getattr(diffusers, info.pipeline_class, None)
+    return read_saved(info, pipeline, **found)
 
 
 def _read_frozen(kind: type[Any], folder: Path, precision: str) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import ConfigError
+from ...generate.components import read_saved
 from ...generate.model_info import find_model
 from ..config import SECOND, TrainConfig
 from ..families import FAMILIES, is_adapted
@@ -14,10 +15,7 @@ from .family import ObservedFamily
 
 def loaded_pipeline(config: TrainConfig) -> Any:
     """The pipeline of a run."""
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    info = find_model(config.pretrained_model_name_or_path)
-    pipe = DiffusionPipeline.from_pretrained(info.files if info.local else info.name)
+    pipe = read_saved(find_model(config.pretrained_model_name_or_path))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -74,8 +74,6 @@ def check_observable(kind: type, config: TrainConfig) -> None:
     name, parameters = kind.__name__, inspect.signature(kind.__call__).parameters
     if "prompt" not in parameters:
         raise ConfigError(f"{name} cannot be trained: it takes no prompt")
-    if config.token_share < 1:
-        raise ConfigError(f"token_share: the tokens of {name} are not known in training; leave it out")
     if trained := [one for one in config.train_modules if one != config.denoiser]:
         raise ConfigError(
             f"train_modules: {name} is trained without an adapter, which has no gradients of {', '.join(trained)}; "

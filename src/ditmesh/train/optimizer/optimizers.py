@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from io import StringIO
@@ -20,30 +20,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ConfigError, InputError, did_you_mean, first_line
+from ...requirements import install_line
 from ..config import TrainConfig
 
-# The path of a class by its name, and the line that installs its package.
-OPTIMIZERS: dict[str, tuple[str, str]] = {
-    "AdamW": ("torch.optim.AdamW", ""),
-    "Adam": ("torch.optim.Adam", ""),
-    "SGD": ("torch.optim.SGD", ""),
-    "Adafactor": ("torch.optim.Adafactor", ""),
-    "Muon": ("torch.optim.Muon", ""),
-    "AdamW8bit": ("bitsandbytes.optim.AdamW8bit", "pip install bitsandbytes"),
-    "Prodigy": ("prodigyopt.Prodigy", "pip install prodigyopt"),
-    "AdamWScheduleFree": ("schedulefree.AdamWScheduleFree", "pip install schedulefree"),
-    "RAdamScheduleFree": ("schedulefree.RAdamScheduleFree", "pip install schedulefree"),
-    "SGDScheduleFree": ("schedulefree.SGDScheduleFree", "pip install schedulefree"),
+# The path of a class by its name.
+OPTIMIZERS = {
+    "AdamW": "torch.optim.AdamW",
+    "Adam": "torch.optim.Adam",
+    "SGD": "torch.optim.SGD",
+    "Adafactor": "torch.optim.Adafactor",
+    "Muon": "torch.optim.Muon",
+    "AdamW8bit": "bitsandbytes.optim.AdamW8bit",
+    "Prodigy": "prodigyopt.Prodigy",
+    "AdamWScheduleFree": "schedulefree.AdamWScheduleFree",
+    "RAdamScheduleFree": "schedulefree.RAdamScheduleFree",
+    "SGDScheduleFree": "schedulefree.SGDScheduleFree",
 }
 # Arguments by the settings that give them; the optimizers that take ``betas`` are Adam's kin and get them all.
 ADAM = ("adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon")
-# Packages of which the tests train on FSDP2's shards.
-ON_SHARDS = ("torch", "schedulefree")
+# Of which parts of a weight change as in the whole weight: what tensor ranks and shards need.
+ELEMENTWISE = ("AdamW", "Adam", "SGD", "AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")
+# Bytes of the state for each byte of weights; of others as much as AdamW's.
+STATE_PER_WEIGHT = {"SGD": 1.0, "SGDScheduleFree": 1.0, "Adafactor": 0.0, "AdamW8bit": 0.5, "Prodigy": 4.0}
 # Entries of a parameter group that are the run's: its weights and its learning rate.
 OF_THE_RUN = ("params", "lr", "initial_lr")
-# Of the matrices of a trial: above the size (4096) from which 8-bit states are 8-bit, and half of them is below it.
-ROWS, COLUMNS, TRIAL_STEPS = 64, 96, 6
-
 Named = Mapping[str, nn.Parameter]
 
 
@@ -59,7 +59,7 @@ def _named(name: str) -> str:
 def _class_of(config: TrainConfig) -> type[torch.optim.Optimizer]:
     """The class of ``optimizer``."""
     wanted = config.optimizer
-    path, install = OPTIMIZERS.get(_named(wanted), (wanted, ""))
+    path = OPTIMIZERS.get(_named(wanted), wanted)
     package, _, name = path.rpartition(".")
     if not package:
         raise ConfigError(
@@ -70,7 +70,7 @@ def _class_of(config: TrainConfig) -> type[torch.optim.Optimizer]:
         found = getattr(import_module(package), name, None)
     except ImportError as error:
         top = package.partition(".")[0]
-        line = install or f"pip install {top}"
+        line = install_line("train") if path in OPTIMIZERS.values() else f"pip install {top}"
         raise ConfigError(f"optimizer={wanted!r} needs {top}, which cannot be imported ({error}); {line}") from None
     if found is None and package == "torch.optim" and name in OPTIMIZERS:
         raise ConfigError(f"optimizer={wanted!r}: torch {torch.__version__} has no {name}; install a later torch")
@@ -193,20 +193,18 @@ def check_optimizer(config: TrainConfig) -> None:
         return
     kind = _class_of(config)
     _check_settings(config, kind)
-    problem = _tried(config)
-    if problem is not None:
-        raise ConfigError(f"optimizer={config.optimizer!r} {problem}; use another one")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(f"optimizer={config.optimizer!r} computes the loss itself (a closure); use another one")
+    # Of a block, so that Muon has a matrix.
+    make_optimizer(nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(1, 1)])}), config)
     fsdp = config.sharding == "fsdp" and config.parallel.world_size > 1
-    cuts = [f"{axis}={degree}" for axis in ("tensor", "pipe") if (degree := getattr(config.parallel, axis)) > 1]
-    if (fsdp or cuts) and not _is_elementwise(config):
-        way = cuts[0] if cuts else "sharding='fsdp'"
+    tensor = config.parallel.tensor
+    if (fsdp or tensor > 1) and _named(config.optimizer) not in ELEMENTWISE:
+        way = f"tensor={tensor}" if tensor > 1 else "sharding='fsdp'"
         raise ConfigError(
-            f"optimizer={config.optimizer!r} looks at whole weights, of which ranks hold parts with {way}; use data, "
-            "ulysses or ring with sharding ddp or none, or AdamW"
-        )
-    if fsdp and kind.__module__.split(".")[0] not in ON_SHARDS:
-        raise ConfigError(
-            f"optimizer={config.optimizer!r} is not shown to work on FSDP2's shards; use sharding ddp or none, or AdamW"
+            f"optimizer={config.optimizer!r} may look at whole weights, of which ranks hold parts with {way}; use "
+            f"data, ulysses or ring with sharding ddp or none, or one of {', '.join(ELEMENTWISE)}"
         )
 
 
@@ -238,82 +236,36 @@ def is_schedule_free(kind: type) -> bool:
     return callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None))
 
 
-class _TwoMatrices(nn.Module):
-    """A model to try an optimizer on; its layers have a block's names."""
-
-    def __init__(self, parts: list[Tensor]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in parts])
-        for layer, value in zip(self.blocks, parts, strict=True):
-            cast(nn.Linear, layer).weight = nn.Parameter(value.clone())
-
-
 @contextmanager
 def _without_compiling() -> Iterator[None]:
-    """torchao compiles its step, which takes longer than a trial is worth."""
+    """torchao compiles its step, which takes longer than one without gradients is worth."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
-def _stepped(config: TrainConfig, first: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """The changes of two matrices, or of the same part of both, in a few steps; and the optimizer."""
-    generator = torch.Generator().manual_seed(0)
-    wholes = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
-    direction = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2)]
-    model = _TwoMatrices([first(whole).contiguous() for whole in wholes])
-    optimizer = make_optimizer(model, config)
-    weights = list(model.parameters())
-    turn_to_training(optimizer)
-    with _without_compiling(), redirect_stdout(StringIO()):
-        for _ in range(TRIAL_STEPS):
-            for weight, along in zip(weights, direction, strict=True):
-                gradient = along + 0.1 * torch.randn(ROWS, COLUMNS, generator=generator)
-                weight.grad = first(gradient).contiguous()
-            optimizer.step()
-    # The change, as a rate may be tiny.
-    return [(p.detach() - first(whole)) for p, whole in zip(weights, wholes, strict=True)], optimizer
+def check_state(optimizer: torch.optim.Optimizer, named: Named) -> None:
+    """Reject an optimizer, after its first step, that keeps state which a checkpoint cannot hold.
 
-
-def _tried(config: TrainConfig) -> str | None:
-    """The reason why an optimizer cannot be used; None: it takes steps, and its state can be saved."""
-    try:
-        _, optimizer = _stepped(config, lambda whole: whole)
-    except ConfigError:
-        raise
-    except Exception as error:
-        return f"cannot take a step ({type(error).__name__}: {first_line(error)})"
-    named = {str(number): p for number, p in enumerate(_weights(optimizer))}
-    own = {id(p) for p in named.values()}
+    Raises:
+        ConfigError: names it.
+    """
+    name, own = type(optimizer).__name__, {id(p) for p in named.values()}
     if any(not isinstance(key, Tensor) or id(key) not in own for key in optimizer.state):
-        return "keeps state that belongs to no parameter, which checkpoints cannot hold"
+        raise ConfigError(
+            f"optimizer: {name} keeps state that belongs to no parameter, which checkpoints cannot hold; use another"
+        )
     try:
         json.dumps(facts_of_state(optimizer, named))
     except TypeError as error:
-        return f"keeps state that is neither a tensor nor a number, which checkpoints cannot hold ({error})"
-    return None
-
-
-def _is_elementwise(config: TrainConfig) -> bool:
-    """True if every number of a weight changes by its own gradients alone: parts change as they do in the whole."""
-    whole, _ = _stepped(config, lambda value: value)
-    halves: list[Callable[[Tensor], Tensor]] = [lambda v: v[: ROWS // 2], lambda v: v[:, : COLUMNS // 2]]
-    for half in halves:
-        part, _ = _stepped(config, half)
-        for mine, all_of_it in zip(part, whole, strict=True):
-            there = half(all_of_it)
-            if not torch.allclose(mine, there, rtol=0.0, atol=1e-4 * float(there.abs().max())):
-                return False
-    return True
+        raise ConfigError(
+            f"optimizer: {name} keeps state that is neither a tensor nor a number, which checkpoints cannot hold "
+            f"({error}); use another one"
+        ) from None
 
 
 def state_per_weight(config: TrainConfig) -> float:
-    """Bytes of an optimizer's state for each byte of weights."""
-    if _named(config.optimizer) == "AdamW":
-        return 2.0
-    _, optimizer = _stepped(config, lambda whole: whole)
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    held = sum(tensor.nbytes for value in values for _, tensor in plain_tensors("", value))
-    return held / sum(p.nbytes for p in _weights(optimizer))
+    """Bytes of an optimizer's state for each byte of weights, about."""
+    return STATE_PER_WEIGHT.get(_named(config.optimizer), 2.0)
 
 
 # --- training and using ---------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from diffusers.optimization import get_scheduler
@@ -18,7 +17,15 @@ from ...comm.mesh import Mesh
 from ...errors import ConfigError
 from ..config import TrainConfig
 from ..gradients.sync import GradientSync
-from .optimizers import check_optimizer, finite_parts, make_optimizer, set_rate, turn_to_training, weights_to_use
+from .optimizers import (
+    check_optimizer,
+    check_state,
+    finite_parts,
+    make_optimizer,
+    set_rate,
+    turn_to_training,
+    weights_to_use,
+)
 from .precision import LEAST_SCALE, MeshGradScaler, not_finite
 
 
@@ -48,17 +55,18 @@ class WeightUpdate:
         check_optimizer(config)
         self.optimizer = make_optimizer(trained, config)
         turn_to_training(self.optimizer)
+        # Whether checkpoints can hold its state, which is there after a step.
+        self._is_checked = False
         self.schedule = _schedule(self.optimizer, config, steps)
         self.scaler = MeshGradScaler(mesh, config.mixed_precision == "fp16")
         self.average = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
 
-    def apply(self, sync: GradientSync, step: int, followed: bool = True) -> tuple[float, bool]:
+    def apply(self, sync: GradientSync, step: int) -> tuple[float, bool]:
         """Change the weights by the gradients that they hold. Collective.
 
         Args:
             sync: clips the gradients of all ranks.
             step: number of the step from 1, for messages.
-            followed: the moving average follows the weights.
 
         Returns:
             The norm of the gradient before clipping; and whether gradients have overflowed, and no weight was changed.
@@ -82,17 +90,15 @@ class WeightUpdate:
                 )
             )
         self.scaler.step(self.optimizer)
+        if not self._is_checked and not overflowed:
+            check_state(self.optimizer, self.named)
+            self._is_checked = True
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if followed:
+        if self.average is not None:
             # In a skipped step, too, as in diffusers' scripts.
-            self.follow(1)
+            self.average.step(self.parameters)
         return norm, overflowed
-
-    def follow(self, steps: int) -> None:
-        """Let the moving average follow the present weights for so many steps."""
-        for _ in range(steps if self.average is not None else 0):
-            cast(EMAModel, self.average).step(self.parameters)
 
     def unchanged(self, why: str) -> str:
         """The error message of a step with numbers that are not finite."""

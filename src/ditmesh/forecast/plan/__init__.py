@@ -1,1 +1,0 @@
-"""`ditmesh plan`: its subject, its page, and measurements of the best configurations."""

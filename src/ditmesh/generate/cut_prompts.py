@@ -1,0 +1,96 @@
+"""Prompts of which a pipeline's tokenizers leave out the end: how many tokens, for receipts and clients.
+
+Pipelines call their tokenizers with a limit and, at most, write a warning. Here the calls are watched: what a text has
+beyond the limit is counted and noted under the text, as several requests may be under way at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from ..core.patching import Patch
+
+# Texts that are remembered.
+MOST_TEXTS = 1000
+
+
+class CutPrompts:
+    """Watches the tokenizers of a pipeline until `close`.
+
+    Args:
+        pipe: the pipeline; tokenizers that cannot be watched are left out.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        # Tokens beyond the limit, and the limit, by tokenizer and the words of the text.
+        self._cuts: OrderedDict[tuple[str, str], tuple[int, int]] = OrderedDict()
+        self._undo = ExitStack()
+        for name, component in getattr(pipe, "components", {}).items():
+            if hasattr(component, "_encode_plus"):
+                patch = Patch(component, "_encode_plus", self._watched(name, component))
+                self._undo.callback(patch.undo)
+
+    def __enter__(self) -> CutPrompts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the tokenizers as they were."""
+        self._undo.close()
+
+    def _watched(self, name: str, tokenizer: Any) -> Callable[..., Any]:
+        call = tokenizer._encode_plus
+
+        def encode_plus(*args: Any, **options: Any) -> Any:
+            strategy = options.get("truncation_strategy")
+            limit = options.get("max_length")
+            given = args[0] if args else options.get("text")
+            texts = given if isinstance(given, (list, tuple)) else [given]
+            if limit and str(getattr(strategy, "value", strategy)) != "do_not_truncate":
+                for text in texts:
+                    if isinstance(text, str):
+                        self._note(name, text, tokenizer, int(limit))
+            return call(*args, **options)
+
+        return encode_plus
+
+    def _note(self, name: str, text: str, tokenizer: Any, limit: int) -> None:
+        # A token is a byte at least.
+        if len(text.encode("utf-8", "replace")) + 2 <= limit:
+            return
+        tokens = len(tokenizer(text, truncation=False, padding=False, verbose=False)["input_ids"])
+        if tokens > limit:
+            self._cuts[name, _words(text)] = tokens - limit, limit
+            self._cuts.move_to_end((name, _words(text)))
+            if len(self._cuts) > MOST_TEXTS:
+                self._cuts.popitem(last=False)
+
+    def sentence(self, prompt: str, negative_prompt: str | None = None) -> str | None:
+        """What was cut of a request's prompts; None: nothing."""
+        parts = []
+        for what, text in (("prompt", prompt), ("negative prompt", negative_prompt)):
+            words = _words(text or "")
+            # A pipeline may put something around a prompt, and another prompt may have a short one in it.
+            cuts = {
+                name: cut
+                for (name, known), cut in self._cuts.items()
+                if words and words in known and 2 * len(words) >= len(known)
+            }
+            if cuts:
+                tokens = max(count for count, _ in cuts.values())
+                limits = " and ".join(f"{name} takes {limit}" for name, (_, limit) in sorted(cuts.items()))
+                noun = "token of the {} was" if tokens == 1 else "tokens of the {} were"
+                parts.append(f"{tokens} {noun.format(what)} cut ({limits})")
+        return "; ".join(parts) or None
+
+
+def _words(text: str) -> str:
+    """A text as pipelines that clean it have it, too: without case, spaces and signs."""
+    return re.sub(r"[\W_]+", "", text).casefold() or text

@@ -1,0 +1,443 @@
+"""Which layers of a pipeline a LoRA file adapts, by name, and with which weights; what of the file is left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import log2
+from typing import TYPE_CHECKING, Any, cast
+
+from ..errors import InputError
+from .lora_files import LoraContent, LoraLayer, Strength
+from .lora_names import OriginalLayer, original_layers
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# Beginnings of layers' names, by the component that they stand for; the transformer's may be left out.
+_TRANSFORMER = (
+    "base_model.model.transformer.", "base_model.model.", "transformer.", "model.diffusion_model.", "diffusion_model.",
+    "lora_unet_", "lora_transformer_", "lycoris_", "model.",
+)  # fmt: skip
+_ENCODERS = {
+    "text_encoder.": "text_encoder",
+    "text_encoder_2.": "text_encoder_2",
+    "text_encoder_3.": "text_encoder_3",
+    "lora_te_": "text_encoder",
+    "lora_te1_": "text_encoder",
+    "lora_te2_": "text_encoder_2",
+    "lora_te3_": "text_encoder_3",
+    "text_encoders.clip_l.transformer.": "text_encoder",
+    "text_encoders.clip_g.transformer.": "text_encoder_2",
+    "text_encoders.t5xxl.transformer.": "text_encoder_3",
+}
+NOT_THERE = "none of {}'s"
+NO_ENCODER = "of a text encoder into which diffusers loads no LoRA"
+TWICE = "given twice, under two names"
+
+
+@dataclass
+class FittedLora:
+    """An adapter for a pipeline.
+
+    Attributes:
+        weights: under diffusers' names, each layer with the scale 1.
+        layers: the names of the layers that get them, by component.
+        left: the layers of the file that are left out, with the reason.
+        total: the number of the file's layers.
+        differences: names of tensors that are added to whole weights, which are not read.
+        others: names of further tensors that are not read.
+    """
+
+    weights: dict[str, Tensor]
+    layers: dict[str, list[str]]
+    left: dict[str, str]
+    total: int
+    differences: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def left_out(self) -> int:
+        """The number of layers and tensors that are not used."""
+        return len(self.left) + len(self.differences) + len(self.others)
+
+    def note(self, pipeline: str, file: str) -> str | None:
+        """What is left out, in words; None: nothing."""
+        parts = []
+        for reason in dict.fromkeys(self.left.values()):
+            names = [name for name, why in self.left.items() if why == reason]
+            said = reason.format(pipeline)
+            parts.append(f"{len(names)} of the {self.total} layers of {file} are {said} ({_some(names)})")
+        if self.differences:
+            parts.append(
+                f"{len(self.differences)} differences of weights in {file} are not read ({_some(self.differences)})"
+            )
+        if self.others:
+            parts.append(f"{len(self.others)} other tensors of {file} are not read ({_some(self.others)})")
+        return "; ".join(parts) or None
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = names
+    return f"{first}, …" if others else first
+
+
+# --- by the names of layers ---------------------------------------------------------------------------------------
+
+
+class _Names:
+    """The layers of a model by every name that a file may have for them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules = {name: module for name, module in model.named_modules() if _takes_adapter(module)}
+        own = [OriginalLayer(name, (name,)) for name in self.modules]
+        self._known: dict[str, OriginalLayer] = {}
+        theirs = [layer for layer in original_layers(model) if self.modules.keys() >= set(layer.parts)]
+        # The model's own names come first.
+        for layer in (*own, *theirs):
+            for name in (layer.name, layer.name.replace(".", "_")):
+                self._known.setdefault(name, layer)
+
+    def find(self, name: str) -> OriginalLayer | None:
+        """The layer of a name without what stands for the component."""
+        for one in (
+            name,
+            name.replace(".processor", ""),
+            name.removeprefix("text_model."),
+            name.removeprefix("text_model_"),
+        ):
+            for form in (one, f"{one}.0", f"{one}_0") if one.endswith("to_out") else (one,):
+                if form in self._known:
+                    return self._known[form]
+        return None
+
+    def size(self, path: str) -> tuple[int, int] | None:
+        """The inputs and outputs of a linear layer; None: it is another one."""
+        layer = self.modules[path]
+        layer = cast(Any, getattr(layer, "base_layer", layer))
+        if hasattr(layer, "in_features"):
+            return layer.in_features, layer.out_features
+        return None
+
+
+def _takes_adapter(module: nn.Module) -> bool:
+    from torch import nn
+
+    base = getattr(module, "base_layer", module)
+    return isinstance(base, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+
+
+def _component_of(layer: str) -> tuple[str, list[str]]:
+    """The component that a layer's name stands for, and the rest of the name: the likeliest first."""
+    for start, component in _ENCODERS.items():
+        if layer.startswith(start):
+            return component, [layer.removeprefix(start)]
+    return "transformer", [layer.removeprefix(start) for start in (*_TRANSFORMER, "") if layer.startswith(start)]
+
+
+def fitted(pipe: Any, content: LoraContent, component: str) -> FittedLora:
+    """The adapter of a file for a pipeline, layer by layer.
+
+    Args:
+        component: the transformer that gets what the file has for one.
+
+    Raises:
+        InputError: a layer has another size than the pipeline's, or a part that changes the others cannot be used.
+    """
+    fitting = _Fitting(pipe, content, component)
+    for layer in content.layers:
+        if "down" in layer.tensors:
+            fitting.add(layer)
+        else:
+            fitting.add_rest(layer)
+    _complete(fitting.found.weights)
+    return fitting.found
+
+
+class _Fitting:
+    """The making of a `FittedLora`."""
+
+    def __init__(self, pipe: Any, content: LoraContent, component: str) -> None:
+        self._pipe, self._component = pipe, component
+        self._settings, self._tensors = content.settings, content.tensors
+        self._loadable = getattr(type(pipe), "_lora_loadable_modules", None) or ("transformer",)
+        self._names: dict[str, _Names] = {}
+        total = sum("down" in layer.tensors for layer in content.layers)
+        self.found = FittedLora({}, {}, {}, total, others=list(content.others))
+
+    def add(self, layer: LoraLayer) -> None:
+        """Add a layer of the file, or the reason why it is left out."""
+        part, rests = _component_of(layer.name)
+        own = self._component if part == "transformer" else part
+        model = getattr(self._pipe, own, None)
+        if part != "transformer" and (part not in self._loadable or model is None):
+            self.found.left[layer.name] = NO_ENCODER
+            return
+        if model is not None and own not in self._names:
+            self._names[own] = _Names(model)
+        names = self._names.get(own)
+        place = next((place for rest in rests if names and (place := names.find(rest)) is not None), None)
+        if names is None or place is None:
+            self.found.left[layer.name] = NOT_THERE
+        elif not set(place.parts).isdisjoint(self.found.layers.get(own, ())):
+            self.found.left[layer.name] = TWICE
+        else:
+            settings = self._settings.get(part)
+            if settings is None and "alpha" not in layer.tensors:
+                settings = self._settings.get("")
+            rows = self._rows(layer, place, settings)
+            self._check_size(layer, names, place, rows)
+            self._cut(part, own, names, place, rows)
+
+    def add_rest(self, layer: LoraLayer) -> None:
+        """Note what there is of a layer without matrices; differences of zeros change nothing."""
+        for kind, name in layer.tensors.items():
+            if kind in ("diff", "diff_b"):
+                if self._tensors[name].any():
+                    self.found.differences.append(name)
+            elif kind != "alpha":
+                self.found.others.append(name)
+
+    def _rows(self, layer: LoraLayer, place: OriginalLayer, settings: Strength | None) -> dict[str, Tensor]:
+        """The tensors of a layer, with the scale in them."""
+        own = {kind: _computable(self._tensors[name]) for kind, name in layer.tensors.items()}
+        rank = own["down"].shape[0]
+        if own["up"].shape[1] != rank:
+            raise InputError(f"has matrices of {layer.name!r} that do not fit together; take a whole file")
+        scale = _scale(layer.name, place.parts[0], rank, own.get("alpha"), settings)
+        down, up = _with_scale(own["down"], own["up"], scale)
+        rows: dict[str, Tensor] = {"lora_A.weight": down, "lora_B.weight": up}
+        if "bias" in own:
+            rows["lora_B.bias"] = _times(own["bias"], scale)
+        elif "diff_b" in own:
+            rows["lora_B.bias"] = own["diff_b"]
+        if "diff" in own and own["diff"].any():
+            self.found.differences.append(layer.tensors["diff"])
+        magnitude = own.get("magnitude", own.get("dora_scale"))
+        if settings is not None and settings.dora and magnitude is None:
+            raise InputError(f"is a DoRA by its settings and has no magnitudes of {layer.name!r}; take a whole file")
+        if magnitude is not None:
+            if magnitude.numel() != own["up"].shape[0]:
+                raise InputError(
+                    f"has magnitudes of {layer.name!r} by input, not by output, which are not read; merge it into the "
+                    "model's weights"
+                )
+            rows["lora_magnitude_vector"] = magnitude.flatten()
+        return rows
+
+    def _check_size(self, layer: LoraLayer, names: _Names, place: OriginalLayer, rows: Mapping[str, Tensor]) -> None:
+        sizes = [names.size(path) for path in place.parts]
+        whole = [size for size in sizes if size is not None]
+        if len(whole) < len(sizes):
+            return
+        given = rows["lora_A.weight"].shape[1], rows["lora_B.weight"].shape[0]
+        wanted = whole[0][0], sum(outputs for _, outputs in whole)
+        # diffusers widens FLUX's first layer for the LoRA of a control image.
+        widened = hasattr(self._pipe, "_maybe_expand_transformer_param_shape_or_error_") and given[1] == wanted[1]
+        if given != wanted and not widened:
+            raise InputError(
+                f"has {layer.name!r} for {given[0]} inputs and {given[1]} outputs, and that of "
+                f"{type(names.model).__name__} has {wanted[0]} and {wanted[1]}; take a LoRA of this model"
+            )
+
+    def _cut(self, part: str, own: str, names: _Names, place: OriginalLayer, rows: Mapping[str, Tensor]) -> None:
+        """Give the pipeline's layers their rows of the tensors."""
+        import torch
+
+        lengths = [size[1] if (size := names.size(path)) else len(rows["lora_B.weight"]) for path in place.parts]
+        for kind, tensor in rows.items():
+            if kind == "lora_A.weight":
+                # Layers that share a matrix in the file have one each: adapters may be changed in place.
+                pieces = [tensor.clone() for _ in lengths] if len(lengths) > 1 else [tensor]
+            else:
+                whole = torch.cat(tensor.chunk(2)[::-1]) if place.swapped else tensor
+                pieces = [piece.contiguous() for piece in whole.split(lengths)]
+            for path, piece in zip(place.parts, pieces, strict=True):
+                self.found.weights[f"{part}.{path}.{kind}"] = piece
+        self.found.layers.setdefault(own, []).extend(place.parts)
+
+
+def _computable(tensor: Tensor) -> Tensor:
+    """A tensor in a type in which it can be multiplied."""
+    import torch
+
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
+def _with_scale(down: Tensor, up: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Two matrices whose product has a scale; each gets about half of it, so that float16 keeps its digits."""
+    half = 2.0 ** round(log2(scale) / 2) if scale > 0 else 1.0
+    return _times(down, half), _times(up, scale / half)
+
+
+def _times(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1 else (tensor.double() * scale).to(tensor.dtype)
+
+
+def _scale(layer: str, path: str, rank: int, alpha: Tensor | None, settings: Strength | None) -> float:
+    """The scale of a layer, from its ``.alpha`` or the settings; 1 without either."""
+    told = settings.of(path, rank) if settings is not None else None
+    if alpha is None:
+        return 1.0 if told is None else told
+    if alpha.numel() != 1 or not alpha.isfinite().all():
+        raise InputError(f"has an alpha of {layer!r} that is no number; take a whole file")
+    scale = float(alpha) / rank
+    if told is not None and abs(told - scale) > 1e-3 * abs(scale):
+        raise InputError(f"says two strengths for {layer!r}: {scale:g} by its alpha, {told:g} by its settings")
+    return scale
+
+
+def _complete(weights: dict[str, Tensor]) -> None:
+    """Give all layers a bias if one has it, as peft wants it; reject magnitudes of some layers alone."""
+    import torch
+
+    for part in {name.partition(".")[0] for name in weights}:
+        ends = (".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector")
+        layers, biases, magnitudes = (
+            [name.removesuffix(end) for name in weights if name.startswith(f"{part}.") and name.endswith(end)]
+            for end in ends
+        )
+        if magnitudes and len(magnitudes) < len(layers):
+            plain = next(layer for layer in layers if layer not in magnitudes)
+            raise InputError(
+                f"has magnitudes (DoRA) for {len(magnitudes)} of its layers and none for {plain}, which is not read; "
+                "merge it into the model's weights"
+            )
+        for layer in layers if biases else ():
+            up = weights[f"{layer}.lora_B.weight"]
+            weights.setdefault(f"{layer}.lora_B.bias", torch.zeros(len(up), dtype=up.dtype))
+
+
+# --- as diffusers reads it ----------------------------------------------------------------------------------------
+
+
+def as_diffusers_reads(pipe: Any, content: LoraContent) -> FittedLora | None:
+    """The adapter of a file as diffusers' conversions for the pipeline use it, if they can read it.
+
+    They are given tensors that hold a number of their own, and these numbers are looked for in what they make of them.
+    """
+    read = getattr(type(pipe), "lora_state_dict", None)
+    if read is None or content.settings:
+        return None
+    made = []
+    # Some conversions know peft's ends of names alone, and others kohya's.
+    for renamed in (True, False):
+        weights = _scaled(content, renamed)
+        try:
+            converted = cast(Any, read)(_numbered(weights))
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except Exception:
+            # They fail in any way at names that they do not know.
+            continue
+        made.append(_used(pipe, content, weights, converted, renamed))
+    return min(made, key=lambda adapter: adapter.left_out, default=None)
+
+
+def _ends(layer: LoraLayer, renamed: bool) -> dict[str, str]:
+    """The names of a layer's tensors, by what they are, perhaps with peft's ends."""
+    known = {"down": ".lora_A.weight", "up": ".lora_B.weight"} if renamed else {}
+    return {kind: f"{layer.name}{known[kind]}" if kind in known else name for kind, name in layer.tensors.items()}
+
+
+def _scaled(content: LoraContent, renamed: bool) -> dict[str, Tensor]:
+    """The tensors of a file under its names, with the scales in them."""
+    import torch
+
+    tensors = content.tensors
+    weights = {name: tensors[name] for name in content.others}
+    for layer in content.layers:
+        names = _ends(layer, renamed)
+        weights |= {name: _computable(tensors[layer.tensors[kind]]) for kind, name in names.items()}
+        if "alpha" in names and "down" in names:
+            rank = weights[names["down"]].shape[0]
+            scale = _scale(layer.name, layer.name, rank, weights.pop(names["alpha"]), None)
+            pair = _with_scale(weights[names["down"]], weights[names["up"]], scale)
+            weights[names["down"]], weights[names["up"]] = pair
+            if not renamed:
+                # Conversions of kohya's names ask for it.
+                weights[names["alpha"]] = torch.tensor(float(rank))
+    return weights
+
+
+def _numbers(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: number for number, (name, value) in enumerate(weights.items(), 1) if value.ndim}
+
+
+def _numbered(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the same sizes that hold their number everywhere, and take no memory."""
+    import torch
+
+    numbers = _numbers(weights)
+    return {
+        name: torch.full((1,) * value.ndim, float(numbers[name])).expand(value.shape) if name in numbers else value
+        for name, value in weights.items()
+    }
+
+
+def _used(
+    pipe: Any, content: LoraContent, weights: dict[str, Tensor], made: Mapping[str, Tensor], renamed: bool
+) -> FittedLora:
+    """What a conversion has used of a file, by what it has made of numbered tensors."""
+    numbers, used = _numbers(weights), set()
+    layers: dict[str, dict[str, None]] = {}
+    for key, value in made.items():
+        component, _, rest = key.partition(".")
+        path = re.sub(r"\.lora_[AB]\.(?:weight|bias)$|\.lora_magnitude_vector$|\.(?:weight|bias)$", "", rest)
+        model = getattr(pipe, component, None)
+        path = next((form for form in (path, path.removeprefix("text_model.")) if _has(model, form)), "")
+        if path:
+            used |= _numbers_in(value)
+            if ".lora_" in rest:
+                layers.setdefault(component, {})[path] = None
+    left, differences = {}, []
+    for layer in content.layers:
+        unused = {kind: name for kind, name in _ends(layer, renamed).items() if numbers.get(name, 0) not in {0, *used}}
+        if {"down", "up"} & unused.keys():
+            left[layer.name] = NOT_THERE
+        else:
+            differences += [name for name in unused.values() if weights[name].any()]
+    others = [name for name in content.others if numbers.get(name) not in used]
+    total = sum("down" in layer.tensors for layer in content.layers)
+    return FittedLora(weights, {name: list(own) for name, own in layers.items()}, left, total, differences, others)
+
+
+def _has(model: nn.Module | None, path: str) -> bool:
+    try:
+        return model is not None and bool(path) and model.get_submodule(path) is not None
+    except AttributeError:
+        return False
+
+
+def _numbers_in(tensor: Tensor) -> set[int]:
+    """The numbers in a tensor of blocks: each block has rows or columns of its own."""
+    values = tensor.float()
+    while values.ndim > 2:
+        values = values.amax(-1)
+    sides = [values.amax(side) for side in range(values.ndim)] if values.ndim == 2 else [values]
+    return {int(number) for side in sides for number in side.unique().tolist()}
+
+
+# --- LoKr ---------------------------------------------------------------------------------------------------------
+
+
+def lokr_settings(model: nn.Module, weights: Mapping[str, Tensor], settings: Strength) -> dict[str, Any]:
+    """The settings for peft's ``LoKrConfig``: the layers are those of the weights, by their whole names.
+
+    Raises:
+        InputError: a layer is none of the model's.
+    """
+    layers = list(dict.fromkeys(name.partition(".lokr_")[0] for name in weights))
+    strange = next((layer for layer in layers if not _has(model, layer)), None)
+    if strange is not None:
+        raise InputError(f"adapts {strange!r}, which {type(model).__name__} does not have; take a LoKr of this model")
+    return {
+        **settings.lokr,
+        "r": settings.rank,
+        "alpha": settings.alpha,
+        "rank_pattern": settings.ranks,
+        "alpha_pattern": settings.alphas,
+        "target_modules": layers,
+    }

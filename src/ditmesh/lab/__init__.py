@@ -1,0 +1,1 @@
+"""Instruments to look at ditmesh with: see README.md."""

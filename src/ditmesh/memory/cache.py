@@ -1,0 +1,95 @@
+"""Walks that were made before: of this process, and in a file for every version of all that a walk runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, wraps
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .._version import library_versions
+
+# Seconds after which the file of a version that has found nothing new since is deleted.
+_OUTDATED = 30 * 86400
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of a phase.
+
+    Attributes:
+        weights: of the model that runs.
+        activations: of tensors that are alive at the peak, besides weights, and of what kernels take.
+        kept: of these, what stays from step to step.
+        shared: of messages in shared memory, own and other ranks'.
+        blocks: of the weights, those of one block of every kind.
+    """
+
+    weights: float
+    activations: float
+    kept: float = 0.0
+    shared: float = 0.0
+    blocks: tuple[float, ...] = ()
+
+
+Found = TypeVar("Found", Needs, list[Needs])
+_known: dict[str, Any] = {}
+
+
+def kept(walk: Callable[..., Found]) -> Callable[..., Found]:
+    """Keep a walk's result by its arguments, which consist of plain values.
+
+    A process that finds its walks in the file imports no models.
+    """
+
+    @wraps(walk)
+    def found(*args: Any) -> Found:
+        key = sha256(repr((walk.__name__, args)).encode()).hexdigest()[:32]
+        if not _known:
+            _read()
+        if key not in _known:
+            _known[key] = walk(*args)
+            with suppress(OSError):
+                _write(key, _known[key])
+        return _known[key]
+
+    return found
+
+
+def _read() -> None:
+    with suppress(OSError):
+        for line in _file().read_text(encoding="utf-8").splitlines():
+            # A line that another process is writing.
+            with suppress(ValueError, TypeError):
+                key, found = json.loads(line)
+                _known[key] = [Needs(**one) for one in found] if isinstance(found, list) else Needs(**found)
+
+
+def _write(key: str, found: Needs | list[Needs]) -> None:
+    path = _file()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for other in path.parent.glob("*.jsonl"):
+            if other.stat().st_mtime < time.time() - _OUTDATED:
+                other.unlink(missing_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps([key, found], default=vars) + "\n")
+
+
+def _file() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "ditmesh" / "memory" / f"{_fingerprint()}.jsonl"
+
+
+@cache
+def _fingerprint() -> str:
+    """A digest of the package's files and of the versions of the libraries that a walk runs."""
+    package = Path(__file__).parents[1]
+    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(package.rglob("*.py"))]
+    return sha256(repr([library_versions(), files]).encode()).hexdigest()[:16]

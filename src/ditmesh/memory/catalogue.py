@@ -1,0 +1,113 @@
+"""Models that ship with their real sizes: configurations without weights, each with its source."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, did_you_mean
+
+CONFIGS = Path(__file__).with_name("configs")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as the planner needs it: class and configuration of its transformer, and how pixels become tokens.
+
+    Attributes:
+        name: as the user gives it.
+        config: entries that are not the class's defaults.
+        pixels: along one side of an image token.
+        frames: of a video along one token, but for the first.
+        size: usual width and height.
+        num_frames: usual frames; 1 for images.
+        text: usual text tokens.
+        branches: of guidance: 2, or 1 for models that have it distilled in.
+        batched: whether its pipeline puts them into one call.
+        steps: usual denoising steps.
+        source: where the figures are from.
+        repository: its id on the model hub.
+        scale: pixels of a latent.
+        vae: class of the autoencoder and its configuration; None: not known.
+        encoders: the same of text encoders, by the component's name.
+    """
+
+    name: str
+    transformer: str
+    config: dict[str, Any]
+    pixels: int
+    frames: int
+    size: tuple[int, int]
+    num_frames: int
+    text: int
+    branches: int
+    steps: int
+    source: str
+    repository: str
+    batched: bool = True
+    pipeline: str | None = None
+    scale: int = 8
+    vae: tuple[str, dict[str, Any]] | None = None
+    encoders: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+
+    def check_frames(self, frames: int) -> None:
+        """Reject frames for an image model, and a number that the VAE would round.
+
+        Raises:
+            InputError: naming the option, or the nearest possible numbers.
+        """
+        if self.num_frames == 1:
+            raise InputError(f"--frames {frames}: {self.name} makes images; leave --frames out")
+        if (frames - 1) % self.frames:
+            less = frames - (frames - 1) % self.frames
+            raise InputError(
+                f"frames {frames}: {self.name} makes {self.frames}k + 1; use {less} or {less + self.frames}"
+            )
+
+    def token_grid(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
+        """Image tokens of an image or video along time, height and width.
+
+        Raises:
+            InputError: the size is no multiple of what a token covers.
+        """
+        if width % self.pixels or height % self.pixels:
+            raise InputError(
+                f"size {width}x{height}: {self.name} needs multiples of {self.pixels}; use "
+                f"{max(1, width // self.pixels) * self.pixels}x{max(1, height // self.pixels) * self.pixels}"
+            )
+        return (frames - 1) // self.frames + 1, height // self.pixels, width // self.pixels
+
+    def tokens(self, width: int, height: int, frames: int) -> int:
+        """Image tokens of an image or video: see `token_grid`."""
+        return prod(self.token_grid(width, height, frames))
+
+
+@cache
+def shapes() -> dict[str, Shape]:
+    """The shapes that ship, by name."""
+    found = {}
+    for path in sorted(CONFIGS.glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        data["transformer"], data["size"] = data.pop("class"), tuple(data["size"])
+        name = path.name.removesuffix(".json")
+        found[name] = Shape(name=name, **data)
+    return found
+
+
+def shape(name: str) -> Shape:
+    """The one of that name.
+
+    Raises:
+        InputError: there is none; names those there are.
+    """
+    try:
+        return shapes()[name.lower()]
+    except KeyError:
+        raise InputError(
+            f"model {name!r} is not one of {', '.join(shapes())}; give one of these, or the folder of a pipeline"
+            f"{did_you_mean(name.lower(), shapes())}"
+        ) from None

@@ -1,0 +1,453 @@
+"""The memory check before any weights are read, and the configuration of ``"auto"``, which has to fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..comm.objects import broadcast_object, gather_objects
+from ..config import ParallelConfig
+from ..core.unexpected import MISTAKES, unexpected
+from ..engine import DENOISERS, guided, refusal
+from ..errors import ConfigError, DitmeshError, InputError, LayoutError
+from ..generate.model_info import ModelInfo
+from ..layout import TokenLayout, known_models
+from ..strategies.heads import heads_of
+from .available import far_from, free_memory, stored_bytes
+from .catalogue import Shape
+from .phases import Component, Components, largest_phase, needs
+from .sizes import Workload, workload_of
+from .walk import model_on_meta
+
+log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+# By the degrees of tensor and shard a configuration, and the bytes of its rank that needs most.
+TooLarge = dict[tuple[int, int], tuple[ParallelConfig, float]]
+
+# Most devices for which a configuration that would fit is looked for.
+MOST_DEVICES = 16
+
+
+def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
+    """The components of a pipeline's folder, from its JSON files; for other components the file sizes.
+
+    Args:
+        without: names of components that are left out.
+    """
+    parts: dict[str, Component] = {}
+    encoders: dict[str, Component] = {}
+    other = 0.0
+    for name, value in info.index.items():
+        if name.startswith("_") or name in without or not (isinstance(value, list) and len(value) == 2 and all(value)):
+            continue
+        library, kind = value
+        settings = info.files / name / "config.json"
+        if name in DENOISERS or name == "vae":
+            if settings.is_file():
+                parts[name] = Component(kind, json.loads(settings.read_text(encoding="utf-8")))
+        elif name.startswith("text_encoder") and library == "transformers" and settings.is_file():
+            encoders[name] = Component(kind, json.loads(settings.read_text(encoding="utf-8")))
+        else:
+            other += sum(path.stat().st_size for path in (info.files / name).glob("*.safetensors"))
+    denoisers = tuple(part for name, part in parts.items() if name != "vae")
+    return Components(info.name, denoisers, info.pipeline_class, encoders, parts.get("vae"), info.vae_scale, other)
+
+
+def components_of_shape(shape: Shape) -> Components:
+    """The components of a model in the catalogue."""
+    encoders = {name: Component(*encoder) for name, encoder in shape.encoders.items()}
+    vae = None if shape.vae is None else Component(*shape.vae)
+    return Components(
+        shape.name, (Component(shape.transformer, shape.config),), shape.pipeline, encoders, vae, shape.scale
+    )
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is asked of a model's ranks.
+
+    Attributes:
+        components: the model.
+        usual: its usual request.
+        workload: the request; None: not known, so only the weights count for the check.
+        dtype: of the weights.
+        kind: of the devices.
+        offloaded: text encoders and autoencoder are elsewhere while they do not work.
+        images: of one call.
+        calls: of the pipeline, which groups of ranks may make side by side.
+        branches: of guidance.
+        runtime: bytes that a process takes before it holds a model.
+    """
+
+    components: Components
+    usual: Workload
+    workload: Workload | None
+    dtype: torch.dtype
+    kind: Literal["cpu", "cuda"]
+    offloaded: bool = False
+    images: int = 1
+    calls: int = 1
+    branches: int = 1
+    runtime: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        info: ModelInfo,
+        dtype: torch.dtype,
+        kind: Literal["cpu", "cuda"],
+        workload: Workload | None = None,
+        *,
+        without: Collection[str] = (),
+        offloaded: bool = False,
+        guidance: bool | None = None,
+        calls: int = 1,
+    ) -> Demand:
+        """The demand of a pipeline's folder.
+
+        Args:
+            workload: as the attribute.
+            without: components that are not loaded.
+            guidance: whether guidance runs two branches; default: whether the pipeline does when it is not told.
+            calls: of the pipeline, which may run side by side.
+        """
+        import diffusers
+
+        pipeline = getattr(diffusers, info.pipeline_class, None)
+        asked = guided(pipeline, info.transformer) if guidance is None else guidance
+        return cls(
+            components_of(info, without),
+            workload_of(info),
+            workload,
+            dtype,
+            kind,
+            offloaded,
+            1 if workload is None else workload.pictures,
+            calls,
+            1 + asked,
+        )
+
+    def largest(self, config: ParallelConfig, usual: bool = False) -> tuple[float, str]:
+        """Bytes of the rank that needs most, and in which phase.
+
+        Args:
+            usual: of the model's usual request where none is known, instead of loading alone.
+
+        Raises:
+            LayoutError: the model cannot run without values, so that is not known.
+        """
+        request = self.workload or self.usual
+        if config.inputs == "per-data-rank":
+            # Every group has a call of its own.
+            config = config.model_copy(update={"data": 1, "inputs": "broadcast"})
+        if self.workload is None and not usual:
+            every = needs(self.components, config, request, self.dtype, self.runtime, self.kind, self.offloaded)
+            phase = max((rank.phases[0] for rank in every), key=lambda phase: phase.total)
+        else:
+            phase = largest_phase(self.components, config, request, self.dtype, self.runtime, self.kind, self.offloaded)
+        return phase.total, phase.name
+
+    def choose(self, world_size: int, room: float, usual: bool = True, passed: TooLarge | None = None) -> Choice:
+        """The configuration of so many devices that the rule names, with ``room`` bytes on each.
+
+        Args:
+            usual: as of `largest`.
+            passed: ways to cut weights that are known not to fit into ``room``, to which others are added.
+        """
+        models, heads = self._models(), self.heads()
+        passed = {} if passed is None else passed
+        needed: dict[ParallelConfig, float] = {}
+
+        def fits(config: ParallelConfig) -> bool:
+            weights = config.tensor, config.shard
+            # Other axes change little of what weights that are cut alike need.
+            config = config.for_calls(self.images, self.calls)
+            idle = config.data > self.images and config.inputs == "broadcast"
+            if weights in passed or idle or refusal(config, models) is not None:
+                return False
+            if room == float("inf"):
+                return True
+            try:
+                needed[config] = self.largest(config, usual)[0]
+            except (ConfigError, LayoutError):
+                # Where it is not known, whole weights are taken to fit, as for the check.
+                return not config.cuts_weights
+            if needed[config] > room:
+                passed[weights] = config, needed[config]
+            return needed[config] <= room
+
+        images = max(self.images, self.calls)
+        config = ParallelConfig.auto(world_size, heads, images=images, branches=self.branches, fits=fits)
+        config = config.for_calls(self.images, self.calls)
+        larger = next(iter(passed.values()), None)
+        fitting = (config.tensor, config.shard) not in passed
+        return Choice(config, self.images * self.calls, room, needed.get(config), larger if fitting else None, fitting)
+
+    def heads(self) -> int:
+        """The smallest number of attention heads of the transformers; 1 where it is not known."""
+        return min((heads_of(model, layout) or 1 for model, layout in self._models()), default=1)
+
+    def refusal(self, config: ParallelConfig, room: float, limited: bool) -> str | None:
+        """The reason why a configuration does not fit, with one that does; None: it fits.
+
+        Args:
+            room: bytes of a rank.
+            limited: whether that is a limit of each rank; else what is free, which on a CPU all ranks share.
+        """
+        needed, phase = self.largest(config)
+        if needed <= room:
+            return None
+        free = f"the limit is {gigabytes(room)} GB" if limited else f"{gigabytes(room)} GB are free"
+        return (
+            f"{self.components.name} with {config.describe()} needs {gigabytes(needed)} GB on a rank ({phase}), and "
+            f"{free}; {self.fitting(config.world_size, room, limited).sentence}. To try it anyway: --no-memory-check, "
+            "check_memory=False"
+        )
+
+    def fitting(self, world_size: int, room: float, limited: bool) -> WayOut:
+        """A configuration that fits, with the options to type: on as many devices first, then on others.
+
+        Args:
+            world_size, room, limited: as of `refusal`.
+        """
+        passed: TooLarge = {}
+        for devices, here in self._rooms(world_size, room, limited):
+            if here != room:
+                passed = {}
+            choice = self._fitting(devices, here, passed)
+            if choice is not None:
+                return WayOut.of(choice)
+        if self.kind == "cuda" and not self.offloaded:
+            choice = replace(self, offloaded=True)._fitting(world_size, room, {})
+            if choice is not None:
+                return WayOut.of(choice, " --offload model")
+        return WayOut(f"no exact configuration of up to {MOST_DEVICES} devices fits; use a smaller size or dtype")
+
+    def _fitting(self, devices: int, room: float, passed: TooLarge) -> Choice | None:
+        try:
+            choice = self.choose(devices, room, False, passed)
+        except DitmeshError:
+            return None
+        return choice if choice.fits and choice.needed is not None else None
+
+    def _rooms(self, world_size: int, room: float, limited: bool) -> Iterator[tuple[int, float]]:
+        """Numbers of devices to try, the user's first, and the bytes of a rank on each."""
+        yield world_size, room
+        if self.kind == "cpu" and not limited:
+            # All ranks share what is free: fewer have more of it each.
+            yield from ((devices, room * world_size / devices) for devices in range(world_size - 1, 0, -1))
+            return
+        devices = 1
+        while (devices := 2 * devices) <= MOST_DEVICES:
+            if devices > world_size:
+                yield devices, room
+
+    def _models(self) -> list[tuple[Any, TokenLayout]]:
+        layouts = known_models()
+        return [
+            (model_on_meta(part.kind, json.dumps(part.settings, default=str)), layouts[part.kind])
+            for part in self.components.denoisers
+            if part.kind in layouts
+        ]
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """What fits, in words, and the options to type for it; empty: nothing does."""
+
+    sentence: str
+    options: str = ""
+
+    @classmethod
+    def of(cls, choice: Choice, more: str = "") -> WayOut:
+        """A configuration that fits, and ``more`` options that it needs."""
+        assert choice.needed is not None
+        options = choice.config.options() + more
+        return cls(f"{options} fits, with {gigabytes(choice.needed)} GB on a rank", options)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The configuration that the rule of ``"auto"`` names.
+
+    Attributes:
+        images: of all calls.
+        room: bytes of a rank.
+        needed: bytes of the rank that needs most; None: not known, or far from the limit.
+        larger: the first one of the rule, which would be faster, and what it needs; None: it is this one.
+        fits: whether it fits, as far as that is known; else none does.
+    """
+
+    config: ParallelConfig
+    images: int = 1
+    room: float = float("inf")
+    needed: float | None = None
+    larger: tuple[ParallelConfig, float] | None = None
+    fits: bool = True
+
+    def describe(self) -> str:
+        """What was chosen, why, and what would be faster if it fitted, in one line."""
+        config = self.config
+        reasons = {
+            "data": f"{self.images} images are shared out",
+            "cfg": "each branch of guidance has its ranks",
+            "tensor": "weights are cut so that they fit",
+            "shard": "weights are kept in pieces so that they fit",
+        }
+        why = [reason for name, reason in reasons.items() if getattr(config, name) > 1]
+        if config.sequence > 1:
+            why.append("ranks share an image's tokens")
+        sentence = f"chosen: {config.describe()} ({', '.join(why) or 'nothing to share'}"
+        if self.larger is not None:
+            other, needed = self.larger
+            sentence += (
+                f"; {other.describe()} would be faster and needs {gigabytes(needed)} GB on a rank of "
+                f"{gigabytes(self.room)} GB"
+            )
+        return f"{sentence})"
+
+
+def gigabytes(size: float) -> str:
+    """Three digits of 10^9 bytes."""
+    return f"{size / 1e9:.3g}"
+
+
+def check_memory(
+    info: ModelInfo,
+    config: ParallelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    workload: Workload | None = None,
+    limit: float | None = None,
+    without: Collection[str] = (),
+    offloaded: bool = False,
+) -> None:
+    """Raise an error if the request does not fit, before anything is read. Every rank calls this alike.
+
+    A configuration that cannot be predicted is not refused.
+
+    Args:
+        info: the model; its files are here.
+        config: of the ranks.
+        workload: what will be asked for; None: not known, so only the weights count.
+        limit: bytes that a rank may take; default: the device's free memory (on a CPU the host's, in equal parts).
+        without: components that are not loaded.
+        offloaded: text encoders and autoencoder are elsewhere while they do not work.
+
+    Raises:
+        InputError: on all ranks alike; names a configuration that fits, if one does.
+    """
+    room, near = _room(info, dtype, device, workload, limit)
+    if not near:
+        return
+
+    def look() -> str | None:
+        demand = Demand.of(info, dtype, kind_of(device), workload, without=without, offloaded=offloaded)
+        return demand.refusal(config, room, limit is not None)
+
+    sentence = _of_first_rank(lambda: _known(info, look))
+    if sentence is not None:
+        raise InputError(sentence)
+
+
+def choose_for_ranks(
+    info: ModelInfo,
+    dtype: torch.dtype,
+    device: torch.device,
+    workload: Workload | None = None,
+    limit: float | None = None,
+    *,
+    without: Collection[str] = (),
+    offloaded: bool = False,
+    guidance: bool | None = None,
+    calls: int = 1,
+    memory: bool = True,
+) -> Choice | None:
+    """The configuration of ``"auto"`` for the ranks of the default process group, before anything is read. Collective.
+
+    Args:
+        info, dtype, device, workload, limit, without, offloaded: as for `check_memory`.
+        guidance, calls: as for `Demand.of`.
+        memory: whether it has to fit.
+
+    Returns:
+        None: the class has no reviewed layout, so its transformer has to be looked at first.
+    """
+    if info.transformer_class not in known_models():
+        return None
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    room, near = _room(info, dtype, device, workload, limit)
+
+    def look() -> Choice:
+        demand = Demand.of(
+            info,
+            dtype,
+            kind_of(device),
+            workload,
+            without=without,
+            offloaded=offloaded,
+            guidance=guidance,
+            calls=calls,
+        )
+        try:
+            return demand.choose(ranks, room if near and memory else float("inf"))
+        except MISTAKES as error:
+            unexpected(log, error, f"The configuration of {info.name} is chosen without a look at its memory")
+            return demand.choose(ranks, float("inf"))
+
+    return _of_first_rank(look)
+
+
+def kind_of(device: torch.device) -> Literal["cpu", "cuda"]:
+    """What a device is to a prediction of memory."""
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def _room(
+    info: ModelInfo, dtype: torch.dtype, device: torch.device, workload: Workload | None, limit: float | None
+) -> tuple[float, bool]:
+    """Bytes of a rank, and whether a prediction is worth it; on all ranks alike."""
+    grouped = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    room = free_memory(device, dist.get_world_size() if grouped else 1) if limit is None else limit
+    stored = stored_bytes(info)
+    if grouped:
+        # Of files as well: hosts may have other ones, and all ranks go on alike.
+        rooms, sizes = zip(*gather_objects((room, stored)), strict=True)
+        room, stored = min(rooms), max(sizes)
+    pixels = 0.0 if workload is None else workload.width * workload.height * workload.frames * workload.pictures
+    return room, not far_from(room, stored, dtype == torch.float32, pixels)
+
+
+def _of_first_rank(look: Callable[[], Found]) -> Found:
+    """What rank 0 finds, on all ranks: a host with fewer cores than ranks would find it out for each in turn."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return look()
+    answer: tuple[Any, Exception | None] = None, None
+    if dist.get_rank() == 0:
+        try:
+            answer = look(), None
+        except Exception as error:
+            # The other ranks wait for an answer.
+            answer = None, error
+    value, failure = broadcast_object(answer)
+    if failure is not None:
+        raise failure
+    return value
+
+
+def _known(info: ModelInfo, look: Callable[[], str | None]) -> str | None:
+    """The reason why a request does not fit; None: it does, or that is not known."""
+    try:
+        return look()
+    except (DitmeshError, OSError) as error:
+        log.debug("%s: what it needs is not known: %s", info.name, error)
+    except MISTAKES as error:
+        unexpected(log, error, f"{info.name} is loaded without a check of its memory")
+    return None

@@ -1,0 +1,285 @@
+"""The memory of every rank of a request in each phase: loading, text encoding, denoising, decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+
+from ..config import ParallelConfig
+from ..errors import InputError
+from ..layout import known_models
+from ..layout.describe import meta_model
+from ..strategies.pipefusion.stages import first_cut, kinds_of, stage_of
+from .cache import Needs, kept
+from .sizes import Workload
+from .walk import WalkOptions, decode, denoise, key_bytes, walk_encoder
+
+PicturePhase = Literal["load", "encode", "denoise", "decode"]
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component: its class and its configuration."""
+
+    kind: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Components:
+    """The components of a pipeline that need memory.
+
+    Attributes:
+        pipeline: class of the pipeline; None: not known.
+        encoders: of texts, by the component's name.
+        vae: the autoencoder, if there is one.
+        scale: pixels of a latent.
+        other: bytes of weights of which nothing is known but their files.
+    """
+
+    name: str
+    denoisers: tuple[Component, ...]
+    pipeline: str | None = None
+    encoders: Mapping[str, Component] = field(default_factory=dict)
+    vae: Component | None = None
+    scale: int = 8
+    other: float = 0.0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes of a rank in a phase of a workload.
+
+    Attributes:
+        weights: of all components that are there.
+        activations: of tensors beside weights at the peak, with what kernels take.
+        kept: keys and values of earlier steps that are there besides.
+        shared: messages in shared memory.
+        process: bytes of a process without a model.
+    """
+
+    name: PicturePhase
+    weights: float
+    activations: float = 0.0
+    kept: float = 0.0
+    shared: float = 0.0
+    process: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.activations + self.kept + self.shared + self.process
+
+
+class _Summed(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def total(self) -> float: ...
+
+
+AnyPhase = TypeVar("AnyPhase", bound=_Summed)
+
+
+@dataclass(frozen=True)
+class RankNeeds(Generic[AnyPhase]):
+    """The memory of each of several equal ranks.
+
+    Attributes:
+        stage: of the pipe axis; all its ranks need the same.
+        ranks: how many they are.
+        phases: in their order.
+    """
+
+    stage: int
+    ranks: int
+    phases: tuple[AnyPhase, ...]
+
+    @cached_property
+    def peak(self) -> AnyPhase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    def as_data(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {
+            "stage": self.stage,
+            "ranks": self.ranks,
+            "phases": {phase.name: {**vars(phase), "total": phase.total} for phase in self.phases},
+            "peak": self.peak.name,
+            "peak_bytes": self.peak.total,
+        }
+
+
+def needs(
+    components: Components,
+    config: ParallelConfig,
+    workload: Workload,
+    dtype: torch.dtype,
+    process: float = 0.0,
+    device: Literal["cpu", "cuda"] = "cpu",
+    offloaded: bool = False,
+    kernels: bool = True,
+) -> list[RankNeeds[Phase]]:
+    """Predict the memory of every rank from configurations, without computing anything.
+
+    Weights of a rank are its slices, stages and pieces; there is no other copy of them in any phase. Text encoders are
+    whole on every rank while it loads, and then where ``text_encoder`` says.
+
+    Args:
+        process: bytes of a process without a model.
+        device: what ranks compute on. GPUs pass no tensors through shared memory; what their kernels take besides
+            results (cuDNN, cuBLAS) is not known and not counted.
+        offloaded: text encoders and autoencoder are elsewhere while they do not work.
+        kernels: whether a CPU kernel's memory besides its results counts.
+
+    Raises:
+        LayoutError: a component cannot run without values, or has no reviewed layout.
+    """
+    how = WalkOptions(dtype, config.shared_memory and device == "cpu", kernels and device == "cpu")
+    vae, text = _decoding(components, config, workload, how), _encoding(components, config, workload, how, offloaded)
+    found: list[RankNeeds[Phase]] = []
+    for stage, one in enumerate(_denoising(components, config, workload, how)):
+        ranks = config.world_size // config.pipe
+        encoding = int(stage == 0) if config.text_encoder == "rank0" else ranks
+        for count, encodes in ((encoding, True), (ranks - encoding, False)):
+            if count:
+                mine = text if encodes else _EncoderMemory(text.loaded)
+                found.append(RankNeeds(stage, count, _phases(components, one, mine, vae, offloaded, process)))
+    return found
+
+
+def largest_phase(
+    components: Components,
+    config: ParallelConfig,
+    workload: Workload,
+    dtype: torch.dtype,
+    process: float = 0.0,
+    device: Literal["cpu", "cuda"] = "cpu",
+    offloaded: bool = False,
+) -> Phase:
+    """The phase of the rank that needs most: the one figure by which a request fits a device.
+
+    Args:
+        components, config, workload, dtype, process, device, offloaded: as of `needs`.
+
+    Raises:
+        LayoutError: as for `needs`.
+    """
+    found = needs(components, config, workload, dtype, process, device, offloaded)
+    return max((rank.peak for rank in found), key=lambda phase: phase.total)
+
+
+@dataclass(frozen=True)
+class _EncoderMemory:
+    """The memory of text encoders on a rank.
+
+    Attributes:
+        loaded, encoding, later: bytes of weights while the rank loads, while it encodes, and after that.
+        activations, shared: of the encoder that needs most, as of `Needs`.
+    """
+
+    loaded: float
+    encoding: float = 0.0
+    later: float = 0.0
+    activations: float = 0.0
+    shared: float = 0.0
+
+
+def _phases(
+    components: Components, one: Needs, text: _EncoderMemory, vae: Needs, offloaded: bool, process: float
+) -> tuple[Phase, ...]:
+    """A rank's memory for transformers, text encoders and the VAE."""
+    around = one.weights + (0.0 if offloaded else vae.weights + components.other)
+    # Memory that messages have been written to stays with the process.
+    messages = text.shared + one.shared
+    phases = [Phase("load", around + text.loaded, process=process)]
+    if components.encoders:
+        phases.append(Phase("encode", around + text.encoding, text.activations, shared=text.shared, process=process))
+    phases.append(Phase("denoise", around + text.later, one.activations, shared=messages, process=process))
+    if components.vae is not None:
+        pixels = around + text.later + offloaded * vae.weights
+        phases.append(Phase("decode", pixels, vae.activations, one.kept, messages + vae.shared, process))
+    return tuple(phases)
+
+
+def _encoding(
+    components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions, offloaded: bool = False
+) -> _EncoderMemory:
+    """The memory of a rank that encodes."""
+    alone, parts = ParallelConfig(), components.encoders.values()
+    whole = [walk_encoder(part.kind, part.settings, alone, workload.text, how) for part in parts]
+    cut = config.text_encoder == "sharded" and config.world_size > 1
+    among = _settings(config, "text_encoder", "shared_memory", ring=config.world_size)
+    every = [walk_encoder(part.kind, part.settings, among, workload.text, how) for part in parts] if cut else whole
+    most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
+    if offloaded:
+        return _EncoderMemory(0.0, most.weights, 0.0, most.activations, most.shared)
+    loaded, held = (float(sum(each.weights for each in some)) for some in (whole, every))
+    later = 0.0 if config.text_encoder == "freed" else held
+    return _EncoderMemory(loaded, held, later, most.activations, most.shared)
+
+
+def _decoding(components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions) -> Needs:
+    vae = components.vae
+    if vae is None:
+        return Needs(0.0, 0.0)
+    # The choice of axes that share the rows makes no difference; reproducible images are decoded whole.
+    rest = 1 if config.reproducible else config.world_size // (config.data * config.cfg)
+    among = _settings(config, "data", "cfg", "vae", "reproducible", "shared_memory", ring=rest)
+    height, width = workload.height // components.scale, workload.width // components.scale
+    sizes = workload.pictures, workload.latent_frames or workload.frames, height, width
+    return decode(vae.kind, vae.settings, among, sizes, how)
+
+
+def _denoising(components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions) -> list[Needs]:
+    """For every stage what its ranks need, of all transformers."""
+    # Neither where the other components are nor how many steps follow changes a step.
+    among = config.model_copy(update={"text_encoder": "whole", "vae": "auto"})
+    workload = replace(workload, steps=1, element=how.dtype.itemsize)
+    stages = [_stages(part, among, workload, how) for part in components.denoisers]
+    return [
+        Needs(
+            # One of several transformers runs at a time.
+            sum(one.weights for one in parts),
+            max(one.activations for one in parts),
+            sum(one.kept for one in parts),
+            max(one.shared for one in parts),
+        )
+        for parts in zip(*stages, strict=True)
+    ]
+
+
+def _settings(config: ParallelConfig, *names: str, **others: Any) -> ParallelConfig:
+    return ParallelConfig(**config.model_dump(include={*names}), **others)
+
+
+@kept
+def _stages(part: Component, config: ParallelConfig, workload: Workload, how: WalkOptions) -> list[Needs]:
+    """The memory that the ranks of every stage need for one transformer."""
+    layout = known_models().get(part.kind)
+    if layout is None:
+        raise InputError(
+            f"{part.kind} has no reviewed token layout, so what it needs is not known before it has run; known are "
+            f"{', '.join(sorted(known_models()))}"
+        )
+    if not config.stages_or_patches:
+        return [denoise(part.kind, part.settings, layout, config, workload, how)]
+    # In synchronous steps every stage has the whole image, and nothing needs more. Keys of a stage's blocks stay.
+    whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "shared_memory", "vae")
+    one = denoise(part.kind, part.settings, layout, whole, workload, how)
+    model = meta_model(part.kind, dict(part.settings))
+    order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
+    keys = key_bytes(part.kind, part.settings, layout, config, workload, how)
+    found = []
+    for stage in range(config.pipe):
+        here = [kind for kind, place in zip(order, stage_of(lengths), strict=True) if place == stage]
+        absent = sum(one.blocks[kind] for kind in order) - sum(one.blocks[kind] for kind in here)
+        own = sum(keys[kind] for kind in here)
+        found.append(Needs(one.weights - absent, one.activations + own, own, one.shared))
+    return found

@@ -1,0 +1,179 @@
+"""The sizes of a request: the only place that counts tokens, for memory checks, `inspect` and `plan`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError
+from ..generate.model_info import ModelInfo
+from .catalogue import Shape
+
+# Argument names for the number of frames.
+FRAMES = ("num_frames", "video_length")
+# Default number of text tokens, and the argument that has it.
+TEXT_TOKENS = 256
+LENGTH = "max_sequence_length"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sizes of a request, as every prediction of seconds and of bytes reads them.
+
+    Attributes:
+        rows, cols, frames: image tokens of a sample along height, width and time.
+        text: text tokens of a sample.
+        pictures: made at once.
+        branches: of guidance; 1 without.
+        batched: whether they are rows of one call of the transformer; else each has a call of its own.
+        element: bytes of an element of the weights.
+        width, height: in pixels; 0 where only tokens are known, which do not say what decoding takes.
+        latent_frames: that the autoencoder decodes; 0: as many as there are tokens along time.
+    """
+
+    rows: int
+    cols: int
+    frames: int = 1
+    text: int = 256
+    pictures: int = 1
+    branches: int = 1
+    batched: bool = True
+    steps: int = 28
+    element: int = 2
+    width: int = 0
+    height: int = 0
+    latent_frames: int = 0
+
+    @classmethod
+    def of_tokens(cls, image: int, text: int, **sizes: Any) -> Workload:
+        """A workload with a known number of image tokens and an unknown grid."""
+        return cls(1, image, text=text, **sizes)
+
+    @property
+    def image(self) -> int:
+        """Image tokens of a sample."""
+        return self.rows * self.cols * self.frames
+
+    def calls(self, pictures: int, branches: int) -> tuple[int, int]:
+        """Rows per call, and calls per step, for a number of images with several branches each."""
+        return (pictures * branches, 1) if self.batched else (pictures, branches)
+
+
+def workload_of(
+    model: ModelInfo | Shape,
+    size: tuple[int, int] | None = None,
+    text: int | None = None,
+    pictures: int = 1,
+    guidance: bool | None = None,
+    frames: int | None = None,
+    **more: Any,
+) -> Workload:
+    """The request for a model; None: the default.
+
+    Args:
+        model: the pipeline in a folder, or one with sizes that ship.
+        size: width and height in pixels.
+        text: text tokens.
+        pictures: of one call.
+        guidance: whether it has two branches; None: unless the transformer has guidance distilled in.
+        frames: of a video, as the pipeline's call counts them; not those of the latents.
+        more: other fields of `Workload`.
+
+    Raises:
+        InputError: the model cannot make that size or that number of frames.
+    """
+    if isinstance(model, Shape):
+        if frames is not None:
+            model.check_frames(frames)
+        width, height = size or model.size
+        cells, rows, cols = model.token_grid(width, height, frames or model.num_frames)
+        branches, usual, latent_frames, together = model.branches, model.text, 0, model.batched
+    else:
+        if size is not None:
+            model.check_size(*size)
+        if frames is not None:
+            check_frames(model, frames)
+        width, height = size or usual_size(model)
+        video = frames or usual_frames(model)
+        cells, rows, cols = model.token_grid(width, height, video)
+        branches = 2 - bool(model.transformer.get("guidance_embeds"))
+        usual, latent_frames = usual_text(_class(model)), model.latent_frames(video)
+        together = batched(model.pipeline_class)
+    return Workload(
+        rows,
+        cols,
+        cells,
+        usual if text is None else text,
+        pictures,
+        branches if guidance is None else 1 + guidance,
+        together,
+        width=width,
+        height=height,
+        latent_frames=latent_frames,
+        **more,
+    )
+
+
+def check_frames(info: ModelInfo, frames: int) -> None:
+    """Reject frames for an image pipeline, and a number that the VAE would round.
+
+    Raises:
+        InputError: naming the option, or the nearest possible numbers.
+    """
+    if (kind := _class(info)) and not {*FRAMES, "video"} & {*inspect.signature(kind.__call__).parameters}:
+        raise InputError(f"--frames {frames}: {info.pipeline_class} makes images; leave --frames out")
+    info.check_frames(frames)
+
+
+def usual_size(info: ModelInfo) -> tuple[int, int]:
+    """Width and height in pixels that a pipeline makes when it is not told; 1024 x 1024 where nothing says."""
+    if info.default_size is not None:
+        return info.default_size
+    width, height = _defaults(info, ("width",)), _defaults(info, ("height",))
+    return (width, height) if width and height else (1024, 1024)
+
+
+def usual_frames(info: ModelInfo) -> int:
+    """Frames of a video that a pipeline makes when it is not told; 1 of a pipeline that makes images."""
+    own = info.transformer.get("sample_frames")
+    return info.default_frames or _defaults(info, FRAMES) or (own if isinstance(own, int) else 1)
+
+
+def _defaults(info: ModelInfo, names: tuple[str, ...]) -> int | None:
+    """The first of these arguments that the pipeline's call has a number for."""
+    kind = _class(info)
+    given = {} if kind is None else inspect.signature(kind.__call__).parameters
+    defaults = (given[name].default for name in names if name in given)
+    return next((value for value in defaults if isinstance(value, int)), None)
+
+
+def _class(info: ModelInfo) -> type[Any] | None:
+    """The pipeline's class; None: it is none of diffusers."""
+    import diffusers
+
+    kind = getattr(diffusers, info.pipeline_class, None)
+    return kind if isinstance(kind, type) else None
+
+
+def usual_text(pipeline: type | None) -> int:
+    """Text tokens that a class of pipelines takes when it is not told; None: there is none."""
+    given = {} if pipeline is None else inspect.signature(pipeline.__call__).parameters
+    default = given[LENGTH].default if LENGTH in given else None
+    return default if isinstance(default, int) else TEXT_TOKENS
+
+
+def batched(pipeline: str | None) -> bool:
+    """True if a pipeline puts both branches of guidance into one call of its transformer, as its code says.
+
+    Of a class that is not known: it does, which needs more.
+    """
+    import diffusers
+
+    kind = getattr(diffusers, pipeline or "", None)
+    if kind is None:
+        return True
+    code = inspect.getsource(kind.__call__)
+    joined = r"cat\(\s*\[\s*(latents|latent_model_input)\s*(\]\s*\*\s*2|,\s*\1\s*\])"
+    return re.search(joined + r"|latent_model_input = \w+\.repeat\(2\b", code) is not None

@@ -1,0 +1,496 @@
+"""Live tensors while a rank encodes, denoises and decodes: the program itself on tensors without values.
+
+The transformer runs behind the engine, under the configuration, with links to other ranks that are not there; so do
+text encoders and the autoencoder, whole or in bands. Nothing is computed, no weights are read; every operation's
+results are counted until they are given back. One block of every kind runs, and where blocks keep something, two of
+one kind say how much.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from ..config import ParallelConfig
+from ..core.alive import LiveBytes
+from ..core.clock import TIMESTEPS
+from ..engine import Engine
+from ..errors import DitmeshError, LayoutError, first_line
+from ..layout import TokenLayout
+from ..layout.conventions import CallVariant, Conventions, Size, call_variants
+from ..layout.describe import meta_model
+from ..recipe import RECIPE, keeps_between_steps
+from ..strategies.base import Context, Request, Strategy
+from ..strategies.pipefusion.stages import blocks_of, kinds_of
+from ..strategies.rows import DecodedRows
+from ..strategies.sharded import ShardedWeights, Unit
+from ..strategies.text_encoders import in_pieces
+from ..strategies.vae.parallel import BandedVae
+from .cache import Needs, kept
+from .phantom import SharedPools, phantom_mesh
+from .sizes import Workload
+
+log = logging.getLogger(__name__)
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+# Exceptions of models that read values, or that are called with unexpected arguments.
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
+# torch's own convolution is taken for small inputs of small kernels: elements of its first four dimensions.
+_SMALL = 20480
+# Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
+WALKED_STEPS = 3
+# The form of call with which the walk of a model has succeeded; every other form fails again.
+VARIANTS: WeakKeyDictionary[nn.Module, CallVariant] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class WalkOptions:
+    """Options of all walks.
+
+    Attributes:
+        shared_memory: whether ranks pass tensors through shared memory; else a process group.
+        kernels: whether a CPU kernel's memory besides its results counts.
+    """
+
+    dtype: torch.dtype
+    shared_memory: bool = False
+    kernels: bool = False
+
+    def meters(self, model: nn.Module) -> tuple[LiveBytes, SharedPools | None]:
+        """Meters of tensors that are alive beside a model's weights, and of messages in shared memory."""
+        alive = LiveBytes((*model.parameters(), *model.buffers()), cpu_workspace if self.kernels else None)
+        return alive, SharedPools(alive) if self.shared_memory else None
+
+
+def denoise(
+    transformer: str,
+    settings: Mapping[str, Any],
+    layout: TokenLayout,
+    config: ParallelConfig,
+    workload: Workload,
+    how: WalkOptions,
+) -> Needs:
+    """A denoising step of one rank that has all blocks.
+
+    Args:
+        transformer, settings: class and configuration.
+        config: without stages and patches.
+        workload: the request.
+        how: what else the walk is told.
+
+    Raises:
+        LayoutError: the transformer cannot run without values.
+    """
+    if not workload.batched and config.cfg > 1:
+        # Every rank has a branch of its own.
+        workload = replace(workload, branches=-(-workload.branches // config.cfg))
+        config = config.model_copy(update={"cfg": 1})
+    model = model_on_meta(transformer, json.dumps(settings, default=str))
+    order = kinds_of(model, layout)
+    counts = [order.count(kind) for kind in range(max(order) + 1)]
+
+    def look(blocks: Sequence[int]) -> Needs:
+        with kept_blocks(model, layout, blocks), manual_collection():
+            return _step(model, layout, config, workload, how)
+
+    once = look([1] * len(counts))
+    weights = once.weights + sum((count - 1) * block for count, block in zip(counts, once.blocks, strict=True))
+    activations, kept, shared, grown = once.activations, once.kept, once.shared, 0.0
+    for kind, count in enumerate(counts):
+        if count == 1:
+            continue
+        twice = look([1 + (other == kind) for other in range(len(counts))])
+        # The state of a block from step to step exists once per block.
+        more = twice.kept - once.kept if keeps_between_steps(RECIPE, config) else 0.0
+        kept, grown = kept + (count - 1) * more, grown + (count - 1) * more
+        activations = max(activations, twice.activations - more)
+        messages = twice.shared - once.shared
+        shared = shared + (count - 1) * messages if more else max(shared, twice.shared)
+    return Needs(weights, activations + grown, kept, shared, once.blocks)
+
+
+class WithoutValues(TorchFunctionMode):
+    """Answers what only values could, for tensors that have none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nonzero and isinstance(args[0], Tensor):
+            # Of a mask, which hides nothing here.
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func is torch.equal:
+            # Comparisons are of tensors for all tiles, such as a timestep's modulation, or of two forms of a mask.
+            one, other = args
+            return one.shape == other.shape and one.dtype == other.dtype
+        return func(*args, **(kwargs or {}))
+
+
+class _AttentionKeys(WithoutValues):
+    """Bytes of the keys and values of attention to image tokens, by the kind of block that runs.
+
+    Args:
+        image: image tokens; shorter keys are of text alone, which every rank has.
+        kinds: how many kinds of blocks there are.
+    """
+
+    def __init__(self, image: int, kinds: int) -> None:
+        super().__init__()
+        self._image, self.kind, self.found = image, 0, [0.0] * kinds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            arguments = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            key, value = arguments["key"], arguments["value"]
+            if key.shape[-2] >= self._image:
+                self.found[self.kind] += key.nbytes + value.nbytes
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def key_bytes(
+    transformer: str,
+    settings: Mapping[str, Any],
+    layout: TokenLayout,
+    config: ParallelConfig,
+    workload: Workload,
+    how: WalkOptions,
+) -> list[float]:
+    """Bytes of keys that a rank of a pipeline stage keeps of one block of every kind, between the steps.
+
+    Raises:
+        LayoutError: the transformer cannot run without values.
+    """
+    model = model_on_meta(transformer, json.dumps(settings, default=str))
+    order, reasons = kinds_of(model, layout), list[str]()
+    rows, calls = workload.calls(-(-workload.pictures // config.data), -(-workload.branches // config.cfg))
+    size = Size(workload.rows, workload.cols, workload.text, rows, workload.frames)
+    for way in sorted(call_variants(model), key=lambda way: (way != VARIANTS.get(model), way.optional)):
+        keys = _AttentionKeys(workload.image, max(order) + 1)
+        with kept_blocks(model, layout, [1] * len(keys.found)), fake_weights(model, how.dtype), ExitStack() as undo:
+            for kind, (_, block) in zip(dict.fromkeys(order), blocks_of(model, layout), strict=True):
+                hook = block.register_forward_pre_hook(lambda *_, keys=keys, kind=kind: setattr(keys, "kind", kind))
+                undo.callback(hook.remove)
+            make = Conventions(model, way)
+            make.dtype = how.dtype
+            try:
+                with keys:
+                    model(**make.inputs(size))
+                # Of attention every rank has some of the heads.
+                return [calls * found / config.tensor / config.ulysses for found in keys.found]
+            except (DitmeshError, *FAILURES) as error:
+                reasons.append(f"{first_line(error)} ({way})")
+    raise LayoutError(f"{type(model).__name__} cannot run without values: {first_of(reasons)}")
+
+
+@lru_cache(maxsize=2)
+def model_on_meta(kind: str, settings: str) -> nn.Module:
+    """A transformer for walks, which leave its blocks as they were; ``settings`` is its configuration as JSON."""
+    return meta_model(kind, json.loads(settings)).eval()
+
+
+@contextmanager
+def manual_collection() -> Iterator[None]:
+    """Collect garbage at the walk's own points only, among the walk's own objects.
+
+    Else what is alive would depend on when Python collects, and most of a walk's time would go into looking at the
+    objects of all libraries.
+    """
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    if not frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _step(model: nn.Module, layout: TokenLayout, config: ParallelConfig, workload: Workload, how: WalkOptions) -> Needs:
+    """Some steps of a model on the meta device; it is left as it was."""
+    reasons: list[str] = []
+    batch, calls = workload.calls(workload.pictures, workload.branches)
+    size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
+    for way in sorted(call_variants(model), key=lambda way: (way != VARIANTS.get(model), way.optional)):
+        with fake_weights(model, how.dtype):
+            alive, pools = how.meters(model)
+            mesh: Any = phantom_mesh(config, pools)
+            engine = Engine([(model, layout)], config, mesh, owns_mesh=False)
+            engine.open(model)
+            units = _units(engine.models[0].find(ShardedWeights), alive)
+            for tensor in (*model.parameters(), *model.buffers()):
+                # Tensors that are cut have memory of their own.
+                alive.hold(tensor)
+            weights = weight_bytes(model, units)
+            firsts = dict(zip(reversed(kinds_of(model, layout)), reversed(blocks_of(model, layout)), strict=True))
+            blocks = tuple(weight_bytes(firsts[kind][1], units) for kind in sorted(firsts))
+            try:
+                make = Conventions(model, way)
+                # The first parameter may be one that stays in float32.
+                make.dtype = how.dtype
+                kept = _some_steps(engine, model, alive, make, size, calls)
+                VARIANTS[model] = way
+                return Needs(weights, alive.peak, kept, pools.bytes if pools else 0.0, blocks)
+            except (DitmeshError, *FAILURES) as error:
+                reasons.append(f"{first_line(error)} ({way})")
+            finally:
+                engine.end_request(failed=True)
+                # Putting slices of weights together would take most of a walk's time.
+                mesh.tensor.over = True
+                engine.close()
+    raise LayoutError(
+        f"{type(model).__name__} cannot run without values, so what it needs is not known: {first_of(reasons)}"
+    )
+
+
+@contextmanager
+def kept_blocks(model: nn.Module, layout: TokenLayout, counts: Sequence[int]) -> Iterator[None]:
+    """The model with the first so many blocks of every kind, in their order."""
+    left, short = list(counts), dict[str, list[nn.Module]]()
+    for kind, (path, block) in zip(kinds_of(model, layout), blocks_of(model, layout), strict=True):
+        kept = short.setdefault(path.rpartition(".")[0], [])
+        if left[kind] > 0:
+            left[kind] -= 1
+            kept.append(block)
+    before = {path: model.get_submodule(path) for path in short}
+    try:
+        for path, blocks in short.items():
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, nn.ModuleList(blocks))
+        yield
+    finally:
+        for path, whole in before.items():
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, whole)
+
+
+def first_of(reasons: Sequence[str]) -> str:
+    """The reason why the likeliest way to call a model failed, and how many others did."""
+    if not reasons:
+        return "no way to call it was found"
+    return reasons[0] + (f"; {len(reasons) - 1} other ways to call it failed too" if len(reasons) > 1 else "")
+
+
+def _some_steps(engine: Engine, model: nn.Module, alive: LiveBytes, make: Conventions, size: Size, calls: int) -> float:
+    """The live tensors between the steps."""
+    with WithoutValues(), alive:
+        inputs = make.inputs(size)
+        gc.collect()
+        engine.begin_request(WALKED_STEPS)
+        before = alive.now
+        outputs = run_steps(engine, model, inputs, calls)
+        del outputs
+        gc.collect()
+        kept = max(0.0, alive.now - before)
+        engine.end_request()
+    return kept
+
+
+def run_steps(
+    engine: Engine, model: nn.Module, inputs: dict[str, Any], calls: int, begin: Callable[[], None] = lambda: None
+) -> list[Any]:
+    """Run a request's first steps: enough for a stale one where there are any, else one.
+
+    Args:
+        inputs: of the first step; their times are changed.
+        calls: of the model in a step.
+        begin: called before every step.
+
+    Returns:
+        The results of the last step.
+    """
+    outputs = []
+    for step in range(WALKED_STEPS if engine.control is not None else 1):
+        begin()
+        for name in inputs.keys() & TIMESTEPS:
+            # The scheduler's count is not there: steps are told apart by their times.
+            inputs[name] = inputs[name] - 0.01 * step
+        outputs = [model(**inputs) for _ in range(calls)]
+    return outputs
+
+
+@contextmanager
+def fake_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Give a model on the meta device weights without values, which say that they are on the CPU."""
+    exact = tuple(getattr(type(model), "_keep_in_fp32_modules", None) or ())
+    if not hasattr(model, "register_to_config"):
+        # transformers does that for float16 alone.
+        exact = exact if dtype == torch.float16 else ()
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    # Weights that several modules share stay one.
+    known: dict[int, Tensor] = {}
+    with ExitStack() as undo, warnings.catch_warnings(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("ignore")
+        # A way of calling the model that is not the right one is no news.
+        undo.callback(_LOG.setLevel, _LOG.level)
+        _LOG.setLevel(logging.CRITICAL)
+        for path, module in model.named_modules():
+            held: dict[str, Any]
+            for held in (module._parameters, module._buffers):  # type: ignore[assignment]
+                for name, tensor in held.items():
+                    if tensor is None:
+                        continue
+                    before.append((held, name, tensor))
+                    keeps = any(part in (*path.split("."), name) for part in exact)
+                    kind = (torch.float32 if keeps else dtype) if tensor.is_floating_point() else tensor.dtype
+                    if id(tensor) not in known:
+                        made = torch.empty(tensor.shape, dtype=kind, device="cpu")
+                        weight = isinstance(tensor, nn.Parameter)
+                        known[id(tensor)] = nn.Parameter(made, requires_grad=False) if weight else made
+                    held[name] = known[id(tensor)]
+        try:
+            yield
+        finally:
+            for held, name, tensor in before:
+                held[name] = tensor
+
+
+def weight_bytes(model: nn.Module, units: Sequence[Unit] = ()) -> float:
+    """Bytes of a model's weights on this rank; shared tensors count once.
+
+    Args:
+        model: the model, or a block of one.
+        units: the sharded weights.
+    """
+    held = {one.untyped_storage()._cdata: one for one in (*model.parameters(), *model.buffers())}
+    inside = {*model.modules()}
+    pieces = sum(unit.piece.nbytes for unit in units if inside.issuperset(unit.modules))
+    return float(sum(one.untyped_storage().nbytes() for one in held.values()) + pieces)
+
+
+def _units(sharded: ShardedWeights | None, alive: LiveBytes) -> list[Unit]:
+    """Units in pieces; they are weights, which do not count as alive."""
+    units = [] if sharded is None else sharded.units
+    for unit in units:
+        alive.hold(unit.piece)
+    return units
+
+
+@kept
+def decode(
+    kind: str,
+    settings: Mapping[str, Any],
+    config: ParallelConfig,
+    sizes: tuple[int, int, int, int],
+    how: WalkOptions,
+) -> Needs:
+    """Decoding on one rank, whole or in bands as the configuration says.
+
+    Args:
+        kind, settings: class and configuration of the autoencoder.
+        config: who takes part.
+        sizes: images, frames if they are videos, height and width of the latents.
+        how: what else the walk is told.
+
+    Raises:
+        LayoutError: it cannot run without values.
+    """
+    vae: Any = meta_model(kind, dict(settings)).eval()
+    # With the class's default.
+    channels = vae.config.get("latent_channels") or vae.config.get("z_dim") or 4
+    video = any(parameter.dim() == 5 for parameter in getattr(vae, "decoder", vae).parameters())
+    pictures, frames, *plane = sizes
+    latents = (pictures, channels, *((frames,) if video else ()), *plane)
+    with fake_weights(vae, how.dtype), manual_collection():
+        alive, pools = how.meters(vae)
+        context = Context(config, phantom_mesh(config, pools), [])
+        wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
+        pipe = SimpleNamespace(vae=vae)
+        try:
+            with ExitStack() as undo, alive:
+                strategies = [one(context) for one in wanted]
+                for strategy in strategies:
+                    strategy.attach(pipe, undo)
+                for strategy in strategies:
+                    strategy.begin_request(Request(pipe))
+                    undo.callback(strategy.end_request, True)
+                vae.decode(torch.empty(latents, dtype=how.dtype), return_dict=False)
+        except FAILURES as error:
+            raise LayoutError(
+                f"{kind} cannot run without values, so what decoding needs is not known: {first_line(error)}"
+            ) from error
+        return Needs(weight_bytes(vae), alive.peak, shared=pools.bytes if pools else 0.0)
+
+
+def encoder_on_meta(kind: str, settings: Mapping[str, Any]) -> Any:
+    """A text encoder without values, of a class of transformers and its configuration.
+
+    Raises:
+        LayoutError: transformers has no such class.
+    """
+    import transformers
+
+    cls: Any = getattr(transformers, kind, None)
+    if cls is None:
+        raise LayoutError(f"transformers has no class {kind}, so what it needs is not known")
+    with torch.device("meta"):
+        return cls(cls.config_class.from_dict(dict(settings))).eval()
+
+
+@kept
+def walk_encoder(
+    kind: str,
+    settings: Mapping[str, Any],
+    config: ParallelConfig,
+    tokens: int,
+    how: WalkOptions,
+) -> Needs:
+    """A text encoder's run over one prompt on a rank that holds it, whole or sharded.
+
+    Args:
+        kind, settings: class of transformers, and configuration.
+        tokens: of the prompt, at most as many as the model has positions for.
+        how: what else the walk is told.
+    """
+    model = encoder_on_meta(kind, settings)
+    most = getattr(model.config, "max_position_embeddings", None) or tokens
+    with fake_weights(model, how.dtype), manual_collection():
+        alive, pools = how.meters(model)
+        sharded = None
+        if config.text_encoder == "sharded" and config.world_size > 1:
+            sharded = in_pieces(model, phantom_mesh(config, pools).world)
+            for tensor in model.parameters():
+                alive.hold(tensor)
+        weights = weight_bytes(model, _units(sharded, alive))
+        for several in (True, False):
+            try:
+                with alive:
+                    ids = torch.zeros(1, min(tokens, most), dtype=torch.long)
+                    model(input_ids=ids, **({"output_hidden_states": True} if several else {}))
+                return Needs(weights, alive.peak, shared=pools.bytes if pools else 0.0)
+            except FAILURES as error:
+                log.debug("%s does not run without values: %s", kind, error)
+    # Streams of a token through the widest layer, which no encoder exceeds by much.
+    widest = max(prod(one.shape[:1]) for one in model.parameters())
+    return Needs(weights, 4.0 * tokens * min(widest, 65536) * how.dtype.itemsize)
+
+
+def cpu_workspace(func: Any, args: tuple[Any, ...], out: Any) -> float:
+    """Bytes that a kernel of torch takes on a CPU besides its results.
+
+    A convolution of oneDNN copies its input, its weight and its result between torch's order and its own, in which
+    channels lie in blocks; torch's own one, which small inputs get, unfolds its input. Attention turns a mask of
+    booleans into one of numbers.
+    """
+    if func is torch.ops.aten.convolution.default:
+        x, weight, groups = args[0], args[1], args[8]
+        kernel = prod(weight.shape[2:])
+        small = groups == 1 and x.shape[0] == 1 and prod(x.shape[:4]) <= _SMALL and min(weight.shape[-2:]) <= 3
+        if small:
+            return 0.0 if kernel == 1 else float(weight.shape[1] * kernel * prod(out.shape[2:]) * x.element_size())
+        return 0.0 if kernel == 1 else float(x.nbytes + weight.nbytes + out.nbytes)
+    return 0.0

@@ -1,1 +1,0 @@
-"""Training on islands: outer steps over slow links."""

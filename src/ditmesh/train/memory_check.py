@@ -1,0 +1,68 @@
+"""The check before a run reads any weights: whether it can fit into the memory of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from ..comm.objects import broadcast_object, gather_objects
+from ..errors import InputError
+from ..generate.model_info import ModelInfo
+from ..memory.available import free_memory
+from .config import TrainConfig
+from .memory import least_memory
+
+
+def check_training_memory(
+    config: TrainConfig, info: ModelInfo, device: torch.device, limit: float | None = None
+) -> None:
+    """Raise an error if not even weights, gradients and state of a run fit, before they are read. Collective.
+
+    Args:
+        info: the model; its files are here.
+        limit: bytes that a rank may take; None: the device's free memory (on a CPU the host's, in equal parts).
+
+    Raises:
+        InputError: on all ranks alike; names what would fit.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    ranks = dist.get_world_size() if grouped else 1
+    room = free_memory(device, ranks) if limit is None else limit
+    room = min(gather_objects(room)) if ranks > 1 else room
+    sentence = _refusal(config, info, room) if not grouped or dist.get_rank() == 0 else None
+    if ranks > 1:
+        sentence = broadcast_object(sentence)
+    if sentence is not None:
+        raise InputError(sentence)
+
+
+def _refusal(config: TrainConfig, info: ModelInfo, room: float) -> str | None:
+    needed = least_memory(config)
+    if needed is None or needed <= room:
+        return None
+    way = "nothing that was tried would fit; take another model or device"
+    for words, other in _smaller(config):
+        less = least_memory(other)
+        if less is not None and less <= room:
+            way = f"with {words} it would take {less / 1e9:.3g} GB and its activations; use that"
+            break
+    return (
+        f"training {info.name} with {config.parallel.describe()} takes {needed / 1e9:.3g} GB on a rank before "
+        f"activations, and {room / 1e9:.3g} GB are free; {way}, or switch the check off (--no-memory-check)"
+    )
+
+
+def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """Settings that save memory, in words: each beside those before it."""
+    words: list[str] = []
+    for name, value, helps in (
+        ("cache_dir", "cache", config.cache_dir is None and config.keeps_text),
+        ("base_precision", "nf4", config.lora is not None and config.base_precision is None),
+        ("sharding", "fsdp", config.lora is None and config.sharding == "auto" and config.parallel.world_size > 1),
+    ):
+        if helps:
+            words.append(f"{name}: {value}")
+            config = config.model_copy(update={name: value})
+            yield ", ".join(words), config
