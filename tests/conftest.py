@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def libraries_left_alone(request: pytest.FixtureRequest) -> None:
     """Libraries that earlier tests have imported as well; where memory is foretold, walks see to it by themselves."""
-    if request.path.parent.name == "forecast" or request.path.name == "test_cli_words.py":
+    if request.path.parent.name in ("memory", "lab") or request.path.name == "test_cli_words.py":
         gc.unfreeze()
         LEFT_ALONE["modules"] = 0
     elif len(sys.modules) > LEFT_ALONE["modules"] + 100:
@@ -102,6 +103,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-faults", action="store_true", help="write what the fault drills found to docs/reliability.md"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and any(map(config.getoption, ("--write-support", "--write-faults"))):
+        raise pytest.UsageError("what is written is collected in one process; leave out -n")
+
+
+SECONDS: defaultdict[str, float] = defaultdict(float)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    room = "/".join(Path(report.nodeid.partition("::")[0]).parts[:2])
+    SECONDS[room] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Where the time of a long run went: seconds of each folder of tests, summed over the processes."""
+    if sum(SECONDS.values()) > 60:
+        rooms = sorted(SECONDS.items(), key=lambda room: -room[1])
+        terminalreporter.write_line("seconds: " + ", ".join(f"{room} {seconds:.0f}" for room, seconds in rooms))
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from PIL import Image
 
 from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
+from ditmesh.requirements import outdated
 from support import processes
 from support.tiny import save_tiny_sd3
 
@@ -73,8 +74,8 @@ def test_two_devices_draw_the_picture_of_one(model: Path, tmp_path: Path, capfd:
         "0002-a-blue-bird-seed7.png",
         "0003-a-blue-bird-seed8.png",
     ]
-    # Guidance is on: its branches are shared out.
-    assert result["config"]["cfg"] == 2
+    # As many images as devices: each device makes its own.
+    assert result["config"]["data"] == 2
     assert result["devices"] == 2
     assert result["compare"]["largest_difference"] <= 1
     assert result["compare"]["ratio"] == pytest.approx(result["compare"]["one_device_seconds"] / result["seconds"])
@@ -170,6 +171,11 @@ def test_ctrl_c_and_sigterm_keep_what_is_drawn_and_leave_nothing_else(
         assert len(processes.family(mark)) >= 4
         owner.send_signal(number)
         limit = time.monotonic() + 10
+        # Those that follow change nothing.
+        for again in (number, signal.SIGINT, signal.SIGTERM) * 10:
+            time.sleep(0.01)
+            if owner.poll() is None:
+                owner.send_signal(again)
         _, said = owner.communicate(timeout=10)
         assert owner.returncode == code
         assert "Traceback" not in said
@@ -210,6 +216,64 @@ def test_ctrl_c_in_a_terminal_while_ranks_start_says_nothing(facts_only: Path, t
     finally:
         owner.kill()
         owner.wait(10)
+
+
+SIGNALLED = """
+import atexit, os, signal, sys, tempfile, time
+from ditmesh.launch import Terminated, guarded_folder, ignore_signals, leave, raise_on_signals
+from ditmesh.launch.processes import FolderGuard
+
+if sys.argv[1] == "in a handler":
+    # As the server, on its second signal.
+    for _ in range(8):
+        folder = tempfile.mkdtemp()
+        atexit.register(os.rmdir, folder)
+        atexit.register(FolderGuard(folder).end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: leave(128 + number))
+    print("ready", flush=True)
+    time.sleep(60)
+raise_on_signals()
+if sys.argv[1] == "and hang":
+    atexit.register(time.sleep, 60)
+code = 0
+try:
+    with guarded_folder("test-"), guarded_folder("test-"):
+        print("ready", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt as stopped:
+    if sys.argv[1] == "and hang":
+        time.sleep(60)
+    code = 143 if isinstance(stopped, Terminated) else 130
+leave(code)
+"""
+
+
+def test_any_number_of_signals_ends_a_program(temporary: Path) -> None:
+    """Bursts of up to 60 signals, also while the program is leaving, of which one that hangs ends by its limit."""
+    programs = []
+    for number, how in enumerate(("in a handler", "by an exception") * 3 + ("and hang",)):
+        mark, environment = processes.marked({"PYTHONPATH": TEST_PATH, "TMPDIR": str(temporary)})
+        programs.append((processes.interruptible([sys.executable, "-c", SIGNALLED, how], environment), mark, number))
+    try:
+        for program, _, number in programs:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "ready\n"
+            for sent in range(60):
+                if program.poll() is None:
+                    program.send_signal((signal.SIGTERM, signal.SIGINT)[(number + sent) % 2])
+                    time.sleep((0.0, 0.002, 0.01)[number // 2 % 3])
+        limit = time.monotonic() + 10
+        for program, mark, _ in programs:
+            _, said = program.communicate(timeout=limit - time.monotonic())
+            # Of two that come together either may be the first.
+            assert (program.returncode in (130, 143), said) == (True, "")
+            assert processes.wait_until_gone(mark, limit - time.monotonic()) == []
+        assert list(temporary.iterdir()) == []
+    finally:
+        for program, _, _ in programs:
+            program.kill()
+            program.wait(10)
 
 
 INTERRUPTED = """
@@ -417,7 +481,15 @@ FOX = "a red fox"
         bad(FOX, "--size", "64", says=("--size 64", "for example 64x64"), name="size of one side"),
         bad(FOX, "--size", "999999x32", says=("--size 999999", "use 1 to 65536"), name="size out of bounds"),
         bad(FOX, "--size", "0x32", says=("--size 0x32",), name="size zero"),
-        bad(FOX, "--devices", "4", "--ulysses", "3", says=("ulysses=3", "multiplies to 3", "4"), name="degrees"),
+        bad(
+            FOX,
+            "--devices",
+            "4",
+            "--ulysses",
+            "3",
+            says=("ulysses=3 needs 3 ranks, and --devices is 4",),
+            name="degrees",
+        ),
         bad(FOX, "--devices", "0", says=("--devices 0", "--devices 1"), name="no devices"),
         bad(FOX, "--ulysses", "0", says=("ulysses=0", "not possible"), name="degree 0"),
         bad(FOX, "--ulysses", "16", says=("ulysses=16", "8 attention heads", "ring"), name="heads"),
@@ -427,7 +499,7 @@ FOX = "a red fox"
         bad(FOX, "--config", "BROKEN", says=("broken.yaml", "not YAML"), name="config not YAML"),
         bad(FOX, "--config", "WRONG", says=("'ulises'", "ulysses"), name="config key"),
         bad(FOX, "--config", "GOOD", "--ring", "2", says=("--config", "--ring"), name="config and degree"),
-        bad(FOX, "--config", "GOOD", "--devices", "3", says=("ulysses=2", "3 are there"), name="config and devices"),
+        bad(FOX, "--config", "GOOD", "--devices", "3", says=("ulysses=2", "--devices is 3"), name="config and devices"),
         bad(FOX, "--out", "FILE", says=("folder", "--out"), name="out is a file"),
         bad(FOX, "--steps", "0", says=("--steps 0", "--steps 1"), name="steps"),
         bad(FOX, "--num-images", "0", says=("--num-images 0", "--num-images 1"), name="images"),
@@ -601,7 +673,8 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Pa
         (weights,) = (copy / "text_encoder").glob("*.safetensors")
         weights.unlink()
         (copy / "text_encoder" / "pytorch_model.bin").write_bytes(pickle.dumps(Path("somewhere")))
-    with pytest.raises(InputError, match=r"model 'a model' cannot be loaded \(") as caught:
+    words = r"is of the class NobodysPipeline" if broken == "class" else r"model 'a model' cannot be loaded \("
+    with pytest.raises(InputError, match=words) as caught:
         load_pipeline(str(copy), "a model", "float32", "cpu")
     assert len(str(caught.value).splitlines()) == 1
 
@@ -699,6 +772,54 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("/dev/shm" in sentence for sentence in sentences)
     full = {"versions": {"peft": "1"}, "gpus": [{}], "torch_cuda": "13", "backends": {"gloo": True, "nccl": True}}
     assert not any("peft" in sentence or "GPU" in sentence for sentence in missing(full))
+
+
+def test_doctor_names_what_cannot_be_imported_or_is_too_old(monkeypatch, tmp_path, capsys):
+    (tmp_path / "broken_library.py").write_text("raise RuntimeError('look above') from ImportError('no HybridCache')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = {"broken_library": "broken_library", "absent_library": "absent_library", "json": "json"}
+    monkeypatch.setattr("ditmesh.launch.hardware.IMPORTS", modules)
+    monkeypatch.setattr("ditmesh.requirements.requires", lambda name: ["json-x>=2", 'peft>=0.18; extra == "lora"'])
+    monkeypatch.setattr("ditmesh.requirements.version", {"json-x": "2.1", "peft": "0.17.1"}.__getitem__)
+    assert run("doctor", "--devices", "1") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "missing peft 0.17.1 is too old for ditmesh; pip install 'peft>=0.18'" in shown
+    assert "missing broken_library cannot be imported (ImportError: no HybridCache)" in shown
+    assert "absent_library" not in shown
+
+
+@pytest.mark.parametrize("module", ["ditmesh.engine", "ditmesh.train"])
+def test_packages_that_are_too_old_are_named_before_they_fail(module):
+    program = (
+        "import sys, importlib.metadata as metadata\n"
+        "version = metadata.version\n"
+        "metadata.requires = lambda name: ['transformers>=5.6', 'peft>=0.18; extra == \"lora\"']\n"
+        "metadata.version = lambda name: {'transformers': '5.5.4', 'peft': '0.17.1'}.get(name) or version(name)\n"
+        f"import ditmesh\nfrom importlib import import_module\ntry:\n    import_module('{module}')\n"
+        "except ditmesh.InputError as error:\n    print(error, 'diffusers' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    sentence = "transformers 5.5.4 is too old for ditmesh; pip install 'transformers>=5.6'"
+    more = ". peft 0.17.1 is too old for ditmesh; pip install 'peft>=0.18'" if module == "ditmesh.engine" else ""
+    assert done.stdout.strip() == f"{sentence}{more} False"
+
+
+def test_versions_of_vendors_count_as_the_releases_that_they_precede(monkeypatch):
+    monkeypatch.setattr("ditmesh.requirements.requires", lambda name: ["torch>=2.9"])
+    for version, old in (("2.9.0a0+nv25.9", False), ("2.13.0+cpu", False), ("2.10.0.dev1", False), ("2.8.1", True)):
+        monkeypatch.setattr("ditmesh.requirements.version", lambda name, version=version: version)
+        assert bool(outdated()) is old, version
+
+
+@pytest.mark.parametrize("words", ["import ditmesh; ditmesh.Client", "from ditmesh.__main__ import main; main()"])
+def test_a_client_without_httpx_is_one_sentence(words):
+    program = f"import sys; sys.modules['httpx'] = None; {words}"
+    command = [sys.executable, "-c", program, "generate", "a fox", "--server", "http://127.0.0.1:9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.splitlines()[-1].endswith(
+        "a client of a server needs httpx, which is not installed; pip install 'ditmesh[serve]'"
+    )
+    assert done.returncode == 2 or words.startswith("import")
 
 
 def test_doctor_prints_what_to_type_as_it_is(monkeypatch, capsys):

@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("verify --all two", "--all two: not a whole number"),
         ("plan flux-dev", "did you mean 'flux.1-dev' or 'flux.2-dev'?"),
         ("plan wan14b", "did you mean 'wan-14b'?"),
-        ("plan flux.1-dev --hardware h100 --what-if device=2", "did you mean 'devices'?"),
+        ("plan flux.1-dev --hardware h1000", "did you mean 'h100'?"),
         ("inspect --memory --model flux-dev", "did you mean 'flux.1-dev'"),
         ("train", "CONFIG.yaml is missing; see ditmesh train --help"),
         ("train none.yaml", "cannot read the training configuration 'none.yaml' (No such file or directory)"),
@@ -204,8 +206,8 @@ def test_common_options_come_first_and_training_has_its_own(capsys: pytest.Captu
     assert {"model", "devices", "steps", "size", "seed", "out"} <= set(panels["Common options"])
     assert None not in panels
     training = {option.name for option in options_of("train")}
-    assert {"data", "ulysses", "ring", "tensor", "pipe", "stages", "reproducible"} <= training
-    refused = {"cfg", "patches", "exchange", "warmup", "compress", "compile", "vae", "text_encoder"}
+    assert {"data", "ulysses", "ring", "tensor", "reproducible"} <= training
+    refused = {"cfg", "pipe", "stages", "patches", "exchange", "warmup", "compress", "compile", "vae", "text_encoder"}
     assert not training & refused
 
 
@@ -262,13 +264,13 @@ def test_the_table_of_verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_the_table_of_plan_has_a_line_for_why(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
-        main(["plan", "flux.1-dev", "--hardware", "h100", "-n", "4", "--stale"])
+        main(["plan", "pixart-sigma", "--hardware", "h100", "-n", "2"])
     said = capsys.readouterr().out
     assert left.value.code == 0
     is_whole(said, ["configuration", "devices", "denoising s", "ms a step", "GB a rank"])
     # One line for every configuration, and it is not one of the table.
-    assert re.search(r"^1 device: [\d.]+ x the best: computes on 1 of 4 devices$", said, re.MULTILINE)
-    assert re.search(r"^1 device +1 +[\d.]+ +\d+ +[\d.]+ *$", said, re.MULTILINE)
+    assert re.search(r"^1 device: [\d.]+ m?s of [\d.]+ m?s a step are matrix products$", said, re.MULTILINE)
+    assert re.search(r"^1 device +1 +[\d.]+ +[\d.]+ +[\d.]+ *$", said, re.MULTILINE)
 
 
 def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,6 +294,7 @@ def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.Captur
     phase = {"weights": 123e9, "activations": 123e9, "kept": 1e9, "shared": 1e9, "process": 1e9, "total": 456e9}
     rank = {"stage": 0, "ranks": 1, "phases": {"denoise": phase}, "peak": "denoise", "peak_bytes": 1}
     memory = {"model": "m", "config": "c", "size": [8, 8], "dtype": "bfloat16", "ranks": [rank]}
+    memory |= {"chosen": None, "exceeds": None, "command": None}
     said = printed(monkeypatch, capsys, lambda: print_report(inspect._say_memory(memory)))
     is_whole(said, ["activations", "process", "denoise", "456"])
     with pytest.raises(SystemExit):
@@ -322,6 +325,54 @@ def test_rounding_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # ---- what other libraries say
+
+SECRET = "a secret wish"
+
+
+def test_what_libraries_say_of_prompts_is_hidden(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ditmesh.launch.log_filter import hidden_texts
+
+    # As they are outside of pytest.
+    monkeypatch.setattr(warnings, "showwarning", lambda text, kind, *place: print(kind.__name__, text, file=sys.stderr))
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    before = logging.getLogRecordFactory(), warnings.showwarning, threading.excepthook, sys.unraisablehook
+    private = False
+
+    class Finalised:
+        def __del__(self) -> None:
+            raise ValueError(SECRET)
+
+    def fail() -> None:
+        raise ValueError(SECRET)
+
+    def say() -> None:
+        for _ in range(2):
+            logging.getLogger("transformers.tokenization").warning("cut: %s", [SECRET], exc_info=ValueError(SECRET))
+        logging.getLogger("ditmesh.serve").warning("ours")
+        warnings.warn(f"{SECRET} {private}", UserWarning, stacklevel=1)
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        Finalised()
+
+    with hidden_texts(lambda: private):
+        say()
+        assert caplog.text.count("cut: ['a secret wish']") == 2
+        assert capsys.readouterr().err.count(SECRET) == 3
+        private = True
+        caplog.clear()
+        say()
+    said = capsys.readouterr().err + caplog.text
+    assert SECRET not in said
+    # What spoke is said, of messages once for each place.
+    assert caplog.text.count("transformers.tokenization line") == 1
+    assert "ours" in caplog.text
+    assert "UserWarning UserWarning: its text may quote a prompt and is left out" in said
+    assert said.count("ValueError in ") == 2
+    assert before == (logging.getLogRecordFactory(), warnings.showwarning, threading.excepthook, sys.unraisablehook)
 
 
 def test_chatter_is_left_out_and_warnings_are_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -357,6 +408,36 @@ def test_chatter_is_left_out_and_warnings_are_not(caplog: pytest.LogCaptureFixtu
             logging.getLogger(name).filters[:] = filters
 
 
+def test_warnings_about_what_libraries_use_themselves_are_hidden() -> None:
+    """As torch from 2.14 on shows them when diffusers is imported."""
+    from ditmesh.launch.log_filter import hide_chatter
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        hide_chatter()
+        warnings.warn("`torch.jit.script` is deprecated. Please switch to `torch.compile`.", FutureWarning, 1)
+        warnings.warn("`torch.jit.script` is not supported in Python 3.14+ and may break.", DeprecationWarning, 1)
+        warnings.warn("`steps` is deprecated", FutureWarning, 1)
+    assert [str(one.message) for one in seen] == ["`steps` is deprecated"]
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_programs_of_torchrun_are_quiet_if_they_like(rank: int, quiet: bool) -> None:
+    code = (
+        "import warnings, torch, ditmesh.launch.torchrun as launch\n"
+        "launch._join = lambda timeout, device: (torch.device('cpu'), None)\n"
+        f"launch.init_from_environment(quiet={quiet})\n"
+        "warnings.warn('`torch.jit.script` is deprecated.', FutureWarning)\n"
+        "from transformers.utils.logging import is_progress_bar_enabled\nprint(is_progress_bar_enabled())\n"
+    )
+    there = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "PYTHONPATH": TEST_PATH}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**os.environ, **there}, capture_output=True, text=True, timeout=120, check=True)
+    assert ("torch.jit.script" in done.stderr) is not quiet
+    assert done.stdout.strip() == str(rank == 0 or not quiet)
+
+
 def test_importing_ditmesh_leaves_logging_as_it_is() -> None:
     code = "import logging, ditmesh.launch, ditmesh.cli.options, ditmesh.generate.run, ditmesh.train\n"
     code += "from ditmesh.launch.log_filter import CHATTER\n"
@@ -371,7 +452,7 @@ def test_a_fresh_command_says_nothing_that_is_not_ours(tmp_path: Path) -> None:
     command += ["--threads", "1", "--device", "cpu", "--out", str(tmp_path), "--compare"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    ours = r"(loading|generating|one device)\W.*steps.*"
+    ours = r"(loading|generating|one device)\W.*steps.*|ditmesh: chosen: cfg=2 .*"
     assert [line for line in done.stderr.splitlines() if line.strip() and not re.match(ours, line)] == []
     lines = done.stdout.splitlines()
     assert len(lines) == 3

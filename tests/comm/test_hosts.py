@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ditmesh.config import ParallelConfig
 from support import hosts as support
 from support.hosts import hosts
 from support.processes import alive
@@ -164,33 +163,9 @@ def hash_on_one_device(name: str) -> str:
         return hash_of(run(model, call))
 
 
-def predicted(name: str, config: dict[str, Any], numbers: list[int]) -> float:
-    """Bytes that go between hosts in an exact step, by the formulas."""
-    from ditmesh.forecast.costs.hardware import machine
-    from ditmesh.forecast.costs.work import Workload
-    from ditmesh.forecast.hosts import between_hosts
-    from ditmesh.forecast.model_work import work_of
-    from ditmesh.forecast.search import Model
-    from ditmesh.layout import layout_of
-    from ditmesh.layout.describe import meta_model
-    from support.host_ranks import SIZE
-    from support.models import tiny
-
-    model: Any = tiny(name)
-    module, layout = meta_model(type(model).__name__, dict(model.config)), layout_of(model)
-    assert layout
-    chosen = ParallelConfig(**config)
-    rows = {"branches": 2, "pictures": 2} if chosen.cfg > 1 else {"pictures": 4}
-    job = Workload.of_tokens(SIZE.rows * SIZE.cols, SIZE.text, element=4, **rows)
-    one = between_hosts(chosen, Model(module, layout, work_of(module, layout)), job, machine("cpu", 4), numbers)
-    return sum(one.synchronous.values())
-
-
 def check_bytes(name: str, config: dict[str, Any], of_ranks: list[dict[str, Any]], numbers: list[int]) -> None:
-    """What was counted is what the formulas say, and what went through the interfaces."""
+    """What was counted is what went through the interfaces."""
     counted = sum(sum(one["across"].values()) for one in of_ranks)
-    if not config.get("reproducible"):
-        assert counted == pytest.approx(predicted(name, config, numbers), rel=0.02), (name, config)
     through = sum(of_ranks[numbers.index(host)]["interface"] for host in set(numbers))
     # Headers, acknowledgements, and two barriers.
     assert counted <= through <= 1.1 * counted + 64 * 1024, (name, config, counted, through)

@@ -16,6 +16,7 @@ from ditmesh.core.partition import even_cut, offsets
 from ditmesh.strategies.heads import check_heads
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny
 from support.patched import everything, same, sdpa
+from support.sample import sampled
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -128,27 +129,31 @@ def test_a_broken_chain_is_named(ranks):
         assert "single_transformer_blocks.0: 'hidden_states' is not what the region before returned" in message
 
 
-def skipped_last_block():
-    model = tiny("SD3")
-    with ditmesh.parallelized(model, {"ulysses": 2}):
-        try:
-            run(model, {**inputs("SD3", RAGGED), "skip_layers": [len(model.transformer_blocks) - 1]})
-        except Exception as error:
-            return type(error).__name__
-    return "silent"
+def skipped(name, config):
+    """Errors of calls that skip some blocks, each after a call that skips none, from one device."""
+    model, arguments = tiny(name), inputs(name, RAGGED)
+    count = len(model.transformer_blocks)
+    every = list(range(count))
+    cases = [[], [0], [1], every[-1:], every[:-1], every[1:], [0, count - 1], every, every[-1:], []]
+    truth = [run(model, {**arguments, "skip_layers": case}) for case in cases]
+    with ditmesh.parallelized(model, config):
+        found = [run(model, {**arguments, "skip_layers": case}) for case in cases]
+    return [relative_error(one, expected) for one, expected in zip(found, truth, strict=True)]
 
 
-def skipped_middle_block():
-    model, arguments = tiny("SD3"), {**inputs("SD3", RAGGED), "skip_layers": [1]}
-    truth = run(model, arguments)
-    with ditmesh.parallelized(model, {"ulysses": 2}):
-        return relative_error(run(model, arguments), truth)
+SKIPPING = [{"ulysses": 2}, {"ring": 2}, {"data": 2}, {"tensor": 2}, {"ulysses": 2, "reproducible": True}]
 
 
-def test_skipped_layers(ranks):
-    """Skip-layer guidance skips blocks by number."""
-    assert all(error < 1e-5 for error in ranks(2).run(skipped_middle_block))
-    assert all(name != "silent" for name in ranks(2).run(skipped_last_block))
+@pytest.mark.parametrize("config", sampled(SKIPPING, of=2), ids=str)
+def test_skipped_layers(ranks, config):
+    """Skip-layer guidance skips blocks by number: also the first, before which tokens are cut, and the last."""
+    for errors in ranks(2).run(skipped, "SD3", config):
+        assert max(errors) < 1e-5, errors
+
+
+def test_skipped_layers_of_a_fixed_layout_are_refused(ranks):
+    with pytest.raises(ditmesh.RankFailed, match="do not skip"):
+        ranks(2).run(skipped, "SD3", {"pipe": 2, "warmup": "fixed(100)"})
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ def refusal(name, config, **changes):
 
 def test_degrees_that_do_not_fit_the_ranks(ranks):
     for message in ranks(2).run(refusal, "DiT", {"ulysses": 3}):
-        assert "multiplies to 3 devices, but 2 are there" in message
+        assert "ulysses=3 needs 3 ranks, and 2 are there" in message
         assert "ulysses=2" in message
 
 
@@ -206,7 +211,10 @@ def test_twice_and_never():
 
 
 def test_more_than_one_rank_without_a_process_group():
-    with pytest.raises(ditmesh.ConfigError, match=r"this process runs alone.*torchrun --nproc-per-node 2"):
+    with pytest.raises(
+        ditmesh.ConfigError,
+        match=r"this process has joined no others.*torchrun --nproc-per-node 2` and call init_from_environment",
+    ):
         ditmesh.parallelize(tiny("DiT"), {"ulysses": 2})
 
 
@@ -241,7 +249,16 @@ def test_configuration_files(tmp_path):
 
 @pytest.mark.parametrize(
     ("world", "heads", "expected"),
-    [(1, 8, (1, 1)), (2, 8, (2, 1)), (8, 8, (8, 1)), (16, 8, (8, 2)), (6, 8, (2, 3)), (3, 8, (1, 3)), (4, 6, (2, 2))],
+    [
+        (1, 8, (1, 1)),
+        (2, 8, (2, 1)),
+        (8, 8, (8, 1)),
+        (16, 8, (8, 2)),
+        (6, 8, (2, 3)),
+        (3, 8, (1, 3)),
+        (4, 6, (2, 2)),
+        (16, 16, (8, 2)),
+    ],
 )
 def test_auto(world, heads, expected):
     config = ParallelConfig.auto(world, heads)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,7 @@ import ditmesh
 from ditmesh.core.patching import CallChain, Patch
 from support.faults import held, more_than
 from support.models import ODD, inputs, run, tiny
+from support.pipelines import MAKERS as PIPELINES
 from support.sample import sampled
 from support.tiny import save_tiny_sd3
 
@@ -362,6 +366,37 @@ def test_what_is_parallelised_is_not_copied(folder):
                 copy.deepcopy(each)
         assert torch.equal(picture(pipe), truth)
     assert torch.equal(picture(copy.deepcopy(pipe)), truth)
+
+
+def pickled(config):
+    """Whether parts of a parallel pipeline are refused by pickle and torch.save, and are whole again afterwards."""
+    import diffusers
+
+    pipe = PIPELINES["flux"]()
+    block, model = pipe.transformer.transformer_blocks[0], pipe.transformer
+    sizes, refused = {}, []
+    parts = {pipe: "FluxPipeline is", model: "FluxTransformer2DModel is", block: "FluxTransformerBlock belongs to a"}
+    parts |= {block.attn.to_q: "Linear belongs to a", model.transformer_blocks: "ModuleList belongs to a"}
+    for part in parts:
+        sizes[part] = len(pickle.dumps(part))
+    with ditmesh.parallelized(pipe, config, timeout=60):
+        for part, words in parts.items():
+            for save in (pickle.dumps, cloudpickle.dumps, lambda value: torch.save(value, io.BytesIO())):
+                with pytest.raises(ditmesh.InputError, match=rf"^this {words}.* parallelised.*ditmesh\.restore"):
+                    save(part)
+        # A copy of a part has nothing of that, and shallow copies of pipelines are what requests run in.
+        refused.append("__reduce_ex__" in vars(copy.deepcopy(block.norm1)))
+        assert type(copy.copy(pipe)) is type(pipe)
+    assert isinstance(pickle.loads(pickle.dumps(pipe)), diffusers.FluxPipeline)
+    return [len(pickle.dumps(part)) - size for part, size in sizes.items()], refused
+
+
+@pytest.mark.parametrize("config", sampled([{"ulysses": 2}, {"tensor": 2}, {"pipe": 2, "patches": 2}], of=3))
+def test_what_is_parallelised_is_not_pickled(ranks, config):
+    for differences, refused in ranks(2).run(pickled, config):
+        # Memo numbers.
+        assert max(map(abs, differences)) < 64
+        assert refused == [False]
 
 
 def test_code_of_the_user_inside_of_blocks_is_named(ranks):

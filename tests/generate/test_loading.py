@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -10,18 +12,33 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
+import PIL.Image
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import ditmesh
+from ditmesh import zoo
+from ditmesh.cli.main import main
+from ditmesh.generate.components import left_random, missing_weights_refused
+from ditmesh.generate.files import adapter, load_controlnet
+from ditmesh.generate.job import PictureJob
 from ditmesh.generate.loading import build_empty, fill_weights
-from support.loading import absent, loaded
+from ditmesh.generate.model_info import find_model
+from ditmesh.generate.runner import PipelineRunner, load_pipeline
+from ditmesh.train import TrainConfig
+from ditmesh.train.observed.check import loaded_pipeline
+from ditmesh.train.run import train
+from support.adapters import save_sd3_controlnet
+from support.loading import absent, damaged, loaded
 from support.models import MAKERS as MODELS
 from support.models import tiny
 from support.pipelines import MAKERS
 from support.sample import sampled
 from support.tensor import bits, same_bits
+from support.train import settings
 
 TOLERANCE = 1e-5
 
@@ -321,7 +338,7 @@ def test_refusals(ranks, tmp_path):
         assert all(text in found for found in ranks(2).run(message, tmp_path)), text
 
     save_file({key: value for key, value in stored.items() if key != "pos_embed.proj.bias"}, weights)
-    says("1 weights of SD3Transformer2DModel are not in")
+    says("the component transformer (SD3Transformer2DModel) would be left at random in 1 of its weights")
     save_file({**stored, "pos_embed.proj.bias": torch.zeros(3)}, weights)
     says("pos_embed.proj.bias in")
     weights.write_bytes(b"nothing")
@@ -330,3 +347,220 @@ def test_refusals(ranks, tmp_path):
     says("there is no diffusion_pytorch_model.safetensors in")
     config.write_text(json.dumps({**settings, "quantization_config": {"quant_method": "bitsandbytes"}}))
     says("is quantised; tensor parallelism cuts plain weights")
+
+
+# --- weights that a component's files lack ------------------------------------------------------------------------
+
+COMPONENTS = [
+    (model, folder.name)
+    for model in ("emoji-sd3", "emoji-flux", "emoji-wan")
+    for folder in sorted(zoo.path(model).iterdir())
+    if any(folder.glob("*.safetensors"))
+]
+
+
+def sentence_of(load, *arguments, **options):
+    with pytest.raises(ditmesh.InputError) as refused:
+        load(*arguments, **options)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("model", "component"), COMPONENTS)
+def test_missing_weights_are_refused_by_name_everywhere(tmp_path, model, component):
+    folder = tmp_path / "damaged"
+    lost = damaged(model, component, folder)
+    run = TrainConfig.read(settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder)))
+    frozen = settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder), lora={"rank": 2})
+    sentences = [
+        sentence_of(load_pipeline, str(folder), str(folder), "float32", None),
+        sentence_of(PipelineRunner.load, picture_job(folder), torch.device("cpu")),
+        sentence_of(loaded_pipeline, run),
+        sentence_of(train, run, check_memory=False),
+        sentence_of(train, {**frozen, "base_precision": "int8"}, check_memory=False),
+    ]
+    for sentence in sentences:
+        assert f"the component {component} (" in sentence
+        assert f"1 of its weights, which are not in {str(folder / component)!r}: {lost};" in sentence
+        assert "pip install -U" in sentence
+
+
+def picture_job(folder):
+    info = find_model(folder)
+    return PictureJob(
+        model=str(folder),
+        name=str(folder),
+        pipeline_class=info.pipeline_class,
+        prompts=("a fox",),
+        out="",
+    )
+
+
+@pytest.mark.parametrize("config", [{"ulysses": 2}, {"tensor": 2}, {"pipe": 2}])
+@pytest.mark.parametrize("component", ["text_encoder", "transformer", "vae"])
+def test_missing_weights_are_refused_on_every_rank(ranks, tmp_path, component, config):
+    damaged("emoji-sd3", component, tmp_path / "damaged")
+    for sentence in ranks(2).run(refusal, tmp_path / "damaged", config):
+        assert f"the component {component} (" in sentence
+
+
+def refusal(folder, config):
+    try:
+        ditmesh.load(folder, config)
+    except ditmesh.InputError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_names_that_an_older_library_does_not_know(tmp_path):
+    """As a text encoder of transformers 5.6 is to 5.5: no name fits, and nothing is read."""
+    folder = tmp_path / "renamed"
+    shutil.copytree(zoo.path("emoji-flux"), folder)
+    (file,) = (folder / "text_encoder").glob("*.safetensors")
+    save_file({f"encoder_of_2030.{name}": value for name, value in load_file(file).items()}, file, {"format": "pt"})
+    sentence = sentence_of(load_pipeline, str(folder), str(folder), "float32", None)
+    assert "the component text_encoder (CLIPTextModel) would be left at random in " in sentence
+    assert "pip install -U transformers" in sentence
+
+
+def test_a_controlnet_that_lacks_weights_is_refused(tmp_path):
+    save_sd3_controlnet(
+        tmp_path, diffusers.SD3Transformer2DModel.from_pretrained(zoo.path("emoji-sd3") / "transformer")
+    )
+    (file,) = tmp_path.glob("*.safetensors")
+    stored = load_file(file)
+    lost = stored.popitem()[0]
+    save_file(stored, file, {"format": "pt"})
+    sentence = sentence_of(load_controlnet, [adapter("controlnet", str(tmp_path))], {})
+    assert lost in sentence
+
+
+def test_tied_weights_and_computed_tables_may_be_missing():
+    model = torch.nn.Module()
+    model.embedding, model.head, model.other = (torch.nn.Linear(2, 2, bias=False) for _ in range(3))
+    model.head.weight = model.embedding.weight
+    model.norm = torch.nn.BatchNorm1d(2)
+    model.register_buffer("positions", torch.arange(2))
+    missing = {"head.weight", "positions", "norm.num_batches_tracked"}
+    assert left_random(model, missing) == []
+    assert left_random(model, {*missing, "embedding.weight"}) == ["embedding.weight", "head.weight"]
+    assert left_random(model, {*missing, "norm.running_mean", "other.weight"}) == ["norm.running_mean", "other.weight"]
+    model._keys_to_ignore_on_load_missing = [r"^other\."]
+    assert left_random(model, {"other.weight"}) == []
+
+
+def test_libraries_are_as_before_afterwards(tmp_path):
+    damaged("emoji-sd3", "vae", tmp_path / "damaged")
+    before = [vars(base)["from_pretrained"] for base in (diffusers.ModelMixin, transformers.PreTrainedModel)]
+    with pytest.raises(ditmesh.InputError), missing_weights_refused():
+        diffusers.AutoencoderKL.from_pretrained(tmp_path / "damaged", subfolder="vae")
+    assert before == [vars(base)["from_pretrained"] for base in (diffusers.ModelMixin, transformers.PreTrainedModel)]
+    with missing_weights_refused():
+        _, report = diffusers.AutoencoderKL.from_pretrained(tmp_path / "damaged" / "vae", output_loading_info=True)
+    assert len(report["missing_keys"]) == 1
+
+
+def test_the_command_refuses_missing_weights(kept_ranks, tmp_path, capsys):
+    damaged("emoji-sd3", "text_encoder_2", tmp_path / "damaged")
+    command = ["generate", "a fox", "--model", str(tmp_path / "damaged"), "--devices", "2", "--cfg", "2"]
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--steps", "1", "--device", "cpu", "--threads", "1", "--out", str(tmp_path / "out")])
+    assert left.value.code == 2
+    assert "the component text_encoder_2 (CLIPTextModelWithProjection) would" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert not list(tmp_path.glob("out/*.png"))
+
+
+# --- what a pipeline's folder names ---------------------------------------------------------------------------------
+
+
+def with_entry(folder, **entries):
+    """A copy of the embedded SD3 pipeline with other entries in its model_index.json."""
+    shutil.copytree(zoo.path("emoji-sd3"), folder, ignore=shutil.ignore_patterns("*.png", "README.md"))
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "_diffusers_version": "9.8.7", **entries}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("entries", "sentence"),
+    [
+        (
+            {"_class_name": "LaterPipeline"},
+            "is of the class LaterPipeline, which diffusers .* (it was saved with 9.8.7); ",
+        ),
+        (
+            {"transformer": ["diffusers", "LaterModel"]},
+            "the component transformer of .* class LaterModel, which diffusers",
+        ),
+        ({"vae": ["diffusers", "LaterVae"]}, "the component vae of model .* is of the class LaterVae, which diffusers"),
+        (
+            {"text_encoder": ["transformers", "Later"]},
+            "the component text_encoder .*; upgrade transformers (pip install -U",
+        ),
+        (
+            {"_class_name": ["pipeline", "Brighter"]},
+            "(pipeline.py, class Brighter), .*ditmesh.load(..., trust_remote_code=T",
+        ),
+        (
+            {"vae": [None, None]},
+            "has no vae, which StableDiffusion3Pipeline needs: it is [null, null] in model_index.json; ",
+        ),
+        ({"tokenizer_3": [None, None]}, "has no tokenizer_3, which StableDiffusion3Pipeline needs"),
+    ],
+)
+def test_what_a_folder_names_and_nobody_has_is_one_sentence(tmp_path, entries, sentence):
+    folder = with_entry(tmp_path / "model", **entries)
+    pattern = re.compile(re.escape(sentence).replace(r"\.\*", ".*"))
+    run = TrainConfig.read(settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder)))
+    for load, *arguments in (
+        (ditmesh.load, folder, {}),
+        (load_pipeline, str(folder), str(folder), "float32", None),
+        (loaded_pipeline, run),
+    ):
+        assert pattern.search(sentence_of(load, *arguments))
+
+
+def test_code_of_a_folder_runs_only_when_it_is_asked_for(tmp_path):
+    folder = with_entry(tmp_path / "model", _class_name=["pipeline", "BrighterPipeline"])
+    code = "class BrighterPipeline(StableDiffusion3Pipeline):\n    pass\n"
+    (folder / "pipeline.py").write_text(f"from diffusers import StableDiffusion3Pipeline\n\n{code}")
+    assert find_model(folder).pipeline_class == "BrighterPipeline"
+    pipe = ditmesh.load(folder, {}, trust_remote_code=True)
+    assert type(pipe).__name__ == "BrighterPipeline"
+    ditmesh.restore(pipe)
+
+
+def test_an_encoder_that_was_taken_out_stays_out(kept_ranks, tmp_path):
+    """T5 of Stable Diffusion 3, which its pipeline does without: the same picture as with None given by hand."""
+    folder = with_entry(tmp_path / "model", text_encoder_3=[None, None], tokenizer_3=[None, None])
+    out = tmp_path / "out"
+    command = ["generate", "a red fox", "--model", str(folder), "--devices", "2", "--cfg", "2", "--steps", "2"]
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--device", "cpu", "--threads", "1", "--out", str(out)])
+    assert left.value.code == 0
+    (image,) = out.glob("*.png")
+    plain = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"), text_encoder_3=None, tokenizer_3=None)
+    truth = plain("a red fox", num_inference_steps=2, generator=torch.Generator().manual_seed(0))
+    difference = np.asarray(PIL.Image.open(image), int) - np.asarray(truth.images[0], int)
+    assert abs(difference).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.safetensors", "is a single file; read it once with the class of its pipeline, .*from_single_file"),
+        ("https://hub.example/a/b/model.safetensors", "is a single file; .*save_pretrained"),
+        ("a/b/flux-Q8_0.gguf", "is a transformer in few bits; .*FluxTransformer2DModel.from_single_file.*transformer="),
+    ],
+)
+def test_single_files_are_refused_with_the_way_to_convert_them(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(ditmesh.InputError, match=words):
+        find_model(name)
+
+
+def test_a_component_is_no_pipeline():
+    with pytest.raises(ditmesh.InputError, match="is one component and no pipeline"):
+        find_model(zoo.path("emoji-sd3") / "transformer")

@@ -23,6 +23,7 @@ from ditmesh.errors import ConfigError, InputError, RankFailed
 from ditmesh.ranks import RemotePipeline
 from support import processes
 from support import rank_functions as on_rank
+from support.loading import damaged
 from support.tiny import save_tiny_sd3
 
 ROOT = Path(__file__).parents[2]
@@ -437,8 +438,13 @@ def test_several_pipelines_and_one_closed(
     assert_works(pipe, local)
 
 
-def test_what_cannot_be_loaded_leaves_the_ranks(ranks2: ditmesh.Ranks, pipe: RemotePipeline, local: Any) -> None:
+def test_what_cannot_be_loaded_leaves_the_ranks(
+    ranks2: ditmesh.Ranks, pipe: RemotePipeline, local: Any, tmp_path: Path
+) -> None:
     folder = local.name_or_path
+    lost = damaged("emoji-sd3", "text_encoder", tmp_path / "damaged")
+    with pytest.raises(InputError, match=rf"the component text_encoder \(.*{lost}.*pip install -U transformers"):
+        ranks2.load(tmp_path / "damaged")
     with pytest.raises(ConfigError, match="4 ranks"):
         ranks2.load(folder, {"ulysses": 4})
     with pytest.raises(InputError, match="no such folder"):

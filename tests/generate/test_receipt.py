@@ -171,3 +171,31 @@ def test_pictures_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None
             (tmp_path / "damaged.png").write_bytes(damaged)
             with contextlib.suppress(InputError):
                 read_receipt(tmp_path / "damaged.png")
+
+
+def test_what_tokenizers_cut_is_counted() -> None:
+    from types import SimpleNamespace
+
+    from transformers import AutoTokenizer
+
+    from ditmesh.generate.cut_prompts import CutPrompts
+    from ditmesh.zoo import path
+
+    tokenizer = AutoTokenizer.from_pretrained(Path(path("emoji-sd3")) / "tokenizer")
+    long, short = "a Red Fox, in the snow, " * 4, "a fox"
+    tokens = len(tokenizer(long)["input_ids"])
+    before = vars(tokenizer).copy()
+    with CutPrompts(SimpleNamespace(components={"tokenizer": tokenizer, "vae": None})) as cuts:
+        # As pipelines do, also after they have cleaned the text, and without a limit.
+        tokenizer([long.lower().strip(), short], max_length=16, truncation=True, padding="max_length")
+        tokenizer([f"{short} {long}"], padding="longest")
+        assert cuts.sentence(long) == f"{tokens - 16} tokens of the prompt were cut (tokenizer takes 16)"
+        assert cuts.sentence(short) is None
+        assert (
+            cuts.sentence(short, long) == f"{tokens - 16} tokens of the negative prompt were cut (tokenizer takes 16)"
+        )
+        tokenizer(long, max_length=tokens - 1, truncation=True)
+        assert cuts.sentence(long) == f"1 token of the prompt was cut (tokenizer takes {tokens - 1})"
+        tokenizer("another", max_length=tokens, truncation=True)
+        assert cuts.sentence("another") is None
+    assert vars(tokenizer) == before

@@ -14,10 +14,10 @@ from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, InputError
-from ditmesh.forecast.candidates import resized
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt, read_receipt, write_png
-from ditmesh.generate.replay import changes_of, compare_replay, job_of, place_of, receipt_model
+from ditmesh.generate.replay import changes_of, compare_replay, job_of, place_of, receipt_config, receipt_model
+from ditmesh.resizing import resized
 from support.tiny import save_tiny_sd3
 
 # A receipt of the first version, as it stands in pictures.
@@ -315,3 +315,25 @@ def test_a_hub_model_is_taken_from_the_cache(model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(model / "model_index.json"))
     info = receipt_model(receipt(model="somebody/else"))
     assert (info.name, info.files, info.local) == ("somebody/else", model, True)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "expected"),
+    [
+        ({"predict": None, "compress": "residual4"}, {"predict": "none", "compress": "int4"}),
+        ({"predict": None, "compress": "int8"}, {"predict": "none", "compress": "int8"}),
+        ({"predict": "linear", "compress": "int4"}, {"predict": "linear", "compress": "int4"}),
+        ({"predict": None, "compress": "residual2"}, None),
+    ],
+    ids=str,
+)
+def test_receipts_of_versions_that_did_not_move_keys_on(recorded: dict[str, Any], expected: dict[str, Any] | None):
+    stale = {"ring": 2, "exchange": "displaced"}
+    receipt = Receipt(**{**NEW, "config": {**stale, **recorded}})
+    if expected is None:
+        with pytest.raises(ConfigError, match="'residual2' of this receipt is a code that is gone"):
+            receipt_config(receipt)
+        return
+    config = receipt_config(receipt)
+    assert config == ParallelConfig(**stale, **expected)
+    assert ParallelConfig(**stale).recorded()["predict"] == "linear"

@@ -22,8 +22,7 @@ MODES: dict[str, dict[str, Any]] = {
     "cfg": {"cfg": 2},
     "data": {"data": 2},
     "displaced": {"ring": 2, "exchange": "displaced", **STALE},
-    "linear, residual2": {"ring": 2, "exchange": "displaced", "predict": "linear", "compress": "residual2", **STALE},
-    "residual1.6": {"ring": 2, "exchange": "displaced", "compress": "residual1.6", **STALE},
+    "linear, int4": {"ring": 2, "exchange": "displaced", "predict": "linear", "compress": "int4", **STALE},
     "pipe": {"pipe": 2, **STALE},
     "shard": {"ulysses": 2, "shard": 2},
 }
@@ -37,8 +36,7 @@ CASES = [
     # Two calls a step, so that a call's step is found by comparing timesteps.
     ("flux", "displaced", False),
     ("flux", "pipe", True),
-    ("sd3", "linear, residual2", False),
-    ("flux", "residual1.6", False),
+    ("sd3", "linear, int4", False),
     *(("sd3", mode, False) for mode in ("one rank", "ulysses", "cfg", "data", "displaced", "pipe")),
 ]
 TOLERANCE = 1e-5

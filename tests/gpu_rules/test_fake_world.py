@@ -106,8 +106,7 @@ def test_a_communicator_for_each_set_of_ranks(config):
     sets = {
         name: made.shard_groups() if name == "shard" else made.groups(axes)
         for name, axes in LINKS.items()
-        # That of a stage is for requests of the data ranks' own.
-        if (name != "group" or made.data > 1) and (name != "shard" or made.shard > 1) and name != "stage"
+        if (name != "group" or made.data > 1) and (name != "shard" or made.shard > 1)
     }
     several = {
         (name if name in own else "", str(found)): len(found) for name, found in sets.items() if len(found[0]) > 1

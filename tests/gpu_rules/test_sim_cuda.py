@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
-from ditmesh.launch import RankPool
 from nccl_rules.fake_cuda import unavailable
 from nccl_rules.sim_cuda import LONGEST, SimDevice, sim_cuda
-from support.islands import free_port
-from support.on_fake_cuda import request, training_run
-from support.train import folder_of
+from support.on_fake_cuda import request
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -148,60 +141,3 @@ def test_a_planted_fault_is_found_by_name(ranks, fault, config, words):
     for one in ranks(2).run(request, "sd3", config, "late", 0, fault):
         assert any(found.startswith(words) for found in one.findings), one.findings
         assert any("launched at ditmesh:" in found for found in one.findings), one.findings
-
-
-# --- training
-
-
-@pytest.fixture(scope="module")
-def fresh_ranks() -> Iterator[RankPool]:
-    """Ranks whose autograd has run for no tensor yet: it starts a thread for each device it knows then."""
-    with RankPool(2, threads=1, timeout=120.0) as pool:
-        yield pool
-
-
-OVERLAPPED: dict[str, Any] = {"parallel": {"data": 2}, "learning_rate": 1e-5}
-
-
-@pytest.mark.matrix
-def test_gradients_are_exchanged_while_others_are_computed(fresh_ranks, tmp_path):
-    folder_of(tmp_path, 8)
-    for truth, found, _, findings in fresh_ranks.run(training_run, str(tmp_path), OVERLAPPED, 3, "late"):
-        assert findings == []
-        assert found == pytest.approx(truth, rel=1e-4)
-
-
-@pytest.mark.matrix
-def test_a_gradient_that_is_not_waited_for_is_found(fresh_ranks, tmp_path):
-    folder_of(tmp_path, 8)
-    given = str(tmp_path), OVERLAPPED, 2, "late", ({}, {}), "gradients"
-    for *_, findings in fresh_ranks.run(training_run, *given):
-        assert any(one.startswith("used before the wait: ") and "all_reduce" in one for one in findings), findings
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("islands", [{"every": 2, "delay": 1}, {"exchange": "late_gradients"}], ids=str)
-def test_islands(tmp_path, islands):
-    """Changes of weights are under way while the next steps run."""
-    meets, found = [f"127.0.0.1:{free_port()}" for _ in range(2)], {}
-    for index in range(2):
-        folder_of(tmp_path / str(index), 8)
-
-    def run(pool: RankPool, index: int) -> None:
-        by_run = [{"islands": {"count": 2, "index": index, "meet": meet, **islands}} for meet in meets]
-        (found[index],) = pool.run(training_run, str(tmp_path / str(index)), {"learning_rate": 1e-5}, 4, "late", by_run)
-
-    pools = [RankPool(1, threads=1, timeout=120.0) for _ in range(2)]
-    try:
-        threads = [threading.Thread(target=run, args=given) for given in zip(pools, range(2), strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        for pool in pools:
-            pool.close()
-    for truth, losses, _, findings in found.values():
-        assert findings == []
-        assert losses == pytest.approx(truth, rel=1e-4)
-    assert len(found) == 2

@@ -27,8 +27,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     # NCCL's would be for the world's communicator, which a job may not have otherwise; the host waits for the device.
     "a barrier of all ranks": {
-        "forecast/plan/measured.py": "before a measurement",
-        "forecast/plan/profile.py": "before a measurement",
         "launch/hardware.py": "before a measurement",
         "tools/study/running.py": "before a measurement",
         "tools/verify/runs.py": "before a measurement",
@@ -41,9 +39,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "core/digests.py": "a generator's state is on the host on every device",
         "generate/preview.py": "the colours were brought to the host",
         "serve/worker/rendezvous.py": "messages of a gloo group",
-        "serve/worker/wire.py": "a message of a gloo group",
         "tools/study/running.py": "read from a file",
-        "train/run.py": "pictures read from files",
     },
 }
 COLLECTIVES = {"all_gather_object", "broadcast_object_list", "scatter_object_list", "gather_object", "send_object_list"}

@@ -299,7 +299,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_pipeline_as_it_was(comfy: Comfy
     save_file(wrong, tmp_path / "wrong.safetensors")
     prompt = workflow("loras", seed=7)
     prompt["6"]["inputs"]["lora"] = str(tmp_path / "wrong.safetensors")
-    with pytest.raises(InputError, match="cannot be loaded"):
+    with pytest.raises(InputError, match="do not fit together"):
         comfy.run(prompt)
     (again,) = saved(comfy, comfy.run(workflow(seed=7, filename_prefix="after")))
     assert numpy.array_equal(pixels(again), pixels(plain))

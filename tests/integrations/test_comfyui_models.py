@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +153,84 @@ def test_patches_between_blocks_see_all_tokens(node: Any, patch: Any, check: boo
         # Also after calls without the patch, when the layout is known.
         sample(parallel(node, plain, settings, check=check))
         assert relative_error(sample(parallel(node, patched, settings, check=check)), truth) <= 1e-5
+
+
+# A node that ComfyUI imports by the path of its file.
+OWN_NODE = """
+import torch
+
+FACTOR = 0.5
+
+def scaled(out):
+    return {**out, "img": out["img"] * FACTOR}
+
+class Softer:
+    def __call__(self, given, extra):
+        return scaled(extra["original_block"](given))
+
+class State:
+    def __init__(self):
+        self.kept, self.calls = torch.ones(2, 3), 0
+
+def counted(executor, *args, **kwargs):
+    kwargs["transformer_options"]["state of a wrapper"].calls += 1
+    return executor(*args, **kwargs)
+"""
+
+
+@pytest.fixture
+def own() -> Iterator[Any]:
+    file = Path(str(sys.modules["folder_paths"].__file__)).parent / "comfy_extras" / "nodes_own.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(OWN_NODE, encoding="utf-8")
+    name = str(file.with_suffix(""))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
+
+
+def test_nodes_that_were_imported_by_path(node: Any, own: Any) -> None:
+    plain = Patcher(Base())
+    truth = sample(plain)
+    patched = plain.replace_block(1, own.Softer())
+    expected = sample(patched)
+    assert relative_error(expected, truth) > 1e-2
+    assert relative_error(sample(parallel(node, patched)), expected) <= 1e-5
+    for model, values in ((plain, truth), (patched, expected)):
+        made, state = parallel(node, model), own.State()
+        made.options["state of a wrapper"] = state
+        made.add_wrapper_with_key(DIFFUSION_MODEL, "own", own.counted)
+        if model is patched:
+            # A patch may use it, too, and what has tensors inside is not cut.
+            with pytest.raises(LayoutError, match="transformer_options"):
+                sample(made)
+        else:
+            assert relative_error(sample(made), values) <= 1e-5
+            assert state.calls == 3
+
+
+def skipped(given: Any, extra: Any) -> Any:
+    return given
+
+
+@pytest.mark.parametrize("settings", ["ulysses=2", pytest.param("ring=2", marks=pytest.mark.matrix)])
+def test_blocks_that_a_node_skips(node: Any, settings: str) -> None:
+    plain = Patcher(Base())
+    truth, made = sample(plain), parallel(node, plain, settings)
+    for blocks in ((0,), (1,), (2,), (1, 2), (0, 2)):
+        patched = plain
+        for block in blocks:
+            patched = patched.replace_block(block, skipped)
+        expected = sample(patched)
+        assert relative_error(expected, truth) > 1e-3
+        assert relative_error(sample(parallel(node, patched, settings)), expected) <= 1e-5
+        assert relative_error(sample(made), truth) <= 1e-5
+    with pytest.raises(LayoutError, match="skipped of"):
+        sample(parallel(node, patched.replace_block(1, skipped), settings))
 
 
 def test_what_no_rank_can_compute_is_refused_by_the_name_of_the_patch(node: Any) -> None:

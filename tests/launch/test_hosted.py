@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from engine.test_first_call import call, model
 from support.models import relative_error
 
 ULYSSES = {"ulysses": 2}
+# Attributes by which a model is known to be parallelised, and to refuse to be copied.
+MARKS = ("_ditmesh_engine", "_ditmesh_followed", "__deepcopy__", "__reduce_ex__")
 
 
 @pytest.fixture
@@ -97,8 +101,8 @@ def test_a_model_that_sleeps_is_as_it_was(followers: ditmesh.Followers) -> None:
         with handle.awake():
             assert relative_error(handle.call(net, (), given)[0], truth) <= 1e-5
         for name, one in net.named_modules():
-            # Attributes and hooks, down to the blocks; not the mark of the engine, nor that it refuses to be copied.
-            now = {key: value for key, value in vars(one).items() if key not in ("_ditmesh_engine", "__deepcopy__")}
+            # Attributes and hooks, down to the blocks.
+            now = {key: value for key, value in vars(one).items() if key not in MARKS}
             assert now.keys() == before[name].keys(), name
             hooks = {
                 key for key, value in now.items() if key.endswith("hooks") and len(value) != len(before[name][key])
@@ -157,11 +161,57 @@ def test_errors_and_refusals(followers: ditmesh.Followers) -> None:
     truth = net(**given)[0]
     with pytest.raises(ConfigError, match="4 ranks"):
         followers.parallelize(net, {"ulysses": 4})
-    followers.parallelize(net, ULYSSES)
+    handle = followers.parallelize(net, ULYSSES)
     net(**given)
     with pytest.raises(LayoutError, match="nonsense"):
         net(**given, nonsense=1)
     assert relative_error(net(**given)[0], truth) <= 1e-5
+    # As `expand(batch)` makes a timestep of a batch of one.
+    one = {name: value[:1] for name, value in given.items()} | {"when": torch.tensor(300.0).expand(1)}
+    with torch.no_grad():
+        handle.close()
+        truth = net(**one)[0]
+        followers.parallelize(net, ULYSSES)
+        assert relative_error(net(**one)[0], truth) <= 1e-5
+
+
+def _nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _in_itself() -> list[Any]:
+    value: list[Any] = [1]
+    value.append({"again": value})
+    return value
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|quant)")
+def test_arguments_that_cannot_be_sent_are_named(followers: ditmesh.Followers) -> None:
+    cases = {
+        "a tensor on the meta device": torch.empty(2, device="meta"),
+        "a nested tensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "in the layout torch.sparse_coo": torch.eye(2).to_sparse(),
+        "a quantised tensor": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "nested deeper than": _nested(20_000),
+        "a list in it holds itself": _in_itself(),
+        "cannot pickle '_thread.lock'": threading.Lock(),
+        "cannot pickle 'generator'": (number for number in ()),
+    }
+    net, given = model(), call()
+    truth = net(**given)[0]
+    followers.parallelize(net, ULYSSES)
+    for words, value in cases.items():
+        for named, path in (({"sharpness": value}, "sharpness"), ({"sharpness": {"a": [1, value]}}, "sharpness")):
+            start = time.monotonic()
+            with pytest.raises(InputError, match=rf"^{path}.*cannot be sent to the other ranks.*({words})") as error:
+                net(**given, **named)
+            assert "\n" not in str(error.value)
+            assert time.monotonic() - start < 1
+        assert relative_error(net(**given)[0], truth) <= 1e-5
 
 
 def _divide(number: int) -> float:
@@ -203,3 +253,48 @@ def test_ranks_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
     while (left := [one for one in tmp_path.iterdir() if one.is_dir()]) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not left
+
+
+PROGRAM = """
+import ditmesh
+
+LEVEL = 3
+
+class Answer:
+    def __init__(self, number):
+        self.number = number
+
+def raised(number):
+    return Answer(number + LEVEL)
+
+def prepare():
+    import builtins
+    builtins.prepared = raised(1).number
+
+def prepared():
+    import builtins
+    return getattr(builtins, "prepared", None)
+
+def refused():
+    raise ValueError("refused")
+
+print("started")
+with ditmesh.Followers(2, "cpu", 1, prepare=prepare) as followers:
+    (answer,) = followers.run(raised, 4)
+    print(isinstance(answer, Answer), answer.number, followers.run(prepared), followers.run(lambda: LEVEL))
+    try:
+        followers.run(refused)
+    except ValueError as error:
+        print(error)
+with ditmesh.Ranks(2, "cpu", 1, import_main=False) as ranks:
+    print([answer.number for answer in ranks.run(raised, 5)])
+"""
+
+
+def test_functions_of_the_program_itself_run_on_its_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["started", "True 7 [4] [3]", "refused", "[8, 8]"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image
 
 from ditmesh.errors import ConfigError, RankFailed
 from ditmesh.launch import launcher
@@ -35,10 +36,6 @@ class Nodes:
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         self.nodes = [self.cluster.add_node(num_cpus=1) for _ in range(2)]
         self.address: str = self.cluster.address
-
-    def kill_last(self) -> None:
-        """As when its host loses power."""
-        self.cluster.remove_node(self.nodes.pop(), allow_graceful=False)
 
     def again(self) -> None:
         while len(self.nodes) < 2:
@@ -173,44 +170,21 @@ def test_what_the_cluster_has_not(nodes: Nodes, world_size: int, threads: int | 
         launcher(f"ray@{nodes.address}", 1, "cuda")
 
 
-def command(nodes: Nodes, out: Path, *more: str) -> list[str]:
-    where = ("--launcher", "ray", "--address", nodes.address, "--device", "cpu", "--threads", "1", "--timeout", "60")
-    settings = ("--devices", "2", "--ulysses", "2", "--reproducible", "--steps", "6", "--seed", "3", "--json")
-    return [sys.executable, "-m", "ditmesh", "generate", "a red fox", *where, *settings, "--out", str(out), *more]
-
-
-def pixels(result: str) -> list[bytes]:
-    from PIL import Image
-
-    return [Image.open(picture["path"]).tobytes() for picture in json.loads(result)["pictures"]]
-
-
 @pytest.mark.matrix
-def test_a_node_is_killed_and_the_others_go_on_to_the_same_bits(nodes: Nodes, tmp_path: Path) -> None:
+def test_generate_on_a_cluster_has_the_bits_of_ranks_of_this_machine(nodes: Nodes, tmp_path: Path) -> None:
     nodes.again()
-    whole = subprocess.run(command(nodes, tmp_path / "whole"), capture_output=True, text=True, timeout=200, check=False)
-    assert whole.returncode == 0, whole.stderr
-    job = command(nodes, tmp_path / "cut", "--elastic", "--num-images", "2", "--batch", "1")
-    with subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        # The first picture is there: the second one is under way.
-        limit = time.monotonic() + 120
-        while not list((tmp_path / "cut").glob("0000*.png")) and time.monotonic() < limit:
-            time.sleep(0.02)
-        nodes.kill_last()
-        out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    result = json.loads(out)
-    assert [(past["from"], past["to"]) for past in result["restarts"]] == [(2, 1)]
-    assert pixels(out)[0] == pixels(whole.stdout)[0]
-    nodes.again()
-    alone = subprocess.run(
-        command(nodes, tmp_path / "alone", "--num-images", "2", "--batch", "1"),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert pixels(out) == pixels(alone.stdout)
+    settings = ("--devices", "2", "--ulysses", "2", "--reproducible", "--steps", "6", "--seed", "3", "--json")
+    where = ("--device", "cpu", "--threads", "1", "--timeout", "60")
+
+    def pixels(out: str, *launcher: str) -> list[bytes]:
+        program = [sys.executable, "-m", "ditmesh", "generate", "a red fox", *settings, *where, *launcher]
+        done = subprocess.run(
+            [*program, "--out", str(tmp_path / out)], capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return [Image.open(picture["path"]).tobytes() for picture in json.loads(done.stdout)["pictures"]]
+
+    assert pixels("cluster", "--launcher", "ray", "--address", nodes.address) == pixels("here")
     assert gone()
 
 

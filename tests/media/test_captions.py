@@ -509,9 +509,7 @@ def test_parquet(tmp_path):
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
         put(tmp_path, ("metadata.parquet", b"PAR1"))
-        with pytest.raises(
-            InputError, match=r"metadata.parquet is read by pyarrow, which is not installed; pip install"
-        ):
+        with pytest.raises(InputError, match=r"metadata.parquet needs pyarrow, which is not installed; pip install"):
             found_in(tmp_path)
         pytest.skip("pyarrow is not installed")
     table = pyarrow.table({"file_name": ["a.png", "b.png"], "text": ["A", "B"]})

@@ -272,7 +272,7 @@ def test_without_pyav_it_is_said_what_to_install(
     monkeypatch.setattr("ditmesh.media.videos.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["generate", "a red fox", "--model", str(model), *SMALL])
-    assert "pip install av" in capsys.readouterr().err
+    assert "pip install 'ditmesh[video]'" in capsys.readouterr().err
 
 
 # --- verify and study --------------------------------------------------------------------------------------------

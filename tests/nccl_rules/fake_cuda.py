@@ -691,7 +691,6 @@ def cuda(
     """
     from ditmesh.comm import link as link_module
     from ditmesh.core import digests, intercept, values
-    from ditmesh.train.gradients import overlap
     from ditmesh.train.gradients import reduce as gradients
 
     device = device or FakeDevice()
@@ -702,7 +701,6 @@ def cuda(
             (link_module.Link, "_matches", property(lambda _: False)),
             (link_module, "dist", messages),
             (gradients, "dist", messages),
-            (overlap, "dist", messages),
             # Every bit of the weights is read once: by many operations, which are of no interest here.
             (digests, "_feed_bytes", lambda update, tensor: feed(update, device.values(tensor))),
             (digests, "_samples", lambda tensors: samples([device.values(one) for one in tensors])),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -21,16 +21,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from ditmesh.comm import link as link_module
 from ditmesh.comm import objects
 from ditmesh.comm.link import Link
-from ditmesh.train.gradients import overlap
 from ditmesh.train.gradients import reduce as gradients
-from ditmesh.train.islands import islands
-from ditmesh.train.islands.link import IslandLink
 
 from .fake_world import one_of
-from .program import Collective, Compute, Entry, Half, PointToPoint, Program, Wait
-
-# Groups of ranks of several islands.
-BETWEEN = "between islands"
+from .program import Collective, Compute, Half, PointToPoint, Program, Wait
 
 
 @dataclass(frozen=True)
@@ -182,13 +176,6 @@ class Recorder:
         self._collective("broadcast_object", group, (source,), objects=True)
         dist.broadcast_object_list(box, source, group=group)
 
-    def between_islands(self, size: int, mine: Tensor) -> None:
-        """Write down what ranks of islands exchange on the host, as if it waited for them at once."""
-        number, rank = self._number(), dist.get_rank()
-        ranks = tuple(island * dist.get_world_size() + rank for island in range(size))
-        group = f"{BETWEEN}:{rank}"
-        self.program.append(Collective(number, group, ranks, "gather", (mine.numel(), str(mine.dtype)), objects=True))
-
 
 @contextmanager
 def recorded() -> Iterator[Recorder]:
@@ -201,17 +188,10 @@ def recorded() -> Iterator[Recorder]:
             recorder.names[id(group)] = f"{self.name}:{','.join(map(str, self.ranks))}"
         connect(self, group, *more)
 
-    gather = IslandLink.gather
-
-    def gathered(self: IslandLink, mine: Tensor) -> Any:
-        recorder.between_islands(self.size, mine)
-        return gather(self, mine)
-
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(IslandLink, "gather", gathered))
         patches.enter_context(mock.patch.object(Link, "connect", named))
         patches.enter_context(mock.patch.object(Link, "_matches", property(lambda _: False)))
-        for module in (link_module, objects, gradients, islands, overlap, _fsdp_collectives):
+        for module in (link_module, objects, gradients, _fsdp_collectives):
             patches.enter_context(mock.patch.object(module, "dist", recorder))
         yield recorder
 
@@ -320,18 +300,3 @@ def run_trained(given: dict[str, Any]) -> Program:
     ):
         trainer.run()
         return list(recorder.program)
-
-
-def of_island(program: Program, index: int, size: int) -> Program:
-    """A rank's program in a world of several islands of so many ranks, of which each has groups of its own."""
-
-    def renamed(entry: Entry) -> Entry:
-        if isinstance(entry, PointToPoint):
-            halves = tuple(replace(half, peer=half.peer + index * size) for half in entry.halves)
-            return replace(entry, group=f"island {index} {entry.group}", halves=halves)
-        if isinstance(entry, Collective) and not entry.group.startswith(BETWEEN):
-            ranks = tuple(rank + index * size for rank in entry.ranks)
-            return replace(entry, group=f"island {index} {entry.group}", ranks=ranks)
-        return entry
-
-    return [renamed(entry) for entry in program]

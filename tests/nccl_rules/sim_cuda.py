@@ -722,15 +722,12 @@ def _pinned(tensor: Tensor, *_: Any) -> Tensor:
 @contextmanager
 def sim_cuda(order: str = "random", seed: int = 0, idle: float = IDLE) -> Iterator[SimDevice]:
     """An asynchronous ``cuda`` device of this process, or of this rank; see `SimDevice`."""
-    from ditmesh.train.islands import islands
-
     device = SimDevice(order, seed, idle)
     made = iter(range(1 << 30))
     with ExitStack() as stack:
         stack.callback(device.close)
         messages = SimMessages(device)
         for owner, name, stand_in in (
-            (islands, "dist", messages),
             (Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream)),
             (torch.cuda, "Stream", lambda *_, **__: Stream(device, f"stream {next(made)}")),
             (torch.cuda, "Event", lambda **named: Event(device, **named)),

@@ -52,7 +52,7 @@ def check_rehearsal(result: dict[str, Any], parts: tuple[str, ...]) -> None:
 
 def test_the_runner_knows_all_benchmarks(tmp_path: Path) -> None:
     listed = script("__main__.py").stdout.splitlines()
-    shared = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet", "serving_simulation"}
+    shared = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet"}
     files = {path.stem for path in BENCHMARKS.glob("*.py")} - shared
     assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check", "serving_history"}
     unknown = script("__main__.py", "exakt")
@@ -103,7 +103,7 @@ def test_the_study_of_the_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(cells) == len(known)
     assert all(count > 1 for count in cells.values())
     small = quality.Table(
-        *("detail", "emoji-dit-s", "ddim", 2, (1, 2), ("fixed(1)", "adaptive(40dB)")),
+        *("detail", "emoji-dit-s", "ddim", 2, (1, 2), ("fixed(1)", "adaptive(0.05)")),
         strategies=("displaced", *quality.compressed("int8")),
         captions=1,
         detail=True,
@@ -116,8 +116,7 @@ def test_the_study_of_the_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (table,) = json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))["tables"]
     rows = {(row["strategy"], row["devices"], row["warmup"]): row for row in table["rows"]}
     stale, packed = (rows[name, 2, "fixed(1)"] for name in ("displaced", "displaced-int8"))
-    assert "verdict" not in stale
-    assert "the budget is" in rows["displaced", 2, "adaptive(40dB)"]["verdict"]
+    assert ("displaced", 2, "adaptive(0.05)") in rows
     # One rank is one device.
     assert {row["equal"] for row in table["rows"] if row["devices"] == 1} == {1}
     # Of two steps the stale one sends a quarter, and scales.
@@ -384,7 +383,7 @@ def test_servers_are_compared_under_requests_that_wait_for_nobody(tmp_path: Path
         (server, how) for server in ("--devices 1", "--devices 2 --ulysses 2") for how in ("poisson", "bursts")
     ]
     for run in result["runs"]:
-        assert (run["done"], run["wrong"], run["refused"]) == (6, 0, [])
+        assert (run["deadline"], run["done"], run["wrong"], run["refused"]) == (1.5, 6, 0, [])
         shares = [run["attainment"][factor] for factor in ("1.0", "1.5", "2.0")]
         assert shares == sorted(shares)
         assert 0 < run["p50_seconds"] <= run["p95_seconds"] <= run["p99_seconds"]
@@ -564,19 +563,6 @@ def test_recorded_steps_on_slow_links_are_near_their_bounds() -> None:
     over = [found for at, found in enumerate(whole) if at % (rates + 1)]
     assert max(over) <= 1.15
     assert max(without) <= 1.11
-
-
-@pytest.mark.matrix
-def test_predictions_of_recorded_steps() -> None:
-    """Of steps that were measured, those of one half of the cases predict the other half, and which is the fastest."""
-    ended = script("planner.py", "report", BENCHMARKS / "measured" / "planner.json")
-    assert ended.returncode == 0, ended.stderr
-    result = json.loads(ended.stdout)
-    halves = [result[f"{one} half fits the {other}"] for one, other in (("first", "second"), ("second", "first"))]
-    assert all(half["mean absolute error"] <= 0.1 for half in halves)
-    for which in ("exact", "with stale"):
-        shares = [half["picked fastest or within 5 %"][which].split(" of ") for half in halves]
-        assert sum(int(good) for good, _ in shares) >= 0.95 * sum(int(every) for _, every in shares)
 
 
 @pytest.mark.matrix

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import ditmesh
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -75,12 +72,20 @@ def test_the_image_installs_what_the_project_says():
     """pip's lines of the Dockerfile name pins and extras that exist, and files that are sent along."""
     docker = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     installs = [line for line in docker.splitlines() if "pip install" in line]
-    assert len(installs) == 2
+    assert len(installs) == 3
     assert "$(grep '^torch==' constraints.txt)" in installs[0]
     assert "torch" in PINS
-    extras = re.search(r"-c constraints.txt '\.\[([\w,]+)\]'", installs[1])
-    assert extras
-    assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
+    # Each layer of packages depends on no file that changes more often: torch comes with the constraints alone.
+    places = [docker.index(line) for line in (installs[0], "COPY pyproject", installs[1], "COPY README", installs[2])]
+    assert places == sorted(places)
+    assert docker.count("COPY", 0, places[0]) == 1
+    program = re.search(r"RUN python -c '([^']+)' *\\\n *> requirements.txt", docker)
+    assert program
+    lines = done(sys.executable, "-c", program[1].replace("\\\n", "")).splitlines()
+    extras = ("lora", "train", "t5", "serve", "video", "data")
+    assert set(lines) == {line for name in extras for line in PROJECT["optional-dependencies"][name]} | set(
+        PROJECT["dependencies"]
+    )
     sent = {word for line in re.findall(r"^COPY (.+)$", docker, re.MULTILINE) for word in line.split()[:-1]}
     # The wheel's own parts: its readme, its licence, its source.
     assert sent >= {"pyproject.toml", "constraints.txt", PROJECT["readme"], *PROJECT["license-files"], "src"}
@@ -95,8 +100,10 @@ def test_the_workflow_runs_targets_that_exist():
     assert {"lint", "test", "docs", "wheel"} <= set(workflow["jobs"])
     commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in [name for command in commands for name in re.findall(r"make ([\w-]+)", command)]:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    sets = [row["set"] for row in workflow["jobs"]["environments"]["strategy"]["matrix"]["include"]]
+    assert {"oldest", "newest"} == set(sets)
+    for target in [*sets, *(name for command in commands for name in re.findall(r"make ([\w-]+)", command))]:
+        assert re.search(rf"^([\w-]+ )*{target}( [\w-]+)*:", makefile, re.MULTILINE), target
     (docs,) = [line for line in commands if "mkdocstrings" in line]
     wanted = {Requirement(line).name for line in PROJECT["optional-dependencies"]["docs"]}
     assert all(name in docs for name in wanted)
@@ -111,8 +118,42 @@ def test_the_citation_is_of_this_version():
 
 
 def test_no_hint_installs_from_a_registry_that_has_no_ditmesh():
+    """Extras are installed beside a ditmesh that is there, which no registry is asked for."""
     places = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("README*.md")]
-    assert [str(path) for path in places if re.search(r"install '?\"?ditmesh", path.read_text(encoding="utf-8"))] == []
+    texts = {path: path.read_text(encoding="utf-8") for path in places}
+    assert [str(path) for path, text in texts.items() if re.search(r"install '?\"?ditmesh(?!\[)", text)] == []
+
+
+def test_hints_name_extras_that_bring_the_package():
+    """One place writes the command; only what no extra brings is named alone."""
+    calls, extras = 0, PROJECT["optional-dependencies"]
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for package, extra in re.findall(r'not_installed\([^()]*?(?:"([\w-]+)"|[\w\[\]0.()", -]+), "([\w-]+)"\)', text):
+            assert extra in extras, path
+            names = {canonicalize_name(Requirement(line).name) for line in extras[extra]}
+            assert not package or {"PyAV": "av", "pyarrow": "datasets"}.get(package, package) in names, (path, package)
+            calls += 1
+        assert all(extra in extras for extra in re.findall(r"install_line\([\"']([\w-]+)", text)), path
+        alone = re.findall(r"pip install (?!-U )[^{'\s]+", text)
+        assert alone == [] or path.name == "trackers.py", (path, alone)
+    assert calls >= 10
+
+
+def test_bounds_are_plain_and_the_extras_of_people_are_known():
+    """The oldest set is written from them."""
+    from ditmesh.requirements import EXTRAS
+
+    spec = importlib.util.spec_from_file_location("environments", ROOT / ".ci" / "environments.py")
+    environments = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(environments)
+    lines = environments.lowest_versions(PROJECT)
+    assert {"torch==2.9", "peft==0.18", "fastapi==0.115"} <= set(lines)
+    assert set(environments.EXTRAS) <= set(EXTRAS) <= set(PROJECT["optional-dependencies"])
+    with pytest.raises(environments.EnvironmentMistake, match="no plain lower bound"):
+        environments.lowest_versions({"dependencies": ["torch"], "optional-dependencies": {}}, ())
+    with pytest.raises(environments.EnvironmentMistake, match="two lower bounds"):
+        environments.lowest_versions({"dependencies": ["a>=1", "a>=2"], "optional-dependencies": {}}, ())
 
 
 def test_no_model_says_where_it_was_made():

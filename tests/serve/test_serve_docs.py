@@ -65,12 +65,12 @@ def test_commands_of_the_page_start_servers(starts: list[Any], tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     lines = [line for _, text in BLOCKS for line in commands_of(text)]
-    assert len(lines) == 5
+    assert len(lines) == 4
     for line in lines:
         run(line)
     # One of them makes a key.
     assert [[card.id for card in backend.models()] for backend, _ in starts] == [
-        ["emoji-sd3"], ["emoji-sd3", "clothes"], ["emoji-sd3"], ["emoji-sd3", "emoji-wan"]
+        ["emoji-sd3"], ["emoji-sd3", "clothes"], ["emoji-sd3"]
     ]  # fmt: skip
     assert starts[2][1].keys == Path("keys")
     assert "images.example.org" in starts[2][1].hosts

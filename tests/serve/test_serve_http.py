@@ -28,13 +28,14 @@ import pytest
 from PIL import Image
 
 from ditmesh.errors import InputError, ServerError
+from ditmesh.serve.errors import without_quotes
 from ditmesh.serve.http import intake
 from ditmesh.serve.http.app import create_app
 from ditmesh.serve.http.keys import Keys, Limiter, new_key, read_keys
 from ditmesh.serve.http.listen import HttpServer, bound
 from ditmesh.serve.http.logs import LineFormatter, RepeatFilter, log_config, otlp_traces
 from ditmesh.serve.settings import LOOPBACK, ApiSettings
-from ditmesh.serve.types import ENDED
+from ditmesh.serve.types import ENDED, JobRequest
 from support.serving import FakeBackend, drawn, serving
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +183,7 @@ def test_models_with_the_official_client(client: openai.OpenAI):
         ({"extra_body": {"loras": [{"name": "../x"}]}}, openai.BadRequestError, "there is no LoRA '../x'"),
         ({"style": "vivid"}, openai.BadRequestError, "style='vivid' means nothing to this server; leave it out"),
         ({"quality": "hd"}, openai.BadRequestError, "quality='hd' means nothing .*'auto'.*say steps"),
-        ({"background": "transparent"}, openai.BadRequestError, "pictures have no transparency"),
+        ({"background": "transparent"}, openai.BadRequestError, "images have no transparency"),
         ({"output_compression": 50}, openai.BadRequestError, "output_compression"),
         ({"partial_images": 2}, openai.BadRequestError, "partial_images needs stream=true"),
         ({"model": "dall-e-3"}, openai.NotFoundError, "model 'dall-e-3' is none of this server's"),
@@ -468,7 +469,7 @@ def test_videos_are_for_video_models(http: httpx.Client):
     assert (made.json()["object"], made.json()["frames"]) == ("video", 9)
     refused = http.post("/v1/videos", json={"prompt": "a"})
     assert refused.status_code == 400
-    assert error_of(refused)["message"].startswith("model 'stripes' makes pictures; use POST /v1/images/generations")
+    assert error_of(refused)["message"].startswith("model 'stripes' makes images; use POST /v1/images/generations")
     many = http.post("/v1/videos", json={"prompt": "a", "model": "films", "frames": 258})
     assert "258 frames are more than this server's 257" in error_of(many)["message"]
 
@@ -806,6 +807,33 @@ def test_logs_name_jobs_and_no_secrets(tmp_path: Path, caplog: pytest.LogCapture
         assert "another" not in texts
 
 
+def test_errors_in_the_log_quote_no_prompt():
+    secret = " ".join(("a", "secret", "wish"))
+    try:
+        try:
+            raise ValueError(f"cannot encode {secret!r}")
+        except ValueError as error:
+            raise RuntimeError(secret) from error
+    except RuntimeError:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "it failed", (), sys.exc_info())
+    for form in ("json", "text"):
+        text = LineFormatter(form).format(record)
+        assert secret not in text
+        assert text.index("ValueError") < text.index("RuntimeError")
+        assert secret in LineFormatter(form, prompts=True).format(record)
+    missing = logging.LogRecord("x", logging.ERROR, "", 0, "it failed", (), (None, OSError(2, "no file", "/x"), None))
+    assert "no file: '/x'" in LineFormatter("text").format(missing)
+    wish = "A red Fox, in the snow"
+    for text, left in (
+        ("rank 1 of 2 raised ValueError: a red fox in the", "rank 1 of 2 raised ValueError: …"),
+        ("cut: ['fox in the snow'], see the snow", "cut: ['…'], see the snow"),
+        ("rank 1 of 2 was killed by SIGKILL", "rank 1 of 2 was killed by SIGKILL"),
+    ):
+        assert without_quotes(text, [wish, None]) == left
+    assert without_quotes("no 'fox' here, but foxes", ["fox"]) == "no '…' here, but foxes"
+    assert without_quotes("no ':)' here", [":)"]) == "no '……' here"
+
+
 def test_a_line_of_the_log_stays_one():
     record = logging.LogRecord("x", logging.INFO, "", 0, "a\n2026-01-01 job succeeded", (), None)
     record.facts = {"model": "b\nc"}
@@ -849,6 +877,80 @@ def test_polls_and_the_pages_files_are_not_in_the_log(caplog: pytest.LogCaptureF
     requests = [record.facts for record in caplog.records if record.getMessage() == "request"]
     assert [facts["status"] for facts in requests if facts["status"] < 400] == []
     assert [facts["status"] for facts in requests][-1] == 404
+
+
+def test_refused_requests_name_their_client_and_path(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    file = tmp_path / "keys"
+    new_key(file)
+    settings = ApiSettings(keys=file, hosts=LOOPBACK)
+    with (
+        caplog.at_level(logging.INFO, logger="ditmesh"),
+        serving(FakeBackend(), settings) as url,
+        httpx.Client(base_url=url) as http,
+    ):
+        assert http.get("/v1/jobs/x").status_code == 401
+        assert http.get("/nothing").status_code == 404
+        assert http.get("/v1/models", headers={"Host": "other.example"}).status_code == 400
+        assert http.post("/v1/jobs", json={}, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+        assert http.post("/v1/jobs", json={}, headers={"Sec-Fetch-Site": "same-origin"}).status_code == 401
+    requests = [record.facts for record in caplog.records if record.getMessage() == "request"]
+    assert [(facts["status"], facts["path"]) for facts in requests] == [
+        (401, "/v1/jobs/x"), (404, "/nothing"), (400, "/v1/models"), (403, "/v1/jobs"), (401, "/v1/jobs")
+    ]  # fmt: skip
+    assert {facts["client"] for facts in requests} == {"127.0.0.1"}
+
+
+def test_a_stream_ends_with_its_key(tmp_path: Path):
+    file, backend = tmp_path / "keys", FakeBackend(step_seconds=0.1)
+    key, seen = new_key(file), 0
+    new_key(file)
+    with (
+        serving(backend, ApiSettings(keys=file)) as url,
+        httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=20) as http,
+    ):
+        job = http.post("/v1/jobs", json={"prompt": "a", "steps": 100}).json()["id"]
+        with http.stream("GET", f"/v1/jobs/{job}/events") as stream:
+            for text in stream.iter_lines():
+                seen += text.startswith("event: step")
+                if seen == 2:
+                    file.write_text(file.read_text().splitlines(keepends=True)[-1])
+        assert 2 <= seen < 60
+        assert until(lambda: backend.open_streams == 1)
+        assert http.get(f"/v1/jobs/{job}").status_code == 401
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_the_log_says_when_a_server_is_ready_and_what_is_left(held: bool, caplog: pytest.LogCaptureFixture):
+    class Slow(FakeBackend):
+        async def stop(self, grace: float) -> None:
+            await super().stop(grace)
+            self.stopped = True
+
+        def state(self, owner: str | None = None) -> Any:
+            waiting = sum(job.status not in ENDED for _, job in self._jobs.values())
+            return super().state(owner).model_copy(update={"queued": waiting, "running": 0})
+
+    backend, ready = Slow(), []
+    backend.ready = False
+    backend.hold(held)
+    server = HttpServer(create_app(backend), grace=0.1, ready=ready.append)
+
+    async def main() -> None:
+        serving = asyncio.create_task(server.run_on(bound("127.0.0.1", 0)))
+        await asyncio.sleep(0.5)
+        assert not ready
+        backend.ready = True
+        job = await backend.submit(JobRequest(prompt="a", model="stripes"), "")
+        while not ready or (backend._of(job.id, "").status != "succeeded" and not held):
+            await asyncio.sleep(0.02)
+        server.should_exit = True
+        await serving
+
+    with caplog.at_level(logging.INFO, logger="ditmesh"):
+        asyncio.run(main())
+    assert len(ready) == 1
+    assert 0.3 < ready[0] < 20
+    assert caplog.messages[-1] == f"stopped; {int(held)} jobs wait for the next start"
 
 
 def test_traces(url: str):

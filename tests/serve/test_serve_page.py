@@ -470,58 +470,6 @@ def test_api_key(seen: Seen, backend: Scripted, tmp_path: Path) -> None:
         seen.page.locator("#key-panel").wait_for()
 
 
-def test_devices(seen: Seen, backend: Scripted, address: str) -> None:
-    """The mesh, the tiles of every rank, and its step and waiting time as they change."""
-    ranks = [
-        RankState(rank=rank, device=f"cuda:{rank}", tiles=(4 * (rank % 2), 4 + 4 * (rank % 2)), memory_bytes=2_000_000)
-        for rank in range(4)
-    ]
-    replica = ReplicaState(
-        name="r1",
-        state="restarting",
-        models=["text-model"],
-        strategy="cfg+ulysses",
-        mesh={"ulysses": 2, "cfg": 2},
-        ranks=ranks,
-        restarts=2,
-        message="rank 1 was killed by signal 9",
-        calls=10,
-        rows=25,
-        bytes={"ulysses": 4_400_000},
-    )
-    backend.server = backend.server.model_copy(update={"replicas": [*backend.server.replicas, replica]})
-    seen.page.goto(f"{address}#devices")
-    card = seen.page.get_by_role("region", name="Replica r1")
-    card.wait_for()
-    shown = card.inner_text()
-    for words in ("restarting", "Restarted 2 times: rank 1 was killed by signal 9", "2.50", "4.4 MB", "0–4 of 8"):
-        assert words in shown
-    # Nobody knows yet what the ranks of the other hold.
-    other = seen.page.get_by_role("region", name="Replica r0")
-    assert other.locator(".tiling").count() == 0
-    assert "all" not in other.locator("tbody").inner_text()
-    # Axes from the slowest-varying: ranks 0 and 1 share a branch of guidance.
-    boxes = card.locator(".axis .axis").all_inner_texts()
-    assert [box.split() for box in boxes] == [["ulysses", "2", "0", "1"], ["ulysses", "2", "2", "3"]]
-    tilings = card.locator(".tiling")
-    assert tilings.count() == 2
-    assert tilings.nth(0).get_attribute("aria-label") == "Tiles: rank 0: 0 to 4 of 8, rank 1: 4 to 8 of 8"
-    colours = [
-        part.evaluate("(part) => getComputedStyle(part).backgroundColor")
-        for part in card.locator(".tiling .rank").all()
-    ]
-    assert len(set(colours)) == 4
-    ranks[1] = ranks[1].model_copy(update={"step_seconds": 0.2, "waiting_seconds": 0.05})
-    ranks[0] = ranks[0].model_copy(update={"step_seconds": 0.1})
-    changed = replica.model_copy(update={"ranks": ranks, "calls": 11, "batch": 3})
-    backend.server = backend.server.model_copy(update={"replicas": [changed]})
-    row = card.locator("tbody tr").nth(1)
-    seen.until(lambda: "200 ms" in row.inner_text() and "25 %" in row.inner_text())
-    widths = [part.bounding_box()["width"] for part in row.locator(".bar-of *").all()]
-    assert widths[0] == pytest.approx(3 * widths[1], abs=1)
-    assert other.count() == 0
-
-
 # Text whose contrast to what is behind it is below AA, and controls without a name.
 FAULTS = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -570,13 +518,8 @@ def test_everybody_can_read_it(seen: Seen, backend: Scripted, address: str, sche
     seen.until(lambda: page.locator("#gallery img").count() == 2)
     for viewport in (WIDE, PHONE):
         page.set_viewport_size(viewport)
-        for view in ("pictures", "devices"):
-            page.click(f"nav a[href='#{view}']")
-            page.locator(f"#{view}").wait_for()
-            seen.until(lambda: view == "pictures" or page.locator(".replica").count() == 1)  # noqa: B023
-            assert page.evaluate(FAULTS) == []
-            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
-        page.click("nav a[href='#pictures']")
+        assert page.evaluate(FAULTS) == []
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
         page.get_by_role("button", name="Open: a cactus").click()
         page.locator("dialog[open]").wait_for()
         assert page.evaluate(FAULTS) == []
@@ -679,13 +622,6 @@ def test_with_ranks_reload_and_cancel_in_the_middle(seen: Seen, real: str) -> No
     seen.page.reload()
     seen.until(lambda: step_shown(seen, steps) > before)
     seen.page.locator("#gallery .tile[data-status=running] img").wait_for()
-    seen.page.click("nav a[href='#devices']")
-    rank = seen.page.locator("tbody tr").nth(1)
-    seen.until(lambda: "ms" in rank.inner_text())
-    seen.until(lambda: "Jobs running\n1" in text(seen, "#replicas"))
-    assert "ulysses 2" in text(seen, "#replicas")
-    assert "Sent over ulysses" in text(seen, "#replicas")
-    seen.page.click("nav a[href='#pictures']")
     began = time.monotonic()
     seen.page.get_by_role("button", name="Cancel: a cactus").click()
     seen.page.locator("#gallery .tile[data-status=cancelled]").wait_for()

@@ -40,6 +40,7 @@ from ditmesh.serve.settings import ServiceSettings
 from ditmesh.serve.types import Input, JobError, JobImage, JobRequest
 from ditmesh.serve.worker.protocol import running_indices
 from support.faults import held, more_than
+from support.queues import OTHERS, QueueProcess
 from support.serve import PNG, assert_right, ended, picture, serving, until
 from support.train import importing_tests
 
@@ -148,6 +149,7 @@ def test_a_file_of_an_earlier_server_gets_what_it_lacks(opened: Any) -> None:
     queue = opened()
     queue.submit("a", request(), "", 1.0)
     queue._db.execute("DROP TABLE keys")
+    queue._db.execute("ALTER TABLE jobs DROP COLUMN due")
     queue = opened()
     assert queue.job("a").status == "queued"
     queue.submit("b", request(), "", 1.0, key=IdempotencyKey("k", "same"))
@@ -213,6 +215,36 @@ def test_a_priority_orders_the_jobs_of_its_owner(opened: Any) -> None:
     # Owners take turns, whatever they call urgent; of two that have had as much the more urgent job goes first.
     assert order == ["b-urgent0", "a-usual", "b-urgent1", "a-late", "b-urgent2", "b-usual"]
     assert sorted(places, key=lambda id: places[id].position) == order
+
+
+def test_a_deadline_orders_the_jobs_of_its_owner_and_priority(opened: Any) -> None:
+    queue = opened(now=lambda: 1e9)
+    queue.submit("a-patient", request(), "a", 1.0)
+    queue.submit("a-later", request(deadline_ms=90_000), "a", 1.0)
+    queue.submit("a-soon", request(deadline_ms=30_000), "a", 1.0)
+    queue.submit("a-urgent", request(priority=1), "a", 1.0)
+    for number in range(3):
+        queue.submit(f"b-{number}", request(deadline_ms=1000 - number), "b", 1.0)
+    # After a restart as well.
+    queue = opened(now=lambda: 1e9)
+    places = queue.places()
+    order = begun(queue)
+    assert [id for id in order if id[0] == "a"] == ["a-urgent", "a-soon", "a-later", "a-patient"]
+    assert [id for id in order if id[0] == "b"] == ["b-2", "b-1", "b-0"]
+    # Owners take turns, whatever their deadlines are.
+    assert sorted(id[0] for id in order[:2]) == sorted(id[0] for id in order[2:4]) == ["a", "b"]
+    assert sorted(places, key=lambda id: places[id].position) == order
+
+
+def test_a_late_job_waits_like_a_patient_one(opened: Any) -> None:
+    clock = [1000.0]
+    queue = opened(now=lambda: clock[0])
+    queue.submit("late", request(deadline_ms=1000), "a", 1.0)
+    queue.submit("patient", request(), "a", 1.0)
+    queue.submit("in-time", request(deadline_ms=60_000), "a", 1.0)
+    assert queue.head().id == "late"
+    clock[0] += 2.0
+    assert begun(queue) == ["in-time", "late", "patient"]
 
 
 def test_one_owner_who_asks_for_the_highest_priority_again_and_again_starves_no_other(opened: Any) -> None:
@@ -315,6 +347,32 @@ def test_mistakes_are_not_errors_of_the_disk(opened: Any) -> None:
         db.execute("SELECT * FROM nowhere")
 
 
+def test_an_input_image_is_its_owners(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as service:
+            digest = await service.put_input(PNG)
+            asked = JobRequest(prompt="fox", strength=0.5, inputs=(Input(role="image", digest=digest),))
+            await service.submit(asked, "mine")
+            await service.release_input(digest)
+            await service.submit(asked, "mine")
+            with pytest.raises(InputError, match="is not on the server any more; send the image again"):
+                await service.submit(asked, "somebody else's")
+
+    asyncio.run(main())
+
+
+def test_a_job_that_a_stopping_server_puts_back_is_told_why(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, grace=0.0) as service:
+            job = await service.submit(JobRequest(prompt="fox", steps=2000), "")
+            live = service.live_jobs[job.id]
+            await until(lambda: live.progress.get(0, 0) > 2)
+        (again,) = [event.data for event in live.log.events if event.event == "restarted"]
+        assert again == {"attempt": 1, "reason": "the server is stopping"}
+
+    asyncio.run(main())
+
+
 def test_a_locked_queue_is_not_a_full_disk(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as service:
@@ -380,7 +438,7 @@ def test_attempts_are_counted_and_second_ones_go_first(opened: Any) -> None:
 def test_bounds_and_an_honest_time_to_ask_again(opened: Any) -> None:
     queue = opened(max_queue=10, max_per_owner=4)
     queue.submit("a", request(3), "a", 2.0)
-    with pytest.raises(QueueFull, match="3 pictures of yours wait already, and 4 may") as caught:
+    with pytest.raises(QueueFull, match="3 images of yours wait already, and 4 may") as caught:
         queue.submit("b", request(3), "a", 2.0, rate=0.5)
     # Two pictures of work 2 have to be done first, by ranks that do half a unit in a second.
     assert caught.value.retry_after == 8.0
@@ -388,7 +446,7 @@ def test_bounds_and_an_honest_time_to_ask_again(opened: Any) -> None:
         queue.submit("b", request(5), "a", 1.0)
     # Nobody's name is everybody's.
     queue.submit("c", request(6), "", 2.0)
-    with pytest.raises(QueueFull, match="9 pictures wait already, and 10 may") as caught:
+    with pytest.raises(QueueFull, match="9 images wait already, and 10 may") as caught:
         queue.submit("d", request(2), "", 2.0, rate=0.5)
     assert caught.value.retry_after == 4.0
     with pytest.raises(QueueFull) as caught:
@@ -621,6 +679,91 @@ def test_another_version_is_refused_and_a_broken_file_moved_aside(opened: Any, t
     assert len([*folder.glob("broken-*")]) == 2
 
 
+@pytest.mark.parametrize("run", ["first", "later"])
+def test_other_programs_that_use_the_file_cost_no_job(run: str, quick: Path) -> None:
+    """A process has the queue open, another program does something with the file, and then the first one is killed."""
+    folders = {how: quick / how.replace(" ", "-") for how in OTHERS}
+    if run == "later":
+        for folder in folders.values():
+            Queue(folder).close()
+    with QueueProcess() as server:
+        for how, folder in folders.items():
+            server.send(folder, "before")
+            server.wait_for("ended")
+            log = (folder / f"{FILE}-wal").stat().st_ino
+            OTHERS[how](folder / FILE)
+            assert (folder / f"{FILE}-wal").stat().st_ino == log, how
+            server.send(folder, "after")
+            server.wait_for("ended")
+            server.send(folder, "after-waits")
+            server.wait_for("accepted")
+    for how, folder in folders.items():
+        queue = Queue(folder)
+        told = {job.request.prompt: job.status for job in queue.jobs("")}
+        queue.close()
+        assert told == {"before": "succeeded", "after": "succeeded", "after-waits": "queued"}, how
+
+
+@pytest.mark.matrix
+def test_a_process_that_is_killed_beside_other_programs_loses_and_doubles_no_job(quick: Path) -> None:
+    """200 kills at random moments, in the first and in later runs of 50 folders; other programs use the file."""
+    generator = random.Random(0)
+    kills: Counter[str] = Counter()
+    for number in range(50):
+        folder, accepted, ended_jobs, asked = quick / str(number), {}, set(), []
+        for run in range(4):
+            over, uses = threading.Event(), Counter()
+
+            def use(over: threading.Event = over, uses: Counter = uses, folder: Path = folder) -> None:
+                while not over.is_set():
+                    how = generator.choice([*OTHERS])
+                    if (folder / FILE).exists():
+                        OTHERS[how](folder / FILE)
+                        uses[how] += 1
+                    time.sleep(generator.uniform(0, 0.01))
+
+            server, other = QueueProcess(), threading.Thread(target=use)
+            other.start()
+            server.wait_for("starting")
+            again = [key for key in asked if key not in accepted]
+            keys = [f"{number}-{run}-{job}{'-waits' * (job % 3 == 0)}" for job in range(200)]
+            asked += keys
+            sender = threading.Thread(
+                target=lambda s=server, f=folder, keys=(*again, *keys): [s.send(f, key) for key in keys]
+            )
+            sender.start()
+            # Some die while they open the folder, the others at work.
+            opens = (run + number) % 4 == 0
+            if not opens:
+                server.wait_for("open")
+            time.sleep(generator.uniform(0, 0.04 if opens else 0.25))
+            for word, *said in server.kill():
+                if word == "accepted":
+                    # A request that is sent again is the same job.
+                    assert accepted.setdefault(said[0], said[1]) == said[1]
+                elif word == "ended":
+                    ended_jobs.add(said[1])
+            sender.join()
+            over.set()
+            other.join()
+            kills["first" if run == 0 else "later"] += 1
+            kills["uses of other programs"] += uses.total()
+        queue = Queue(folder)
+        jobs = queue.jobs("", limit=10**6)
+        queue.close()
+        statuses = {job.id: job.status for job in jobs}
+        assert set(accepted.values()) <= statuses.keys()
+        assert all(statuses[id] == "succeeded" for id in ended_jobs)
+        prompts = Counter(job.request.prompt for job in jobs)
+        assert set(prompts.values()) <= {1}
+        assert prompts.keys() <= set(asked)
+        kills["jobs accepted"] += len(accepted)
+        kills["jobs ended"] += len(ended_jobs)
+    print(dict(kills))
+    assert (kills["first"], kills["later"]) == (50, 150)
+    assert kills["jobs ended"] > 500
+
+
 # ---- results
 
 
@@ -687,7 +830,7 @@ def test_jobs_are_done_side_by_side_and_each_is_what_it_is_alone(tmp_path: Path)
                 await service.result(jobs[0].id, 0, "b")
             with pytest.raises(UnknownJob):
                 await anext(service.events(jobs[0].id, "b"))
-            with pytest.raises(UnknownJob, match="no picture 99"):
+            with pytest.raises(UnknownJob, match="no image 99"):
                 await service.result(jobs[0].id, 99, "a")
 
     asyncio.run(main())

@@ -79,7 +79,7 @@ def test_the_command_serves_from_actors_of_a_cluster(cluster: str, mark: str, tm
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
-            assert said.startswith("ditmesh: serving emoji-sd3 at http://127.0.0.1:"), process.communicate()
+            assert said.startswith("ditmesh: loading emoji-sd3; listening at http://127.0.0.1:"), process.communicate()
             url = said.split()[-1]
             within(200, lambda: httpx.get(f"{url}/readyz").status_code == 200)
             assert len(processes.actors_of(mark)) == 2

@@ -88,7 +88,7 @@ def running(folder: Path, *more: str) -> Iterator[Command]:
     try:
         assert process.stdout is not None
         said = process.stdout.readline()
-        assert said.startswith("ditmesh: serving emoji-sd3 at http://127.0.0.1:"), process.communicate()
+        assert said.startswith("ditmesh: loading emoji-sd3; listening at http://127.0.0.1:"), process.communicate()
         url = said.split()[-1]
         limit = time.monotonic() + 200
         while httpx.get(f"{url}/readyz").status_code != 200:
@@ -98,6 +98,9 @@ def running(folder: Path, *more: str) -> Iterator[Command]:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert processes.wait_until_gone(mark, 20) == []
+        assert process.stderr is not None
+        assert "secret" not in process.stderr.read()
+        assert re.fullmatch(r"ditmesh: ready: emoji-sd3 \(.*\) after \d+\.\d s\n", process.stdout.read())
     finally:
         process.kill()
 
@@ -157,6 +160,19 @@ def test_progress_previews_and_batches(client: ditmesh.Client):
     (replica,) = client.server().replicas
     assert replica.rows > replica.calls
     assert replica.mesh == {"ulysses": 2}
+
+
+def test_a_cut_prompt_is_told_to_its_client_and_not_in_the_log(client: ditmesh.Client, server: Command):
+    """The tokenizers take 16 tokens, and diffusers logs what they leave out; `running` looks at the log."""
+    prompt = "a red fox and a cactus and a pizza and a hen and a cat who know secret words that nobody may read"
+    (image,) = client.wait(client.submit(prompt, steps=1).id).images
+    (note,) = image.notes
+    limits = " and ".join(f"{name} takes 16" for name in ("tokenizer", "tokenizer_2", "tokenizer_3"))
+    assert re.fullmatch(rf"\d+ tokens of the prompt were cut \({limits}\)", note)
+    assert image.receipt is not None
+    assert image.receipt["cut"] == note
+    (image,) = client.wait(client.submit("a cactus", steps=1).id).images
+    assert (image.notes, image.receipt["cut"]) == ([], None)
 
 
 def test_cancelling_takes_a_step(client: ditmesh.Client):

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 import ditmesh
 from ditmesh.comm import Hosts
 from ditmesh.comm.bundle import Bundles
-from support import ruled
-from support.kept import Asked, in_turns
 from support.models import ODD, RAGGED, inputs, run, variant
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
@@ -79,10 +77,10 @@ DEEP = {"Flux": {"num_layers": 3, "num_single_layers": 4}, "SD3": {"num_layers":
     ("name", "hosts", "config", "left_out"),
     [
         ("Flux", (), {"compress": "int4", **APART}, -1),
-        ("SD3", (), {"compress": "residual4", "predict": "linear", **APART}, 4),
-        ("Flux", (0, 1), {"compress": "residual2", "text": "replicate", "warmup": "fixed(0)"}, 3),
+        ("SD3", (), {"compress": "int4", "predict": "linear", **APART}, 4),
+        ("Flux", (0, 1), {"compress": "int4", "text": "replicate", "warmup": "fixed(0)"}, 3),
         ("SD3", (0, 1), {"compress": "fp16", "speeds": (3, 1), "text": "shard"}, -1),
-        ("Flux", (0, 0, 1, 1), {"compress": "residual4", "text": "shard"}, -1),
+        ("Flux", (0, 0, 1, 1), {"compress": "int4", "text": "shard"}, -1),
         ("SD3", (0, 0, 1, 1), {"compress": "int8", **APART}, 3),
     ],
     ids=str,
@@ -114,7 +112,7 @@ def same_cached(compress: str) -> tuple[bool, int, int]:
 
 
 def test_the_same_bits_with_guidance_in_two_calls_and_a_cache(ranks):
-    for same, few, many in ranks(2).run(same_cached, "residual4"):
+    for same, few, many in ranks(2).run(same_cached, "int4"):
         assert same
         assert few < many
 
@@ -132,7 +130,7 @@ def counted(compress: str) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("compress", ["int8", "int4", "residual4", "residual2"])
+@pytest.mark.parametrize("compress", ["int8", "int4"])
 def test_messages_and_bytes_of_a_step(ranks, compress):
     for rank, found in enumerate(ranks(2).run(counted, compress)):
         # The first stale step says how many there are, and then two travel together.
@@ -200,7 +198,7 @@ def failing(compress: str) -> tuple[bool, list[int], int]:
 
 
 def test_a_request_that_fails_in_mid_step_leaves_nothing(ranks):
-    for same, unsent, kept in ranks(2).run(failing, "residual4"):
+    for same, unsent, kept in ranks(2).run(failing, "int4"):
         assert same
         # Of three that would have travelled together.
         assert unsent == [2]
@@ -237,13 +235,3 @@ def test_what_nobody_waits_for_is_not_sent(ranks):
         assert unsent > 0
         assert sent == 0
         assert same
-
-
-@pytest.mark.skipif(ruled.RULED, reason="requests in turns are tested over gloo")
-def test_requests_in_turns(ranks):
-    """Another request's steps between two of one request: every picture has the bits that it has alone."""
-    asked = [Asked(0, 4), Asked(1, 3, side=96)]
-    config = {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)", "compress": "residual4", "shared_memory": False}
-    for found in ranks(2).run(in_turns, "flux", config, asked, [0]):
-        assert found["same"] == [[True] * 2], found["failures"]
-        assert found["left"] == [0]

@@ -319,7 +319,7 @@ def slowed(config: dict[str, Any], steps: int, slow_from: int) -> dict[str, Any]
 
 @pytest.mark.parametrize(
     "config",
-    [{"ring": 2, "speeds": "auto"}, displaced(2, "fixed(1)", speeds="auto", compress="residual4", predict="linear")],
+    [{"ring": 2, "speeds": "auto"}, displaced(2, "fixed(1)", speeds="auto", compress="int4", predict="linear")],
     ids=str,
 )
 def test_tokens_move_while_a_request_runs(ranks, config):
@@ -340,9 +340,9 @@ def test_tokens_move_while_a_request_runs(ranks, config):
         assert first["reasons"][10] == (True, "tokens move between ranks")
 
 
-@pytest.mark.parametrize("compress", [None, "residual2"])
+@pytest.mark.parametrize("compress", [None, "int4"])
 def test_uneven_displaced_ranks_equal_their_simulation(ranks, compress):
-    config = displaced(2, speeds=(3, 1), compress=compress, predict=compress and "linear")
+    config = displaced(2, speeds=(3, 1), compress=compress, predict="linear" if compress else "none")
     truth, _ = in_one_process("SD3", config, RAGGED)
     even, _ = in_one_process("SD3", {**config, "speeds": None}, RAGGED)
     for found, _ in ranks(2).run(on_ranks, "SD3", config, RAGGED):

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import UntestedWarning
-from ditmesh.forecast.search import SearchLimits, candidates
-from ditmesh.forecast.workload import Workload
-from ditmesh.recipe import RECIPE
 from ditmesh.strategies import support
 
 
@@ -29,15 +25,3 @@ def test_its_key_names_it_in_the_support_table(example: dict[str, Any]) -> None:
     # Ring attention was tested with this class, the example was not.
     with pytest.warns(UntestedWarning, match="has not been tested"):
         support.check_tested("FluxTransformer2DModel", config, example["recipe"])
-
-
-def test_a_planner_tries_its_variants(example: dict[str, Any]) -> None:
-    model = cast("Any", SimpleNamespace(work=SimpleNamespace(heads=4, order=range(2))))
-
-    def tried(recipe: Any) -> list[str]:
-        limits = SearchLimits(recipe=recipe)
-        configs = candidates(model, Workload.of_tokens(64, 8, branches=2), 4, limits)
-        return [c.describe() + " gathered" * getattr(c, "gathered", False) for c in configs]
-
-    own = [name for name in tried(example["recipe"]) if name not in tried(RECIPE)]
-    assert own == ["ring=2 gathered", "tensor=2 ring=2 gathered", "ring=4 gathered", "ring=2 cfg=2 gathered"]

@@ -7,6 +7,7 @@ the same from step to step.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -244,6 +245,43 @@ def test_all_synchronous_is_exact(ranks):
     config = {"patches": 4, "pipe": 2, "warmup": "fixed(5)"}
     for results in ranks(2).run(drawn, ["flux, two branches"], config):
         assert relative_error(results["flux, two branches"][0], truth) <= TOLERANCE
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def under_modes(name: str, config: dict[str, Any]) -> list[float]:
+    """Errors of calls by turns as they are, under autocast, and with the model cast, from one device."""
+    modes = [None, torch.bfloat16, None, torch.bfloat16, "cast", None]
+    # Weights that bfloat16 can hold: casts there and back change nothing.
+    model, given = copy.deepcopy(tiny(name)).bfloat16().float(), inputs(name, size_of(name))
+
+    def called(before: Callable[[Any], None]) -> list[torch.Tensor]:
+        found = []
+        for mode in modes:
+            autocast = mode if isinstance(mode, torch.dtype) else None
+            before(model)
+            if mode == "cast":
+                model.to(torch.bfloat16)
+            cast = {n: value.bfloat16() if mode == "cast" and _is_float(value) else value for n, value in given.items()}
+            with torch.no_grad(), torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+                found.append(flat(model(**cast)).float())
+            model.float()
+        return found
+
+    truth = called(lambda model: None)
+    with ditmesh.parallelized(model, {"warmup": "fixed(100)", **config}, timeout=60):
+        made = called(next_step)
+    return [relative_error(one, expected) for one, expected in zip(made, truth, strict=True)]
+
+
+@pytest.mark.parametrize("name", sampled(["Flux", "SD3"], of=2))
+def test_stages_meet_in_every_dtype_that_calls_compute_in(ranks, name):
+    for errors in ranks(2).run(under_modes, name, {"pipe": 2, "patches": 2}):
+        # Of float32; rounding of bfloat16, in which one device adds up in another order.
+        assert max(errors[0], errors[2], errors[5]) <= TOLERANCE
+        assert max(errors) <= 2e-2
 
 
 def one_row_of_text(config: dict[str, Any]) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, RankFailed
-from ditmesh.forecast.candidates import resized
 from ditmesh.launch import RankPool
+from ditmesh.resizing import resized
 from support import ruled
 from support.loading import absent, loaded
 from support.lora import fused, story
@@ -22,6 +22,7 @@ from support.sharded import (
     broken_off,
     compared,
     encoded,
+    encoded_alone,
     encoder_broken_off,
     fingerprints,
     memory_of,
@@ -233,6 +234,14 @@ def test_a_rank_that_is_killed_while_it_encodes(how):
         with pytest.raises(RankFailed, match="rank 0 of 2 was killed by SIGKILL"):
             pool.run(encoder_broken_off, how, {"ulysses": 2, "shard": 2}, "SIGKILL")
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("how", ["sharded", pytest.param("rank0", marks=pytest.mark.matrix)])
+def test_a_prompt_that_one_rank_encodes_alone_names_the_encoder(ranks, how):
+    every = ranks(2).run(encoded_alone, how, 3.0)
+    waits = r"rank 0 waited in .*, in a call of StableDiffusion3Pipeline > CLIPTextModelWithProjection.*; "
+    waits += r"rank 1 waited in the boundary of a call of StableDiffusion3Pipeline"
+    assert any(re.search(waits, said) for said in every), every
 
 
 @pytest.mark.matrix

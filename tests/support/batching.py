@@ -19,7 +19,8 @@ from ditmesh import zoo
 from ditmesh.launch import RankPool
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.types import JobRequest
-from ditmesh.serve.worker.batching import Batcher, PipelineTask, copied
+from ditmesh.serve.worker.batching import Batcher
+from ditmesh.serve.worker.coroutines import PipelineTask, copied
 from ditmesh.serve.worker.loaded import LoadedModel
 from ditmesh.serve.worker.protocol import (
     Cancelled,
@@ -59,7 +60,7 @@ class Owner:
         pool: RankPool,
         specs: Sequence[ModelSpec],
         function: Callable[..., None] = serve_rank,
-        deadline: float = 120.0,
+        deadline: float = 300.0,
     ) -> list[Any]:
         """Let all ranks serve for ``deadline`` seconds at most; what rank 0 has reported."""
 
@@ -80,7 +81,7 @@ def deadlines_of_loaded(spec: ModelSpec) -> list[float | None]:
     gather = HostAllGather()
     try:
         with ExitStack() as undo:
-            model = LoadedModel(spec, torch.device("cpu"), gather, undo)
+            model = LoadedModel.open(spec, torch.device("cpu"), gather, undo)
             found = [gather.deadline, model.engine.mesh.deadline]
             model.close()
             return found
@@ -190,7 +191,7 @@ def staggered(name: str, config: dict[str, Any], counts: Sequence[int], truth: s
         outputs = [torch.as_tensor(getattr(run.output, family.result)) for run in runs if run.failure is None]
         after = draw(made[0]())
     return {
-        "why": batcher.why or [why for why in batcher._forms.values() if why],
+        "why": batcher.why or [why for why in batcher._joiner._forms.values() if why],
         "errors": [relative_error(value, one) for value, one in zip(outputs, truths, strict=True)],
         "same": [torch.equal(value, one) for value, one in zip(outputs, truths, strict=True)],
         "others": min(relative_error(outputs[0], one) for one in truths[1:]),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import diffusers
 import torch
+from safetensors.torch import load_file, save_file
 
 import ditmesh
+from ditmesh import zoo
 from support.models import relative_error
 from support.pipelines import MAKERS, arguments, draw
 from support.tensor import bits, same_bits
@@ -42,3 +46,13 @@ def loaded(name, folder, config, options):
             )
         ),
     }
+
+
+def damaged(model, component, folder):
+    """A copy of an embedded pipeline of which a component lacks one weight, and that one's name."""
+    shutil.copytree(zoo.path(model), folder, ignore=shutil.ignore_patterns("*.png", "README.md"))
+    (file,) = (folder / component).glob("*.safetensors")
+    stored = load_file(file)
+    lost = sorted(stored)[len(stored) // 2]
+    save_file({name: value for name, value in stored.items() if name != lost}, file, metadata={"format": "pt"})
+    return lost

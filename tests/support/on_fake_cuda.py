@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
 from torch.utils._pytree import tree_map_only
 
 import ditmesh
@@ -27,7 +26,7 @@ from ditmesh.layout.conventions import Size
 from ditmesh.strategies.pipefusion.stages import StageWeights
 from ditmesh.strategies.sequence import SequenceParallel
 from ditmesh.train import TrainConfig, reduce_gradients, run
-from ditmesh.train.gradients import overlap
+from ditmesh.train.gradients import reduce as averaging
 from ditmesh.train.trainer import Progress, Trainer
 from ditmesh.zoo import path as find
 from nccl_rules.fake_cuda import Look, attention_as_one_kernel, cuda, move_, unavailable
@@ -152,30 +151,12 @@ def _freed() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _gradients_without_wait() -> Iterator[None]:
-    """Gradients are used before the sum over ranks is there."""
-
-    def end(self: Any) -> None:
-        (flat, work), self.sent = self.sent, None
-        gradients_ = [p.grad for p in self.parameters]
-        if flat is not gradients_[0]:
-            for gradient, whole in zip(gradients_, _unflatten_dense_tensors(flat, gradients_), strict=True):
-                gradient.copy_(whole)
-        # Kept: it is the missing wait that is to be found.
-        self.kept = flat, work
-
-    with mock.patch.object(overlap._Bucket, "end", end):
-        yield
-
-
 # Faults in what ditmesh does while messages are under way.
 IN_FLIGHT: dict[str | None, Callable[[], Any]] = {
     None: nullcontext,
     "wait": _without_wait,
     "written": _written,
     "freed": _freed,
-    "gradients": _gradients_without_wait,
 }
 
 
@@ -304,7 +285,7 @@ def summed_late(pause: float = 0.3) -> list[float]:
     """Sums over ranks, of which the second comes later: by ditmesh's gradients, and by torch's function."""
     rank, found = dist.get_rank(), []
     with cuda() as device:
-        for owner in (overlap.dist, dist):
+        for owner in (averaging.dist, dist):
             own = torch.full((4,), 1.0 + rank, device="cuda")
             time.sleep(pause * rank)
             work = owner.all_reduce(own, async_op=True)
@@ -380,9 +361,10 @@ def training_run(
         return pipe
 
     for on_cuda in (False, True):
-        given = settings(
-            Path(folder), Path(folder, f"out-{on_cuda}"), max_train_steps=steps, **config, **by_run[on_cuda]
-        )
+        out = Path(folder, f"out-{on_cuda}")
+        # What DistributedDataParallel does in C++ knows no fake device.
+        plain = {} if config.get("reproducible") else {"sharding": "none"}
+        given = settings(Path(folder), out, max_train_steps=steps, **plain, **config, **by_run[on_cuda])
         made = TrainConfig.read(given)
         pipe = DiffusionPipeline.from_pretrained(find(made.pretrained_model_name_or_path))
         on_device = (cuda() if order is None else sim_cuda(order)) if on_cuda else nullcontext()

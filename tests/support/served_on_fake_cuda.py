@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ditmesh.serve.schedule.core import Scheduler
-from ditmesh.serve.worker.adaptive import serve_pool
 from ditmesh.serve.worker.worker import serve_rank
 from support.jobs_on_fake_cuda import gpu_of_rank
 
@@ -14,9 +12,3 @@ def serve_on_gpu(specs: Any, *, report: Any) -> None:
     """`serve_rank` on a fake GPU."""
     with gpu_of_rank():
         serve_rank(specs, report=report)
-
-
-def serve_pool_on_gpu(specs: Any, *, report: Any, scheduler: Scheduler | None = None) -> None:
-    """`serve_pool` on a fake GPU."""
-    with gpu_of_rank():
-        serve_pool(specs, report=report, scheduler=scheduler)

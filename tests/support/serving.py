@@ -208,7 +208,7 @@ class FakeBackend:
         job = self._of(id, owner)
         path = self._path(job, index)
         if index >= len(job.images) or not path.exists():
-            raise UnknownJob(f"{id} has no picture {index} (yet)")
+            raise UnknownJob(f"{id} has no image {index} (yet)")
         return ResultFile(path, MEDIA[job.request.format])
 
     def models(self) -> list[ModelCard]:

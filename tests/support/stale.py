@@ -23,7 +23,9 @@ from support.models import inputs, relative_error, run, sizes, tiny
 
 
 def displaced(ring: int = 2, warmup: str = "fixed(1)", **more: Any) -> dict[str, Any]:
-    return {"ring": ring, "exchange": "displaced", "warmup": warmup, **more}
+    """Keys of the step before as they are, unless ``predict="linear"`` is asked for."""
+    config = {"ring": ring, "exchange": "displaced", "warmup": warmup, **more}
+    return {"predict": "none", **config} if config["exchange"] == "displaced" else config
 
 
 def handler_of(model: Any) -> DisplacedParallel:
@@ -201,7 +203,6 @@ def counted_waits() -> Iterator[list[str]]:
 FLOAT = 4
 # Bytes of an element.
 SIZES = {None: FLOAT, "fp16": 2, "bf16": 2, "int8": 1, "int4": 0.5}
-SIZES |= {"residual4": 0.5, "residual2": 1 / 4, "residual1.6": 1 / 5, "residual1": 1 / 8}
 CALLS = {
     "DiT": [("image",)] * 3,
     "SD3": [("image", "text"), ("image",), ("image", "text"), ("image", "text")],
@@ -219,11 +220,8 @@ def expected_ring_bytes(name: str, size: Size, ranks: int, rank: int, compress: 
         total += ceil(elements * SIZES[compress])
         if compress == "int8":
             total += 2 * size.batch * heads * FLOAT
-        if compress in ("int4", "residual4"):
+        if compress == "int4":
             total += 2 * elements // dim
-        if compress in ("residual2", "residual1.6", "residual1"):
-            # A byte for K and V of a token and sample; mean and spread of three channels each; two for their units.
-            total += elements // (heads * dim) + 2 * ceil(2 * size.batch * heads * dim / 3) + 4 * size.batch
     return total * (ranks - 1)
 
 

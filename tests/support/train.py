@@ -86,7 +86,7 @@ def weights_after(given: dict[str, Any]) -> tuple[list[str], str]:
     pipe.set_progress_bar_config(disable=True)
     with Trainer(config, pipe, timeout=100.0) as trainer:
         outcome = trainer.run(until=given.get("until"))
-        return [loss.hex() for loss in outcome.losses.values()], trainer.weights_digest()
+        return [loss.hex() for loss in outcome.losses.values()], trainer.state.weights_digest()
 
 
 # --- tiny pipelines of the families that are trained ------------------------------------------------------------

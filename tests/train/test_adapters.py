@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import ditmesh
 from ditmesh.generate.files import adapter, load_adapters
+from ditmesh.generate.loras import load_lora
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.export import export
 from ditmesh.train.config import LoraConfig
@@ -23,14 +25,17 @@ from ditmesh.train.preflight import check_settings
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.exam import Exam, images, others, videos
+from support.lora_files import FAMILIES, Written, merged_error, pipeline
+from support.models import tiny
 from support.train import folder_of, save_pipeline, settings
 
 EXAMS: dict[str, Exam] = {**images.EXAMS, **videos.EXAMS, **others.EXAMS}
 WEIGHTS = "pytorch_lora_weights.safetensors"
+# Scales are powers of two, which are in the saved weights without rounding.
 TYPES: dict[str, dict[str, Any]] = {
-    "lora": {"alpha": 6.0},
-    "rslora": {"rslora": True},
-    "dora": {"type": "dora", "alpha": 6.0},
+    "lora": {"alpha": 8.0},
+    "rslora": {"rslora": True, "rank": 4},
+    "dora": {"type": "dora", "alpha": 8.0},
     "lokr": {"type": "lokr", "alpha": 6.0},
 }
 
@@ -173,7 +178,7 @@ def trained_and_saved(given: dict[str, Any]) -> tuple[Any, Path, dict[int, float
     pipe = loaded(config.pretrained_model_name_or_path)
     with Trainer(config, pipe) as trainer:
         losses = trainer.run().losses
-        weights = trainer.weights()
+        weights = trainer.state.weights()
     return pipe, export(pipe, weights, config, type(pipe.transformer), 2, None), losses
 
 
@@ -245,7 +250,7 @@ def test_all_ranks_train_one_adapter(ranks, root, tmp_path, lora):
 def bits_of(given: dict[str, Any]) -> tuple[list[str], str]:
     config = TrainConfig.read(given)
     with Trainer(config, loaded(config.pretrained_model_name_or_path), timeout=100.0) as trainer:
-        return [loss.hex() for loss in trainer.run().losses.values()], trainer.weights_digest()
+        return [loss.hex() for loss in trainer.run().losses.values()], trainer.state.weights_digest()
 
 
 @pytest.mark.parametrize("kind", ["dora", "lokr"])
@@ -290,6 +295,8 @@ def test_adapters_that_do_not_fit_are_refused(root, tmp_path):
         ("flux", {"lora": {"decompose_factor": 4}}, "decompose_factor=4 is for type='lokr'"),
         ("flux", {"lora": {"target_modules": "to_q"}}, "is the whole name of no linear layer .* attn.to_q"),
         ("flux", {"lora": {"target_modules": "("}}, "is no regular expression"),
+        ("flux", {"lora": {"type": "dora", "comfyui": True}}, "comfyui=True is for type='lora'"),
+        ("dit", {"lora": {"comfyui": True}}, "names for DiTTransformer2DModel are not known here"),
         ("flux", {"lora": {}, "train_modules": ["text_encoder"]}, "lora adapts the transformer as well"),
         ("flux", {"lora": {}, "train_modules": ["transformer", "text_encoder_2"]}, "no adapter into text_encoder_2"),
         ("flux", {"lora": {"type": "dora"}, "train_modules": ["transformer", "text_encoder"]}, "plain LoRA alone"),
@@ -298,6 +305,49 @@ def test_adapters_that_do_not_fit_are_refused(root, tmp_path):
     for number, (name, more, said) in enumerate(cases):
         with pytest.raises(ditmesh.errors.DitmeshError, match=said):
             train(run_of(root, tmp_path / str(number), name, **more))
+
+
+def test_a_pattern_that_does_not_end_is_refused(monkeypatch):
+    monkeypatch.setattr("ditmesh.train.model.adapters.PATTERN_SECONDS", 1)
+    lora = LoraConfig(target_modules="(([a-z_.0-9]+)+)+X")
+    with pytest.raises(ditmesh.ConfigError, match=r"is still at work on .* names after 1 s"):
+        targets_of(tiny("Flux"), lora)
+
+
+@pytest.mark.parametrize("family", ["Wan", "LTX", "Lumina2", "HunyuanVideo", "Cosmos", "SD3", "QwenImage"])
+def test_adapters_for_comfyui(family, tmp_path):
+    pipe, layers = pipeline(family), FAMILIES[family][1]
+    paths = [part.removeprefix("~") for _, parts in layers for part in parts]
+    exactly = "|".join(map(re.escape, paths))
+    config = config_of(lora={"rank": 4, "alpha": 6.0, "rslora": True, "comfyui": True, "target_modules": exactly})
+    add_adapters(pipe, config)
+    noisy(pipe.transformer)
+    adapted = dict(pipe.transformer.named_modules())
+    added = {
+        path: 3 * (adapted[path].lora_B[TRAINED].weight @ adapted[path].lora_A[TRAINED].weight).detach()
+        for path in paths
+    }
+    save_adapters(pipe, trained_weights(pipe, ("transformer",)), config, tmp_path)
+    tensors = load_file(tmp_path / "comfyui.safetensors")
+    names = {name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")}
+    assert names == {f"diffusion_model.{name}" for name, _ in layers}
+    for name, parts in layers:
+        down, up = (tensors[f"diffusion_model.{name}.lora_{end}.weight"] for end in "AB")
+        # As ComfyUI has it: the scale is alpha / rank.
+        update = tensors[f"diffusion_model.{name}.alpha"] / len(down) * up @ down
+        wanted = torch.cat([added[part.removeprefix("~")] for part in parts])
+        if parts[0].startswith("~"):
+            wanted = torch.cat(wanted.chunk(2)[::-1])
+        assert torch.allclose(update, wanted, atol=1e-5 * float(wanted.abs().max()))
+    # Read again, and diffusers' own file without its settings, as ComfyUI reads it: the strength is in the weights.
+    truth = Written(added={f"{path}.weight": value.double() for path, value in added.items()})
+    fresh = pipeline(family)
+    assert load_lora(fresh, tmp_path / "comfyui.safetensors", "again") is None
+    assert merged_error(family, fresh, truth) < 1e-5
+    for given, options in ((str(tmp_path), {"weight_name": WEIGHTS}), (load_file(tmp_path / WEIGHTS), {})):
+        fresh = pipeline(family)
+        fresh.transformer.load_lora_adapter(given, prefix="transformer", **options)
+        assert merged_error(family, fresh, truth) < 1e-5
 
 
 class Odd(nn.Module):

@@ -175,7 +175,7 @@ def state_of(given, steps=None):
     config = TrainConfig.read(given)
     with Trainer(config, pipeline(), timeout=100.0) as trainer:
         losses = trainer.run(until=steps).losses
-        state, scaler = trainer._state(), trainer.update.scaler.state_dict()
+        state, scaler = trainer.state.tensors(), trainer.update.scaler.state_dict()
         rate = trainer.update.optimizer.param_groups[0]["lr"]
     average = {name: value.clone() for name, value in state.get("average", {}).items()}
     return losses, rate, average, scaler

@@ -5,13 +5,13 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
 import ditmesh
 from ditmesh.core import intercept
 from ditmesh.train import TrainConfig
-from ditmesh.train.gradients.overlap import OverlappedSum
+from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings
 
@@ -118,7 +118,7 @@ def test_an_unknown_backend_is_refused(given):
     ],
     ids=str,
 )
-def test_gradients_are_sent_during_the_backward_pass(ranks, given, alone, more, overlaps):
+def test_gradients_are_averaged_during_the_backward_pass(ranks, given, alone, more, overlaps):
     for losses, sent, *_ in ranks(ditmesh.ParallelConfig(**more["parallel"]).world_size).run(losses_of, given(**more)):
         assert sent == overlaps
         if "train_modules" not in more:
@@ -126,49 +126,53 @@ def test_gradients_are_sent_during_the_backward_pass(ranks, given, alone, more, 
 
 
 def watched(trainer):
-    """Losses of a run, and whether in every step gradients were under way when the backward pass had ended."""
-    overlapped, under_way = trainer.parallel.sync._overlapped, []
-    reduce = trainer.parallel.sync.reduce
+    """Losses of a run, and whether torch averages gradients during the backward pass."""
+    return trainer.run().losses, isinstance(trainer.parallel.sync.transformer, DistributedDataParallel)
 
-    def look(shares):
-        under_way.append(overlapped is not None and any(bucket.sent is not None for bucket in overlapped._buckets))
-        reduce(shares)
 
-    trainer.parallel.sync.reduce = look
-    return trainer.run().losses, all(under_way)
+class Net(torch.nn.Module):
+    """Of whose weights one is not used by any sample, and one by every other."""
+
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = torch.nn.Linear(700, 400), torch.nn.Linear(400, 3)
+        self.unused, self.sometimes = torch.nn.Linear(2, 2), torch.nn.Linear(3, 3)
+        self.small.weight.data = self.small.weight.data.t().contiguous().t()
+
+    def forward(self, values, number):
+        found = self.small(self.large(values))
+        return self.sometimes(found) if number % 2 else found
 
 
 def sums(micros):
-    """Gradients over two ranks: by `OverlappedSum`, and of all micro-batches added up by one device."""
+    """Gradients over two ranks, and of all micro-batches added up by one device."""
     torch.manual_seed(0)
-    model = torch.nn.ModuleDict({
-        "large": torch.nn.Linear(700, 400), "small": torch.nn.Linear(400, 3), "unused": torch.nn.Linear(2, 2)
-    })  # fmt: skip
-    model["small"].weight.data = model["small"].weight.data.t().contiguous().t()
+    modules = torch.nn.ModuleDict({"transformer": Net()})
+    mesh = ditmesh.Mesh(ditmesh.ParallelConfig(data=2))
+    parameters = list(modules.parameters())
 
-    def backward(number):
+    def backward(model, number):
         values = torch.randn(2, 700, generator=torch.Generator().manual_seed(number))
-        model["small"](model["large"](values)).square().sum().backward()
+        model(values, number).square().sum().backward()
 
-    overlapped = OverlappedSum(list(model.parameters()), dist.group.WORLD)
+    sync = GradientSync(modules, mesh, "auto", TensorSlicesOf(modules["transformer"], mesh, "transformer."))
     found = []
     for _ in range(2):
-        mine = micros[dist.get_rank()]
+        mine = micros[mesh.rank]
         for place, number in enumerate(mine):
-            overlapped.expect(place == len(mine) - 1)
-            backward(number)
-        overlapped.finish()
-        found.append([p.grad.clone() for p in model.parameters()])
-        model.zero_grad(set_to_none=True)
-    overlapped.close()
+            with sync.accumulating(number, 4, is_last=place == len(mine) - 1):
+                backward(sync.transformer, number)
+        sync.reduce(micros)
+        found.append([p.grad.clone() for p in parameters])
+        modules.zero_grad(set_to_none=True)
     for number in sorted(one for some in micros for one in some):
-        backward(number)
-    whole = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        backward(modules["transformer"], number)
+    whole = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     return [max(float((a - b).abs().max()) for a, b in zip(one, whole, strict=True)) for one in found]
 
 
-@pytest.mark.parametrize("micros", [[[0], [1]], [[0, 1, 2], [3]], [[0, 1], []], [[], []]], ids=str)
+@pytest.mark.parametrize("micros", [[[0], [2]], [[0], [1]], [[0, 1, 2], [3]]], ids=str)
 def test_sums_are_those_of_one_device(ranks, micros):
-    """With a weight that nothing uses, one that lies across, one that is sent alone, and ranks without samples."""
+    """With a weight that nothing uses, one that some samples use, and one that lies across."""
     for errors in ranks(2).run(sums, micros):
         assert max(errors) <= 1e-4

@@ -34,7 +34,6 @@ CONFIGS = {
     "ring": {"parallel": {"ring": 2, "shared_memory": False}},
     "data": {"parallel": {"data": 2}},
     "tensor": {"parallel": {"tensor": 2}},
-    "pipe": {"parallel": {"pipe": 2}},
     "ddp": {"parallel": {"data": 2}, "sharding": "ddp"},
     "fsdp": {"parallel": {"data": 2}, "sharding": "fsdp"},
 }
@@ -69,9 +68,7 @@ class Faulty:
     def __init__(self, trainer: Trainer, point: str) -> None:
         self._trainer = trainer
         self._write = HuggingFaceStorageWriter.write_data
-        stages = trainer.parallel.stages
-        # Other stages pass it over; what the last block of a stage returns has no graph.
-        block = trainer.pipe.transformer.transformer_blocks[-1 if stages is None else stages.first]
+        block = trainer.pipe.transformer.transformer_blocks[-1]
         if point == "reading":
             trainer.data.encoded.batch = self._before(trainer.data.encoded.batch)
         elif point == "forward":

@@ -1,11 +1,10 @@
-"""The memory of training: predicted without values, and measured on ranks that train."""
+"""The memory of training: estimated from configurations, and what ranks that train hold."""
 
 from __future__ import annotations
 
-import gc
+import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import diffusers
 import pytest
@@ -13,158 +12,130 @@ import torch
 from torch import Tensor
 
 import ditmesh
-from ditmesh.comm.shared import SharedMemory
-from ditmesh.core.alive import LiveBytes
-from ditmesh.forecast.memory.check import components_of
+from ditmesh.cli.main import main
 from ditmesh.generate.model_info import find_model
+from ditmesh.memory.check import components_of
 from ditmesh.train import TrainConfig
-from ditmesh.train.memory.check import check_training_memory, largest_workload, most_memory, predicted_training
-from ditmesh.train.memory.needs import training_needs
+from ditmesh.train.memory import estimated_memory, least_memory, training_report
+from ditmesh.train.memory_check import check_training_memory
 from ditmesh.train.model.frozen import read_pipeline_frozen
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
-from support.train import folder_of, save_pipeline, settings
-
-# The largest difference from what is measured.
-TOLERANCE = 0.1
+from support.train import folder_of, settings
 
 
-def tensors_of(pipe: Any) -> list[Tensor]:
-    model = pipe.transformer
-    return [*model.parameters(), *model.buffers()]
+def local_bytes(tensor: Any) -> int:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
 
 
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def measured(given: dict[str, Any]) -> dict[str, float]:
-    """On a rank: bytes of weights, of the optimizer's state, and of tensors in a step beside them; and its stage."""
+def held(given: dict[str, Any]) -> dict[str, float]:
+    """On a rank after a step: bytes of weights, gradients, the optimizer's state, the average and other components."""
     config = TrainConfig.read(given)
     info = find_model(config.pretrained_model_name_or_path)
     if config.base_precision is None:
         pipe = diffusers.DiffusionPipeline.from_pretrained(info.files)
     else:
         pipe = read_pipeline_frozen(info, config.base_precision)
-    alive = LiveBytes()
-    take, slot = SharedMemory.take, SharedMemory._slot
-
-    def taken(self: Any, *args: Any) -> Any:
-        """Messages in shared memory are no tensors of this rank's own."""
-        for tensor in (tensors := take(self, *args)):
-            alive.hold(tensor)
-        return tensors
-
-    def slotted(self: Any, size: int) -> Any:
-        alive.hold((made := slot(self, size)).contents)
-        return made
-
-    with (
-        mock.patch.object(SharedMemory, "take", taken),
-        mock.patch.object(SharedMemory, "_slot", slotted),
-        Trainer(config, pipe, timeout=100.0) as trainer,
-    ):
-        trainer.data.encoded.fill_cache(trainer.mesh, trainer._preparing)
+    with Trainer(config, pipe, timeout=100.0) as trainer:
+        optimizer = trainer.update.optimizer
+        gradients: list[int] = []
+        optimizer.register_step_pre_hook(
+            lambda *_: gradients.extend(local_bytes(p.grad) for p in trainer.update.parameters if p.grad is not None)
+        )
         trainer._optimizer_step(trainer.data.order.step(0))
         trained = {id(p) for p in trainer.update.parameters}
-        weights = {id(local(t)): (id(t) in trained, local(t).nbytes) for t in tensors_of(pipe)}
-        state = [v for one in trainer.update.optimizer.state.values() for v in one.values()]
-        for tensor in (*tensors_of(pipe), *(v for v in state if isinstance(v, Tensor))):
-            alive.hold(local(tensor))
-        for tensor in trainer.update.average.shadow_params if trainer.update.average is not None else ():
-            alive.hold(local(tensor))
-        gc.collect()
-        with alive:
-            trainer._optimizer_step(trainer.data.order.step(1))
+        model: Any = pipe.transformer
+        weights = [(id(t) in trained, local_bytes(t)) for t in (*model.parameters(), *model.buffers())]
+        state = [value for one in optimizer.state.values() for value in one.values()]
+        average = trainer.update.average.shadow_params if trainer.update.average is not None else []
+        others = (pipe.vae, pipe.text_encoder, pipe.text_encoder_2, getattr(pipe, "text_encoder_3", None))
         return {
-            "stage": trainer.mesh.pipe.rank,
-            "trained": float(sum(size for own, size in weights.values() if own)),
-            "frozen": float(sum(size for own, size in weights.values() if not own)),
-            "optimizer": float(sum(local(v).nbytes for v in state if isinstance(v, Tensor) and v.dim())),
-            "beside": alive.peak,
+            "trained": sum(size for own, size in weights if own),
+            "frozen": sum(size for own, size in weights if not own),
+            "gradients": sum(gradients),
+            "optimizer": sum(local_bytes(v) for v in state if isinstance(v, Tensor) and v.dim()),
+            "average": sum(map(local_bytes, average)),
+            "others": sum(t.nbytes for m in others if m is not None for t in (*m.parameters(), *m.buffers())),
         }
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("memory")
-    folder_of(folder / "data", 8)
-    for name in ("flux", "pixart"):
-        save_pipeline(name, folder)
-    return folder
+def data(tmp_path_factory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("data"), 8)
 
 
-def run_of(root: Path, out: Path, model: str = "emoji-sd3", **more: Any) -> dict[str, Any]:
-    place = str(root / model) if (root / model).exists() else model
-    given = {"pretrained_model_name_or_path": place, "global_batch_size": 8, "cache_dir": str(out / "cache")}
-    return settings(root / "data", out, **{**given, **more})
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "pixart": ("pixart", {"parallel": {"ulysses": 2}, "train_batch_size": 8}),
-}
-MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "ulysses, checkpointing": ("emoji-sd3", {"parallel": {"ulysses": 2}, "gradient_checkpointing": True}),
-    "data": ("emoji-sd3", {"parallel": {"data": 2}, "train_batch_size": 4}),
-    "tensor": ("emoji-sd3", {"parallel": {"tensor": 2}, "use_ema": True}),
-    "pipe": ("emoji-flux", {"parallel": {"pipe": 2}, "train_batch_size": 2}),
-    "lora": ("emoji-flux", {"parallel": {"ulysses": 2}, "lora": {"rank": 4}, "train_batch_size": 4}),
-    "ring": ("emoji-sd3", {"parallel": {"ring": 2}, "sharding": "none", "train_batch_size": 4}),
-    "fsdp": ("emoji-sd3", {"parallel": {"data": 2}, "sharding": "fsdp", "train_batch_size": 4}),
-    "ddp": ("emoji-sd3", {"parallel": {"data": 2}, "sharding": "ddp", "train_batch_size": 4}),
-    "pipe, checkpointing": ("emoji-sd3", {"parallel": {"pipe": 2}, "gradient_checkpointing": True}),
-    "lora, bf16 base": (
-        "emoji-flux",
-        {"parallel": {"ulysses": 2}, "lora": {"rank": 4}, "base_precision": "bf16", "mixed_precision": "bf16"},
-    ),
+CASES = {
+    "data, average": ("emoji-sd3", {"parallel": {"data": 2}, "use_ema": True}),
+    "fsdp": ("emoji-sd3", {"parallel": {"data": 2}, "sharding": "fsdp"}),
+    "tensor": ("emoji-sd3", {"parallel": {"tensor": 2}}),
+    "lora": ("emoji-flux", {"parallel": {"data": 2}, "lora": {"rank": 4}, "encoder_precision": "bf16"}),
     "lora, nf4 base": ("emoji-flux", {"parallel": {"data": 2}, "lora": {"rank": 4}, "base_precision": "nf4"}),
 }
 
 
-@pytest.mark.parametrize("what", [*CASES, *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE)], ids=str)
-def test_what_is_predicted_is_measured(ranks, root, tmp_path, what):
-    model, more = {**CASES, **MORE}[what]
+@pytest.mark.parametrize("what", CASES)
+def test_what_is_estimated_is_held(ranks, data, tmp_path, what):
+    model, more = CASES[what]
     if more.get("base_precision") == "nf4":
         pytest.importorskip("bitsandbytes")
-    given = run_of(root, tmp_path, model, **more)
+    given = settings(data, tmp_path, pretrained_model_name_or_path=model, global_batch_size=4, **more)
     config = TrainConfig.read(given)
-    found = ranks(2).run(measured, given)
-    info = find_model(config.pretrained_model_name_or_path)
-    stages = training_needs(components_of(info), config, largest_workload(config, info))
-    for rank in found:
-        phases = {phase.name: phase for phase in stages[int(rank["stage"])].phases}
-        step, update = phases["step"], phases["update"]
-        told = {name: getattr(step, name) for name in ("trained", "frozen", "optimizer")}
-        told["beside"] = max(one.activations + one.gradients for one in (step, update))
-        print(what, {name: (told[name], rank[name]) for name in told})
-        assert told["trained"] == pytest.approx(rank["trained"], rel=0.01)
-        assert told["frozen"] == pytest.approx(rank["frozen"], rel=0.01, abs=1e5)
-        assert told["optimizer"] == pytest.approx(rank["optimizer"], rel=0.01)
-        whole, mine = (sum(one[name] for name in told) for one in (told, rank))
-        assert whole == pytest.approx(mine, rel=TOLERANCE)
-        # What is predicted is not in the weights alone.
-        assert told["beside"] == pytest.approx(rank["beside"], rel=2 * TOLERANCE)
+    step = estimated_memory(components_of(find_model(model)), config)["step"]
+    for rank in ranks(2).run(held, given):
+        # Norms and biases of a tensor rank are whole, and shards of few numbers are uneven.
+        assert {name: step[name] for name in rank} == pytest.approx(rank, rel=0.03, abs=2e5)
+    assert step["total"] == pytest.approx(sum(step[name] for name in step if name != "total"))
 
 
-def test_a_run_that_does_not_fit_is_refused(root, tmp_path):
-    """Before its weights are read, on what would fit."""
-    given = run_of(root, tmp_path, "emoji-sd3", lora={"rank": 4}, train_batch_size=8)
+def test_encoders_that_a_cache_replaces_are_in_no_step_of_a_gpu(data, tmp_path):
+    components = components_of(find_model("emoji-flux"))
+    for more, device, is_there in (
+        ({}, "cuda", True),
+        ({"cache_dir": "c"}, "cuda", False),
+        ({"cache_dir": "c"}, "cpu", True),
+        ({"cache_dir": "c", "shuffle_tags": True}, "cuda", True),
+    ):
+        found = estimated_memory(components, TrainConfig.read(settings(data, tmp_path, lora={}, **more)), device)
+        assert found["encode"]["others"] > 0
+        assert found["step"]["others"] == (found["encode"]["others"] if is_there else 0)
+
+
+def test_a_run_that_cannot_fit_is_refused(data, tmp_path):
+    """Before its weights are read, with what would fit."""
+    given = settings(data, tmp_path, parallel={"data": 2})
     config, info = TrainConfig.read(given), find_model("emoji-sd3")
-    check_training_memory(config, info, torch.device("cpu"), 1e12)
-    needed = most_memory(config)["bytes"]
-    # The table has what a process takes besides.
-    assert predicted_training(config)["ranks"][0]["peak_bytes"] > needed
+    needed = least_memory(config)
     check_training_memory(config, info, torch.device("cpu"), needed)
     with pytest.raises(ditmesh.InputError, match=r"training emoji-sd3 .* GB on a rank .*--no-memory-check"):
         train(given, memory_limit=0.9 * needed)
-    less = most_memory(config.model_copy(update={"gradient_checkpointing": True}))["bytes"]
-    assert less < needed
-    with pytest.raises(ditmesh.InputError, match=r"with gradient_checkpointing: true it would need"):
-        check_training_memory(config, info, torch.device("cpu"), (less + needed) / 2)
+    with pytest.raises(ditmesh.InputError, match="sharding: fsdp it would take"):
+        check_training_memory(config, info, torch.device("cpu"), 0.9 * needed)
     with pytest.raises(ditmesh.InputError, match="nothing that was tried would fit"):
         check_training_memory(config, info, torch.device("cpu"), 1e3)
 
 
-def test_what_is_not_predicted_is_not_refused(root, tmp_path):
-    given = run_of(root, tmp_path, "emoji-flux", train_modules=["transformer", "text_encoder"])
-    check_training_memory(TrainConfig.read(given), find_model("emoji-flux"), torch.device("cpu"), 1e3)
+def test_a_model_that_is_not_known_is_not_refused(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("ditmesh.train.memory.meta_model", lambda *_: None)
+    config = TrainConfig.read(settings(data, tmp_path))
+    assert least_memory(config) is None
+    check_training_memory(config, find_model("emoji-sd3"), torch.device("cpu"), 1e3)
+
+
+def test_the_table_begins_with_the_total(data, tmp_path, capsys):
+    run = settings(data, tmp_path / "out", pretrained_model_name_or_path="flux.1-dev", lora={"rank": 16}, cache_dir="c")
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    words = ["inspect", "--memory", str(tmp_path / "run.yaml"), "--hardware", "4090"]
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as left:
+            main([*words, *more])
+        assert not left.value.code
+    text = capsys.readouterr().out
+    found = json.loads(text[text.index("{") :])
+    (rank,) = found["ranks"]
+    # 11.9 billion numbers in float32, and T5 and CLIP while samples are encoded.
+    assert rank["phases"]["step"]["frozen"] == pytest.approx(47.6e9, rel=0.01)
+    assert rank["peak"] == "encode"
+    assert "without activations" in text
+    head = next(line for line in text.splitlines() if "phase" in line)
+    assert head.index("total") < head.index("trained")
+    assert training_report(found) is not None

@@ -52,7 +52,7 @@ def scaled(given, scale, growth=2):
         trainer.update.scaler._init_scale = scale
         trainer.update.scaler.set_growth_interval(growth)
         outcome = trainer.run(report=lambda now: scales.append((trainer.update.scaler.get_scale(), now.overflowed)))
-        weights = trainer.weights()
+        weights = trainer.state.weights()
     return list(outcome.losses.values()), outcome.overflowed, scales, weights
 
 
@@ -84,7 +84,6 @@ MESHES = [
     ({"tensor": 2, "ulysses": 2}, "ddp"),
     ({"data": 2}, "none"),
     ({"data": 2}, "fsdp"),
-    ({"pipe": 2}, "none"),
 ]
 MORE = [
     ({"tensor": 2}, "none"),
@@ -137,7 +136,7 @@ def trained(given):
     config = TrainConfig.read(given)
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     with Trainer(config, pipe, timeout=60.0) as trainer:
-        return list(trainer.run().losses.values()), trainer.weights()
+        return list(trainer.run().losses.values()), trainer.state.weights()
 
 
 @pytest.mark.parametrize("parallel", [{"ulysses": 2}, {"ring": 2}, {"data": 2}], ids=str)

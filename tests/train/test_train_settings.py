@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+import ditmesh
 from ditmesh.train.config import LoraConfig, TrainConfig
 from ditmesh.train.data.settings import DataSetConfig
-from ditmesh.train.islands.settings import IslandsConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-settings.md"
 HEAD = """# Settings of a training run
@@ -65,6 +65,8 @@ def values(schema: dict[str, Any]) -> str:
     if schema["type"] == "array":
         return "list"
     least, most, above = (schema.get(key) for key in ("minimum", "maximum", "exclusiveMinimum"))
+    # Larger ones are no advice.
+    most = most if most is None or most < 10**6 else None
     limits = f" {least:g} to {most:g}" if least is not None and most is not None else ""
     if schema["type"] == "number" and (below := schema.get("exclusiveMaximum")) is not None:
         limits = f" {least:g} to below {below:g}"
@@ -93,7 +95,6 @@ def as_markdown() -> str:
         (TrainConfig, "", ""),
         (DataSetConfig, "train_data.N.", "One data set of several"),
         (LoraConfig, "lora.", "LoRA"),
-        (IslandsConfig, "islands.", "Islands"),
     )
     for model, prefix, first in models:
         schema = model.model_json_schema()["properties"]
@@ -106,9 +107,7 @@ def as_markdown() -> str:
     return "".join(parts)
 
 
-@pytest.mark.parametrize(
-    "model", [TrainConfig, DataSetConfig, LoraConfig, IslandsConfig], ids=lambda model: model.__name__
-)
+@pytest.mark.parametrize("model", [TrainConfig, DataSetConfig, LoraConfig], ids=lambda model: model.__name__)
 def test_every_setting_is_described(model):
     described = [name for section in sections(model, "").values() for name in section]
     assert sorted(described) == sorted(model.model_fields)
@@ -131,3 +130,53 @@ def test_scale_lr_multiplies_by_the_global_batch(how, factor):
     ranks = {"gradient_accumulation_steps": 3, "parallel": {"data": 2}}
     for more in (alone, ranks, {"global_batch_size": 12}, {"global_batch_size": 12, "parallel": {"data": 2}}):
         assert TrainConfig.read({**given, **more}).peak_rate == pytest.approx(1e-4 * factor)
+
+
+GIVEN = {"pretrained_model_name_or_path": "m", "train_data_dir": "d", "output_dir": "o"}
+
+
+# As text, since Python writes no integers of thousands of digits.
+@pytest.mark.parametrize("text", ["-1", "0", "10**12", "1 << 15000", "1e30", "float('nan')", "float('inf')", "'1e400'"])
+@pytest.mark.parametrize(
+    "name",
+    ["resolution", "num_frames", "train_batch_size", "gradient_accumulation_steps", "global_batch_size",
+     "max_train_steps", "num_train_epochs", "lora.rank", "train_data.weight"],
+)  # fmt: skip
+def test_a_number_out_of_range_is_one_sentence(name, text):
+    """Of what is listed or allocated before a step, and of numbers that Python does not write."""
+    group, _, inner = name.rpartition(".")
+    value = eval(text)
+    given: dict[str, Any] = {**GIVEN, name: value}
+    if group == "lora":
+        given = {**GIVEN, group: {inner: value}}
+    elif group:
+        given = {**GIVEN, "train_data_dir": "", group: [{"dir": "d", inner: value}]}
+    with pytest.raises(ditmesh.ConfigError) as refused:
+        TrainConfig.read(given)
+    assert re.match(rf"{group or name}.*[=:]", str(refused.value))
+    assert len(str(refused.value)) < 200
+    assert "\n" not in str(refused.value)
+
+
+BOMB = "\n".join(
+    ["a: &l0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", *(f"b{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 9))]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"seed: {'9' * 5000}", "digits"),
+        ("[" * 5000, "nested too deeply"),
+        (f"optimizer_args:\n  {BOMB.replace(chr(10), chr(10) + '  ')}", "more than 100000 values"),
+        ("seed: 2025-13-45", "month"),
+        ("seed: !!python/object/apply:os.getcwd []", "tag"),
+    ],
+    ids=["digits", "depth", "aliases", "date", "tag"],
+)
+def test_a_file_that_is_no_plain_settings_is_one_sentence(tmp_path, text, words):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ditmesh.ConfigError, match=words) as refused:
+        TrainConfig.read(file)
+    assert "\n" not in str(refused.value)

@@ -134,7 +134,6 @@ def test_one_data_set_in_a_list_is_the_same_run(tmp_path, data):
         ({"train_data_dir": "", "train_data": [{"dir": "a", "weight": 0}]}, "train_data.0.weight=0"),
         ({"class_prompt": "a dog"}, "give class_data_dir"),
         ({"keep_tokens": 1}, "keep_tokens=1 is for shuffle_tags and tag_dropout"),
-        ({"mask_dir": "m", "token_share": 0.5}, "token_share=0.5 could leave out all of a mask"),
         ({"class_data_dir": "c", "conditioning_dir": "d"}, "class images have no reference images"),
     ],
     ids=str,
@@ -269,15 +268,12 @@ def test_long_captions_are_counted(tmp_path):
     config, pipe = config_of(data, tmp_path), pipeline()
     found = found_samples(config, "text")
     encoded = EncodedSamples(pipe, family_of(pipe, config), found.good, [(64, 64)] * 3, config, torch.device("cpu"))
-    state = torch.get_rng_state()
-    lines = encoded.cut_captions()
+    lines = encoded.long_captions()
     count = len(pipe.tokenizer(long)["input_ids"])
     assert lines == [
         f"1 caption is cut by {name} at 16 tokens (the longest has {count}: 001.png)"
         for name in ("tokenizer", "tokenizer_2", "tokenizer_3")
     ]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert "_encode_plus" not in vars(pipe.tokenizer)
 
 
 # --- masks -----------------------------------------------------------------------------------------------------
@@ -292,9 +288,9 @@ def test_a_mask_weighs_the_loss():
     expected = [
         ((prediction[n] - target[n]) ** 2 * mask[n]).sum() / (4 * mask[n].sum()) * noised.weights[n] for n in (0, 1)
     ]
-    assert torch.allclose(sample_losses(prediction, noised, None, mean), torch.stack(expected))
+    assert torch.allclose(sample_losses(prediction, noised, mean), torch.stack(expected))
     plain = sample_losses(prediction, noised)
-    assert torch.equal(sample_losses(prediction, noised, None, torch.ones(2, 1, 6, 6)), plain)
+    assert torch.equal(sample_losses(prediction, noised, torch.ones(2, 1, 6, 6)), plain)
 
 
 def test_white_masks_are_the_run_without_masks(tmp_path, data):
@@ -542,3 +538,156 @@ def test_tables_that_other_programs_wrote(tmp_path):
         assert [(one.name, one.said) for one in found.good] == [("row 0", "one"), ("row 3", None)]
         assert [one.split(" is ")[0].split(" has ")[0] for one in found.corrupt] == ["row 1", "row 2"]
         assert np.array_equal(np.asarray(found.good[0].picture()), emoji(1)[0][1])
+
+
+def png(colour: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 32), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_paths_in_a_table_lead_below_its_folder(tmp_path, kind):
+    """Images, masks and references: absolute, relative and over a link; what is inside is read."""
+    datasets = pytest.importorskip("datasets")
+    folder, private = tmp_path / "set", tmp_path / "private"
+    folder.mkdir()
+    private.mkdir()
+    (private / "photo.png").write_bytes(png("red"))
+    (folder / "link").symlink_to(private)
+    # Beside image files a folder is read file by file.
+    (folder / "inside.bin").write_bytes(png("blue"))
+    outside = [str(private / "photo.png"), "../private/photo.png", "link/photo.png"]
+    inside = ["inside.bin", str(folder / "inside.bin")]
+    own = {"bytes": png("green"), "path": "gone.png"}
+    paths: list[Any] = [{"bytes": None, "path": path} for path in (*outside, *inside)]
+    rows = {"image": [*paths, own, own], "mask": [own] * 6 + [paths[0]], "text": ["a"] * 7}
+    image = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    features = datasets.Features({"image": image, "mask": image, "text": datasets.Value("string")})
+    table = datasets.Dataset.from_dict(rows, features=features)
+    if kind == "parquet":
+        table.to_parquet(str(folder / "train.parquet"))
+    else:
+        table.save_to_disk(str(folder))
+    found = found_samples(config_of(folder, tmp_path, mask_column="mask"), "text")
+    assert [one.name for one in found.good] == ["row 3", "row 4", "row 5"]
+    colours = [one.picture().getpixel((0, 0)) for one in found.good]
+    assert colours == [(0, 0, 255), (0, 0, 255), (0, 128, 0)]
+    told = [one for one in found.corrupt if one.startswith("row ")]
+    assert len(told) == 4
+    assert all("outside of the data folder" in one for one in told)
+
+
+def test_a_saved_data_set_with_files_of_another_folder(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for name in ("set", "private"):
+        rows = {"image": [png("red")], "text": [name]}
+        datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / name))
+    state = tmp_path / "set" / "state.json"
+    about = json.loads(state.read_text())
+    about["_data_files"][0]["filename"] = f"../private/{about['_data_files'][0]['filename']}"
+    state.write_text(json.dumps(about))
+    with pytest.raises(ditmesh.InputError, match="outside of the data folder"):
+        found_samples(config_of(tmp_path / "set", tmp_path), "text")
+
+
+def links_out(folder: Path, private: Path) -> list[str]:
+    """Fill a data folder with links to another one, in every place that names a file; returns the good samples."""
+    for place in (folder, private / "photos"):
+        place.mkdir(parents=True)
+    (private / "photo.png").write_bytes(png("red"))
+    (private / "photos" / "photo.png").write_bytes(png("red"))
+    (private / "words.txt").write_text("a secret")
+    for name in ("a", "b", "c"):
+        (folder / f"{name}.png").write_bytes(png("blue"))
+    (folder / "a.txt").write_text("a")
+    (folder / "b.txt").symlink_to(private / "words.txt")
+    (folder / "c.json").write_text(json.dumps({"text": "c", "mask": "photos/photo.png"}))
+    (folder / "d.png").symlink_to(private / "photo.png")
+    (folder / "photos").symlink_to(private / "photos")
+    (folder / "set.jsonl").symlink_to(private / "words.txt")
+    (folder / "near.png").symlink_to("a.png")
+    return ["a.png", "b.png", "near.png"]
+
+
+def test_links_lead_below_the_data_folder(tmp_path):
+    """Of images, captions, folders and what a key names; links inside of the folder are followed."""
+    good = links_out(tmp_path / "set", tmp_path / "private")
+    found = found_samples(config_of(tmp_path / "set", tmp_path, mask_column="mask"), "text")
+    assert [(one.name, one.said) for one in found.good] == [(name, {"a.png": "a"}.get(name)) for name in good]
+    told = "\n".join(found.corrupt)
+    for name in ("b.txt", "d.png", "photos", "set.jsonl", "c.png"):
+        assert any(name in line and "outside of the data folder" in line for line in found.corrupt), told
+
+
+def test_links_of_a_mask_folder_and_a_listing_lead_below_their_folder(tmp_path):
+    links_out(tmp_path / "masks", tmp_path / "private")
+    data = tmp_path / "set"
+    data.mkdir()
+    (data / "a.png").write_bytes(png("blue"))
+    (data / "link").symlink_to(tmp_path / "private")
+    rows = [{"file_name": "a.png", "text": "a"}, {"file_name": "link/photo.png", "text": "b"}]
+    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ditmesh.InputError, match=r"mask_dir=.* outside of the data folder"):
+        found_samples(config_of(data, tmp_path, mask_dir=str(tmp_path / "masks")), "text")
+    found = found_samples(config_of(data, tmp_path), "text")
+    assert [one.name for one in found.good] == ["a.png"]
+    assert "outside of the data folder" in "\n".join(found.corrupt)
+
+
+def test_links_of_the_hubs_cache_are_read(tmp_path):
+    """Its snapshots are links to files beside them."""
+    snapshot, blobs = tmp_path / "datasets--me--set" / "snapshots" / "1234", tmp_path / "datasets--me--set" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "abcd").write_bytes(png("blue"))
+    (snapshot / "a.png").symlink_to("../../blobs/abcd")
+    assert [one.name for one in found_samples(config_of(snapshot, tmp_path), "text").good] == ["a.png"]
+
+
+# --- names of folders and files --------------------------------------------------------------------------------
+
+
+def images_at(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(png("blue"))
+    return folder
+
+
+def test_kohyas_folders_say_how_often_and_what(tmp_path):
+    """N_name: N times in an epoch, and the words are the caption of images without one."""
+    folder = images_at(tmp_path / "set", "10_sks dog/a.png", "10_sks dog/b.png", "1_style/c.png", "1_style/deep/d.png")
+    (folder / "10_sks dog" / "a.caption").write_text("a dog")
+    config = config_of(folder, tmp_path)
+    found = found_samples(config, "text")
+    assert [one.said for one in found.good] == ["a dog", "sks dog", "style", "style"]
+    assert "times in an epoch, by the names of folders: 10_sks dog/ 10, 1_style/ 1" in found.notes
+    sources = sources_of(config, found)
+    order = SampleOrder(sources.sizes, 0, 2, 1, sources.sets)
+    assert order.of_sets(1) == [22]
+    drawn = Counter(one.index for step in range(order.per_epoch) for micro in order.step(step) for one in micro.samples)
+    assert drawn == {0: 10, 1: 10, 2: 1, 3: 1}
+    asked = found_samples(config_of(folder, tmp_path, instance_prompt="mine"), "text")
+    assert [one.said for one in asked.good] == ["a dog", "mine", "mine", "mine"]
+
+
+@pytest.mark.parametrize("other", ["x.png", "2024_photos/x.png", "01_first/x.png", "more/x.png"])
+def test_numbers_that_are_no_repeats(tmp_path, other):
+    """Beside images in other folders; of years; with leading zeros: named, and nothing is counted."""
+    folder = images_at(tmp_path, "10_dog/a.png", other)
+    found = found_samples(config_of(folder, tmp_path, allow_missing_captions=True), "text")
+    assert [(one.said, one.repeats) for one in found.good] == [(None, 1), (None, 1)]
+    assert any(note.startswith("10_dog/ counts once") for note in found.notes)
+
+
+def test_masks_beside_images_are_no_samples(tmp_path):
+    """By folder and by end of name, if an image of that name is there, and they have no caption of their own."""
+    masks = ["x-masklabel.png", "masks/c.png", "more/masks/d.png", "more/d_mask.png"]
+    others = ["masks/alone.png", "e_mask.png", "c.png", "more/images/d.png", "more/d.png"]
+    folder = images_at(tmp_path / "set", *masks, *others)
+    (folder / "e_mask.txt").write_text("a mask of a fox")
+    images_at(folder, "e.png")
+    found = found_samples(config_of(folder, tmp_path), "text")
+    assert {one.name for one in found.good} == {*others, "e.png"}
+    assert [note for note in found.notes if "not trained: 4 files" in note and "mask_dir" in note]

@@ -18,6 +18,7 @@ from rich.console import Console
 import ditmesh
 from ditmesh.cli.train import StepLines
 from ditmesh.train import TrainConfig
+from ditmesh.train.data.encoders import Encoders
 from ditmesh.train.data.held_out import NUM_LEVELS
 from ditmesh.train.data.samples import Samples, pixels
 from ditmesh.train.logs.charts import HELD_OUT, LOSS, MEAN, NORM, RATE, smoothed, training_chart, validation_grid
@@ -54,6 +55,57 @@ def held_out(given, until=None):
         outcome = t.run(until=until)
         trained = {sample.name for sample in t.data.samples}
         return outcome.held_out, outcome.losses, sorted(one.name for one in t.data.held_out), sorted(trained)
+
+
+# --- what is done when -----------------------------------------------------------------------------------------------
+
+
+def test_images_are_drawn_before_the_first_step_and_after_the_last(given):
+    """Also if no multiple of validation_steps is there; a run that goes on begins with no image."""
+    drawn: list[int] = []
+    run = given(validation_steps=3, max_train_steps=4)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(run["pretrained_model_name_or_path"])
+    with Trainer(TrainConfig.read(run), pipe, timeout=100.0) as trainer:
+        trainer.run(validate=lambda step: drawn.append(step), until=2)
+    assert drawn == [0]
+    with Trainer(TrainConfig.read({**run, "resume_from_checkpoint": "latest"}), pipe, timeout=100.0) as trainer:
+        trainer.run(validate=lambda step: drawn.append(step))
+    assert drawn == [0, 3, 4]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_encoders_leave_the_device_while_a_cache_replaces_them(given, tmp_path, monkeypatch, cached):
+    """After all is encoded; they are back for images, and for a sample whose file of the cache is damaged."""
+    places: list[str] = []
+    used: list[tuple[str, str]] = []
+    move = Encoders._move
+
+    def moved(self: Encoders, device: torch.device) -> None:
+        places.append("device" if device.index == 0 else "host")
+        move(self, device)
+
+    monkeypatch.setattr(Encoders, "_move", moved)
+    more = {"cache_dir": str(tmp_path / "cache")} if cached else {}
+    run = given(validation_split=0.25, validation_steps=2, max_train_steps=3, random_flip=True, **more)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(run["pretrained_model_name_or_path"])
+    for name in ("text_encoder", "vae"):
+        part = getattr(pipe, name).encoder
+        part.register_forward_pre_hook(lambda *_, name=name: used.append((name, (places or ["device"])[-1])))
+
+    def validate(step: int) -> None:
+        assert not cached or places[-1] == "device"
+        if step == 2:
+            for file in (tmp_path / "cache").rglob("*.safetensors"):
+                file.write_bytes(b"damaged")
+
+    with Trainer(TrainConfig.read(run), pipe, torch.device("cpu", 0), timeout=100.0) as trainer:
+        # A device that is called otherwise than the host, and is the same.
+        outcome = trainer.run(validate=validate)
+        assert len(outcome.losses) == 3
+        assert places[:4] == (["host", "device", "host", "device"] if cached else [])
+        assert bool(outcome.notes) == cached
+    assert {place for _, place in used} == {"device"}
+    assert places[-1:] == (["device"] if cached else [])
 
 
 # --- the held-out loss ---------------------------------------------------------------------------------------------
@@ -201,7 +253,7 @@ def test_without_matplotlib_the_run_goes_on_and_says_so(given, tmp_path, monkeyp
     log.add(rows_of(1)[0])
     log.close()
     assert "loss.png is not drawn" in caplog.text
-    assert "pip install matplotlib" in caplog.text
+    assert "pip install 'ditmesh[train]'" in caplog.text
     assert len(read_log(tmp_path / "out" / "loss.csv")) == 1
 
 
@@ -210,8 +262,8 @@ def test_a_grid_has_a_row_a_prompt_and_a_column_a_step(given, tmp_path):
     folder = tmp_path / "out" / "validation"
     grid = np.asarray(Image.open(folder / "grid.png"))
     side, gap, left, top = 96, 6, 150, 26
-    assert grid.shape == (top + 2 * (side + gap), left + 2 * (side + gap), 3)
-    for column, step in enumerate((2, 4)):
+    assert grid.shape == (top + 2 * (side + gap), left + 3 * (side + gap), 3)
+    for column, step in enumerate((0, 2, 4)):
         for row in range(2):
             image = Image.open(folder / f"step-{step}-{row}.png").resize((side, side), Image.Resampling.NEAREST)
             x, y = left + column * (side + gap), top + row * (side + gap)
@@ -246,7 +298,7 @@ def test_tensorboard_has_the_numbers_and_the_images(given, tmp_path):
     told = {event.step: event.value for event in board.Scalars("loss")}
     assert told == pytest.approx({int(row["step"]): row["loss"] for row in rows})
     assert [event.step for event in board.Scalars("validation_loss")] == [1, 3]
-    assert [event.step for event in board.Images("validation/0")] == [1, 3]
+    assert [event.step for event in board.Images("validation/0")] == [0, 1, 3]
     assert "pixart" in board.Tensors("settings/text_summary")[0].tensor_proto.string_val[0].decode()
     # No folder of hyperparameters lies among the checkpoints.
     assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir() and path.name[0].isdigit()]

@@ -16,25 +16,19 @@ from PIL import Image
 
 from ditmesh import ParallelConfig
 from ditmesh.cli.values import parse_settings
-from ditmesh.core.unexpected import RAISE
-from ditmesh.errors import InputError, LayoutError
-from ditmesh.forecast import auto
-from ditmesh.forecast.catalogue import shapes
-from ditmesh.forecast.costs.hardware import machine
-from ditmesh.forecast.memory import check as memory
-from ditmesh.forecast.memory.available import free_memory
-from ditmesh.forecast.memory.check import check_memory, components_of, components_of_shape
-from ditmesh.forecast.memory.phases import largest_phase
-from ditmesh.forecast.plan.subject import subject
-from ditmesh.forecast.prediction import predict
-from ditmesh.forecast.search import search
-from ditmesh.forecast.workload import usual_frames, usual_size, workload_of
+from ditmesh.errors import InputError
 from ditmesh.generate import runner
 from ditmesh.generate.arguments import call_parameters, check_call, check_options, check_output
 from ditmesh.generate.job import PictureJob, check_config, check_content
 from ditmesh.generate.model_info import ModelInfo, find_model
 from ditmesh.generate.outputs import Picture, outputs_of
-from ditmesh.layout import known_models
+from ditmesh.lab.plan.hardware import machine
+from ditmesh.lab.plan.subject import subject
+from ditmesh.memory import check as memory
+from ditmesh.memory.available import free_memory
+from ditmesh.memory.catalogue import shapes
+from ditmesh.memory.check import check_memory
+from ditmesh.memory.sizes import usual_frames, usual_size, workload_of
 from ditmesh.request import PictureRequest, size_of
 from support.more_pipelines import FAMILIES, draw
 
@@ -111,12 +105,13 @@ def test_all_count_what_the_transformer_is_called_with(
     there = seen_tokens(pipe, name)
     info = find_model(tmp_path)
     assert info.image_tokens(*size, frames) == there
-    assert subject(str(tmp_path), size=size, frames=frames).workload.image == there
+    assert subject(str(tmp_path), machine("h100", 1), size=size, frames=frames).workload.image == there
     words = [str(tmp_path), "--size", f"{size[0]}x{size[1]}", "--frames", str(frames)]
     assert inspected(capsys, words)["image_tokens"] == there
     checked: list[Any] = []
     monkeypatch.setattr(memory, "check_memory", lambda *args, **_: checked.append(args[4]))
     job = PictureJob(model=str(tmp_path), name="tiny", pipeline_class=info.pipeline_class, prompts=("a",), out=".")
+    job = job.changed(config=ParallelConfig())
     width, height = size or (None, None)
     runner.check_job_memory(job.changed(width=width, height=height, frames=frames), torch.device("cpu"))
     assert checked[0].image == there
@@ -170,7 +165,7 @@ def test_patches_along_time_round_latent_frames_up():
 @pytest.mark.parametrize(("model", "frames"), [("flux.1-dev", 9), ("wan-14b", 80), ("emoji-sd3", 9)])
 def test_frames_that_a_model_does_not_make_are_refused(model: str, frames: int):
     with pytest.raises(InputError, match="frames"):
-        subject(model, frames=frames)
+        subject(model, machine("h100", 1), frames=frames)
 
 
 def test_sequence_ranks_share_what_there_is(tmp_path: Path):
@@ -179,39 +174,6 @@ def test_sequence_ranks_share_what_there_is(tmp_path: Path):
     check_config(ParallelConfig(ring=32), find_model(tmp_path), 32, (128, 128), 9)
     with pytest.raises(InputError, match="32 image tokens"):
         check_config(ParallelConfig(ring=33), find_model(tmp_path), 33, (128, 128), 9)
-
-
-@pytest.mark.parametrize("share", [0.98, pytest.param(1.02, marks=pytest.mark.matrix)])
-def test_plan_and_memory_check_agree_on_what_fits(share: float, monkeypatch: pytest.MonkeyPatch):
-    # What would fit instead is another test's.
-    monkeypatch.setattr(memory._MemoryFit, "_smallest", lambda *_: None)
-    encoders: Any = "freed"
-    info = find_model("emoji-sd3")
-    about = subject("emoji-sd3", dtype="float32", encoders=encoders)
-    hardware, components = machine("cpu", 1), components_of(info)
-    alone = ParallelConfig(text_encoder=encoders)
-    needed = largest_phase(
-        components,
-        alone,
-        workload_of(info),
-        torch.float32,
-        hardware.device.runtime,
-    ).total
-    room = share * needed
-    try:
-        found = search(about.model, about.workload, hardware, about.limits(hardware, "exact", room, None))
-        fits = True
-        assert found.best[0].memory == pytest.approx(needed)
-    except InputError:
-        fits = False
-    assert fits == (share > 1)
-    try:
-        limit = room - hardware.device.runtime
-        check_memory(info, alone, torch.float32, torch.device("cpu"), workload_of(info), limit)
-    except InputError:
-        assert not fits
-    else:
-        assert fits
 
 
 # Words of a configuration, the model, and frames of a video.
@@ -243,43 +205,29 @@ def test_all_say_the_same_memory(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The plan, ``inspect --memory``, and the checks before a request and before loading alone."""
-    monkeypatch.setattr(memory._MemoryFit, "_smallest", lambda *_: None)
+    """The plan, ``inspect --memory``, and the check before a request."""
+    monkeypatch.setattr(memory.Demand, "fitting", lambda *_: memory.WayOut("nothing"))
     # Also far from a limit.
-    monkeypatch.setattr(memory, "MAX_PIXEL_BYTES", float("inf"))
+    monkeypatch.setattr(memory, "far_from", lambda *_: False)
     offloaded, size = words == "offload", (64, 64)
     config = ParallelConfig(**parse_settings("" if offloaded else words))
     if name == "wan":
         saved(tmp_path, name)
         name = str(tmp_path)
     info, hardware = find_model(name), machine("cpu", config.world_size)
-    runtime = hardware.device.runtime
-    about = subject(name, dtype="float32", size=size, frames=frames, offloaded=offloaded)
-    limits = about.limits(hardware, "stale", None, None)
-    planned = predict(config, about.model.work, about.workload, hardware, memory_of=limits.memory_of)
-    assert planned.weights < planned.memory
+    about = subject(name, hardware, dtype="float32", size=size, frames=frames, offloaded=offloaded)
+    planned, _ = about.demand.largest(config)
     if not offloaded:
         given = [name, "--memory", "--config", words, "--size", "64x64", "--dtype", "float32"]
         given = [*given[:2], *given[4:]] if not words else given
         found = inspected(capsys, given if frames is None else [*given, "--frames", str(frames)])
-        assert max(one["peak_bytes"] for one in found["ranks"]) == pytest.approx(planned.memory)
-    asked = workload_of(info, size, frames=frames)
-    parts = torch.float32, torch.device("cpu"), asked
+        assert max(one["peak_bytes"] for one in found["ranks"]) == pytest.approx(planned)
+    parts = torch.float32, torch.device("cpu"), workload_of(info, size, frames=frames)
     # What a process takes by itself is no longer free.
-    needed = planned.memory - runtime
+    needed = planned - hardware.device.runtime
     check_memory(info, config, *parts, limit=1.001 * needed, offloaded=offloaded)
-    with pytest.raises(InputError, match="are free"):
+    with pytest.raises(InputError, match="the limit is"):
         check_memory(info, config, *parts, limit=0.999 * needed, offloaded=offloaded)
-
-
-def test_encoding_before_takes_encoders_out_of_what_follows():
-    shape = shapes()["pixart-sigma"]
-    request, parts = workload_of(shape), components_of_shape(shape)
-    beside = largest_phase(parts, ParallelConfig(), request, torch.bfloat16, device="cuda")
-    before = largest_phase(parts, ParallelConfig(), request, torch.bfloat16, device="cuda", encoded_before=True)
-    # T5 alone is 4.76 billion parameters, the transformer 0.6.
-    assert (beside.name, before.name) == ("decode", "encode")
-    assert 9.5e9 < before.total < 10.2e9 < beside.total
 
 
 def test_what_the_allocator_keeps_of_freed_tensors_is_free(monkeypatch: pytest.MonkeyPatch):
@@ -373,38 +321,3 @@ def test_options_that_a_call_does_not_accept_are_refused(given: dict[str, Any], 
     request = PictureRequest(**given)
     with pytest.raises(InputError, match=says):
         check_options("Pipeline", {"prompt": None}, request, size_of(request))
-
-
-def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    layout = known_models()["SD3Transformer2DModel"]
-    config = find_model("emoji-sd3").transformer
-
-    def mistaken(*_: Any) -> Any:
-        raise TypeError("a mistake")
-
-    monkeypatch.setattr(auto, "work_of", mistaken)
-    # Tests see it.
-    with pytest.raises(TypeError, match="a mistake"):
-        auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.UsualCall(), 2)
-    monkeypatch.delenv(RAISE)
-    with caplog.at_level("DEBUG"):
-        assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.UsualCall(), 2).world_size == 2
-    said = [(one.levelname, one.exc_info is not None) for one in caplog.records if one.name == auto.__name__]
-    assert said == [("WARNING", False), ("DEBUG", True)]
-
-    # What cannot be predicted is no mistake.
-    def unknown(*_: Any) -> Any:
-        raise LayoutError("not known")
-
-    caplog.clear()
-    monkeypatch.setattr(auto, "work_of", unknown)
-    assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.UsualCall(), 2).world_size == 2
-    assert not [one for one in caplog.records if one.levelname == "WARNING"]
-
-
-@pytest.mark.parametrize("model", ["emoji-sd3", "emoji-flux"])
-def test_auto_and_plan_count_the_same_text(model: str):
-    """What plan --measure has kept is found by it."""
-    info = find_model(model)
-    call = auto.UsualCall(getattr(diffusers, info.pipeline_class))
-    assert auto.usual_workload(info.transformer, call).text == subject(model).workload.text
