@@ -1,4 +1,7 @@
-"""Checks of `make lint` on src/ditmesh: one class a name, no import circles, and a reason beside each complex function.
+"""Checks of `make lint` on src/ditmesh: one class a name, no import circles, ceilings, reasons for complex functions.
+
+``--budget`` prints the lines of each room beside its ceiling of ceilings.txt. A room above its ceiling fails the
+check: a feature that needs more lines takes them from its own room, or raises the ceiling with the reason.
 
 Import circles are looked for between files: in src by imports at the top of a module, in training/ and benchmarks/ by
 those inside functions too. That imports run one way between rooms of src, late ones too, is what
@@ -10,7 +13,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,6 +22,10 @@ PACKAGE = "ditmesh"
 MOST = 20
 # Violations that are known. Each fix takes its line out of here: an entry that no longer applies is an error too.
 OPEN = Path(__file__).with_name("house_open.txt")
+CEILINGS = Path(__file__).with_name("ceilings.txt")
+# Rooms that are no part of the engine: what `engine` counts is the rest of src/ditmesh.
+BESIDE_THE_ENGINE = ("serve", "train", "lab", "tools", "client.py", "ray_serve.py", "cli/serve.py", "cli/train.py",
+                     "cli/plan.py", "cli/study.py", "cli/remote.py")  # fmt: skip
 
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.Assert, ast.match_case)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -126,9 +133,73 @@ def violations() -> Iterator[str]:
             between_files[name] = set(imports(tree, name, False, scripts, late=True))
     for circle in circles(between_files):
         yield f"circle of imports between files: {' '.join(circle)}"
+    yield from above_ceilings()
+
+
+def line_count(files: Iterable[Path]) -> int:
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def definition_lengths(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[int]:
+    """Lines of each definition in src, its docstring apart."""
+    for file in (SOURCE / PACKAGE).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, kind) and isinstance(node, DEFINITIONS):
+                first = node.body[0]
+                has_docstring = ast.get_docstring(node) is not None
+                docstring = (first.end_lineno or first.lineno) - first.lineno + 1 if has_docstring else 0
+                yield (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
+
+
+def room_lines() -> dict[str, int]:
+    """Lines of each row of the table of ceilings."""
+    package = SOURCE / PACKAGE
+    files = sorted(package.rglob("*.py"))
+    rooms: dict[str, int] = defaultdict(int)
+    for file in files:
+        parts = file.relative_to(package).parts
+        rooms[parts[0] if len(parts) > 1 else "*.py"] += line_count([file])
+    rows = {f"src/{room}": lines for room, lines in sorted(rooms.items())}
+    rows["src"] = line_count(files)
+    rows["engine"] = rows["src"] - sum(
+        line_count([place] if place.suffix else place.rglob("*.py"))
+        for place in (package / name for name in BESIDE_THE_ENGINE)
+        if place.exists()
+    )
+    page = package / "serve" / "page"
+    rows["page"] = line_count(file for file in page.rglob("*") if file.suffix in {".js", ".css", ".html"})
+    rows["tests"] = line_count((ROOT / "tests").rglob("*.py"))
+    rows["benchmarks"] = line_count((ROOT / "benchmarks").rglob("*.py"))
+    rows["longest class"] = max(definition_lengths(ast.ClassDef))
+    rows["longest function"] = max(definition_lengths((ast.FunctionDef, ast.AsyncFunctionDef)))
+    return rows
+
+
+def ceilings() -> dict[str, int]:
+    lines = (line for line in CEILINGS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#"))
+    return {name: int(number) for name, number in (line.rsplit(None, 1) for line in lines)}
+
+
+def above_ceilings() -> Iterator[str]:
+    rows, limits = room_lines(), ceilings()
+    for name in sorted(rows.keys() | limits.keys()):
+        if name not in limits:
+            yield f"{name} has no ceiling in {CEILINGS.name}"
+        elif name not in rows:
+            yield f"{CEILINGS.name} has a ceiling for {name}, which is gone"
+        elif rows[name] > limits[name]:
+            yield f"{name} has {rows[name]} lines; its ceiling is {limits[name]}"
+
+
+def print_budget() -> None:
+    limits = ceilings()
+    for name, lines in room_lines().items():
+        print(f"{name:<24}{lines:>8}{limits.get(name, 0):>8}")
 
 
 def main() -> int:
+    if "--budget" in sys.argv:
+        print_budget()
     found = set(violations())
     known = set(OPEN.read_text(encoding="utf-8").splitlines()) if OPEN.exists() else set()
     if "--write" in sys.argv:

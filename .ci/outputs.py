@@ -83,8 +83,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "emoji-sd3", *TWO, "--json"),
     "plan flux": ("plan", "flux.1-dev", "--devices", "4", "--hardware", "h100", "--json"),
     "plan video": ("plan", "wan-14b", "--devices", "8", "--hardware", "h100", "--frames", "49", "--stale", "--json"),
-    "plan what if": ("plan", "emoji-sd3", *TWO, "--what-if", "link=10GB/s", "--text-encoder", "sharded", "--json"),
-    "plan deadline": ("plan", "flux.1-dev", "--devices", "4", "--hardware", "l40s", "--deadline", "5", "--json"),
     "plan no model": ("plan", "emoji-sd4", *TWO, "--json"),
     "plan no part": ("plan", "flux.1-dev", "--devices", "4", "--hardware", "h1000", "--json"),
     "inspect": ("inspect", "emoji-sd3", "--json"),
@@ -212,7 +210,7 @@ WANTED: tuple[tuple[str, str, str], ...] = (
         r"\.(memory|too_large|valid): ",
         "one prediction of memory: plans read the walk of the program, as the check before loading does",
     ),
-    ("plan what if|inspect explain", r"\.(exit|json): ", "the option is newer"),
+    ("inspect explain", r"\.(exit|json): ", "the option is newer"),
     (
         "train no folder",
         r"\.exit: ",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # Shared by the others.
-SHARED = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet", "serving_simulation"}
+SHARED = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet"}
 
 
 def benchmarks() -> dict[str, str]:

@@ -6,33 +6,82 @@
 The transformer of fashion-dit is trained from random weights on Fashion-MNIST with ``data`` on 1, 2 and 4 ranks, each
 with the same samples a step, so that the global batch grows with the ranks and the steps become fewer. The learning
 rate stays (``scale_lr: no``), grows with the global batch (``linear``; Goyal et al. 2017, arXiv:1706.02677) or with its
-root (``sqrt``; Malladi et al. 2022, arXiv:2205.10287, for Adam); on one rank the three are the same. Held-out loss and
-the classifier's share as in ``benchmarks/islands.py``. All ranks share the cores of one host: seconds say nothing of
-speed.
+root (``sqrt``; Malladi et al. 2022, arXiv:2205.10287, for Adam); on one rank the three are the same.
+It reports the held-out loss, and the share of images that the classifier beside fashion-dit takes for their class. All
+ranks share the cores of one host: seconds say nothing of speed.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import yaml
+from PIL import Image
 
 from harness import command_line, show_table, write_figures
-from islands import data_of, recognised
 from machine import describe_machine
 
 # By how much a rule divides the rate of one rank's batch, so that it is `RATE` on one rank.
 RATE = 1e-3
 ROOTS = {"no": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+# Images of a class, and steps and guidance of each.
+DRAWN, DRAW_STEPS, GUIDANCE = 10, 10, 2.0
+
+
+def data_of(folder: Path, count: int, held: int) -> None:
+    """Fashion-MNIST as two tars: pictures to train on, and pictures to measure on."""
+    from training.fashion_data import fetch, read, widen
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ditmesh-benchmarks"
+    pictures, labels = read(fetch(cache), "train")
+    pictures = widen(pictures[: count + held])
+    for name, numbers in (("train", range(count)), ("held", range(count, count + held))):
+        (folder / name).mkdir()
+        with tarfile.open(folder / name / "0.tar", "w") as tar:
+            for number in numbers:
+                buffer = io.BytesIO()
+                Image.fromarray(pictures[number]).save(buffer, "PNG")
+                for kind, content in (("png", buffer.getvalue()), ("cls", str(int(labels[number])).encode())):
+                    entry = tarfile.TarInfo(f"{number:06}.{kind}")
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+
+
+def recognised(model: Path) -> float:
+    """The share of a model's images that the classifier takes for their class."""
+    import diffusers
+    import numpy as np
+    import torch
+    from training.evaluate_fashion import in_parts, read_classifier
+    from training.fashion_data import narrow
+
+    from ditmesh import zoo
+
+    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(model)
+    pipe.set_progress_bar_config(disable=True)
+    right = 0
+    for label in range(10):
+        generators = [torch.Generator().manual_seed(100 * label + number) for number in range(DRAWN)]
+        more = {"num_inference_steps": DRAW_STEPS, "guidance_scale": GUIDANCE, "output_type": "np"}
+        pictures = (np.asarray(pipe([label] * DRAWN, generator=generators, **more).images) * 255).round()
+        grey = narrow(pictures.clip(0, 255).astype(np.uint8))
+        said = in_parts(read_classifier(zoo.path("fashion-dit")), grey).argmax(1)
+        right += int((said == label).sum())
+    return right / (10 * DRAWN)
 
 
 def trained(folder: Path, ranks: int, rule: str, samples: int, batch: int, seed: int) -> dict[str, Any]:

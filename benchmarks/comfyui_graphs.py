@@ -248,39 +248,50 @@ def mixing_block(args: Any, extra: Any) -> Any:
 PATCHES = {"same": same_block, "softer": softer_block, "mixing": mixing_block}
 
 
+def latent_of(patcher: Any, graph: dict[str, Any]) -> Any:
+    """An empty LATENT's samples, of a graph's size."""
+    import torch
+
+    _, _, between = FAMILIES[graph["family"]]
+    return torch.zeros(graph["batch"], patcher.model.latent_format.latent_channels, *between, *graph["size"])
+
+
+def condition(patcher: Any, graph: dict[str, Any], number: int) -> list[Any]:
+    """A CONDITIONING of a graph: 0 is the positive one."""
+    import torch
+
+    family, seed = graph["family"], graph["seed"]
+    _, settings, between = FAMILIES[family]
+    rows, columns = graph["size"]
+    channels = patcher.model.latent_format.latent_channels
+    text = numbers(1, graph["text"], settings.get("cond_seq_dim", TEXT), seed=seed + number)
+    more: dict[str, Any] = {"pooled_output": numbers(1, 16, seed=seed + number + 1), "guidance": 3.5}
+    if graph.get("references"):
+        more["reference_latents"] = [numbers(1, channels, *between, 6, 4 + 2 * n, seed=90 + n) for n in range(2)]
+    if graph.get("control") and number == 0:
+        tokens = -(-rows // 2) * -(-columns // 2)
+        more["control"] = Residuals(tokens, 32, seed)
+        more["control_apply_to_uncond"] = True
+    if family == "wan_i2v":
+        more["concat_latent_image"] = numbers(1, 16, *between, rows, columns, seed=41)
+        more["concat_mask"] = torch.ones(1, 1, *between, rows, columns)
+    if family == "vace":
+        more["vace_frames"] = [numbers(1, 32, *between, rows, columns, seed=43)]
+        more["vace_mask"] = [torch.ones(1, 64, *between, rows, columns)]
+        more["vace_strength"] = [1.0]
+    if family in ("ltxv", "lumina2"):
+        more |= {"frame_rate": 25, "attention_mask": torch.ones(1, graph["text"]).long()}
+    return [[text, more]]
+
+
 def sampled(patcher: Any, graph: dict[str, Any]) -> Any:
     """What ComfyUI's own sampling makes of a graph: the latents."""
     import comfy_extras.nodes_custom_sampler as custom
     import nodes
     import torch
 
-    family, seed = graph["family"], graph["seed"]
-    _, settings, between = FAMILIES[family]
-    wide = settings.get("cond_seq_dim", TEXT)
+    seed = graph["seed"]
     rows, columns = graph["size"]
-    channels = patcher.model.latent_format.latent_channels
-    latent = torch.zeros(graph["batch"], channels, *between, rows, columns)
-
-    def condition(number: int) -> list[Any]:
-        text = numbers(1, graph["text"], wide, seed=seed + number)
-        more: dict[str, Any] = {"pooled_output": numbers(1, 16, seed=seed + number + 1), "guidance": 3.5}
-        if graph.get("references"):
-            more["reference_latents"] = [numbers(1, channels, *between, 6, 4 + 2 * n, seed=90 + n) for n in range(2)]
-        if graph.get("control") and number == 0:
-            tokens = -(-rows // 2) * -(-columns // 2)
-            more["control"] = Residuals(tokens, 32, seed)
-            more["control_apply_to_uncond"] = True
-        if family == "wan_i2v":
-            more["concat_latent_image"] = numbers(1, 16, *between, rows, columns, seed=41)
-            more["concat_mask"] = torch.ones(1, 1, *between, rows, columns)
-        if family == "vace":
-            more["vace_frames"] = [numbers(1, 32, *between, rows, columns, seed=43)]
-            more["vace_mask"] = [torch.ones(1, 64, *between, rows, columns)]
-            more["vace_strength"] = [1.0]
-        if family in ("ltxv", "lumina2"):
-            more |= {"frame_rate": 25, "attention_mask": torch.ones(1, graph["text"]).long()}
-        return [[text, more]]
-
     if shaken := graph.get("shaken"):
         generator = torch.Generator().manual_seed(seed)
 
@@ -290,12 +301,13 @@ def sampled(patcher: Any, graph: dict[str, Any]) -> Any:
 
         patcher = patcher.clone()
         patcher.set_model_unet_function_wrapper(shake)
-    given: dict[str, Any] = {"samples": latent}
+    given: dict[str, Any] = {"samples": latent_of(patcher, graph)}
     if graph.get("mask"):
         given["noise_mask"] = torch.ones(1, 1, rows, columns)
         given["noise_mask"][..., : columns // 2] = 0
     sampler, scheduler = graph["sampler"], graph["scheduler"]
-    positive, negative, denoise = condition(0), condition(50), graph.get("denoise", 1.0)
+    positive, negative = condition(patcher, graph, 0), condition(patcher, graph, 50)
+    denoise = graph.get("denoise", 1.0)
     with torch.inference_mode(), partly_loaded(graph.get("part")):
         if graph.get("node", "KSampler") == "KSampler":
             said = patcher, seed, graph["steps"], graph["cfg"], sampler, scheduler, positive, negative, given, denoise
@@ -371,12 +383,22 @@ def run(package: Any, files: Files, models: dict[Any, Any], graph: dict[str, Any
 
     plain = loaded(files, models, graph)
     expected = sampled(plain, graph)
-    node = package.NODE_CLASS_MAPPINGS["DitmeshParallelizeModel"]()
     try:
-        (parallel,) = node.parallelize(plain, ulysses=1, ring=1, cfg=1, settings=graph["config"])
-        out = sampled(parallel, graph)
+        out = sampled(parallel(package, plain, graph["config"]), graph)
     except DitmeshError as error:
         return "refused", str(error).splitlines()[0]
+    return compared(plain, graph, expected, out)
+
+
+def parallel(package: Any, plain: Any, config: str) -> Any:
+    """What the node Parallelize model makes of a MODEL."""
+    node = package.NODE_CLASS_MAPPINGS["DitmeshParallelizeModel"]()
+    (made,) = node.parallelize(plain, ulysses=1, ring=1, cfg=1, settings=config)
+    return made
+
+
+def compared(plain: Any, graph: dict[str, Any], expected: Any, out: Any) -> tuple[str, Any]:
+    """``"right"`` or ``"wrong"``, and the error of latents from those of one device; of a MODEL without the node."""
     again = sampled(plain, graph)
     error = float((out - expected).abs().max() / expected.abs().max())
     after = float((again - expected).abs().max())

@@ -1,9 +1,9 @@
-"""The figures of pages in docs (findings, reproducible, serving), drawn from benchmarks/measured without a new run.
+"""The figures of pages in docs (findings, reproducible), drawn from benchmarks/measured without a new run.
 
     python benchmarks/figures.py                      # all of which there are measurements, into docs/images
     python benchmarks/figures.py --only warmup
 
-What it reads is written by `quality.py`, `distribution.py`, `load.py`, `sameness.py` and `serving_load.py`
+What it reads is written by `quality.py`, `distribution.py`, `load.py` and `sameness.py`
 (``--json``). Every figure says its model, images and seeds; bars are standard errors of the mean over images. Needs
 matplotlib.
 """
@@ -704,28 +704,6 @@ def draw_pictures(store: Path) -> Path | None:
     return file
 
 
-def draw_serving(_: Tables) -> Path | None:
-    """The share of requests in time over load, and requests a second, of servers with the same trace."""
-    data = read("serving-load")
-    if not data:
-        return None
-    figure, axes = plt().subplots(1, 2, figsize=(8.6, 3.4))
-    poisson = [run for run in data["runs"] if run["arrivals"] == "poisson"]
-    for number, server in enumerate(dict.fromkeys(run["server"] for run in poisson)):
-        rows = [run for run in poisson if run["server"] == server]
-        for axis, key in ((axes[0], "attainment"), (axes[1], "throughput")):
-            values = [100 * run[key]["1.5"] if key == "attainment" else run[key] for run in rows]
-            axis.plot([run["load"] for run in rows], values, "o-", color=COLOURS[number % len(COLOURS)], label=server)
-    for axis, said in zip(axes, ("% in time at 1.5 times alone", "requests a second"), strict=True):
-        axis.set_xlabel("load, of two replicas' capacity")
-        axis.set_ylabel(said)
-        axis.set_ylim(bottom=0)
-    axes[1].legend(fontsize=7, loc="lower right")
-    fewest = min(run["requests"] for run in poisson)
-    said = f"mixed traces, Poisson arrivals, {fewest} or more requests a point, two cores"
-    return save(figure, "load", said, page="serving")
-
-
 FIGURES: dict[str, Callable[[Tables], Path | None]] = {
     "warmup": draw_warmup,
     "tokens": draw_tokens,
@@ -740,7 +718,6 @@ FIGURES: dict[str, Callable[[Tables], Path | None]] = {
     "load": draw_load,
     "moving": draw_moving,
     "sameness": draw_sameness,
-    "serving": draw_serving,
 }
 
 

@@ -13,11 +13,9 @@ thread each.
 
 Of the worst rank: what it has of its own (RssAnon and RssShmem, looked at every 2 ms) beyond what it had before there
 was a model, when the model is there and at its peak; over the bytes that the transformer's weights alone have in
-bfloat16. Beside it what `inspect --memory` predicts of the step (tensors; a process has other memory too). The bytes
-of the quantised weights, of the frozen ones that keep float32 (biases, norms, embeddings, tables) and of the adapters
-with their gradients and AdamW's two moments. And the bound: 0.35 of the bfloat16 weights and what is predicted for
-activations, gradients and messages. The largest relative difference of a loss from one rank's on the same base must be
-1e-5 at most. Memory needs no quiet machine.
+bfloat16. Beside it the bytes of the quantised weights, of the frozen ones that keep float32 (biases, norms, embeddings,
+tables) and of the adapters with their gradients and AdamW's two moments. A loss may differ from one rank's on the same
+base by 1e-5 at most. Memory needs no quiet machine.
 
 With --speed: samples a second of two ranks over those of one, which runs first, by the fastest step after the first.
 Memory is not looked at then, because for it the C library is told to return freed memory at once, after which every
@@ -48,7 +46,7 @@ BLOCKS: dict[str, tuple[dict[str, int], str]] = {
     "wan-14b": ({"num_layers": 4}, "bcfhw"),
     "ltx-video": ({"num_layers": 12}, "bsc"),
 }
-BOUND, SHARE = 1e-5, 0.35
+BOUND = 1e-5
 STEPS, SPEED_STEPS = 2, 3
 
 
@@ -89,8 +87,8 @@ def built(name: str, scale: float) -> tuple[Any, int]:
     """The model with its random base, and how many weights it has."""
     from accelerate import init_empty_weights
 
-    from ditmesh.forecast.catalogue import shape
     from ditmesh.layout.describe import model_class
+    from ditmesh.memory.catalogue import shape
 
     known, kind = shape(name), model_class(shape(name).transformer)
     settings = {**known.config, **BLOCKS[name][0]}
@@ -215,25 +213,6 @@ def trained(name: str, side: int, scale: float, config: dict[str, int], every: i
     }
 
 
-def predicted(name: str, side: int, scale: float, config: dict[str, int]) -> dict[str, float]:
-    """What `inspect --memory` says of the same step: weights, adapters with their state, and everything beside them."""
-    from ditmesh import ParallelConfig
-    from ditmesh.forecast.catalogue import shape
-    from ditmesh.layout.conventions import Size
-    from ditmesh.train.config import LoraConfig
-    from ditmesh.train.memory.walk import StepSettings, step_needs
-
-    if scale != 1:
-        return dict.fromkeys(("all", "activations"), float("nan"))
-    frames = 2 if BLOCKS[name][1] == "bcfhw" or name == "ltx-video" else 1
-    given = StepSettings(lora=LoraConfig(rank=16).model_dump_json(), precision="nf4", checkpointing=True)
-    ranks = ParallelConfig(**config, inputs="trust")
-    size = Size(side, side, 2 * side, batch=1, frames=frames)
-    found = step_needs(shape(name).transformer, {**shape(name).config, **BLOCKS[name][0]}, ranks, size, given)
-    beside = found.peak + found.shared
-    return {"all": found.frozen + 3 * found.trained + beside, "activations": beside}
-
-
 def compared(name: str, side: int, scale: float, mesh: dict[str, int], speed: bool) -> dict[str, Any]:
     """Two ranks beside one."""
     from ditmesh.launch import RankPool
@@ -263,16 +242,12 @@ def compared(name: str, side: int, scale: float, mesh: dict[str, int], speed: bo
     }
     if speed:
         return {**shared, "times as fast": alone["seconds"] / shared["seconds"]}
-    said, peak = predicted(name, side, scale, mesh), max(rank["peak"] for rank in two)
-    bound = SHARE * bf16 + said["activations"]
+    peak = max(rank["peak"] for rank in two)
     return {
         **shared,
         "parts": two[0]["parts"],
-        "bound": bound,
-        "peak over bound": peak / bound,
         "held": max(rank["held"] for rank in two),
         "peak": peak,
-        "predicted": said["all"],
         "peak over bf16": peak / bf16,
         "held over bf16": max(rank["held"] for rank in two) / bf16,
         "peak of one rank": alone["peak"],
@@ -285,9 +260,9 @@ def row_of(name: str, case: dict[str, Any], speed: bool) -> list[str]:
     if speed:
         seconds = [f"{case[key]:.2f}" for key in ("seconds of one rank", "seconds")]
         return [name, weights, str(case["tokens"]), *seconds, f"{case['times as fast']:.2f}", off]
-    giga = [f"{case[key] / 1e9:.2f}" for key in ("bf16", "held", "peak", "predicted", "bound")]
+    giga = [f"{case[key] / 1e9:.2f}" for key in ("bf16", "held", "peak")]
     giga += [f"{value / 1e9:.3f}" for value in case["parts"].values()]
-    ratios = [f"{case[key]:.3f}" for key in ("held over bf16", "peak over bf16", "peak over bound")]
+    ratios = [f"{case[key]:.3f}" for key in ("held over bf16", "peak over bf16")]
     return [name, weights, *giga, *ratios, off]
 
 
@@ -312,9 +287,9 @@ def main() -> None:
     if given.speed:
         columns += ["image tokens", "s a step, one rank", "s a step, two ranks", "times as fast"]
     else:
-        columns += [f"{what} GB" for what in ("bf16", "held", "peak", "predicted", "bound")]
+        columns += [f"{what} GB" for what in ("bf16", "held", "peak")]
         columns += [f"{what} GB" for what in ("quantised", "float32", "adapters")]
-        columns += ["held / bf16", "peak / bf16", "peak / bound"]
+        columns += ["held / bf16", "peak / bf16"]
     what = "two ranks beside one" if given.speed else "worst rank"
     show_table(f"LoRA above NF4, {given.mesh}, {what}", [*columns, "loss differs by"], rows, figures["machine"])
     wrong = [name for name, case in figures["models"].items() if case["loss off"] > BOUND]

@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,6 @@ CONTENDERS = {
     "displaced, fp16": Contender({**DISPLACED, "compress": "fp16"}, stale=True),
     "displaced, int8": Contender({**DISPLACED, "compress": "int8"}, stale=True),
     "displaced, int4": Contender({**DISPLACED, "compress": "int4"}, stale=True),
-    "displaced, residual4": Contender({**DISPLACED, "compress": "residual4"}, stale=True),
-    "displaced, residual2": Contender({**DISPLACED, "compress": "residual2"}, stale=True),
     "pipe=2 patches=3": Contender({"pipe": 2, "patches": 3, "warmup": "fixed(1)"}, stale=True),
 }
 # In the chart.
@@ -381,16 +379,13 @@ MODEL, DEVICE, PREDICTED = "flux.1-dev", "h100", (25, 100, 400)
 def predict() -> None:
     """The table of a known GPU on faster links, by the planner's cost model: milliseconds a step after the warm-up."""
     from ditmesh import ParallelConfig
-    from ditmesh.forecast import prediction as costs
-    from ditmesh.forecast.catalogue import shape
-    from ditmesh.forecast.costs.hardware import Hardware, device, link
-    from ditmesh.forecast.costs.work import Workload
-    from ditmesh.forecast.shipped import shipped_model
+    from ditmesh.lab.plan.hardware import Hardware, device, link
+    from ditmesh.lab.plan.roofline import predict as predicted
+    from ditmesh.memory.catalogue import shape
+    from ditmesh.memory.sizes import workload_of
 
     known = shape(MODEL)
-    work = shipped_model(known).work
-    asked = {"branches": known.branches, "batched": known.batched, "steps": known.steps}
-    job = Workload.of_tokens(known.tokens(*known.size, 1), known.text, **asked)
+    job = replace(workload_of(known), steps=known.steps)
     table = Table(title=f"PREDICTED: {MODEL}, {known.size[0]} px, two hosts of one {DEVICE}: milliseconds a step")
     table.add_column("")
     table.add_column("MB a rank sends", justify="right")
@@ -400,16 +395,17 @@ def predict() -> None:
         if contender.batch > known.branches:
             continue
         made = [
-            costs.predict(
+            predicted(
+                known.transformer,
+                known.config,
                 ParallelConfig(**contender.config),
-                work,
                 job,
-                Hardware(device=device(DEVICE), link=link("nvlink4"), hosts=2, between=link(f"{rate}Gb/s")),
+                Hardware(device(DEVICE), link("nvlink4"), hosts=2, between=link(f"{rate}Gb/s")),
+                torch.bfloat16,
             )
             for rate in PREDICTED
         ]
-        sent = sum(term.sent for term in made[0].stale)
-        table.add_row(name, f"{sent / 1e6:.1f}", *(f"{1e3 * one.step:.1f}" for one in made))
+        table.add_row(name, f"{made[0].sent / 1e6:.1f}", *(f"{1e3 * one.step:.1f}" for one in made))
     Console().print(table)
 
 

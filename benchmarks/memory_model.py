@@ -1,7 +1,7 @@
 """Predicted memory of a rank beside measured: loading, encoding, a denoising step, decoding. CPU ranks, Linux.
 
 Pipelines of the real classes with random weights of a few hundred MB run on one or two ranks, one configuration after
-the other. Two things are compared with the prediction (`ditmesh.forecast.memory`), each phase by itself:
+the other. Two things are compared with the prediction (`ditmesh.memory`), each phase by itself:
 
 * tensors: bytes of storages that are alive at the peak, counted in the rank by the same dispatch mode that the
   prediction uses, there with values and real messages; workspace of kernels is not seen by it and left out of both;
@@ -324,10 +324,10 @@ def compared(
 ) -> dict[str, Any]:
     """What is predicted, and how far it is off."""
     from ditmesh import ParallelConfig
-    from ditmesh.forecast.memory.check import components_of
-    from ditmesh.forecast.memory.phases import needs
-    from ditmesh.forecast.workload import workload_of
     from ditmesh.generate.model_info import find_model
+    from ditmesh.memory.check import components_of
+    from ditmesh.memory.phases import needs
+    from ditmesh.memory.sizes import workload_of
 
     info, parallel = find_model(folder), ParallelConfig(**config)
     guided = info.pipeline_class != "FluxPipeline"

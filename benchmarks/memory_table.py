@@ -16,11 +16,11 @@ import torch
 
 from ditmesh import ParallelConfig
 from ditmesh.errors import DitmeshError
-from ditmesh.forecast.catalogue import Shape, shapes
-from ditmesh.forecast.costs.hardware import device
-from ditmesh.forecast.memory.check import components_of_shape
-from ditmesh.forecast.memory.phases import needs
-from ditmesh.forecast.workload import workload_of
+from ditmesh.memory.cards import card
+from ditmesh.memory.catalogue import Shape, shapes
+from ditmesh.memory.check import components_of_shape
+from ditmesh.memory.phases import needs
+from ditmesh.memory.sizes import workload_of
 from harness import command_line
 
 MODELS = (
@@ -43,7 +43,7 @@ def cell(shape: Shape, config: ParallelConfig, encoders: bool = True) -> tuple[s
     components = components_of_shape(shape)
     components = components if encoders else replace(components, encoders={})
     try:
-        found = needs(components, config, workload_of(shape), torch.bfloat16, device("4090").runtime, "cuda")
+        found = needs(components, config, workload_of(shape), torch.bfloat16, card("4090").runtime, "cuda")
     except DitmeshError:
         return "–", float("inf")
     peak = max((one.peak for one in found), key=lambda phase: phase.total)

@@ -145,7 +145,7 @@ class Served:
 
     Attributes:
         seconds: from its arrival until its file is there; None: it has failed.
-        said: why it failed, or why its deadline was refused, after which it was asked for without one.
+        said: why it failed.
         off: how far its pixels are from those of the request alone, of 255.
     """
 
@@ -159,19 +159,13 @@ class Refused(Exception):
     """A server has not done a request."""
 
 
-async def one_job(http: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[bytes, str, float]:
-    """A job from its submission to its file: the file, what was said against its deadline, and its seconds there.
-
-    A job whose deadline is refused is asked for without one at once, so that every server has the same work.
+async def one_job(http: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[bytes, float]:
+    """A job from its submission to its file: the file, and its seconds in the server.
 
     Raises:
         Refused: the server does not do it. It is not sent again: that would be another load.
     """
-    said = ""
     answer = await http.post("/v1/jobs", json=body)
-    if answer.status_code == 422 and "deadline_ms" in body:
-        said = answer.json()["error"]["message"]
-        answer = await http.post("/v1/jobs", json={**body, "deadline_ms": None})
     if not answer.is_success:
         raise Refused(answer.text)
     id = answer.json()["id"]
@@ -184,7 +178,7 @@ async def one_job(http: httpx.AsyncClient, body: Mapping[str, Any]) -> tuple[byt
     file = await http.get(f"/v1/jobs/{id}/images/0")
     if not file.is_success:
         raise Refused(file.text)
-    return file.content, said, job["finished"] - job["created"]
+    return file.content, job["finished"] - job["created"]
 
 
 def _client(url: str) -> httpx.AsyncClient:
@@ -204,11 +198,11 @@ def replay(
             body["deadline_ms"] = deadline[arrival.kind]
         await asyncio.sleep(began + arrival.at - time.monotonic())
         try:
-            data, said, _ = await one_job(http, body)
+            data, _ = await one_job(http, body)
         except (Refused, httpx.HTTPError, OSError) as error:
             found.append((arrival, None, str(error)[:200], b""))
         else:
-            found.append((arrival, time.monotonic() - began - arrival.at, said, data))
+            found.append((arrival, time.monotonic() - began - arrival.at, "", data))
 
     async def everything() -> None:
         async with _client(url) as http:
@@ -261,7 +255,7 @@ def alone_on(
             # First what is done once.
             for number in (0, *range(arguments.distinct)):
                 began = time.monotonic()
-                data, _, inside = await one_job(http, kind.body(number, arguments.steps))
+                data, inside = await one_job(http, kind.body(number, arguments.steps))
                 seconds = time.monotonic() - began
                 found.append((seconds, seconds - inside, data))
         return found[1:]
@@ -309,7 +303,6 @@ def summary(found: Sequence[Served], alone: Mapping[Kind, float], length: float)
     return {
         "requests": len(found),
         "done": len(seconds),
-        "deadlines_refused": sum(bool(one.said) for one in found if one.seconds is not None),
         "refused": sorted({one.said for one in found if one.seconds is None})[:5],
         "attainment": {str(factor): in_time(factor, found) / len(found) for factor in FACTORS},
         "attainment_by_kind": {
@@ -377,12 +370,10 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder, served([*shlex.split(words), *options], folder) as (url, _):
             own: dict[tuple[Kind, int], bytes] = {}
             seconds = [alone_on(url, kind, arguments, own) for kind in kinds]
-            cards = httpx.get(f"{url}/v1/models").json()["data"]
             return {
                 "seconds": [one for one, _ in seconds],
                 "outside": [one for _, one in seconds],
                 "capacity": capacity_of(url, kinds, weights, arguments),
-                "deadlines": all(card.get("deadlines") for card in cards),
                 "pixels": [[str(kind), number, base64.b64encode(zlib.compress(data)).decode()]
                            for (kind, number), data in own.items()],
             }  # fmt: skip
@@ -398,15 +389,14 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
     compared_with = [alone[servers[0]]] if arguments.alone == "first" else list(alone.values())
     best = {kind: min(times[kind] for times in compared_with) for kind in kinds}
     mean = sum(weight * alone[servers[0]][kind] for kind, weight in zip(kinds, weights, strict=True)) / sum(weights)
-    fixed = [one["capacity"] for one in found if not one["deadlines"]] or [one["capacity"] for one in found]
-    rate = max(fixed) if arguments.capacity == "measured" else 1.0 / mean
+    rate = max(one["capacity"] for one in found) if arguments.capacity == "measured" else 1.0 / mean
     runs: list[dict[str, Any]] = []
-    rows = [(how, load) for how in arguments.arrivals for load in arguments.load]
+    rows = [(how, load, times) for how in arguments.arrivals for load in arguments.load for times in arguments.deadline]
 
-    def under(url: str, process: int, how: str, load: float, outside: Sequence[float]) -> dict[str, Any]:
+    def under(url: str, process: int, how: str, load: float, times: float, outside: Sequence[float]) -> dict[str, Any]:
+        # None is sent where it is no time at all.
         deadlines = {
-            kind: int(1e3 * (arguments.deadline * best[kind] - away))
-            for kind, away in zip(kinds, outside, strict=False)
+            kind: int(1e3 * (times * best[kind] - away)) for kind, away in zip(kinds, outside, strict=True) if times
         }
         trace = arrivals(how, load * rate, arguments.requests, kinds, weights, arguments.distinct, arguments.seed)
         before = spent(process)
@@ -419,14 +409,14 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
     def started(words: str, undo: ExitStack) -> tuple[str, int]:
         folder = undo.enter_context(tempfile.TemporaryDirectory())
         url, process = undo.enter_context(served([*shlex.split(words), *options], folder))
-        # What is done once, and what the adaptive server learns from.
+        # What is done once.
         own: dict[tuple[Kind, int], bytes] = {}
         for kind in kinds:
             alone_on(url, kind, argparse.Namespace(distinct=2, steps=arguments.steps), own)
         return url, process
 
-    def name_of(number: int, how: str, load: float) -> str:
-        return f"run-{number}-{how}-{load:g}"
+    def name_of(number: int, how: str, load: float, times: float) -> str:
+        return f"run-{number}-{how}-{load:g}-{times:g}"
 
     every = range(len(servers))
     for group in [every] if arguments.turns else [[number] for number in every]:
@@ -436,13 +426,11 @@ def compared(arguments: argparse.Namespace) -> dict[str, Any]:
                 for number in group
                 if not all(notebook.knows(name_of(number, *row)) for row in rows)
             }
-            for how, load in rows:
+            for row in rows:
                 for number in group:
-                    # Empty: no deadline is sent.
-                    outside = found[number]["outside"] if arguments.deadline and found[number]["deadlines"] else []
-                    measure = partial(under, *up[number], how, load, outside) if number in up else dict
-                    figures = notebook.once(name_of(number, how, load), measure)
-                    runs.append({"server": servers[number], "arrivals": how, "load": load, **figures})
+                    measure = partial(under, *up[number], *row, found[number]["outside"]) if number in up else dict
+                    named = dict(zip(("arrivals", "load", "deadline"), row, strict=True))
+                    runs.append({"server": servers[number], **named, **notebook.once(name_of(number, *row), measure)})
     return {
         "kinds": [str(kind) for kind in kinds],
         "alone_seconds": {words: {str(kind): of[kind] for kind in kinds} for words, of in alone.items()},
@@ -461,14 +449,14 @@ def show_compared(result: dict[str, Any]) -> None:
             + ", ".join(f"{kind} {of:.3f}" for kind, of in seconds.items())
         )
     table = Table(title=result["machine"]["text"], title_justify="left")
-    for name in ("server", "arrivals", "load", "in time, 1.0 / 1.5 / 2.0", "goodput", "requests/s", "p50, p95, p99",
-                 "processor s: ranks, server, client", "wrong"):  # fmt: skip
+    for name in ("server", "arrivals", "load", "deadline", "in time, 1.0 / 1.5 / 2.0", "goodput", "requests/s",
+                 "p50, p95, p99", "processor s: ranks, server, client", "wrong"):  # fmt: skip
         table.add_column(name)
     for run in result["runs"]:
         times = [run[f"{name}_seconds"] for name in ("p50", "p95", "p99")]
         used = run["processor_seconds"]
         table.add_row(
-            run["server"], run["arrivals"], f"{run['load']:g}",
+            run["server"], run["arrivals"], f"{run['load']:g}", f"{run['deadline']:g}",
             " / ".join(f"{share:.0%}" for share in run["attainment"].values()), f"{run['goodput']:.2f}/s",
             f"{run['throughput']:.2f}", ", ".join("-" if one is None else f"{one:.2f}" for one in times),
             ", ".join(f"{used[name]:.1f}" for name in ("ranks", "server", "client")), str(run["wrong"]),

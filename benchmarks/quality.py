@@ -18,7 +18,7 @@ DPM-Solver++. ``strategies``: naive patches, PipeFusion and compressed messages 
 more, and four of flow matching. ``detail``: errors by step, layer and token. ``objectives``: flow matching, and the
 noise in place of the velocity; ``degrees``: these, and DPM-Solver++, on other numbers of devices. ``videos``: a few
 synchronous steps of a video model, by where they are. ``tokens``: one recipe at 64 and 1,024 tokens. ``codecs``: every
-way to compress messages. ``budgets``: `adaptive` in decibels, what it predicted, and whether it said so. ``counts``:
+way to compress messages. ``counts``:
 fewer steps. Models that are not embedded (epsilon, 64 and 1,024 tokens) are those of `training/relatives.py`, looked
 for in ``--models``; where one is not there, its table is left out.
 `benchmarks/figures.py` draws the figures of the page from the JSON files.
@@ -109,8 +109,6 @@ PLACED = ("first_last(1, 4)", "adaptive(0.001, 5)")
 NUMBERS = (2, 4, 8)
 # Elsewhere, too, for models that predict something else.
 SPREAD = ("first_last(1, 4)", "adaptive(0.001, 10)", "periodic(5)")
-# Least PSNR that is asked for.
-BUDGETS = ("fixed(1)", *(f"adaptive({least}dB)" for least in (25, 30, 35, 40, 45, 50)))
 # Where a few synchronous steps are spent on a video.
 BEGINNINGS = ("fixed(1)", "fixed(2)", "fixed(3)", "fixed(4)", "first_last(1, 2)", "periodic(6)")
 # Models of `training/relatives.py`.
@@ -123,11 +121,10 @@ def compressed(*names: str) -> tuple[str, ...]:
 
 
 # What one rank must not change.
-ALONE = ("displaced", "pipefusion", *compressed("residual2"))
-FEW = compressed("residual2", "residual1.6", "residual1")
-CODECS = (*compressed("int8", "int4", "residual4"), *FEW)
+ALONE = ("displaced", "pipefusion", *compressed("int4"))
+CODECS = compressed("int8", "int4")
 # Keys that are moved on by half of their latest change.
-PREDICTED = tuple(f"{strategy}+linear" for strategy in ("displaced", *FEW))
+PREDICTED = tuple(f"{strategy}+linear" for strategy in ("displaced", *compressed("int4")))
 
 TABLES = [
     *(Table("policies", *model, (4, 8), policies(model[2])) for model in (FLOW, SMALL, LARGE, MULTISTEP)),
@@ -155,12 +152,8 @@ TABLES = [
     Table("degrees", "dit-epsilon", "ddim", LONG, (1, 2, 8), ("fixed(1)",)),
     Table("degrees", "emoji-sd3", "euler", LONG, (1, 2, 8), ("fixed(1)",), captions=4),
     *(
-        table
+        Table("codecs", *model, (4,), ("fixed(1)",), strategies=("displaced", *CODECS, *PREDICTED), rounds=1)
         for model in (FLOW, ("emoji-flux", "euler", 12), SMALL, VIDEO)
-        for table in (
-            Table("codecs", *model, (4,), ("fixed(1)",), strategies=("displaced", *CODECS, *PREDICTED), rounds=1),
-            Table("budgets", *model, (4,), BUDGETS, strategies=("displaced", "displaced+linear"), rounds=1),
-        )
     ),
     Table("detail", "emoji-sd3", "euler", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
     Table("detail", "dit-epsilon", "ddim", LONG, (4,), ("fixed(1)",), captions=4, detail=True, rounds=1),
@@ -288,7 +281,7 @@ def row_of(results: Any, at: Any, pictures: Path) -> dict[str, Any]:
 
     errors = [(error.value, error.error) for error in results.prediction_errors(at)]
     first = results.by[at][0]
-    details = ("attention_error", "same_latents", "verdict")
+    details = ("attention_error", "same_latents")
     return rounded(
         asdict(results.row(at))
         | {"each": list(results.psnr_of(at).values()), "prediction_error": errors}
@@ -410,9 +403,6 @@ def show_rows(results: Any) -> None:
             f"{row.strategy:<20}{row.devices:>2}  {row.warmup:<20}{row.synchronous:>12.1f}{format(row.psnr, '.2f'):>15}"
             f"{apart:>16}{row.ssim.value:>9.4f}{perceptual:>15}"
         )
-        verdict = results.by[at][0].get("verdict")
-        if verdict:
-            print(f"{'':20}{verdict}; measured: {min(results.psnr_of(at).values()):.1f} dB at least")
 
 
 def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:

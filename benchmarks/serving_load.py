@@ -15,12 +15,12 @@ and Harchol-Balter, NSDI 2006), and a latency counts from that time, also if the
 gets the same traces of small and large pictures of emoji-sd3, pictures of emoji-flux and videos of emoji-wan.
 ``poisson`` has exponential gaps; ``bursts`` gaps of a Gamma distribution with a coefficient of variation of 3, the
 family by which BurstGPT (Wang et al., arXiv:2401.17644) describes the bursts of requests to hosted models. The mix is
-even, or by --weights. A load of 1 is as many requests a second as the best fixed server completes while 8 clients each
+even, or by --weights. A load of 1 is as many requests a second as the best server completes while 8 clients each
 send one after the other (measured in the same run), or with ``--capacity alone`` as the first server does one at a
 time. A request is in time at a factor if it takes at most so many times as long as alone, from its arrival until the
 client has the file, on the server that is fastest at that, or with ``--alone first`` on the first server; goodput is
-what is in time at 1.5, per second. A server that knows deadlines is told them, less what HTTP and the client took
-of the seconds alone.
+what is in time at 1.5, per second. With ``--deadline 0,1.5`` every trace is sent without deadlines, and with those of
+1.5 times the seconds alone, less what HTTP and the client took of them.
 """
 
 from __future__ import annotations
@@ -292,12 +292,12 @@ def main() -> None:
     many.add_argument("--kinds", type=lambda text: [kind_of(one) for one in text.split(",")],
                       default=[kind_of(one) for one in KINDS], help=",".join(KINDS))  # fmt: skip
     many.add_argument("--weights", type=numbers, help="how often each kind comes, with commas; default: all alike")
-    many.add_argument("--deadline", type=float, default=GOOD, help="of requests to servers that know deadlines, in "
-                      "times the seconds alone; 0: none")  # fmt: skip
+    many.add_argument("--deadline", type=numbers, default=[GOOD], help="of requests, in times the seconds alone, with "
+                      "commas; 0: none")  # fmt: skip
     many.add_argument("--alone", choices=("fastest", "first"), default="fastest",
                       help="the server of the seconds alone")  # fmt: skip
     many.add_argument("--capacity", choices=("measured", "alone"), default="measured", help="what a load of 1 is: the "
-                      "requests a second that the best fixed server completes in a closed loop of 8 clients, or those "
+                      "requests a second that the best server completes in a closed loop of 8 clients, or those "
                       "of the first server one at a time")  # fmt: skip
     many.add_argument("--turns", action="store_true", help="all servers are up, and take turns with every trace; "
                       "else one server after the other")  # fmt: skip

@@ -10,7 +10,7 @@ each.
 
 Of every form: the largest difference from one rank's output over that output's largest magnitude, which must be 1e-4 at
 most in float32; seconds of the step and processor seconds of all ranks; of the worst rank the bytes of tensors and of
-the process, each with what is predicted (`ditmesh.forecast.memory`, as in memory_model.py). Ranks trust their inputs:
+the process, each with what is predicted (`ditmesh.memory`, as in memory_model.py). Ranks trust their inputs:
 comparing digests of the weights, once before the first step, is not what is measured.
 
     python benchmarks/true_sizes.py --json figures.json
@@ -95,7 +95,7 @@ XL2_SETTINGS = {
 
 def case_of(name: str, scale: float, blocks: int | None) -> Case:
     """A model of the catalogue, with sides of the picture scaled, and some of its blocks or all (None)."""
-    from ditmesh.forecast.catalogue import shape
+    from ditmesh.memory.catalogue import shape
 
     if name == XL2:
         side = max(1, round(16 * scale))
@@ -222,8 +222,8 @@ def config_of_form(form: str) -> Any:
 
 def predicted(case: Case, form: str, dtype: torch.dtype, start: float) -> dict[str, float]:
     """Bytes of the process when it has loaded and in the step, and of tensors."""
-    from ditmesh.forecast.costs.work import Workload
-    from ditmesh.forecast.memory.phases import Component, Components, needs
+    from ditmesh.memory.phases import Component, Components, needs
+    from ditmesh.memory.sizes import Workload
 
     components = Components(case.name, (Component(case.transformer, case.settings),))
     width, height = case.pixels

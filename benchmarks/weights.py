@@ -21,13 +21,13 @@ from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Tr
 from torch import nn
 
 from ditmesh.config import ParallelConfig
-from ditmesh.forecast.catalogue import shapes
-from ditmesh.forecast.costs.hardware import device
-from ditmesh.forecast.memory import phases as predict
-from ditmesh.forecast.memory.check import components_of_shape
-from ditmesh.forecast.memory.phases import needs
-from ditmesh.forecast.workload import workload_of
 from ditmesh.layout import layout_of
+from ditmesh.memory import phases as predict
+from ditmesh.memory.cards import card
+from ditmesh.memory.catalogue import shapes
+from ditmesh.memory.check import components_of_shape
+from ditmesh.memory.phases import needs
+from ditmesh.memory.sizes import workload_of
 from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan_slices
 from harness import command_line
@@ -192,7 +192,7 @@ def predicted(name: str, config: dict[str, int], size: tuple[int, int] | None) -
     """What is asked for, GB of encoding alone, and then the phase that needs most with its GB, of the fullest rank."""
     shape = shapes()[name]
     request = workload_of(shape, size)
-    components, process = components_of_shape(shape), device("4090").runtime
+    components, process = components_of_shape(shape), card("4090").runtime
     found = needs(replace(components, encoders={}), ParallelConfig(**config), request, torch.bfloat16, process, "cuda")
     peak = max((one.peak for one in found), key=lambda phase: phase.total)
     # Of plain diffusers, with nothing else on the device.

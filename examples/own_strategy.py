@@ -16,7 +16,7 @@ from ditmesh.attention.mixer import AttentionCall, gather_keys
 from ditmesh.launch import init_from_environment
 from ditmesh.layout import TokenLayout
 from ditmesh.recipe import RECIPE
-from ditmesh.strategies.base import ParallelModel, VariantLimits
+from ditmesh.strategies.base import ParallelModel
 from ditmesh.strategies.hooks import Handler
 from ditmesh.strategies.sequence import ExactSequence, SequenceParallel
 from ditmesh.strategies.tokens import TokenStrategy
@@ -50,12 +50,6 @@ class Gathered(TokenStrategy):
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
         return getattr(config, "gathered", False)
-
-    @classmethod
-    def variants(cls, config: ParallelConfig, limits: VariantLimits) -> list[ParallelConfig]:
-        if config.ring == 1 or config.ulysses > 1 or limits.exactness == "reproducible":
-            return []
-        return [GatherConfig.model_validate(config.model_dump() | {"gathered": True})]
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:

@@ -231,8 +231,6 @@ class EmojiSD3(_Captioned):
         "lr_scheduler": "warmup_stable_decay",
         "lr_decay_steps": 1200,
         "logit_mean": -0.7,
-        "token_share": 0.25,
-        "token_share_until": 0.8,
     }
 
     def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
@@ -285,7 +283,6 @@ class EmojiDiT:
         "lr_scheduler": "warmup_stable_decay",
         "lr_warmup_steps": 150,
         "lr_decay_steps": 1200,
-        "token_share": 0.25,
     }
 
     def __init__(self, layers: int, rate: float) -> None:

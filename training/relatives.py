@@ -104,12 +104,10 @@ class Relative(EmojiDiT):
 
 
 RELATIVES = {
-    "dit-64-tokens": Relative(32, max_train_steps=500, lr_decay_steps=200, token_share=1.0),
+    "dit-64-tokens": Relative(32, max_train_steps=500, lr_decay_steps=200),
     # For a GPU: a step of 32 images took 33 ms on an H200, and would take a minute on one core.
-    "dit-1024-tokens": Relative(128, max_train_steps=2500, lr_decay_steps=735, token_share=1.0, mixed_precision="bf16"),
-    "dit-epsilon": Relative(
-        64, "epsilon", max_train_steps=500, lr_decay_steps=150, train_batch_size=16, token_share_until=0.9
-    ),
+    "dit-1024-tokens": Relative(128, max_train_steps=2500, lr_decay_steps=735, mixed_precision="bf16"),
+    "dit-epsilon": Relative(64, "epsilon", max_train_steps=500, lr_decay_steps=150, train_batch_size=16),
 }
 
 

@@ -438,9 +438,9 @@ def memory(quick: bool) -> Iterator[Row]:
     package = ditmesh()
     import diffusers
 
-    from ditmesh.forecast.costs.work import Workload
-    from ditmesh.forecast.memory.walk import WalkOptions, denoise
     from ditmesh.layout import layout_of
+    from ditmesh.memory.sizes import Workload
+    from ditmesh.memory.walk import WalkOptions, denoise
 
     full = ON_GPU and not quick
     heads, side, text = (24, 64, 512) if full else (4, 8, 16)

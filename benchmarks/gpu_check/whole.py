@@ -105,14 +105,13 @@ def sizes(quick: bool) -> Iterator[Row]:
     package = ditmesh()
 
     from ditmesh.errors import InputError
-    from ditmesh.forecast.auto import hardware_here
-    from ditmesh.forecast.catalogue import shape
-    from ditmesh.forecast.costs.work import Workload
-    from ditmesh.forecast.memory.walk import WalkOptions, denoise
-    from ditmesh.forecast.prediction import predict
-    from ditmesh.forecast.shipped import shipped_model
+    from ditmesh.lab.plan.hardware import machine, this_device
+    from ditmesh.lab.plan.roofline import predict
     from ditmesh.layout import layout_of
     from ditmesh.layout.conventions import Conventions, Size, call_variants
+    from ditmesh.memory.catalogue import shape
+    from ditmesh.memory.sizes import Workload
+    from ditmesh.memory.walk import WalkOptions, denoise
 
     def check(name: str) -> Row:
         known = shape(name)
@@ -124,7 +123,9 @@ def sizes(quick: bool) -> Iterator[Row]:
         if ON_GPU and not quick:
             # A GPU that is not in the table of parts has no forecast of its time.
             with suppress(InputError):
-                asked = predict(package.ParallelConfig(), shipped_model(known).work, job, hardware_here(1, DEVICE))
+                here, _ = this_device()
+                given = known.transformer, known.config, package.ParallelConfig(), job, machine(here, 1)
+                asked = predict(*given, torch.bfloat16)
                 found["foreseen, ms"] = asked.first_step * 1e3
         model = true_size(known, quick)
         found["billion weights"] = sum(one.numel() for one in model.parameters()) / 1e9
@@ -188,7 +189,7 @@ IMAGES: dict[str, dict[str, Any]] = {
     "ulysses x ring": {"ulysses": 2, "ring": 2},
     "displaced": {"ring": 2, "exchange": "displaced", **STALE},
     "displaced, linear": {"ring": 2, "exchange": "displaced", "predict": "linear", **STALE},
-    "displaced, residual1.6": {"ring": 2, "exchange": "displaced", "compress": "residual1.6", **STALE},
+    "displaced, int4": {"ring": 2, "exchange": "displaced", "compress": "int4", **STALE},
     "pipe": {"pipe": 2, **STALE},
 }
 # What does not run a step exactly, and so has another image; in decibels the least that is right.

@@ -105,8 +105,9 @@ def root() -> str:
 
 
 def node_folders() -> list[str]:
-    """The folders of custom nodes."""
-    return [os.path.abspath(folder) for folder in folder_paths.get_folder_paths("custom_nodes")]
+    """The folders of custom nodes, and of those that ComfyUI brings."""
+    own = [os.path.join(root(), name) for name in ("comfy_extras", "comfy_api_nodes")]
+    return [*own, *(os.path.abspath(folder) for folder in folder_paths.get_folder_paths("custom_nodes"))]
 
 
 def model_arguments() -> list[str]:

@@ -10,6 +10,8 @@ import contextlib
 import gc
 import inspect
 import logging
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -162,11 +164,12 @@ class Session:
         options = call.get("transformer_options") or {}
         named = _named_patches(options)
         call["transformer_options"] = _options(options)
-        alone = call
+        # One device is asked with what the ranks do without.
+        left_out = {name: options[name] for name in _of_wrappers(options)}
         if (override := options.get(_OVERRIDE)) is not None:
             self._check_override(override)
-            # One device is asked with the override where ComfyUI would have called it.
-            alone = {**call, "transformer_options": {**call["transformer_options"], _OVERRIDE: override}}
+            left_out[_OVERRIDE] = override
+        alone = {**call, "transformer_options": {**call["transformer_options"], **left_out}}
         form = (_form(call), tuple(sorted(named)))
         checks = self._branch.settings.check and form not in self._checked
         base = self._base()
@@ -245,9 +248,22 @@ def _options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a call as the model gets them on all ranks: attention through ditmesh, without what is done."""
     from ditmesh.attention.handed import HandedAttention
 
-    given = {name: value for name, value in options.items() if name not in _DONE}
+    done = {*_DONE, *_of_wrappers(options)}
+    given = {name: value for name, value in options.items() if name not in done}
     given[_OVERRIDE] = HandedAttention(options.get(_OVERRIDE))
     return given
+
+
+def _of_wrappers(options: Mapping[str, Any]) -> list[str]:
+    """Options with objects of a node's own class where no patch could use them: wrappers keep their state there."""
+    if any(options.get(kind) for kind in _PATCHES):
+        return []
+    folders = tuple(folder + os.sep for folder in host.node_folders())
+
+    def file_of(value: Any) -> str:
+        return os.path.abspath(getattr(sys.modules.get(type(value).__module__), "__file__", None) or os.sep)
+
+    return [name for name, value in options.items() if name not in _DONE and file_of(value).startswith(folders)]
 
 
 def _parameters(kind: type[Any], method: str = "forward") -> list[str]:
@@ -304,7 +320,7 @@ def _with_patches(text: str, named: list[str]) -> str:
 
 @contextlib.contextmanager
 def _by_value() -> Iterator[None]:
-    """Functions and classes of other nodes are sent whole: the other ranks do not have their modules."""
+    """Functions and classes of nodes are sent whole: ComfyUI imports nodes, its own too, by path and not by name."""
     import cloudpickle
 
     from ditmesh.ranks.copies import names_by_value
