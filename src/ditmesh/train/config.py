@@ -359,6 +359,12 @@ class TrainConfig(BaseModel):
                 f"compile={self.compile}: compiled blocks have no gradient of attention across ranks and choose "
                 "kernels by themselves; of parallel use data alone, and leave reproducible out, or leave compile out"
             )
+        if self.sharding == "ddp" and self.base_offload:
+            yield (
+                f"base_offload={self.base_offload:g}: sharding: ddp looks for unused weights in the graph, which has "
+                "crashed torch with weights on the host; leave sharding out, and gradients are averaged after the "
+                "backward pass"
+            )
         if self.data_speeds is not None and self.sharding == "fsdp":
             yield (
                 "data_speeds: each forward of sharding: fsdp is a collective of all data ranks, which have as many; "
