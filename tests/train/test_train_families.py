@@ -145,7 +145,7 @@ def test_prediction_and_loss_are_those_of_the_scripts(folders, tmp_path, name, e
         )
         losses = trainer._losses(micro)
     fresh = diffusers.DiffusionPipeline.from_pretrained(folders[name][0])
-    said: list[Any] = [("" if name != "dit" else None) if empty else sample.said for sample in samples]
+    said: list[Any] = [("" if name != "dit" else None) if empty else sample.words for sample in samples]
     with torch.no_grad():
         latents = latents_of(fresh, [sample.part.file for sample in samples])
         assert torch.allclose(batch.latents, latents, atol=1e-5)

@@ -202,27 +202,14 @@ def _say_data(report: Report, data: dict[str, Any]) -> None:
         rows.append([one["dir"], str(one["samples"]), share, masks, pairs])
     report.table(("data set", "samples", "in an epoch", "with mask", "with reference"), rows)
     rows = [
-        [
-            f"{one['size'][0]} x {one['size'][1]}",
-            str(one["samples"]),
-            f"{one['cut_away']:.0%}",
-            f"{one['enlarged']} (up to {one['largest_factor']:.1f} times)" if one["enlarged"] else "",
-        ]
-        for one in data["buckets"]
+        [f"{bucket['size'][0]} x {bucket['size'][1]}", str(bucket["samples"]), f"{bucket['cut_away']:.0%}"]
+        for bucket in data["buckets"]
     ]
-    report.table(("bucket (height x width)", "samples", "cut away", "enlarged"), rows)
+    report.table(("bucket (height x width)", "samples", "cut away"), rows)
     captions = data["captions"]
     word = "captions" if captions["by"] == "text" else "labels"
     sources = ", ".join(f"{count} of {name}" for name, count in captions["sources"].items())
-    lengths = (
-        ""
-        if captions["words"] is None
-        else "; {} to {} words, half of them up to {}".format(
-            captions["words"][0], captions["words"][2], captions["words"][1]
-        )
-    )
-    several = f"; {count(captions['several'], 'sample')} with several" if captions["several"] else ""
-    report.text(f"{word}: {captions['with']} of {count(data['samples'], 'sample')} ({sources}){lengths}{several}")
+    report.text(f"{word}: {captions['with']} of {count(data['samples'], 'sample')} ({sources})")
     points = list(captions["cut"])
     if captions["without"]:
         points.append(f"without: {', '.join(captions['without'][:8])}{' ...' if len(captions['without']) > 8 else ''}")
