@@ -55,7 +55,7 @@ def run(given, per_rank=None, late=0.0, until=None):
 
             def watched(index, *more):
                 found = sample(index, *more)
-                seen.append((trainer.data.samples[index].name, trainer.data.samples[found.index].name))
+                seen.append((trainer.data.samples[index].name, trainer.data.samples[found.place].name))
                 return found
 
             def filled(*arguments):
@@ -337,11 +337,19 @@ def test_who_gets_on_is_waited_for_and_who_does_not_is_named(ranks, case, said, 
 @pytest.mark.parametrize(
     ("model", "change", "said"),
     [
-        ("emoji-sd3", {"resolution": 62}, "samples of 62 x 62 pixels (height x width): StableDiffusion3Pipeline needs"),
-        ("emoji-sd3", {"aspect_ratio_buckets": "64,64;32,98"}, "samples of 32 x 98 pixels"),
-        ("emoji-sd3", {"resolution": 8192}, "has positions for"),
+        ("emoji-sd3", {"resolution": 62}, "at 62 x 62 pixels cannot be trained: its call fails"),
+        ("emoji-sd3", {"aspect_ratio_buckets": "64,64;32,98"}, "at 32 x 98 pixels cannot be trained: its call fails"),
+        (
+            "emoji-sd3",
+            {"resolution": 8192},
+            "cannot be greater than `pos_embed_max_size`: 16.); if that is about its size, change resolution",
+        ),
         ("emoji-sd3", {"train_modules": ["transformer", "vae"]}, "'vae' cannot be trained"),
-        ("dit", {"aspect_ratio_buckets": "32,32;16,32"}, "makes squares"),
+        (
+            "dit",
+            {"aspect_ratio_buckets": "32,32;16,32"},
+            "its loop ends in those of (4, 16, 16); change resolution or aspect_ratio_buckets",
+        ),
     ],
     ids=str,
 )

@@ -23,9 +23,10 @@ from ditmesh.train.data.encoded import EncodedSamples
 from ditmesh.train.data.order import DrawnSample, MicroBatch, SampleOrder, SampleSets
 from ditmesh.train.data.sources import all_samples, sources_of
 from ditmesh.train.data.wording import Wording
-from ditmesh.train.families import FAMILIES, StableDiffusion3, family_of
 from ditmesh.train.objective import NoisyBatch, sample_losses
+from ditmesh.train.observed.family import family_of
 from ditmesh.train.trainer import Trainer
+from support.families import StableDiffusion3
 from support.train import emoji, folder_of, settings, weights_after
 
 SIZES = [(64, 64)] * 7 + [(32, 96)] * 4
@@ -446,7 +447,7 @@ def pairs(data: Path) -> Path:
 
 def test_reference_images_go_with_their_targets(tmp_path, monkeypatch):
     data, pipe = pairs(tmp_path / "data"), pipeline()
-    monkeypatch.setattr("ditmesh.train.families.FAMILIES", {**FAMILIES, "SD3Transformer2DModel": WithReferences()})
+    monkeypatch.setattr("ditmesh.train.observed.family.FAMILIES", {"SD3Transformer2DModel": WithReferences()})
     given = settings(data, tmp_path / "out", conditioning_image_column="source", random_flip=True)
     given["proportion_empty_prompts"] = 0.3
     same_batches(pipe, given, tmp_path / "cache")
@@ -481,7 +482,7 @@ def test_reference_images_that_are_missing_or_not_wanted(tmp_path, monkeypatch):
         EncodedSamples(pipe, family_of(pipe, config), found.good, [(64, 64)] * 3, config, torch.device("cpu"))
     needing = WithReferences()
     needing.reference = "image"
-    monkeypatch.setattr("ditmesh.train.families.FAMILIES", {**FAMILIES, "SD3Transformer2DModel": needing})
+    monkeypatch.setattr("ditmesh.train.observed.family.FAMILIES", {"SD3Transformer2DModel": needing})
     plain = config_of(data, tmp_path)
     without = all_samples(plain, "text")
     with pytest.raises(ditmesh.InputError, match="4 of 4 samples have none"):

@@ -12,7 +12,7 @@ from ...config import ParallelConfig
 from ...errors import InputError
 from ...media.images import opened_image
 from ..config import TrainConfig
-from ..families import FAMILIES, family_of
+from ..observed.family import family_of
 from .encoded import EncodedSamples
 from .held_out import with_held_out
 from .order import DrawnSample, SampleOrder
@@ -76,12 +76,6 @@ def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
             for place, drawn in enumerate(micro.samples)
         ],
     }
-
-
-def conditioned_by_label(pipe: Any) -> bool:
-    """True if a pipeline is trained by labels, which only adapters can say."""
-    family = FAMILIES.get(type(pipe.transformer).__name__) or FAMILIES.get(type(pipe.transformer))
-    return family is not None and family.conditioned_by == "label"
 
 
 def _sets(sources: Sources, order: SampleOrder) -> list[dict[str, Any]]:

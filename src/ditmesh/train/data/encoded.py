@@ -66,14 +66,14 @@ class _Encoded(NamedTuple):
 
     Attributes:
         values: pixels, or from the cache moments.
-        index: of the sample that is there, which may be another than was asked for.
+        place: of the sample that is there, which may be another than was asked for.
         row: its conditions, from the cache.
         mask: (h, w) of its loss, not mirrored.
         reference: its reference image, if conditions are not in the cache.
     """
 
     values: Tensor
-    index: int
+    place: int
     row: Conditions
     mask: Tensor | None
     reference: Image | None
@@ -255,7 +255,7 @@ class EncodedSamples:
             seed = self.seed_of(drawn, "caption")
             sample = self._sample(drawn.index, flip, empty, seed)
             samples.append(sample)
-            words.append(self._encoder.nothing if empty else self._encoder.words(sample.index, seed))
+            words.append(self._encoder.nothing if empty else self._encoder.words(sample.place, seed))
             masks.append(sample.mask.flip(-1) if flip and sample.mask is not None else sample.mask)
         values = torch.stack([sample.values for sample in samples])
         moments = values if self._cache is not None else self._encoder.moments(values)

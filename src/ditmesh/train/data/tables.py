@@ -51,8 +51,9 @@ def read_table(collection: Collection, files: Sequence[Path]) -> None:
     column = wanted.among(names)
     if column is None:
         collection.note_columns(names)
-    columns = [name for name in (column, *collection.attached.named_columns) if name in names]
-    for row, values in enumerate(rows.table.select_columns(list(dict.fromkeys((image, *columns))))):
+    attached = [name for name in collection.attached.named_columns if name in names]
+    columns = [image, *attached] if column is None else [image, column, *attached]
+    for row, values in enumerate(rows.table.select_columns(list(dict.fromkeys(columns)))):
         name = f"row {row}"
         try:
             content = rows.content(row, image)
@@ -60,7 +61,7 @@ def read_table(collection: Collection, files: Sequence[Path]) -> None:
         except InputError as error:
             collection.leave_out(name, error)
             continue
-        parts = {column: list(rows.parts(row, column, values.get(column))) for column in columns}
+        parts = {other: list(rows.parts(row, other, values[other])) for other in attached}
         part = Part(name, rows.file, 0, len(content), partial(rows.content, row, image))
         collection.add(name, SampleWords(words, f"{column} in the table"), part, parts, BytesIO(content))
 
@@ -164,7 +165,7 @@ def _of_files(collection: Collection, files: Sequence[Path]) -> Any:
     train = [path for path in files if "train" in str(path.relative_to(collection.folder)).lower()]
     if train and len(train) < len(files):
         collection.notes.append(f"files that are not trained on, beside those of train: {len(files) - len(train)}")
-    names = [str(path) for path in train or files]
+    names: list[Any] = [str(path) for path in train or files]
     kinds = {os.path.splitext(name)[1].lower() for name in names}
     if len(kinds) > 1:
         raise InputError(f"{str(collection.folder)!r} has parquet and arrow files; leave one kind there")
