@@ -306,7 +306,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
 
     from ditmesh.errors import ConfigError
     from ditmesh.train import TrainConfig
-    from ditmesh.train.data.samples import Samples
+    from ditmesh.train.data.reading import read_samples
     from ditmesh.train.trainer import Trainer
 
     frames, data = moving(6), tmp_path / "data"
@@ -342,7 +342,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
         with pytest.raises(OSError, match="has 6 frames, and num_frames=7"):
             trainer.data.samples[0].frames(7)
     video.write_mp4(frames, data / "b.mp4", 16, {})
-    assert [one.size for one in Samples.find(TrainConfig.read(given), "text").good] == [(32, 32)] * 2
+    assert [one.size for one in read_samples(TrainConfig.read(given), "text").good] == [(32, 32)] * 2
     assert seen["latents"].shape == (1, 4, 2, 8, 8)
     noised = seen["noised"]
     assert outcome.losses[0] == pytest.approx(float((seen["out"] - noised.target).square().mean()), rel=1e-5)
