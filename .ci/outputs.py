@@ -212,6 +212,11 @@ WANTED: tuple[tuple[str, str, str], ...] = (
     ),
     ("inspect explain", r"\.(exit|json): ", "the option is newer"),
     (
+        "generate.*",
+        r"\.json\.(pictures is gone|images is new)$",
+        "one name for one thing: an image",
+    ),
+    (
         "train no folder",
         r"\.exit: ",
         "a folder that cannot be written is the request's mistake, where it was a traceback",

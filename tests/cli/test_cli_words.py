@@ -309,7 +309,7 @@ def test_rounding_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     from ditmesh.cli.generate import _say
     from ditmesh.report.text import print_report
 
-    result: dict[str, Any] = {"pictures": [], "out": "out", "devices": 2, "device": "cpu", "threads": 1, "seconds": 1.0}
+    result: dict[str, Any] = {"images": [], "out": "out", "devices": 2, "device": "cpu", "threads": 1, "seconds": 1.0}
     result |= {"load_seconds": 1.0, "start_seconds": 2.5, "total_seconds": 4.5}
     for config, most, words in (
         ({"cfg": 2}, 0, "the same pixels"),

@@ -90,7 +90,7 @@ def command(kept_ranks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str])
     def generate(*more: str | Path) -> list[Path]:
         given = ("--devices", "2", "--cfg", "2", "--threads", "1", "--steps", str(STEPS), "--device", "cpu", *more)
         assert ditmesh("generate", "a red fox", *given, "--out", tmp_path / "command", "--json") == 0
-        return [Path(one["path"]) for one in json.loads(capfd.readouterr().out)["pictures"]]
+        return [Path(one["path"]) for one in json.loads(capfd.readouterr().out)["images"]]
 
     return generate
 

@@ -273,18 +273,18 @@ def test_generate_on_a_server(url: str, tmp_path: Path, capfd: pytest.CaptureFix
     assert len(files) == 18
     assert files[0] == "0000-a-red-fox-seed5.png"
     assert files[-1] == "0017-a-bird-seed22.png"
-    for number, picture in enumerate(result["pictures"]):
+    for number, picture in enumerate(result["images"]):
         receipt = read_receipt(picture["path"])
         assert receipt == Receipt.model_validate(picture)
         assert (receipt.index, receipt.seed) == (number, 5 + number)
         with Image.open(picture["path"]) as image:
             assert image.tobytes() == drawn(receipt.prompt, receipt.seed, (32, 32)).tobytes()
-    local = {"pictures", "out", "config", "devices", "device", "threads", "seconds", "load_seconds", "total_seconds"}
+    local = {"images", "out", "config", "devices", "device", "threads", "seconds", "load_seconds", "total_seconds"}
     assert set(result) == {*local, "server"}
     assert (result["devices"], result["threads"], result["config"]) == (2, 1, {"ulysses": 2})
     # Files that are there stay.
     assert run(*common, "--size", "32x32", "--out", tmp_path, "--json") == 0
-    assert set(json.loads(capfd.readouterr().out)["pictures"][0]) == {"path", "prompt", "seed", "together", "place"}
+    assert set(json.loads(capfd.readouterr().out)["images"][0]) == {"path", "prompt", "seed", "together", "place"}
     assert len(list(tmp_path.iterdir())) == 36
     assert run("generate", "a", "--server", url, "--out", tmp_path) == 0
     assert "1 image in" in capfd.readouterr().out

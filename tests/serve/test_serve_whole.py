@@ -133,7 +133,7 @@ def test_clients_get_what_generate_gives(
     remote = json.loads(capfd.readouterr().out)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         made = client.images.generate(prompt="a red fox", n=2, extra_body={"seed": 3}).data or []
-    for one, other, third in zip(local["pictures"], remote["pictures"], made, strict=True):
+    for one, other, third in zip(local["images"], remote["images"], made, strict=True):
         assert Path(one["path"]).name == Path(other["path"]).name
         with Image.open(one["path"]) as here, Image.open(other["path"]) as there:
             assert (pixels(here) == pixels(there)).all()
@@ -202,7 +202,7 @@ def test_an_edit_is_generates(server: Command, kept_ranks: None, tmp_path: Path,
     common = ["generate", "a red fox", "--image", tmp_path / "a.png", "--strength", "0.5", "--json"]
     # As the server has it: other strategies round otherwise.
     assert run(*common, "--ulysses", "2", "--threads", "1", "--out", tmp_path / "local") == 0
-    (local,) = json.loads(capfd.readouterr().out)["pictures"]
+    (local,) = json.loads(capfd.readouterr().out)["images"]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         made = client.images.edit(
             image=(tmp_path / "a.png").read_bytes(), prompt="a red fox", extra_body={"seed": 0, "strength": 0.5}

@@ -240,7 +240,7 @@ def _on_ranks(
             return None
     config = made[0].receipt.config if isinstance(job.config, str) else job.config
     result: dict[str, Any] = {
-        "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
+        "images": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
         "out": job.out,
         "config": ParallelConfig.read(config).model_dump(),
         "devices": world_size,
@@ -346,9 +346,9 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
     settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
     return {
         **result,
-        "pictures": [
+        "images": [
             {key: picture[key] for key in (*always, *sometimes) if key in always or picture.get(key)}
-            for picture in result["pictures"]
+            for picture in result["images"]
         ],
         "config": settings,
     }
@@ -388,15 +388,15 @@ def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:
 
 def _say(result: dict[str, Any]) -> Report:
     report = Report()
-    report.points([picture["path"] for picture in result["pictures"]])
-    what = "video" if any(picture.get("frames") for picture in result["pictures"]) else "image"
+    report.points([picture["path"] for picture in result["images"]])
+    what = "video" if any(picture.get("frames") for picture in result["images"]) else "image"
     config = ParallelConfig(**result["config"]).describe()
     devices, threads = count(result["devices"], "device"), count(result["threads"] or 0, "thread")
     on_cpu = result["device"] == "cpu" and result["threads"]
     where = f"{config}, {result['device']}{f', {threads} each' if on_cpu else ''}"
     start = f"{result['start_seconds']:.1f} s to start, " if "start_seconds" in result else ""
     report.text(
-        f"{count(len(result['pictures']), what)} in {result['out']}: "
+        f"{count(len(result['images']), what)} in {result['out']}: "
         f"{result['seconds']:.2f} s on {devices} ({where}), "
         f"{start}"
         f"{result['load_seconds']:.1f} s {'waiting' if 'server' in result else 'to load'}, "

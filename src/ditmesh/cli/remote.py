@@ -101,7 +101,7 @@ def generate_on(
     receipt = written[0][1]
     starts = [job.started or job.created for job in jobs]
     return {
-        "pictures": [{"path": path, **one.model_dump(mode="json")} for path, one in written],
+        "images": [{"path": path, **one.model_dump(mode="json")} for path, one in written],
         "out": out,
         "config": receipt.config,
         "devices": receipt.devices,
