@@ -45,8 +45,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "generate short": ("generate", "a red fox", "a cactus", *SMALL, "--out", "{out}", "--json"),
     "generate cfg": ("generate", "a red fox", *SMALL, *TWO, "--cfg", "2", "--out", "{out}", "--json=full"),
     "generate displaced": (
-        *("generate", "a red fox", *SMALL, *TWO, "--ring", "2", "--exchange", "displaced", "--warmup", "fixed(1)"),
-        *("--out", "{out}", "--json=full"),
+        *("generate", "a red fox", *SMALL, *TWO, "--ring", "2", "--set", "exchange=displaced"),
+        *("--set", "warmup=fixed(1)", "--out", "{out}", "--json=full"),
     ),
     "generate img2img": (
         *("generate", "a red fox", *SMALL, "--image", "{made}/0000-a-red-fox-seed0.png", "--strength", "0.7"),
@@ -56,8 +56,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "generate no steps": ("generate", "a", "--steps", "0", "--json", "--out", "{out}"),
     "generate no head": ("generate", "a", "--devices", "16", "--ulysses", "16", "--json", "--out", "{out}"),
     "generate no product": ("generate", "a", "--devices", "4", "--ulysses", "2", "--ring", "3", "--out", "{out}"),
-    "generate no exchange": ("generate", "a", *TWO, "--ring", "2", "--exchange", "magic", "--out", "{out}"),
-    "generate no policy": ("generate", "a", *TWO, "--ring", "2", "--exchange", "displaced", "--warmup", "1"),
+    "generate no exchange": ("generate", "a", *TWO, "--ring", "2", "--set", "exchange=magic", "--out", "{out}"),
+    "generate no policy": ("generate", "a", *TWO, "--ring", "2", "--set", "exchange=displaced", "--set", "warmup=1"),
     "generate no image": ("generate", "a", "--image", "{out}.png", "--json", "--out", "{out}"),
     "generate no folder": ("generate", "a", *SMALL, "--json", "--out", "{file}/images"),
     "generate no LoRA": ("generate", "a", "--lora", "{out}.safetensors", "--json", "--out", "{out}"),

@@ -23,6 +23,7 @@ from .cli.serve import (
     planned,
     traces_of,
 )
+from .config import ParallelConfig
 from .errors import ConfigError, InputError, did_you_mean
 from .requirements import not_installed
 
@@ -47,8 +48,8 @@ def _options(
     logs: LogOptions,
     models: ModelOptions,
 ) -> ServerPlan:
-    if ranks.launcher is not None or ranks.address is not None:
-        raise InputError("ranks of a server under Ray Serve are on its own cluster; leave launcher and address out")
+    if ranks.launcher is not None:
+        raise InputError("ranks of a server under Ray Serve are on its own cluster; leave the launcher out")
     return planned(parallel, ranks, clients, limits, logs, models)
 
 
@@ -66,6 +67,9 @@ def plan_of(arguments: Mapping[str, Any]) -> ServerPlan:
     words: list[str] = []
     for name, value in arguments.items():
         option = options.get(name)
+        if option is None and name in ParallelConfig.model_fields:
+            words.append(f"--set={name}={value}")
+            continue
         if option is None:
             raise InputError(f"setting {name!r} is none of ditmesh serve's{did_you_mean(name, options)}")
         if getattr(option, "is_flag", False):

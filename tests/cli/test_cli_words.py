@@ -62,8 +62,21 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("generate x --steps 2.5", "--steps 2.5: not a whole number"),
         ("generate x --guidance high", "--guidance high: not a number"),
         ("generate x --devices=", "--devices '': not a whole number"),
-        ("generate x --vae band", "--vae band: none of auto, bands, whole; did you mean 'bands'?"),
-        ("generate x --exchange displacd", "none of exact, displaced, naive; did you mean 'displaced'?"),
+        ("generate x --tiles 4", "generate has no option --tiles; write --set tiles=N"),
+        ("generate x --text-encoder freed", "write --set text_encoder=whole|sharded|rank0|freed"),
+        ("generate x --no-strict", "write --set strict=false"),
+        ("serve --vae bands", "serve has no option --vae; write --set vae=auto|bands|whole"),
+        ("train a.yaml --patches 2", "train has no option --patches; write --set parallel.patches=N"),
+        ("generate x --set tile=4", "there is no setting 'tile' of the parallel configuration; did you mean 'tiles'?"),
+        ("generate x --set tiles", "--set 'tiles' has no value; write it as --set tiles=N"),
+        ("generate x --ring 2 --set ring=2", "--set 'ring=2': ring is given twice; leave one out"),
+        ("generate x --set tiles=4", "--set tiles=4 counts in reproducible mode only; add --reproducible"),
+        ("generate x --config a.yaml --ring 2 --set vae=whole", "and --ring, --set vae both configure"),
+        ("generate x --no-memory-check", "generate has no option --no-memory-check; write --memory-limit none"),
+        ("generate x --memory-limit much", "--memory-limit much is not possible; use gigabytes from 0.001 up, or none"),
+        ("verify ulysses=2 --address a:1", "write it behind the launcher: --launcher ray@HOST:PORT"),
+        ("generate x --set vae=band", "vae='band' is not possible: none of auto, bands, whole; did you mean 'bands'?"),
+        ("generate x --set exchange=displacd", "none of exact, displaced, naive; did you mean 'displaced'?"),
         ("generate x --ulyses 2", "generate has no option --ulyses; did you mean '--ulysses'?"),
         ("generate x --nope", "generate has no option --nope; see ditmesh generate --help"),
         ("generate x --seed", "--seed has no value; write one behind it"),
@@ -138,12 +151,12 @@ def test_words_that_are_alike_are_all_offered() -> None:
         ("--set pretrained_model_name_or_path=./none", "no such folder"),
         ("--set pretrained_model_name_or_path=strange", "DiTPipeline cannot be trained: it takes no prompt"),
         ("--cfg 2", "cfg=2 is not for training"),
-        ("--patches 2", "patches=2 is not for training"),
+        ("--set parallel.patches=2", "patches=2 is not for training"),
         ("--shard 2 --data 2", "shard=2 is not for training"),
-        ("--vae bands", "vae=bands is not for training"),
-        ("--compile inductor", "compile=inductor is not for training"),
+        ("--set parallel.vae=bands", "vae=bands is not for training"),
+        ("--set parallel.compile=inductor", "compile=inductor is not for training"),
         ("--set parallel.text_encoder=rank0", "text_encoder=rank0 is not for training"),
-        ("--ring 2 --exchange displaced", "exchange=displaced is not for training"),
+        ("--ring 2 --set parallel.exchange=displaced", "exchange=displaced is not for training"),
         ("--tensor 9", "tensor=9 is more than the 8 attention heads"),
         ("--tensor 2 --set lora.type=dora", "tensor=2 cuts plain LoRA alone"),
         ("--set lora.target_modules=[to_q,to_qq]", "; did you mean 'to_q'?"),
@@ -185,6 +198,11 @@ def options_of(command: str) -> list[Any]:
     import typer
 
     return [one for one in typer.main.get_command(app).commands[command].params if not getattr(one, "hidden", False)]  # type: ignore[attr-defined]
+
+
+def test_generate_shows_at_most_45_options() -> None:
+    shown = [option for option in options_of("generate") if option.param_type_name == "option"]
+    assert len({option.name for option in shown} - {"help"}) <= 45
 
 
 @pytest.mark.parametrize("command", ["generate", "train", "verify", "study", "replay", "plan", "inspect", "doctor"])

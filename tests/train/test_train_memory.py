@@ -106,7 +106,7 @@ def test_a_run_that_cannot_fit_is_refused(data, tmp_path):
     config, info = TrainConfig.read(given), find_model("emoji-sd3")
     needed = least_memory(config)
     check_training_memory(config, info, torch.device("cpu"), needed)
-    with pytest.raises(ditmesh.InputError, match=r"training emoji-sd3 .* GB on a rank .*--no-memory-check"):
+    with pytest.raises(ditmesh.InputError, match=r"training emoji-sd3 .* GB on a rank .*--memory-limit none"):
         train(given, memory_limit=0.9 * needed)
     with pytest.raises(ditmesh.InputError, match="sharding: fsdp it would take"):
         check_training_memory(config, info, torch.device("cpu"), 0.9 * needed)

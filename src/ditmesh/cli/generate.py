@@ -18,12 +18,11 @@ from ..launch import guarded_folder, launcher, torchrun_rank
 from ..report.formatting import count
 from ..report.report import Report
 from .options import (
-    AsJson,
     ConfigOptions,
     Devices,
     InputOptions,
     JsonFull,
-    MemoryCheck,
+    JsonOrFull,
     MemoryLimit,
     Overwrite,
     PictureOptions,
@@ -32,6 +31,7 @@ from .options import (
     check_offload,
     common_option,
     config_option,
+    memory_check,
     output_option,
     picture_option,
     rank_option,
@@ -97,24 +97,15 @@ def generate(
     ] = None,
     ranks: RankOptions,
     memory_limit: MemoryLimit = None,
-    memory_check: MemoryCheck = True,
     server: Annotated[
         str | None,
         rank_option("--server", metavar="URL", help="Generate on this `ditmesh serve`; DITMESH_API_KEY holds the key."),
-    ] = None,
-    deadline_ms: Annotated[
-        int | None,
-        rank_option(
-            "--deadline-ms",
-            help="Let --server take each job before your others that are due later, or never.",
-            callback=at_least(1),
-        ),
     ] = None,
     overwrite: Overwrite = False,
     compare: Annotated[
         bool, output_option("--compare", help="Generate on one device too, and compare speed and images.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOrFull = False,
     json_full: JsonFull = False,
 ) -> None:
     """Generate images or videos from prompts on N devices. Each PNG or MP4 contains the receipt of its generation.
@@ -133,7 +124,7 @@ def generate(
 
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
 
-    ditmesh generate "a red fox" --devices 8 --launcher ray --address 10.0.0.1:6379
+    ditmesh generate "a red fox" --devices 8 --launcher ray@10.0.0.1:6379
     """
     from ..generate.job import check_job
     from ..generate.run import PRELOAD, with_free_names
@@ -142,16 +133,14 @@ def generate(
 
     if server is not None:
         check_options(context)
-        result = generate_on(server, prompts, model, pictures, inputs, out, overwrite, deadline_ms)
-    elif deadline_ms is not None:
-        raise InputError(f"--deadline-ms {deadline_ms} orders the jobs of a server; add --server URL, or leave it out")
+        result = generate_on(server, prompts, model, pictures, inputs, out, overwrite)
     else:
         began, there = time.perf_counter(), torchrun_rank()
         asked, settings = read_prompts(prompts, pictures.prompts_file), parallel.settings()
         if "tiles" in settings and "reproducible" not in settings:
-            raise InputError(f"--tiles {settings['tiles']} counts in reproducible mode only; add --reproducible")
+            raise InputError(f"--set tiles={settings['tiles']} counts in reproducible mode only; add --reproducible")
         more: dict[str, Any] = inputs.of_job() | ({} if batch is None else {"per_call": batch})
-        more |= {"check_memory": memory_check, "memory_limit": None if memory_limit is None else memory_limit * 1e9}
+        more["check_memory"], more["memory_limit"] = memory_check(memory_limit)
         job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
         world_size, chosen = parallel_config(devices, config, settings, info.heads)
         _check_launch(ranks, world_size, compare)
@@ -192,7 +181,7 @@ def _settled(
     from ..generate.model_info import find_model
     from ..generate.runner import settled
 
-    if ranks.backend not in (None, "local"):
+    if ranks.launcher not in (None, "local"):
         return job
     job, note = settled(job, info if info.local else find_model(job.model), world_size, kind)
     if note is not None:
@@ -212,7 +201,7 @@ def _check_launch(ranks: RankOptions, world_size: int, compare: bool) -> None:
 
 def check_joined(ranks: RankOptions) -> None:
     """Reject a launcher if torchrun has started the ranks."""
-    if ranks.backend is not None:
+    if ranks.launcher is not None:
         raise InputError(f"--launcher {ranks.launcher} starts ranks, and torchrun has started them; use one of them")
 
 
@@ -229,7 +218,7 @@ def _on_ranks(
     What to say about it; None: another process says it. ``began``: when the command did, by `time.perf_counter`.
     """
     # If torchrun has started the ranks, this process is one of them.
-    name = "torchrun" if torchrun_rank() is not None else ranks.backend
+    name = "torchrun" if torchrun_rank() is not None else ranks.launcher
     with launcher(name, world_size, kind, ranks.threads, job.timeout) as started:
         start_seconds = time.perf_counter() - began
         made, facts = _generated(job, started)

@@ -23,12 +23,12 @@ from .options import (
     OFFLOADS,
     ConfigOptions,
     Devices,
-    MemoryCheck,
     MemoryLimit,
     RankOptions,
     at_least,
     check_offload,
     choice,
+    memory_check,
     with_groups,
 )
 from .values import download, embedded_or, parallel_config
@@ -160,7 +160,6 @@ class ModelOptions:
         ),
     ] = "none"
     memory_limit: MemoryLimit = None
-    memory_check: MemoryCheck = True
     devices: Devices = None
     replicas: Annotated[
         int, typer.Option(help="Start this many groups of --devices ranks, each with all models.", callback=at_least(1))
@@ -210,10 +209,9 @@ class ServerPlan:
             "dtype": self.ranks.dtype_on(kind),
             "variant": models.variant,
             "offload": models.offload,
-            "check_memory": models.memory_check,
             "log_prompts": self.logs.log_prompts,
-            "memory_limit": None if models.memory_limit is None else models.memory_limit * 1e9,
         }
+        options["check_memory"], options["memory_limit"] = memory_check(models.memory_limit)
         # A hub model is fetched once, before the ranks load it.
         specs = [
             replace(
@@ -311,7 +309,7 @@ def serve(
         return
     # All checks run before a rank starts.
     plan = planned(parallel, ranks, clients, limits, logs, models, listen.host)
-    backend = plan.backend(ranks.backend)
+    backend = plan.backend(ranks.launcher)
     with traces_of(logs) as tracer, bound(listen.host, listen.port) as listening:
         _serve(backend, plan.settings, tracer, listening, plan.service.grace, logs)
 

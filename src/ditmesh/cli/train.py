@@ -19,12 +19,12 @@ from .options import (
     AsJson,
     Device,
     Devices,
-    MemoryCheck,
     MemoryLimit,
     Threads,
     Timeout,
     TrainingOptions,
     common_option,
+    memory_check,
     with_groups,
 )
 from .show import bar, emit
@@ -65,7 +65,6 @@ def train(
     device: Device = "auto",
     threads: Threads = None,
     timeout: Timeout = 600.0,
-    memory_check: MemoryCheck = True,
     memory_limit: MemoryLimit = None,
     as_json: AsJson = False,
 ) -> None:
@@ -101,6 +100,7 @@ def train(
         devices = there.world_size
     chosen = _configured(config, change or (), parallel.settings(), resume, devices)
     check_settings(chosen)
+    memory = memory_check(memory_limit)
     world_size = devices or chosen.parallel.world_size
     chosen.parallel.check_world_size(world_size)
     if there is None:
@@ -119,8 +119,7 @@ def train(
         if not in_lines:
             show = partial(_show, progress, progress.add_task("loading", total=None))
         with launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
-            limit = None if memory_limit is None else memory_limit * 1e9
-            results = ranks.run(_on_rank, chosen, timeout, memory_check, limit, on_message=lambda _, now: show(now))
+            results = ranks.run(_on_rank, chosen, timeout, *memory, on_message=lambda _, now: show(now))
             speaks = ranks.is_reporter
     if speaks:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
