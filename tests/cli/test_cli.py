@@ -838,7 +838,7 @@ def test_doctor_refuses_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--devices 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["generate", "doctor", "inspect"])
+@pytest.mark.parametrize("command", ["generate", "doctor", "inspect", "memory", "layout"])
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     said = capsys.readouterr().out
@@ -858,10 +858,10 @@ def test_help_does_not_wait_for_torch() -> None:
     assert "generate" in done.stdout
 
 
-def test_inspect_saves_the_layout(tmp_path):
+def test_layout_saves_the_layout(tmp_path):
     from ditmesh.layout import TokenLayout, known_models
 
     path = tmp_path / "layout.json"
-    assert run("inspect", "--save", str(path)) == 0
+    assert run("layout", "--save", str(path)) == 0
     assert TokenLayout.read(path) == known_models()["SD3Transformer2DModel"]
-    assert run("inspect", "--save", str(path)) == 2
+    assert run("layout", "--save", str(path)) == 2

@@ -95,7 +95,11 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("plan flux-dev", "did you mean 'flux.1-dev' or 'flux.2-dev'?"),
         ("plan wan14b", "did you mean 'wan-14b'?"),
         ("plan flux.1-dev --hardware h1000", "did you mean 'h100'?"),
-        ("inspect --memory --model flux-dev", "did you mean 'flux.1-dev'"),
+        ("inspect --memory --model x", "inspect has no option --memory; write ditmesh memory MODEL"),
+        ("inspect emoji-sd3 --check", "inspect has no option --check; write ditmesh layout MODEL"),
+        ("inspect x --explain -n 2", "inspect has no option --explain; leave it out: a configuration is explained"),
+        ("memory --model x", "memory has no option --model; write the model as it is"),
+        ("memory flux-dev", "did you mean 'flux.1-dev'"),
         ("train", "CONFIG.yaml is missing; see ditmesh train --help"),
         ("train none.yaml", "cannot read the training configuration 'none.yaml' (No such file or directory)"),
         ("train a.yaml b.yaml", "train has no use for 'b.yaml'; see ditmesh train --help"),
@@ -205,7 +209,10 @@ def test_generate_shows_at_most_45_options() -> None:
     assert len({option.name for option in shown} - {"help"}) <= 45
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "verify", "study", "replay", "plan", "inspect", "doctor"])
+COMMANDS = ("generate", "train", "verify", "study", "replay", "plan", "inspect", "memory", "layout", "doctor")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_a_sentence(command: str) -> None:
     for option in options_of(command):
         text = option.help or ""
@@ -291,8 +298,8 @@ def test_the_table_of_plan_has_a_line_for_why(monkeypatch: Any, capsys: pytest.C
     assert re.search(r"^1 device +1 +[\d.]+ +[\d.]+ +[\d.]+ *$", said, re.MULTILINE)
 
 
-def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    from ditmesh.cli import inspect, study
+def test_the_tables_of_study_memory_and_layout(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from ditmesh.cli import memory, study
     from ditmesh.report.text import print_report
 
     mean = {"value": 40.123, "error": 2.5, "count": 8}
@@ -311,12 +318,12 @@ def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.Captur
     is_whole(said, ["first_last(2, 1)", "40.1 of 100", "synchronous", "nearest", "PSNR dB", "sent MB"])
     phase = {"weights": 123e9, "activations": 123e9, "kept": 1e9, "shared": 1e9, "process": 1e9, "total": 456e9}
     rank = {"stage": 0, "ranks": 1, "phases": {"denoise": phase}, "peak": "denoise", "peak_bytes": 1}
-    memory = {"model": "m", "config": "c", "size": [8, 8], "dtype": "bfloat16", "ranks": [rank]}
-    memory |= {"chosen": None, "exceeds": None, "command": None}
-    said = printed(monkeypatch, capsys, lambda: print_report(inspect._say_memory(memory)))
+    needed = {"model": "m", "config": "c", "size": [8, 8], "dtype": "bfloat16", "ranks": [rank]}
+    needed |= {"chosen": None, "exceeds": None, "command": None}
+    said = printed(monkeypatch, capsys, lambda: print_report(memory._say(needed)))
     is_whole(said, ["activations", "process", "denoise", "456"])
     with pytest.raises(SystemExit):
-        main(["inspect"])
+        main(["layout"])
     is_whole(
         capsys.readouterr().out,
         ["joint_attention_kwargs.attention_mask", "encoder_hidden_states", "transformer_blocks"],

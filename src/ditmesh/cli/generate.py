@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -18,6 +17,7 @@ from ..launch import guarded_folder, launcher, torchrun_rank
 from ..report.formatting import count
 from ..report.report import Report
 from .options import (
+    ConfigFile,
     ConfigOptions,
     Devices,
     InputOptions,
@@ -30,7 +30,6 @@ from .options import (
     at_least,
     check_offload,
     common_option,
-    config_option,
     memory_check,
     output_option,
     picture_option,
@@ -89,12 +88,7 @@ def generate(
     ] = None,
     inputs: InputOptions,
     parallel: ConfigOptions,
-    config: Annotated[
-        Path | None,
-        config_option(
-            "--config", "-c", metavar="FILE.yaml", help="Read the parallel configuration from this YAML file."
-        ),
-    ] = None,
+    config: ConfigFile = None,
     ranks: RankOptions,
     memory_limit: MemoryLimit = None,
     server: Annotated[

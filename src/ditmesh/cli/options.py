@@ -31,7 +31,7 @@ rank_option = functools.partial(typer.Option, rich_help_panel="Ranks")
 input_option = functools.partial(typer.Option, rich_help_panel="Inputs and loading")
 output_option = functools.partial(typer.Option, rich_help_panel="Output")
 config_option = functools.partial(typer.Option, rich_help_panel="Parallel configuration")
-# Options of the request in `plan` and `inspect --memory`.
+# Options of the request in `plan`, `inspect` and `memory`.
 job_option = functools.partial(typer.Option, rich_help_panel="What is generated")
 
 
@@ -178,6 +178,24 @@ Overwrite = Annotated[
     output_option(
         "--overwrite", help="Replace files with the same names that ditmesh wrote; by default they are kept."
     ),
+]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Look at this model: folder or hub id of a diffusers pipeline, or an embedded model.",
+        show_default="emoji-sd3",
+    ),
+]
+PredictedDevices = Annotated[
+    int | None, common_option("--devices", "-n", help="Predict for this many ranks.", callback=at_least(1))
+]
+ConfigFile = Annotated[
+    Path | None,
+    config_option("--config", "-c", metavar="FILE.yaml", help="Read the parallel configuration from this YAML file."),
+]
+TextTokens = Annotated[
+    int | None, job_option("--text-tokens", help="Set the number of tokens of a prompt.", callback=at_least(1))
 ]
 Frames = Annotated[int | None, job_option(help="Set the number of frames of a video.", callback=at_least(1))]
 AtOnce = Annotated[int, job_option(help="Set how many images are generated at once.", callback=at_least(1))]

@@ -21,6 +21,7 @@ from ..requirements import not_installed
 from ..serve.settings import LOOPBACK, ApiSettings, LimitOption, ServiceSettings
 from .options import (
     OFFLOADS,
+    ConfigFile,
     ConfigOptions,
     Devices,
     MemoryLimit,
@@ -164,9 +165,7 @@ class ModelOptions:
     replicas: Annotated[
         int, typer.Option(help="Start this many groups of --devices ranks, each with all models.", callback=at_least(1))
     ] = 1
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="Read the configuration from this file.")
-    ] = None
+    config: ConfigFile = None
     folder: Annotated[
         Path | None,
         typer.Option(

@@ -190,7 +190,7 @@ def _say_check(result: dict[str, Any]) -> Report:
 def _memory_words(memory: float | None) -> str:
     if memory is None:
         return "memory: not known before a run"
-    return f"memory: {memory / 1e9:.3g} GB on a rank before activations; ditmesh inspect --memory has the table"
+    return f"memory: {memory / 1e9:.3g} GB on a rank before activations; ditmesh memory has the table"
 
 
 def _say_data(report: Report, data: dict[str, Any]) -> None:

@@ -10,12 +10,16 @@ from ..config import ParallelConfig, setting_form
 from ..errors import did_you_mean, problem_text
 
 # What commands write before the name and the value of a setting of the parallel configuration.
-SETTING = dict.fromkeys(("generate", "serve"), "--set ") | {"train": "--set parallel."}
+SETTING = dict.fromkeys(("generate", "serve", "inspect", "memory"), "--set ") | {"train": "--set parallel."}
 # Options that are written in another way than before.
 MOVED = {
     "--address": "write it behind the launcher: --launcher ray@HOST:PORT",
     "--deadline-ms": "deadline_ms is a field of jobs over HTTP and of ditmesh.Client",
     "--no-memory-check": "write --memory-limit none",
+    **dict.fromkeys(("inspect --memory", "inspect --hardware"), "write ditmesh memory MODEL"),
+    **dict.fromkeys(("inspect --check", "inspect --save"), "write ditmesh layout MODEL"),
+    "inspect --explain": "leave it out: a configuration is explained",
+    **{f"{command} --model": "write the model as it is" for command in ("inspect", "memory", "layout")},
 }
 
 
