@@ -79,7 +79,7 @@ def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
     if model is not None:
         return find_model(model)
     named = Path(receipt.model)
-    if receipt.model in zoo.EMBEDDED or (named.parent.name == "zoo" and named.name in zoo.EMBEDDED):
+    if receipt.model in zoo.EMBEDDED or (named.parent.name in ("zoo", zoo.DATA) and named.name in zoo.EMBEDDED):
         return find_model(zoo.path(named.name))
     if is_hub_id(receipt.model):
         folder = cached(receipt.model)
