@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import logging.config
 import time
@@ -21,7 +20,6 @@ from .cli.serve import (
     ServerPlan,
     check_installed,
     planned,
-    traces_of,
 )
 from .config import ParallelConfig
 from .errors import ConfigError, InputError, did_you_mean
@@ -127,10 +125,7 @@ def _app(arguments: Mapping[str, Any]) -> FastAPI:
     plan = plan_of(arguments)
     form: Any = plan.logs.log_format
     logging.config.dictConfig(log_config(form, plan.logs.log_level.upper(), plan.logs.log_prompts))
-    last = contextlib.ExitStack()
-    app = create_app(plan.backend("ray"), plan.settings, last.enter_context(traces_of(plan.logs)), plan.service.grace)
-    app.state.last = last
-    return app
+    return create_app(plan.backend("ray"), plan.settings, plan.service.grace)
 
 
 class RayServeReplica:
@@ -178,7 +173,3 @@ class RayServeReplica:
                 logger.info("Ray Serve ends this replica")
                 await server.stop()
                 return
-
-    async def __del__(self) -> None:
-        """Free the application's resources after its jobs have ended."""
-        self.app.state.last.close()
