@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,17 @@ class Replay:
     pixels: float
     psnr: float | None
     changes: tuple[Change, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """Its fields as `ditmesh replay --json` has them."""
+        return {
+            "promised": self.promised,
+            "equal": self.equal,
+            "largest_difference": self.largest,
+            "differing_pixels": self.pixels,
+            "psnr": self.psnr,
+            "changes": [asdict(change) for change in self.changes],
+        }
 
 
 def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
