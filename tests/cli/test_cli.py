@@ -533,7 +533,7 @@ FOX = "a red fox"
         bad(FOX, "--device", "2", says=("--device '2'", "--devices 2"), name="device is a number"),
         bad(FOX, "--dtype", "flaot16", says=("--dtype 'flaot16'", "did you mean 'float16'"), name="dtype"),
         bad(FOX, "--config", "WRONG", says=("'ulises'", "did you mean 'ulysses'"), name="config key, nearly"),
-        bad(FOX, "--tiles", "1000000000", "--reproducible", says=("tiles=1000000000",), name="tiles without end"),
+        bad(FOX, "--set", "tiles=1000000000", "--reproducible", says=("tiles=1000000000",), name="tiles without end"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
@@ -716,24 +716,29 @@ def test_what_other_commands_refuse(
     assert len(said.strip().splitlines()) == 1
 
 
-def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    """The options are made from the fields, so that a new setting is one there as well."""
+def test_every_setting_can_be_given(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options and what --set takes are made from the fields, so that a new setting is among them."""
     from ditmesh.cli.options import ConfigOptions
     from ditmesh.config import ParallelConfig, setting
 
-    options = ConfigOptions(ring=2, stages="5,7", speeds="auto", shared_memory=False, compile="eager")
-    assert options.settings() == {
+    changes = ["stages=5,7", "speeds=auto", "shared_memory=false", "compile=eager", "warmup=1"]
+    assert ConfigOptions(ring=2, changes=changes).settings() == {
         "ring": 2,
         "stages": (5, 7),
         "speeds": "auto",
         "shared_memory": False,
         "compile": "eager",
+        "warmup": "1",
     }
     assert all(setting(name).help for name in ParallelConfig.model_fields)
+    monkeypatch.setenv("COLUMNS", "200")
     assert run("generate", "-h") == 0
     said = capsys.readouterr().out
     for name in ParallelConfig.model_fields:
-        assert (f"--{name.replace('_', '-')}" in said) == setting(name).option
+        assert (f" --{name} " in said) == setting(name).option
+        assert f" {name}{' ' if setting(name).option else ''}" in said.replace("--", " ").replace(",", " ").replace(
+            ";", " "
+        )
 
 
 # ---- the others
@@ -833,7 +838,7 @@ def test_doctor_refuses_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--devices 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["generate", "doctor", "inspect"])
+@pytest.mark.parametrize("command", ["generate", "doctor", "inspect", "memory", "layout"])
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     said = capsys.readouterr().out
@@ -853,10 +858,10 @@ def test_help_does_not_wait_for_torch() -> None:
     assert "generate" in done.stdout
 
 
-def test_inspect_saves_the_layout(tmp_path):
+def test_layout_saves_the_layout(tmp_path):
     from ditmesh.layout import TokenLayout, known_models
 
     path = tmp_path / "layout.json"
-    assert run("inspect", "--save", str(path)) == 0
+    assert run("layout", "--save", str(path)) == 0
     assert TokenLayout.read(path) == known_models()["SD3Transformer2DModel"]
-    assert run("inspect", "--save", str(path)) == 2
+    assert run("layout", "--save", str(path)) == 2

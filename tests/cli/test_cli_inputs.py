@@ -298,14 +298,6 @@ def test_existing_pictures_stay_with_the_new_options(picture, tmp_path, capfd):
     assert mine.read_bytes() == picture.read_bytes()
 
 
-def test_compile_may_be_without_a_backend():
-    from ditmesh.cli.main import _plain
-
-    assert _plain(["generate", "--compile", "--steps", "1"]) == ["generate", "--compile", "inductor", "--steps", "1"]
-    assert _plain(["--compile", "eager", "fox"]) == ["--compile", "eager", "fox"]
-    assert _plain(["fox", "--compile"]) == ["fox", "--compile", "inductor"]
-
-
 def test_completion_and_mistyped_options(capsys, monkeypatch):
     monkeypatch.setenv("_DITMESH_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "ditmesh generate --rep")

@@ -267,7 +267,7 @@ def test_a_submission_whose_answer_is_lost_is_made_again_and_is_one_job(url: str
 def test_generate_on_a_server(url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The same files, receipts and JSON as without --server."""
     common = ["generate", "a red fox", "a bird", "--server", url, "--num-images", "9", "--seed", "5", "--steps", "2"]
-    assert run(*common, "--size", "32x32", "--out", tmp_path, "--json-full") == 0
+    assert run(*common, "--size", "32x32", "--out", tmp_path, "--json=full") == 0
     result = json.loads(capfd.readouterr().out)
     files = sorted(path.name for path in tmp_path.iterdir())
     assert len(files) == 18

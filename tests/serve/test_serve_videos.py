@@ -146,7 +146,7 @@ def test_the_official_client_gets_the_pipelines_frames(
 def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The command's files: MP4s with receipts, and their strips."""
     common = ["generate", "a fox", "--server", str(http.base_url), "--seed", "5", "--steps", str(STEPS)]
-    common += ["--guidance", "3", "--size", "64x32", "--frames", str(FRAMES), "--out", str(tmp_path), "--json-full"]
+    common += ["--guidance", "3", "--size", "64x32", "--frames", str(FRAMES), "--out", str(tmp_path), "--json=full"]
     assert run(*common, "--fps", str(FPS), "--num-images", "2") == 0
     result = json.loads(capfd.readouterr().out)
     assert [Path(one["path"]).name for one in result["images"]] == ["0000-a-fox-seed5.mp4", "0001-a-fox-seed6.mp4"]

@@ -125,7 +125,7 @@ def test_clients_get_what_generate_gives(
     server: Command, kept_ranks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     """The official client, and generate with --server: the picture of the prompt and the seed on as many devices."""
-    common = ["generate", "a red fox", "--seed", "3", "--num-images", "2", "--json-full"]
+    common = ["generate", "a red fox", "--seed", "3", "--num-images", "2", "--json=full"]
     ranks = ("--devices", "2", "--ulysses", "2", "--threads", "1")
     assert run(*common, *ranks, "--batch", "1", "--out", tmp_path / "local") == 0
     local = json.loads(capfd.readouterr().out)
@@ -242,7 +242,7 @@ def test_metrics_of_ranks(server: Command, client: ditmesh.Client):
 @pytest.mark.matrix
 def test_a_killed_rank_of_a_model_in_pieces_costs_nobody_a_picture(tmp_path: Path):
     """Half of the weights were its alone: new ranks read them again, and do the job again."""
-    pieces = ("--shard", "2", "--text-encoder", "sharded")
+    pieces = ("--shard", "2", "--set", "text_encoder=sharded")
     with running(tmp_path / "state", *pieces) as server, ditmesh.Client(server.url) as client:
         alone = client.generate("a pizza", seed=3, steps=24)[0]
         victims, reasons = processes.ranks_of(server.process.pid), []

@@ -12,7 +12,6 @@ import typer
 from ..errors import InputError
 from ..request import parse_size
 from .options import (
-    Address,
     AsJson,
     Device,
     DType,
@@ -118,7 +117,6 @@ class StudyOptions:
     dtype: DType = "float32"
     device: Device = "auto"
     launcher: LauncherName = None
-    address: Address = None
     out: Annotated[
         str,
         typer.Option("--out", "-o", metavar="DIR", help="Write into this folder; finished cells are not run again."),
@@ -155,8 +153,7 @@ def study(
     from ..generate.job import check_layout, check_named
 
     check_named(options.out)
-    backend = RankOptions(launcher=options.launcher, address=options.address).backend
-    if backend is not None and not options.real:
+    if options.launcher is not None and not options.real:
         raise InputError(f"--launcher {options.launcher} starts real ranks, and all are simulated; add --real")
     plan, info = _plan(options, prompts, model)
     check_layout(info)
@@ -166,7 +163,7 @@ def study(
         # Settings that cannot be predicted are refused before anything runs.
         CostModel(plan.setup, options.hardware)
     made_by = provenance(context.obj or ())
-    emit(_run(plan, options, made_by, backend), as_json, _say)
+    emit(_run(plan, options, made_by), as_json, _say)
 
 
 def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[StudyPlan, ModelInfo]:
@@ -240,7 +237,7 @@ def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] |
         check_options(info.pipeline_class, parameters, PictureRequest(guidance=guidance), None if info.labels else size)
 
 
-def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any], backend: str | None) -> dict[str, Any]:
+def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dict[str, Any]:
     """Run the missing cells, with real ranks from the launcher if needed, and write the report."""
     from ..launch import connection
     from ..tools.study.analysis import StudyResults
@@ -250,7 +247,7 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any], backen
     out = Path(options.out)
     store = Store(out)
     real = any(cell.real for cell in plan.cells)
-    with connection(backend) if real else nullcontext(), bar() as progress:
+    with connection(options.launcher) if real else nullcontext(), bar() as progress:
         task = progress.add_task("loading", total=len(plan.cells))
         there = sum(store.get(cell, plan.setup) is not None for cell in plan.cells)
         progress.update(task, completed=there)
@@ -261,7 +258,7 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any], backen
             else:
                 progress.update(task, description=cell.describe())
 
-        ran = run_cells(plan, store, options.jobs, on_cell, backend)
+        ran = run_cells(plan, store, options.jobs, on_cell, options.launcher)
         progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
         data = write(StudyResults(plan, cells), out, options.target, made_by, options.hardware)

@@ -18,12 +18,12 @@ from .options import (
     AsJson,
     Device,
     Devices,
-    MemoryCheck,
     MemoryLimit,
     Threads,
     Timeout,
     TrainingOptions,
     common_option,
+    memory_check,
     with_groups,
 )
 from .show import bar, emit
@@ -64,7 +64,6 @@ def train(
     device: Device = "auto",
     threads: Threads = None,
     timeout: Timeout = 600.0,
-    memory_check: MemoryCheck = True,
     memory_limit: MemoryLimit = None,
     as_json: AsJson = False,
 ) -> None:
@@ -94,9 +93,9 @@ def train(
     chosen = _configured(config, change or (), parallel.settings(), resume, devices)
     world_size = devices or chosen.parallel.world_size
     kind = _device_of(chosen, device, there, world_size)
-    limit, show = memory_limit and memory_limit * 1e9, _Shown(there is None or there.rank == 0)
+    memory, show = memory_check(memory_limit), _Shown(there is None or there.rank == 0)
     with show.progress, launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
-        results = ranks.run(_on_rank, chosen, timeout, memory_check, limit, on_message=lambda _, now: show(now))
+        results = ranks.run(_on_rank, chosen, timeout, *memory, on_message=lambda _, now: show(now))
         is_reporter = ranks.is_reporter
     if is_reporter:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
@@ -178,7 +177,7 @@ def _say_check(result: dict[str, Any]) -> Report:
 def _memory_words(memory: float | None) -> str:
     if memory is None:
         return "memory: not known before a run"
-    return f"memory: {memory / 1e9:.3g} GB on a rank before activations; ditmesh inspect --memory has the table"
+    return f"memory: {memory / 1e9:.3g} GB on a rank before activations; ditmesh memory has the table"
 
 
 def _say_data(report: Report, data: dict[str, Any]) -> None:

@@ -256,7 +256,7 @@ def _ranks(
         # The same number of threads for all, because kernels may round differently otherwise.
         threads = ranks.threads or default_threads(max(config.world_size for config in configs), kind)
         with guarded_folder("ditmesh-verify-", job.out) as folder:
-            yield StartedRanks(ranks.backend, kind, threads, job.timeout), folder
+            yield StartedRanks(ranks.launcher, kind, threads, job.timeout), folder
         return
     with (
         TorchrunRanks(there.world_size, kind, ranks.threads, job.timeout) as joined,
