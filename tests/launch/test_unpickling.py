@@ -64,7 +64,7 @@ COLLECTIVES = {
     "strategies/inputs.py",
     "strategies/same_latents.py",
     "strategies/text_encoders.py",
-    "tools/verify/ranks.py",
+    "verify/ranks.py",
     "train/data/agreement.py",
     "train/checkpoints/checkpoint.py",
     "train/data/encoded.py",

@@ -20,12 +20,12 @@ from ditmesh._version import source
 from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.model_info import find_model
+from ditmesh.lab.study import analysis, maps, plan, running, samplers
+from ditmesh.lab.study.analysis import Mean, StudyResults
+from ditmesh.lab.study.page import write
+from ditmesh.lab.study.predicted import SIDE_FACTORS, CostModel
+from ditmesh.lab.study.store import Store
 from ditmesh.quality import perceptual
-from ditmesh.tools.study import analysis, maps, plan, running, samplers
-from ditmesh.tools.study.analysis import Mean, StudyResults
-from ditmesh.tools.study.page import write
-from ditmesh.tools.study.predicted import SIDE_FACTORS, CostModel
-from ditmesh.tools.study.store import Store
 from support.html import Reader
 from support.launchers import KeptRanks
 

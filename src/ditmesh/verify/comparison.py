@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...config import ParallelConfig
-from ...generate.job import PictureJob
-from ...quality import perceptual
+from ..config import ParallelConfig
+from ..generate.job import PictureJob
+from ..quality import perceptual
 from .ranks import VerifyRanks
-from .runs import RankRun, RunTask, budget_of, config_name, reference_config
-from .timeline import RankTimeline
+from .runs import MakeTimeline, RankRun, RunTask, budget_of, config_name, reference_config
 from .verdicts import Verdict, judge
 
 
@@ -21,7 +20,7 @@ class Comparison:
     Args:
         job, configs: the request, and the configurations.
         folder: keeps what one device computes.
-        timed: record when ranks compute and wait.
+        timeline: records when ranks compute and wait; None: nothing does.
         said: takes the present action, and how many runs have begun.
 
     Attributes:
@@ -34,11 +33,11 @@ class Comparison:
         configs: Sequence[ParallelConfig],
         ranks: VerifyRanks,
         folder: str,
-        timed: bool,
+        timeline: MakeTimeline | None,
         said: Callable[[str, int], None],
     ) -> None:
         self._job, self._configs, self._ranks = job, configs, ranks
-        self._folder, self._timed, self._said = folder, timed, said
+        self._folder, self._timeline, self._said = folder, timeline, said
         references = dict.fromkeys(reference_config(config) for config in configs)
         self._traces = {reference: f"{folder}/trace-{number}" for number, reference in enumerate(references)}
         self._runs: dict[str, list[RankRun]] = {}
@@ -56,7 +55,7 @@ class Comparison:
             budget = budget_of(self._folder, len(self._traces), trace_bytes)
             for trace in self._traces.values():
                 os.mkdir(trace)
-        tasks = [RunTask(reference, trace, True, budget, self._timed) for reference, trace in self._traces.items()]
+        tasks = [RunTask(reference, trace, True, budget, self._timeline) for reference, trace in self._traces.items()]
         for reference, (done,) in zip(self._traces, self._run(1, tasks), strict=True):
             self.alone[config_name(reference)] = done
         for devices in sorted({config.world_size for config in self._configs}):
@@ -66,7 +65,9 @@ class Comparison:
                 for config in self._configs
                 if config.world_size == devices and not self._reference(config).refused
             ]
-            tasks = [RunTask(config, self._traces[reference_config(config)], timeline=self._timed) for config in able]
+            tasks = [
+                RunTask(config, self._traces[reference_config(config)], timeline=self._timeline) for config in able
+            ]
             for config, of_ranks in zip(able, self._run(devices, tasks) if able else [], strict=True):
                 self._runs[config_name(config)] = of_ranks
 
@@ -97,11 +98,11 @@ class Comparison:
             for config in self._configs
         ]
 
-    def timelines(self) -> list[tuple[str, list[RankTimeline]]]:
-        """The timelines recorded, by name of the configuration."""
-        every = {name: [one] for name, one in self.alone.items()} | self._runs
-        timelines = {name: [run.timeline for run in of_ranks if run.timeline] for name, of_ranks in every.items()}
-        return [(name, found) for name, found in timelines.items() if found]
+    def timelines(self) -> dict[str, list[Any]]:
+        """The recorded timelines of all ranks, by name of the configuration."""
+        runs = {name: [run] for name, run in self.alone.items()} | self._runs
+        timelines = {name: [run.timeline for run in of_ranks if run.timeline] for name, of_ranks in runs.items()}
+        return {name: of_ranks for name, of_ranks in timelines.items() if of_ranks}
 
     def rank_0(self) -> dict[str, RankRun]:
         """Rank 0's run of each configuration."""

@@ -10,10 +10,10 @@ import numpy as np
 from PIL import Image
 
 from ...quality.pictures import eight_bits
-from ...report.charts import Chart, coloured, heat_map, line_chart, scale_maximum
-from ...report.curves import Series, grid
 from ...report.formatting import number_text
-from ...report.report import GridImage, Report
+from ..pages.charts import Chart, coloured, heat_map, line_chart, scale_maximum
+from ..pages.curves import Series, grid
+from ..pages.page import GridImage, Page
 
 # Pixels of a map's side on the page, about.
 MAP_SIDE = 192
@@ -54,7 +54,7 @@ def spread_line(name: str, places: Sequence[tuple[int, Sequence[float]]]) -> Ser
 
 
 def place_maps(
-    report: Report, tokens: Sequence[Sequence[Sequence[float]]], devices: int, stale: Sequence[int], of: str
+    report: Page, tokens: Sequence[Sequence[Sequence[float]]], devices: int, stale: Sequence[int], of: str
 ) -> None:
     """Maps of the prediction's error in the image: rows over steps, and all stale steps together.
 

@@ -17,10 +17,11 @@ from PIL import Image
 from ...core.files import without_folder
 from ...quality.perceptual import HINT, METRIC, available
 from ...quality.pictures import as_picture, eight_bits
-from ...report.charts import Chart, bar_chart, coloured, heat_map, line_chart, scale_maximum, scatter_chart
-from ...report.curves import Point, Series, grid
-from ...report.formatting import as_csv, number_text
-from ...report.report import Download, GridImage, Report, StyledText
+from ...report.formatting import number_text
+from ...report.report import StyledText
+from ..pages.charts import Chart, bar_chart, coloured, heat_map, line_chart, scale_maximum, scatter_chart
+from ..pages.curves import Point, Series, grid
+from ..pages.page import Download, GridImage, Page, as_csv
 from .analysis import (
     CAP,
     Combination,
@@ -117,7 +118,7 @@ def page_of(
     facts: Mapping[str, Any],
     files: Sequence[Download],
     costs: Costs | None = None,
-) -> Report:
+) -> Page:
     """The page.
 
     Args:
@@ -129,7 +130,7 @@ def page_of(
     """
     plan = results.plan
     setup = plan.setup
-    report = Report(
+    report = Page(
         "What stale strategies cost",
         f"{without_folder(setup.name)}, {setup.steps} steps, {setup.dtype} on {setup.device}; devices "
         f"{', '.join(map(str, plan.devices))}; {', '.join(plan.strategies)}; sampler {', '.join(plan.samplers)}",
@@ -210,7 +211,7 @@ PREDICTION = (
 )
 
 
-def _table(report: Report, results: StudyResults, pair: Pair) -> None:
+def _table(report: Page, results: StudyResults, pair: Pair) -> None:
     mine = [row for row in results.rows() if (row.sampler, row.strategy) == pair]
     axes = sorted({axis for row in mine for axis in row.sent or ()})
     header = ["configuration", "synchronous", "PSNR dB", "SSIM", METRIC, "nearest picture", "time s", "one device s"]
@@ -240,7 +241,7 @@ def _table(report: Report, results: StudyResults, pair: Pair) -> None:
     )
 
 
-def _costs(report: Report, results: StudyResults) -> None:
+def _costs(report: Page, results: StudyResults) -> None:
     """Quality against cost, one chart for every sampler and measure of cost."""
     charts = []
     for sampler in results.plan.samplers:
@@ -282,7 +283,7 @@ def _costs(report: Report, results: StudyResults) -> None:
         report.text(f"Not known without --real: bytes that {' and '.join(unknown)} would send.", note=True)
 
 
-def _others(report: Report, results: StudyResults) -> None:
+def _others(report: Page, results: StudyResults) -> None:
     rows = []
     for policy in results.against_others():
         for other in policy["others"]:
@@ -310,7 +311,7 @@ def _others(report: Report, results: StudyResults) -> None:
         )
 
 
-def _warmup_charts(report: Report, results: StudyResults, pair: Pair, rule: Mapping[str, Any] | None) -> None:
+def _warmup_charts(report: Page, results: StudyResults, pair: Pair, rule: Mapping[str, Any] | None) -> None:
     of, lines = f"{pair}", []
     for devices in results.plan.devices:
         fixed = results.stale_fixed(*pair, devices)
@@ -344,7 +345,7 @@ def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:
     return replace(series, low=low, high=high)
 
 
-def _pictures(report: Report, results: StudyResults, pair: Pair, folder: Path) -> None:
+def _pictures(report: Page, results: StudyResults, pair: Pair, folder: Path) -> None:
     """One image with every policy and N, and under each how it differs from the synchronous one: first and worst."""
     hidden = results.plan.warmups[ROWS:]
     more = f" Not shown: {', '.join(hidden)}." if hidden else ""
@@ -411,7 +412,7 @@ def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, 
     return rows
 
 
-def _distribution(report: Report, results: StudyResults, pair: Pair) -> None:
+def _distribution(report: Page, results: StudyResults, pair: Pair) -> None:
     """Share of the images up to every PSNR, a line for each policy, at the most devices."""
     charted = _charted(results, pair)
     if not charted:
@@ -429,7 +430,7 @@ def _distribution(report: Report, results: StudyResults, pair: Pair) -> None:
         report.chart(chart, f"{of}: share of the pictures with at most so much PSNR; farther right is better.")
 
 
-def _frames(report: Report, results: StudyResults, pair: Pair) -> None:
+def _frames(report: Page, results: StudyResults, pair: Pair) -> None:
     values: dict[tuple[str, str], float] = {}
     count = 0
     for devices, warmup in product(results.plan.devices, results.plan.warmups):
@@ -482,7 +483,7 @@ def _charted(results: StudyResults, pair: Pair) -> dict[int, list[Combination]]:
     return {devices: [*some[: LINES - 1], *some[LINES - 1 :][-1:]] for devices, some in by.items()}
 
 
-def _loss_curves(report: Report, results: StudyResults, pair: Pair) -> None:
+def _loss_curves(report: Page, results: StudyResults, pair: Pair) -> None:
     charts: list[tuple[Chart, str]] = []
     for devices, some in _charted(results, pair).items():
         of = f"{pair}, {devices} devices"
@@ -499,7 +500,7 @@ def _loss_curves(report: Report, results: StudyResults, pair: Pair) -> None:
     report.charts(charts)
 
 
-def _heat_maps(report: Report, results: StudyResults, pair: Pair) -> None:
+def _heat_maps(report: Page, results: StudyResults, pair: Pair) -> None:
     """Maps of the most devices with the shortest warm-up there is, which show most."""
     some = [at for at in results.by if at[:2] == pair and at[3] in results.plan.warmups]
     some = [at for at in some if at[2] == max(at[2] for at in some)]
@@ -530,7 +531,7 @@ def _attention_charts(first: Mapping[str, Any], of: str) -> list[tuple[Chart, st
     return [(chart, said), *margins]
 
 
-def _places(report: Report, results: StudyResults, pair: Pair) -> None:
+def _places(report: Page, results: StudyResults, pair: Pair) -> None:
     """Maps by place, of the same combination as the maps by layer."""
     some = [at for at in results.by if at[:2] == pair and at[3] != "fixed(0)" and results.by[at][0].get("token_error")]
     if not some:
@@ -549,7 +550,7 @@ def _ordered(blocks: Iterable[str]) -> list[str]:
     return sorted(blocks, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
 
 
-def _single_steps(report: Report, results: StudyResults) -> None:
+def _single_steps(report: Page, results: StudyResults) -> None:
     singles = results.single_steps()
     if singles:
         report.section("Which steps matter")
@@ -573,7 +574,7 @@ def _single_steps(report: Report, results: StudyResults) -> None:
         report.charts(charts)
 
 
-def _real_ranks(report: Report, results: StudyResults) -> None:
+def _real_ranks(report: Page, results: StudyResults) -> None:
     if not results.real:
         return
     report.section("Real ranks")

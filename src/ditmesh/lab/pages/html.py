@@ -11,9 +11,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from ...report.formatting import number_text
+from ...report.report import Report, ReportTable, filled_table
 from .charts import RAMP, Chart, picture_source
-from .formatting import number_text
-from .report import Report, ReportTable, filled_table
 
 # Sections of a page that is worth a list of them.
 LISTED = 4

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..quality.pictures import as_picture, eight_bits
+from ...quality.pictures import as_picture, eight_bits
 from .curves import Point, Series, ValueGrid
 
 # In pixels of a drawing that stays legible on a phone's screen, where it is scaled down to four fifths.

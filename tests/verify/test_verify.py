@@ -30,9 +30,9 @@ from ditmesh.quality.metrics import token_digests
 from ditmesh.recipe import promise_of
 from ditmesh.strategies.reproducible import TiledSequence
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.tools.verify.runs import RankRun, RunTask, budget_of, config_name, reference_config, run_tasks, sensible
-from ditmesh.tools.verify.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
-from ditmesh.tools.verify.verdicts import Verdict, judge
+from ditmesh.verify.runs import RankRun, RunTask, budget_of, config_name, reference_config, run_tasks, sensible
+from ditmesh.verify.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
+from ditmesh.verify.verdicts import Verdict, judge
 from support import pipelines, processes
 from support.html import Reader
 from support.models import inputs, run, sizes, tiny

@@ -16,29 +16,28 @@ from dataclasses import dataclass, field
 from errno import ENOSPC
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from ...comm import Link, Traffic
-from ...comm.backends import device_of_rank
-from ...comm.mesh import Mesh
-from ...config import ParallelConfig
-from ...core.patching import Patch
-from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
-from ...generate.arguments import call_parameters, steps_of
-from ...generate.job import PictureJob, check_config
-from ...generate.model_info import find_model
-from ...generate.runner import PipelineRunner, rank_of_process
-from ...launch import MessageSink
-from ...resizing import grids, resized
-from .timeline import TimelineRecorder
+from ..comm import Link, Traffic
+from ..comm.backends import device_of_rank
+from ..comm.mesh import Mesh
+from ..config import ParallelConfig
+from ..core.patching import Patch
+from ..errors import ConfigError, InputError, LayoutError, UntestedWarning
+from ..generate.arguments import call_parameters, steps_of
+from ..generate.job import PictureJob, check_config
+from ..generate.model_info import find_model
+from ..generate.runner import PipelineRunner, rank_of_process
+from ..launch import MessageSink
+from ..resizing import grids, resized
 
 if TYPE_CHECKING:
-    from ...generate.model_info import ModelInfo
-    from .timeline import RankTimeline
+    from ..generate.model_info import ModelInfo
     from .tracing import ComparedPart, Recorder, Spot
 
 # Maximum bytes of a trace's values on disk, and minimum free bytes to begin a trace.
@@ -137,7 +136,29 @@ class RankRun:
     unknown: tuple[Spot, ...] = ()
     stride: int = 1
     refused: str | None = None
-    timeline: RankTimeline | None = None
+    timeline: Any = None
+
+
+class Timeline(Protocol):
+    """Records when a rank computes and waits, while its context is open."""
+
+    def __enter__(self) -> Timeline: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def result(self) -> Any:
+        """What was recorded; ranks send it, pickled."""
+        ...
+
+
+class MakeTimeline(Protocol):
+    """Makes the timeline of a rank's run; a class or a function of a module, because it is sent to ranks."""
+
+    def __call__(
+        self, pipe: Any, models: Sequence[tuple[nn.Module, Sequence[str]]], traffic: Traffic | None, alone: bool
+    ) -> Timeline:
+        """See `ditmesh.lab.verify.timeline.TimelineRecorder`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -149,14 +170,14 @@ class RunTask:
         trace_folder: of one device's trace: written by the one device, read by all others.
         writes: whether this run is the one device, whatever other ranks the job has.
         trace_bytes: bytes that the values of the trace may take, about.
-        timeline: record when this rank computes and waits.
+        timeline: records the timed run of this rank, such as `ditmesh.lab.verify.timeline.TimelineRecorder`.
     """
 
     config: ParallelConfig | None
     trace_folder: str
     writes: bool = False
     trace_bytes: float = TRACE_BUDGET
-    timeline: bool = False
+    timeline: MakeTimeline | None = None
 
 
 def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> float:
@@ -191,8 +212,8 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
         InputError: the pipeline cannot run the request.
     """
 
-    from ...engine import parallelize, restore
-    from ...generate.loading import partial_read_refusal
+    from ..engine import parallelize, restore
+    from ..generate.loading import partial_read_refusal
 
     rank, device = rank_of_process(), device_of_rank()
     pipe: Any = None
@@ -239,8 +260,8 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
 
 def _run(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> RankRun:
     """Run a task recorded, then timed."""
-    from ...core.digests import digest
-    from ...engine import engine_of
+    from ..core.digests import digest
+    from ..engine import engine_of
 
     recorded, found = _recorded(job, pipe, task, rank)
     traffic = engine_of(pipe).mesh.traffic if task.config is not None else Traffic()
@@ -283,11 +304,9 @@ def _recorded(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> tuple[lis
     return pictures, {"parts": tuple(sink.parts), "unknown": tuple(sink.unknown)}
 
 
-def _timed(
-    job: PictureJob, pipe: Any, task: RunTask, traffic: Traffic
-) -> tuple[list[np.ndarray], float, RankTimeline | None]:
+def _timed(job: PictureJob, pipe: Any, task: RunTask, traffic: Traffic) -> tuple[list[np.ndarray], float, Any]:
     """The images of every call, the seconds of all, and the timeline of the first when it is asked for."""
-    from ...engine import denoisers, find_layout
+    from ..engine import denoisers, find_layout
 
     if dist.is_initialized() and not task.writes:
         # The clock starts when all ranks are here.
@@ -295,10 +314,10 @@ def _timed(
     started = time.perf_counter()
     timeline = None
     with channels_first(pipe):
-        if task.timeline:
+        if task.timeline is not None:
             models = [(model, [one.blocks for one in find_layout(model).regions]) for model in denoisers(pipe)]
             own = traffic if task.config is not None else None
-            with TimelineRecorder(pipe, models, own, task.writes) as recorder:
+            with task.timeline(pipe, models, own, task.writes) as recorder:
                 pictures = [_generate(job, pipe, 0)]
             timeline = recorder.result()
         else:

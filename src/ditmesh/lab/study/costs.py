@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ...report.charts import line_chart, scatter_chart
-from ...report.curves import Point, Series
 from ...report.formatting import number_text
-from ...report.report import Report
+from ..pages.charts import line_chart, scatter_chart
+from ..pages.curves import Point, Series
+from ..pages.page import Page
 from .analysis import StudyResults
 from .predicted import SIDE_FACTORS, CostModel, PredictedCost
 
@@ -40,7 +40,7 @@ class Costs:
             ],
         }
 
-    def show(self, report: Report) -> None:
+    def show(self, report: Page) -> None:
         """Add tables and charts to the page."""
         report.section("Predicted time and memory")
         report.text(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,18 +217,18 @@ def overlaps(ranks: Sequence[RankTimeline]) -> dict[str, Overlap]:
     }
 
 
-def write_chrome_trace(file: str | Path, configs: Sequence[tuple[str, Sequence[RankTimeline]]]) -> None:
+def write_chrome_trace(file: str | Path, configs: Mapping[str, Sequence[RankTimeline]]) -> None:
     """Write the timelines of some configurations, each of which starts at time 0.
 
     Ranks of one host share its clock; of several hosts each starts at 0, where the ranks left a barrier together.
 
     Args:
         file: is replaced; read by chrome://tracing and ui.perfetto.dev.
-        configs: names, and the ranks' timelines.
+        configs: the ranks' timelines, by name of the configuration.
     """
     events: list[dict[str, Any]] = []
     process = 0
-    for name, ranks in configs:
+    for name, ranks in configs.items():
         shared = len({rank.host for rank in ranks}) == 1
         start = min((rank.origin for rank in ranks), default=0.0)
         for number, rank in enumerate(ranks):

@@ -14,13 +14,14 @@ from ...core.files import without_folder
 from ...generate.job import PictureJob
 from ...quality import perceptual
 from ...quality.pictures import as_picture
-from ...report import charts as figures
-from ...report import curves
-from ...report.curves import Series
-from ...report.formatting import as_csv, number_text, setting_text
-from ...report.report import Download, GridImage, Report, StyledText
-from .runs import RankRun
-from .verdicts import TOLERANCES, Verdict
+from ...report.formatting import number_text, setting_text
+from ...report.report import StyledText
+from ...verify.runs import RankRun
+from ...verify.verdicts import TOLERANCES, Verdict
+from ..pages import charts as figures
+from ..pages import curves
+from ..pages.curves import Series
+from ..pages.page import Download, GridImage, Page, as_csv
 
 # Maximum number of images of a configuration on the page.
 MAX_IMAGES = 4
@@ -33,7 +34,7 @@ def page_of(
     references: Mapping[str, RankRun],
     facts: Mapping[str, Any],
     data: Mapping[str, Any],
-) -> Report:
+) -> Page:
     """The page of a verification.
 
     Args:
@@ -43,7 +44,7 @@ def page_of(
         data: everything found, as JSON can hold it; it can be saved from the page.
     """
     name = without_folder(job.name)
-    report = Report(
+    report = Page(
         "Verification against one device",
         f"{name}, {job.total} {'picture' if job.total == 1 else 'pictures'}, seed {job.seed}",
     )
@@ -182,7 +183,7 @@ def _where(verdict: Verdict) -> list[str]:
     return [verdict.config, *(StyledText(place.describe() if place else "none", "words") for place in places)]
 
 
-def _configuration(report: Report, job: PictureJob, verdict: Verdict, run: RankRun, alone: RankRun) -> None:
+def _configuration(report: Page, job: PictureJob, verdict: Verdict, run: RankRun, alone: RankRun) -> None:
     report.section(verdict.config)
     report.text(_sentences(verdict))
     pairs = [pair for calls in zip(run.pictures, alone.pictures, strict=True) for pair in zip(*calls, strict=True)]
@@ -207,7 +208,7 @@ def _sentences(verdict: Verdict) -> str:
     return " ".join(said)
 
 
-def _pictures(report: Report, job: PictureJob, verdict: Verdict, pairs: Sequence[tuple[Any, Any]], each: int) -> None:
+def _pictures(report: Page, job: PictureJob, verdict: Verdict, pairs: Sequence[tuple[Any, Any]], each: int) -> None:
     """Images, or frames of the first video: of the configuration, of one device, and their difference."""
     first = range(len(pairs))[:MAX_IMAGES]
     if each > 1:
@@ -236,7 +237,7 @@ def _pictures(report: Report, job: PictureJob, verdict: Verdict, pairs: Sequence
     )
 
 
-def _frames(report: Report, job: PictureJob, verdict: Verdict, each: int) -> None:
+def _frames(report: Page, job: PictureJob, verdict: Verdict, each: int) -> None:
     steps = tuple(float(frame + 1) for frame in range(each))
     lines = [
         Series(
@@ -251,7 +252,7 @@ def _frames(report: Report, job: PictureJob, verdict: Verdict, each: int) -> Non
     report.chart(chart, "Difference of every frame, of values from 0 to 1. 0 on the axis: the same bits.")
 
 
-def _blocks(report: Report, verdict: Verdict) -> None:
+def _blocks(report: Page, verdict: Verdict) -> None:
     heat = verdict.where.heat
     if not heat or verdict.agreement.blocks_equal:
         return

@@ -9,10 +9,10 @@ from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 
-from ...comm.objects import broadcast_object, gather_objects
-from ...errors import InputError
-from ...generate.job import PictureJob
-from ...launch import MessageSink, TorchrunRanks, guarded_folder, launcher
+from ..comm.objects import broadcast_object, gather_objects
+from ..errors import InputError
+from ..generate.job import PictureJob
+from ..launch import MessageSink, TorchrunRanks, guarded_folder, launcher
 from .runs import RankRun, RunTask, run_tasks
 
 OnBegan = Callable[[int, Any], None]

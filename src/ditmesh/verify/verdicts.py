@@ -9,14 +9,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ...config import ParallelConfig
-from ...core.files import finite
-from ...generate.job import PictureJob
-from ...quality import metrics
-from ...recipe import promise_of
-from ...strategies.base import Promise
+from ..config import ParallelConfig
+from ..core.files import finite
+from ..generate.job import PictureJob
+from ..quality import metrics
+from ..recipe import promise_of
+from ..strategies.base import Promise
 from .runs import RankRun, config_name, reference_config
-from .timeline import Overlap, overlaps
 from .tracing import SCHEDULER, ComparedTensor, Trace, merge
 
 # Largest relative difference of latents and images that rounding explains, by type of the weights. Measured with the
@@ -137,7 +136,6 @@ class Verdict:
         promise: of its strategies, see `ditmesh.recipe.promise_of`.
         tolerance: the limit of the error; None: not judged.
         refused: why it could not run, if it could not.
-        overlap: how far messages of the first call hid behind computation, by axis, where that was recorded.
     """
 
     config: str
@@ -151,7 +149,6 @@ class Verdict:
     accuracy: Accuracy = field(default_factory=Accuracy)
     cost: RunCost = field(default_factory=RunCost)
     where: Divergences = field(default_factory=Divergences)
-    overlap: dict[str, Overlap] = field(default_factory=dict)
 
     @property
     def judged(self) -> bool:
@@ -234,7 +231,6 @@ def judge(
         accuracy=_accuracy(runs, compared, pictures),
         cost=_cost(runs, alone),
         where=_where(compared, TOLERANCES[job.dtype] if tolerance is None else tolerance),
-        overlap=overlaps([run.timeline for run in runs if run.timeline is not None]),
     )
 
 
