@@ -33,7 +33,14 @@ LAYERS = (
     ("serve", "train", "lab", "client"),
     ("cli", "ray_serve", "__main__"),
 )
-WITHIN = {"verify": {"generate"}, "ranks": {"generate"}, "client": {"serve"}, "ray_serve": {"cli"}, "__main__": {"cli"}}
+WITHIN = {
+    "generate": {"followers"},
+    "verify": {"generate"},
+    "ranks": {"generate", "followers"},
+    "client": {"serve"},
+    "ray_serve": {"cli"},
+    "__main__": {"cli"},
+}
 # What a folder says about a model, read by the engine too.
 IN_THE_ENGINE = {"ditmesh.generate.model_info"}
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.comm import PeerError
-from ditmesh.engine.sent import CallReceiver, CallSender
+from ditmesh.followers.messages import CallReceiver, CallSender
 from engine.test_first_call import ForeignPipeline, call, model
 from support.models import ODD, inputs, relative_error, tiny
 
@@ -221,9 +221,9 @@ def test_models_that_the_program_drops_are_freed(followers):
 
 
 def _copies():
-    from ditmesh.ranks import follow
+    from ditmesh.followers.followers import copies
 
-    return len(follow.copies)
+    return len(copies)
 
 
 def test_a_class_that_is_patched_and_a_hook_of_all_modules_are_refused(followers, monkeypatch):

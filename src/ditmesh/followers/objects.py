@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..core.alignment import rounded_up
 from ..core.mapped import files_of
 from ..errors import InputError, first_line
-from .rooms import Place, Room, file_state, map_place
-from .sent import NumberedTensors, dumped, from_bytes, loaded
+from .messages import NumberedTensors, dumped, from_bytes, loaded
+from .shared_memory import MemoryFile, Place, file_state, map_place
 
 
 class _Place(NamedTuple):
@@ -93,7 +93,7 @@ def pack_parcel(
     there = {} if place_of is None else _there(tensors.found, place_of)
     with ExitStack() as files:
         size = sum(rounded_up(t.nbytes) for t in tensors.found if id(t) not in there and not _is_far(t, device))
-        room = Room(files)
+        room = MemoryFile(files)
         room.grow(size)
         paths = list(dict.fromkeys(path for path, _ in there.values() if isinstance(path, str)))
         places: list[_Place] = []

@@ -1,6 +1,6 @@
 """A module of this process, copied to other processes of the machine, and kept equal to it.
 
-It is sent as a parcel (`engine.parcels`). Later only what has changed is sent. Tensors, attributes and hooks are
+It is sent as a parcel (`objects`). Later only what has changed is sent. Tensors, attributes and hooks are
 compared by content: most of what writes to a weight (`fuse_lora`, ``.data``, fused optimizers, numpy, CUDA graphs)
 leaves its identity and its version as they were.
 """
@@ -25,9 +25,9 @@ from ..core.digests import tensor_contents
 from ..core.patching import is_patch
 from ..core.request import is_stand_in
 from ..core.values import version_of
-from ..engine.sent import NumberedTensors, dumped
 from ..engine.targets import COPY, ENGINE, FOLLOWED, REDUCE
 from ..errors import InputError, first_line
+from .messages import NumberedTensors, dumped
 
 PACKAGE = __name__.partition(".")[0]
 

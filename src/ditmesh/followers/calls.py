@@ -1,4 +1,4 @@
-"""A call made on rank 0 is made on all ranks: the two sides of such a call, which `ranks.Followers` connects."""
+"""A call made on rank 0 is made on all ranks: the two sides of such a call, which `Followers` connects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..comm import PeerError
 from ..comm.mesh import Mesh
 from ..errors import InputError, first_line
-from .sent import CallReceiver, CallSender
+from .messages import CallReceiver, CallSender
 
 T = TypeVar("T")
 

@@ -23,13 +23,13 @@ from ..config import ParallelConfig
 from ..core.patching import put_aside, refuse_calls
 from ..core.request import PipelineCall
 from ..engine import ConfigLike, engine_of, parallelize, restore
-from ..engine.follow import CallFollower, CallLead, FollowerFailure, raise_first
-from ..engine.parcels import Parcel, open_parcel, pack_parcel
 from ..engine.targets import FOLLOWED, device_of, refuse_twice
 from ..errors import ConfigError, InputError
-from ..launch import DeviceChoice, HostedRanks
-from ..launch.hosted import STOP_TIMEOUT
+from ..launch import DeviceChoice
+from .calls import CallFollower, CallLead, FollowerFailure, raise_first
 from .copies import CopiedModule, ModuleChange, applied, take_off_hooks
+from .objects import Parcel, open_parcel, pack_parcel
+from .processes import STOP_TIMEOUT, HostedRanks
 
 if TYPE_CHECKING:
     from typing import Self

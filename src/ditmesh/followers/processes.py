@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ..errors import ConfigError, RankFailed
-from . import rank as rank_
-from .devices import DeviceChoice, join_default_group, use_loopback
-from .failures import of_exception
-from .messages import OwnerChannel, RankChannel, Reply
-from .pool import PRELOAD, RankPool
+from ..launch import rank as rank_
+from ..launch.devices import DeviceChoice, join_default_group, use_loopback
+from ..launch.failures import of_exception
+from ..launch.messages import OwnerChannel, RankChannel, Reply
+from ..launch.pool import PRELOAD, RankPool
 
 T = TypeVar("T")
 

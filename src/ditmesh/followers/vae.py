@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
-from ..engine.follow import CallFollower
 from ..parts.banded import UncuttableOperation
 from ..strategies.vae.parallel import InBands
-from .follow import FollowedModule, Followers, copies, drop_copy, reported
+from .calls import CallFollower
+from .followers import FollowedModule, Followers, copies, drop_copy, reported
 
 
 class NotBanded(str):

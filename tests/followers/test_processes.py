@@ -83,9 +83,9 @@ def test_the_copies_stay_what_the_model_is(followers: ditmesh.Followers) -> None
 
 
 def _strength() -> list[float]:
-    from ditmesh.ranks import follow
+    from ditmesh.followers.followers import copies
 
-    (copy,) = follow.copies.values()
+    (copy,) = copies.values()
     return copy.model.layers[0].strength  # type: ignore[union-attr, no-any-return]
 
 

@@ -49,7 +49,7 @@ class Place(NamedTuple):
     state: tuple[int, ...] = ()
 
 
-class Room:
+class MemoryFile:
     """A file in memory that is filled from its beginning.
 
     Its owner writes through a mapping that ends with `finish`, or into the file; all others have private views of it.
@@ -158,7 +158,7 @@ def address_of(place: Place) -> str:
 
 
 def map_place(place: Place) -> Tensor:
-    """A private view of a file or of another process's `Room`: (size,) uint8.
+    """A private view of a file or of another process's `MemoryFile`: (size,) uint8.
 
     Raises:
         OSError: it is not there, or another one under its name.
@@ -187,7 +187,7 @@ def _mapped(number: int, size: int, huge: bool, flags: int = 0) -> Tensor:
     if not (huge and size >= HUGE and sys.platform == "linux"):
         return torch.frombuffer(mmap.mmap(number, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     flags = flags or mmap.MAP_PRIVATE
-    # Room for it, in which it is put: the object takes all of it away at its end.
+    # MemoryFile for it, in which it is put: the object takes all of it away at its end.
     whole = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     found = torch.frombuffer(whole, dtype=torch.uint8)
     first = -found.data_ptr() % HUGE
