@@ -30,8 +30,8 @@ from .values import download, embedded_or, read_prompts, videos_of
 
 if TYPE_CHECKING:
     from ..generate.model_info import ModelInfo
+    from ..lab.study.plan import Cell, StudyPlan
     from ..report.report import Report
-    from ..tools.study.plan import Cell, StudyPlan
 
 # Number of captions of an embedded model if there are no prompts.
 PROMPTS = 4
@@ -158,7 +158,7 @@ def study(
     plan, info = _plan(options, prompts, model)
     check_layout(info)
     if options.hardware is not None:
-        from ..tools.study.predicted import CostModel
+        from ..lab.study.predicted import CostModel
 
         # Settings that cannot be predicted are refused before anything runs.
         CostModel(plan.setup, options.hardware)
@@ -171,7 +171,7 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
     from .. import zoo
     from ..generate.job import class_numbers
     from ..generate.model_info import find_model
-    from ..tools.study import plan as planning
+    from ..lab.study import plan as planning
 
     info, steps, guidance, text_tokens = embedded_or(
         str(zoo.path(model)) if model in zoo.EMBEDDED else model, options.steps, options.guidance
@@ -239,10 +239,10 @@ def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] |
 
 def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dict[str, Any]:
     """Run the missing cells, with real ranks from the launcher if needed, and write the report."""
+    from ..lab.study.analysis import StudyResults
+    from ..lab.study.page import write
+    from ..lab.study.store import Store, run_cells
     from ..launch import connection
-    from ..tools.study.analysis import StudyResults
-    from ..tools.study.page import write
-    from ..tools.study.store import Store, run_cells
 
     out = Path(options.out)
     store = Store(out)
@@ -268,10 +268,10 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dic
 
 
 def _say(result: dict[str, Any]) -> Report:
+    from ..lab.study.analysis import Mean
     from ..quality.perceptual import METRIC
     from ..report.formatting import number_text
     from ..report.report import Report
-    from ..tools.study.analysis import Mean
 
     def number(mean: dict[str, Any], digits: int) -> str:
         return f"{Mean(mean['value'], None, mean['count']):.{digits}f}"
