@@ -291,7 +291,10 @@ def test_a_request_that_is_sent_again_with_its_key_is_one_job(http: httpx.Client
     assert (second.status_code, second.json()["id"], second.json()["status"]) == (202, first["id"], "succeeded")
     assert second.json()["request"] == first["request"]
     assert http.post("/v1/jobs", json=sent, headers=keyed("two")).json()["id"] != first["id"]
-    for path, other in (("/v1/jobs", {**sent, "prompt": "another"}), ("/v1/images/generations", {"prompt": "again"})):
+    changes: list[dict[str, Any]] = [{"prompt": "another"}, {"negative_prompt": "grey"}, {"seed": 5}, {"steps": 3}]
+    changes += [{"guidance": 2.0}, {"strength": 0.25}, {"width": 64}, {"n": 2}, {"format": "jpeg"}]
+    others = [("/v1/jobs", {**sent, **change}) for change in changes]
+    for path, other in [*others, ("/v1/images/generations", {"prompt": "again"})]:
         refused = http.post(path, json=other, headers=keyed("one"))
         assert refused.status_code == 409
         assert error_of(refused)["code"] == "idempotency_key_reused"

@@ -436,6 +436,19 @@ def test_attempts_are_counted_and_second_ones_go_first(opened: Any) -> None:
     assert begun(queue) == ["a", "c", "c"]
 
 
+def test_a_picture_that_is_reported_twice_counts_once(opened: Any) -> None:
+    """Ranks that were given up may answer late: the first report stays, and no other picture counts as done."""
+    queue = opened()
+    queue.submit("a", request(2), "", 1.0)
+    queue.begin("a")
+    queue.begin("a")
+    assert queue.finish("a", 0, "0.png", image(0)).status == "running"
+    assert queue.finish("a", 0, "0-2.png", image(0)) is None
+    assert queue.file("a", 0) == "0.png"
+    assert queue.job("a").status == "running"
+    assert queue.finish("a", 1, "1.png", image(1)).status == "succeeded"
+
+
 def test_bounds_and_an_honest_time_to_ask_again(opened: Any) -> None:
     queue = opened(max_queue=10, max_per_owner=4)
     queue.submit("a", request(3), "a", 2.0)
@@ -1147,6 +1160,21 @@ def test_a_full_disk_refuses_jobs_and_loses_none(tmp_path: Path) -> None:
     assert statuses == "['running', 'running', 'running']"
     assert events == "['started', 'paused']"
     assert right == "right"
+
+
+def test_what_is_accepted_or_written_is_on_the_disk(opened: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """A power cut takes what is in memory alone: the row of a job, and a result that has its name already."""
+    queue = opened()
+    assert queue._db.execute("PRAGMA synchronous").fetchone()[0] == 2
+    done: list[str] = []
+    sync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.readlink(f"/proc/self/fd/{file}")), sync(file)))
+    monkeypatch.setattr(Path, "replace", lambda old, new: (done.append(str(new)), replace(old, new))[1])
+    results = ResultFiles(tmp_path / "files", ServiceSettings(reserve=0))
+    name = results.write("job", 0, PNG)
+    folder = tmp_path / "files" / "results" / "job"
+    assert done[0].endswith(".tmp")
+    assert done[1:] == [str(folder / name), str(folder), str(folder.parent)]
 
 
 def test_a_picture_is_written_before_it_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

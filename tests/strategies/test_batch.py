@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import ditmesh
+from support.lora import adapter, load
 from support.models import RAGGED, inputs, relative_error, tiny
 from support.pipelines import MAKERS, arguments, draw, embeddings
 from support.sample import sampled
@@ -154,6 +156,34 @@ def test_three_branches(ranks, cfg, runs):
     results = ranks(cfg).run(three_branches, {"cfg": cfg}, 4)
     assert [count for count, _ in results] == runs
     assert all(error < TOLERANCE for _, error in results)
+
+
+def other_scales(config: dict[str, Any], steps: int) -> float:
+    """Guidance in two calls a step, each with a scale of its own for the adapter; the error against one device."""
+    model, made = copy.deepcopy(tiny("SD3")), inputs("SD3", RAGGED)
+    load(model, adapter("SD3", 1), "a")
+    texts = made["encoder_hidden_states"], torch.zeros_like(made["encoder_hidden_states"])
+
+    def sample() -> torch.Tensor:
+        latents = made["hidden_states"]
+        for step in range(steps):
+            given = {**made, "hidden_states": latents, "timestep": torch.full((2,), 900 - 100 * step)}
+            predictions = []
+            for text, scale in zip(texts, (1.0, 0.25), strict=True):
+                model.set_adapters("a", scale)
+                predictions.append(model(**given | {"encoder_hidden_states": text, "return_dict": False})[0])
+            latents = latents - 0.1 * (2 * predictions[0] - predictions[1])
+        return latents
+
+    with torch.no_grad():
+        truth = sample()
+        with ditmesh.parallelized(model, config):
+            return relative_error(sample(), truth)
+
+
+@pytest.mark.parametrize("config", [{"cfg": 2}, {"data": 2}], ids=str)
+def test_a_scale_that_changes_from_call_to_call_is_noticed(ranks, config):
+    assert max(ranks(2).run(other_scales, config, 4)) < TOLERANCE
 
 
 def written_over(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 
 import ditmesh
 from ditmesh.layout import layout_of
-from support.models import MAKERS, ODD, RAGGED, sizes, tiny
+from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, sizes, tiny
 from support.parity import (
     parity,
     parity_of_all_sizes,
@@ -76,6 +76,19 @@ def test_ulysses_is_bit_equal(ranks, model, world):
     """Keys in the order of one device: the softmax sums alike, and no bit differs."""
     for result in ranks(world).run(parity, model, {"ulysses": world}, RAGGED):
         assert result["equal"]
+
+
+@pytest.mark.parametrize(
+    ("model", "ring", "more"),
+    [("Flux", 4, {"text": "replicate"}), ("SD3", 3, {}), ("PixArt", 2, {}), ("Sana", 3, {}), ("Wan", 2, {})],
+    ids=str,
+)
+def test_virtual_ranks_equal_one_device(model, ring, more):
+    """Keys that travel round a ring in one process: ragged text with its masks, and text that all ranks hold."""
+    made = inputs(model, RAGGED)
+    truth = run(tiny(model), made)
+    with ditmesh.simulated(tiny(model), {"ring": ring, **more}):
+        assert relative_error(run(tiny(model), made), truth) <= TOLERANCE
 
 
 @pytest.mark.parametrize("rule", ["linear_attention", "conv_rows"])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ditmesh
 from ditmesh.errors import ConfigError
-from ditmesh.strategies.balance import median_seconds
+from ditmesh.strategies.balance import Balance, median_seconds
 from support.clocks import SimulatedClock, measured_by
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.parity import parity
@@ -106,6 +108,22 @@ def test_speeds_are_measured(ranks):
     assert first["kept"] == first["measured"]
     assert first["measured"][1] < first["again"][1] < first["again"][0]
     assert first["error"] <= TOLERANCE
+
+
+@pytest.mark.parametrize("shares", [[0, 1, 2], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1]])
+def test_a_share_of_several_ranks_is_as_fast_as_its_slowest(shares):
+    """Stages and tensor groups: by the times of all ranks, in any order."""
+    seconds = [1.0, 4.0, 2.0, 8.0][: len(shares)]
+    told = torch.tensor([[share, 1 / took] for share, took in zip(shares, seconds, strict=True)])
+    slowest = [
+        max(took for share, took in zip(shares, seconds, strict=True) if share == n) for n in sorted(set(shares))
+    ]
+    expected = [1 / took / sum(1 / other for other in slowest) for took in slowest]
+    for rank, took in enumerate(seconds):
+        link: Any = SimpleNamespace(size=len(shares), rank=rank, all_gather=lambda *_, **__: told.double())
+        balance = Balance("auto", link, "cpu", len(slowest), shares[rank])
+        balance.agree(took)
+        assert balance.speeds == pytest.approx(expected, abs=0.006)
 
 
 def unlike_slices(config: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
+from types import SimpleNamespace
+from typing import Any
 
 import diffusers
 import pytest
@@ -15,6 +17,7 @@ from ditmesh.train import TrainConfig
 from ditmesh.train.data.order import DrawnSample, MicroBatch, SampleOrder, buckets_of, shares
 from ditmesh.train.data.reading import read_samples
 from ditmesh.train.data.samples import pixels
+from ditmesh.train.gradients.speeds import DataSpeeds
 from ditmesh.train.objective import OBJECTIVES, NoiseObjective, NoisyBatch, Objective, register, sample_losses
 from support.train import emoji, folder_of, settings, tar_of
 
@@ -160,6 +163,21 @@ def config_of(tmp_path, **more):
 
 def generators(count):
     return [torch.Generator().manual_seed(n) for n in range(count)]
+
+
+def test_a_data_rank_of_several_devices_is_as_fast_as_its_slowest():
+    """By the seconds of a sequence's ranks, which do the same work and wait for one another."""
+    told = [(0, 8.0, 1.0), (0, 8.0, 4.0), (1, 8.0, 2.0), (1, 8.0, 1.0)]
+    link: Any = SimpleNamespace(size=2, rank=0)
+    world = SimpleNamespace(all_gather_object=lambda mine: told)
+    mesh: Any = SimpleNamespace(data=link, world=world, device=torch.device("cpu"))
+    speeds = DataSpeeds("auto", mesh)
+    speeds.agree()
+    assert speeds.values == [2.0, 4.0]
+    # The latest steps count, all of them alike.
+    told[1] = (0, 24.0, 4.0)
+    speeds.agree()
+    assert speeds.values == [(8 + 24) / (4 + 4), 4.0]
 
 
 def test_rectified_flow(tmp_path):

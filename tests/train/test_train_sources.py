@@ -93,6 +93,21 @@ def test_weights_say_how_often_an_epoch_has_a_sample(weights, per_epoch):
     assert SampleOrder(sizes, seed=3, micro=2, per_step=1, sets=sets).step(17) == order.step(17)
 
 
+def test_turns_of_weighted_sets_and_of_class_images_differ():
+    """Also by the run's seed: no row of samples comes in one order for ever."""
+    sets = SampleSets((0,) * 7 + (1,) * 7, (0.5, 1.0), prior=1)
+
+    def rows(seed: int) -> list[list[int]]:
+        """Every turn of the row of the weighted set, and of that of its class images."""
+        order = SampleOrder([(64, 64)] * 14, seed=seed, micro=1, per_step=1, sets=sets)
+        drawn = [[one.index for one in order.step(step)[0].samples] for step in range(28)]
+        return [[pair[row] for pair in drawn[turn : turn + 7]] for row in (0, 1) for turn in (0, 7, 14, 21)]
+
+    found = rows(3)
+    assert all(sorted(turn) == list(range(7, 14)) for turn in found[4:])
+    assert len({*map(tuple, found), *map(tuple, rows(4))}) == 16
+
+
 def test_data_sets_are_found_with_settings_of_their_own(tmp_path, data):
     other = folder_of(tmp_path / "other", 3)
     (other / "bad.png").write_bytes(b"nothing")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ..request import PictureRequest, added_fields, request_fields
 from .files import InputFile, find_input_file
 from .job import PictureJob, job_for
 from .model_info import ModelInfo, cached, find_model, is_hub_id
-from .receipt import Receipt
+from .receipt import Receipt, ReceiptFile
 
 # Settings that images hold under another name: receipts outlive names.
 _RECORDED_AS = {"weights": "speeds"}
@@ -215,6 +215,10 @@ def _values(made: Any) -> np.ndarray:
     return np.concatenate([np.asarray(frame.convert("RGB")) for frame in frames]).astype(int)
 
 
+def _file_names(files: Sequence[ReceiptFile]) -> str:
+    return ", ".join(f"{file.role} {file.digest[:16]} at {file.scale:g}" for file in files) or "none"
+
+
 def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[Change]:
     """Everything that two receipts of one image do not share, what decides first; ``sampled``: see `compare_replay`."""
     changes: list[Change] = []
@@ -242,9 +246,12 @@ def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[C
     compare("model", Path(was.model).name, Path(now.model).name, False)
     for name in ("pipeline", "dtype", "scheduler"):
         compare(name, getattr(was, name), getattr(now, name), text=known)
-    texts = ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "max_sequence_length")
+    texts = ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "strength", "max_sequence_length")
     for name in (*texts, *added_fields()):
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
+    # Their paths may be others.
+    used, given = ([file.model_copy(update={"path": ""}) for file in receipt.files] for receipt in (was, now))
+    compare("input files", used, given, text=_file_names)
     compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")
     compare("frames", was.frames, now.frames, text=known)
     compare("frames per second", was.fps, now.fps, text=known)
