@@ -146,11 +146,15 @@ class Environment:
         return self.call(self.programs / "python", "-c", IMPORT_ALL)
 
     def try_generate(self) -> str:
-        text = self.call(
+        return self.own_lines(
             "ditmesh", "generate", "a red fox", "--devices", "2", "--cfg", "2", "--compare", "--out", "two"
         )
-        if warnings := [line for line in text.splitlines() if "Warning" in line or "deprecated" in line]:
-            raise EnvironmentMistake("`ditmesh generate` prints warnings of other packages:\n" + "\n".join(warnings))
+
+    def own_lines(self, *words: str) -> str:
+        """What a command prints, which has to be without Python's warnings of other packages."""
+        text = self.call(*words)
+        if warnings := [line for line in text.splitlines() if re.search(r"\wWarning\b|deprecated", line)]:
+            raise EnvironmentMistake(f"{' '.join(words)} prints warnings of other packages:\n" + "\n".join(warnings))
         return text
 
     def try_verify(self) -> str:
@@ -162,7 +166,7 @@ class Environment:
         for image in data.glob("*.png"):
             image.with_suffix(".txt").write_text("an emoji", encoding="utf-8")
         (self.work / "run.yaml").write_text(RUN_FILE, encoding="utf-8")
-        text = self.call("ditmesh", "train", "run.yaml", "--devices", "2")
+        text = self.own_lines("ditmesh", "train", "run.yaml", "--devices", "2")
         words = ["--devices", "2", "--steps", "2", "--out", "adapted"]
         return text + self.call("ditmesh", "generate", "an emoji", "--lora", "run/lora", *words)
 

@@ -139,6 +139,7 @@ class Session:
         """A call of the diffusion model, by ComfyUI's `BaseModel`."""
         if self.followed.lead.inside:
             return proceed(*args, **kwargs)
+        self._refuse_training()
         options = kwargs.get("transformer_options") or {}
         inner = host.diffusion_model_wrappers(options)
         if not inner or not hasattr(type(self.model), "_forward"):
@@ -185,6 +186,18 @@ class Session:
             self._compare(out, truth, named)
             self._checked.add(form)
         return out
+
+    def _refuse_training(self) -> None:
+        """Refuse a call that is to have gradients: ComfyUI samples in inference mode, and nodes that train leave it."""
+        import torch
+
+        from ditmesh import InputError
+
+        if torch.is_grad_enabled():
+            raise InputError(
+                f"{type(self.model).__name__} is called by a node that trains, and what runs on several devices passes "
+                "no gradients on; put that node before Parallelize model"
+            )
 
     def _check_override(self, override: Any) -> None:
         """Refuse an attention override that ranks would leave out.
