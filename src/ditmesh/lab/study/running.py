@@ -221,7 +221,8 @@ def run_cell(
 @contextmanager
 def stale(pipe: Any, cell: Cell) -> Iterator[Any]:
     """The pipeline with a cell's strategy, simulated in this process; the engine."""
-    from ...engine import engine_of, parallelize, restore, simulate
+    from ...engine import engine_of, parallelize, restore
+    from ...engine.simulation import simulate
 
     (parallelize if cell.strategy == "pipefusion" else simulate)(pipe, cell.config())
     try:

@@ -39,9 +39,8 @@ from ...generate.runner import (
 from ...generate.shape import input_size
 from ...generate.video import FPS
 from ...media.videos import check_video_library
-from ...recipe import RECIPE
+from ...recipe import BANDED_VAE, RECIPE
 from ...request import PictureRequest, size_of
-from ...strategies.vae.parallel import BandedVae
 from ..offers import ModelSpec, check_format
 from ..types import JobRequest, ModelCard
 from .batching import Batcher
@@ -50,7 +49,7 @@ from .protocol import PictureTask
 from .rendezvous import HostAllGather
 
 # Each rank decodes whole images: bands of one image would need all ranks at the same time.
-RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BandedVae)
+RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BANDED_VAE)
 
 # The test image at loading: the largest number of tokens along a side, steps and frames.
 TRIED_SIDE, TRIED_STEPS, TRIED_FRAMES = 16, 4, 9
