@@ -83,10 +83,10 @@ docs: $(BIN)/ditmesh  ## the documentation site, into site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(BIN)/ditmesh  ## the wheel, into dist/
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+wheel: $(BIN)/ditmesh  ## the wheels of the code and of the embedded models, into dist/
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist . ./src/ditmesh/zoo
 
-release-check: $(BIN)/ditmesh  ## sdist and wheel, checked and tried in a fresh environment, into dist/
+release-check: $(BIN)/ditmesh  ## sdists and wheels, checked and tried in a fresh environment, into dist/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
 	$(BIN)/python .ci/release.py
 

@@ -94,12 +94,13 @@ class Environment:
             self.call(sys.executable, "-m", "venv", self.folder / "venv")
         constraints = self.folder / "constraints.txt"
         constraints.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        self.call(self.programs / "python", *PIP[1:], "wheel", "--no-deps", "-w", self.folder, ROOT)
-        (wheel,) = self.folder.glob("ditmesh-*.whl")
+        sources = (ROOT, ROOT / "src" / "ditmesh" / "zoo")
+        self.call(self.programs / "python", *PIP[1:], "wheel", "--no-deps", "-w", self.folder, *sources)
+        (wheel,), (models,) = self.folder.glob("ditmesh-*.whl"), self.folder.glob("ditmesh_zoo-*.whl")
         wanted = f"ditmesh[{','.join(EXTRAS)}] @ {wheel.as_uri()}"
         # The newest: what an earlier use of the folder has left is upgraded.
         more = ["--upgrade", "--upgrade-strategy", "eager"] if not lines else []
-        self.call(self.programs / "python", *PIP[1:], "install", *more, "-c", constraints, wanted)
+        self.call(self.programs / "python", *PIP[1:], "install", *more, "-c", constraints, wanted, models)
         self.call(self.programs / "python", *PIP[1:], "check")
         print(self.call(self.programs / "python", "-m", "pip", "list", "--format=freeze"))
 

@@ -62,7 +62,7 @@ __all__ = [
 _LAZY = {
     "Client": "client",
     "DesyncError": "comm",
-    "Followers": "ranks",
+    "Followers": "followers",
     "Mesh": "comm.mesh",
     "ParallelConfig": "config",
     "PeerError": "comm",

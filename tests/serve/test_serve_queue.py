@@ -32,7 +32,8 @@ from ditmesh.serve.errors import IdempotencyKey, KeyReused, NoSpace, QueueFull, 
 from ditmesh.serve.http.errors import refusal_response
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.queue import dispatch
-from ditmesh.serve.queue.queue import FILE, Queue
+from ditmesh.serve.queue.database import FILE
+from ditmesh.serve.queue.queue import Queue
 from ditmesh.serve.queue.results import ResultFiles
 from ditmesh.serve.queue.storage import storage_error
 from ditmesh.serve.service import Service
@@ -142,14 +143,14 @@ def test_a_request_with_a_key_is_one_job(opened: Any) -> None:
     queue.forget(queue.expired())
     assert queue.ids() == set()
     assert queue.repeated("me", once) is None
-    assert queue._db.execute("SELECT count(*) FROM keys").fetchone()[0] == 0
+    assert queue._database.connection.execute("SELECT count(*) FROM keys").fetchone()[0] == 0
 
 
 def test_a_file_of_an_earlier_server_gets_what_it_lacks(opened: Any) -> None:
     queue = opened()
     queue.submit("a", request(), "", 1.0)
-    queue._db.execute("DROP TABLE keys")
-    queue._db.execute("ALTER TABLE jobs DROP COLUMN due")
+    queue._database.connection.execute("DROP TABLE keys")
+    queue._database.connection.execute("ALTER TABLE jobs DROP COLUMN due")
     queue = opened()
     assert queue.job("a").status == "queued"
     queue.submit("b", request(), "", 1.0, key=IdempotencyKey("k", "same"))
@@ -376,7 +377,7 @@ def test_a_job_that_a_stopping_server_puts_back_is_told_why(tmp_path: Path) -> N
 def test_a_locked_queue_is_not_a_full_disk(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as service:
-            await service.on_disk(service.queue._db.execute, "PRAGMA busy_timeout = 50")
+            await service.on_disk(service.queue._database.connection.execute, "PRAGMA busy_timeout = 50")
             job = await service.submit(JobRequest(prompt="fox", steps=20), "")
             await until(lambda: service.live_jobs[job.id].progress.get(0, 0) > 2)
             with contextlib.closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
@@ -553,10 +554,10 @@ def test_no_order_of_events_loses_or_repeats_a_picture(operations: list[tuple[st
 DRILL = """
 import json, os, signal, sys
 from pathlib import Path
-from ditmesh.serve.queue import queue, results
+from ditmesh.serve.queue import database, queue, results, rows
 from ditmesh.serve.types import JobImage, JobRequest
 
-FILES = {queue.__file__, results.__file__}
+FILES = {queue.__file__, database.__file__, rows.__file__, results.__file__}
 folder, counts = Path(sys.argv[1]), []
 
 def image(index):

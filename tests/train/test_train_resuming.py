@@ -319,7 +319,7 @@ def test_a_caption_that_cannot_be_encoded_is_named(stopped, tmp_path):
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     with Trainer(config, pipe, timeout=60.0) as trainer:
         encode = trainer.family.encode
-        wrong = trainer.data.samples[3].said
+        wrong = trainer.data.samples[3].words
 
         def encoded(pipe, said, length):
             if wrong in said:

@@ -22,7 +22,8 @@ from ditmesh.train import TrainConfig
 from ditmesh.train.data.encoders import Encoders
 from ditmesh.train.data.held_out import NUM_LEVELS
 from ditmesh.train.data.order import DrawnSample, MicroBatch
-from ditmesh.train.data.samples import Samples, pixels
+from ditmesh.train.data.reading import read_samples
+from ditmesh.train.data.samples import pixels
 from ditmesh.train.logs.charts import HELD_OUT, LOSS, MEAN, NORM, RATE, smoothed, training_chart, validation_grid
 from ditmesh.train.logs.trackers import check_trackers
 from ditmesh.train.logs.training_log import COLUMNS, TrainingLog, read_log
@@ -241,11 +242,11 @@ def test_the_held_out_loss_is_that_of_a_plain_loop(given, model, data, tmp_path)
     with Trainer(config, whole) as trainer, torch.no_grad():
         measured = trainer.held_out
         chosen = {sample.name for sample in trainer.data.held_out}
-        samples = [sample for sample in Samples.find(config, "text").good if sample.name in chosen]
+        samples = [sample for sample in read_samples(config, "text").good if sample.name in chosen]
         for number, sample in enumerate(samples):
             # The autoencoder's deviation is next to nothing.
             latents = pipe.vae.encode(pixels(sample.picture(), (32, 32))[None]).latent_dist.mode() * 0.18
-            text, mask, _, _ = pipe.encode_prompt(sample.said, False, max_sequence_length=16)
+            text, mask, _, _ = pipe.encode_prompt(sample.words, False, max_sequence_length=16)
             for level in range(NUM_LEVELS):
                 time = tables.timesteps[int((level + 0.5) / NUM_LEVELS * 1000)][None]
                 noise = measured._noise(trainer.held_out._batches[0].samples[0].__class__(number, number), level,

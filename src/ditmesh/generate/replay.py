@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,17 @@ class Replay:
     psnr: float | None
     changes: tuple[Change, ...]
 
+    def as_data(self) -> dict[str, Any]:
+        """Its fields as `ditmesh replay --json` has them."""
+        return {
+            "promised": self.promised,
+            "equal": self.equal,
+            "largest_difference": self.largest,
+            "differing_pixels": self.pixels,
+            "psnr": self.psnr,
+            "changes": [asdict(change) for change in self.changes],
+        }
+
 
 def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
     """The model of a receipt, or another one in its place.
@@ -79,7 +90,7 @@ def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
     if model is not None:
         return find_model(model)
     named = Path(receipt.model)
-    if receipt.model in zoo.EMBEDDED or (named.parent.name == "zoo" and named.name in zoo.EMBEDDED):
+    if receipt.model in zoo.EMBEDDED or (named.parent.name in ("zoo", zoo.DATA) and named.name in zoo.EMBEDDED):
         return find_model(zoo.path(named.name))
     if is_hub_id(receipt.model):
         folder = cached(receipt.model)
