@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import diffusers
@@ -12,6 +14,10 @@ import pytest
 import torch
 
 import ditmesh
+from ditmesh.core.arguments import Arguments
+from ditmesh.core.clock import TransformerCall
+from ditmesh.core.values import seen
+from ditmesh.strategies.rows import BatchParallel
 from support.lora import adapter, load
 from support.models import RAGGED, inputs, relative_error, tiny
 from support.pipelines import MAKERS, arguments, draw, embeddings
@@ -181,9 +187,49 @@ def other_scales(config: dict[str, Any], steps: int) -> float:
             return relative_error(sample(), truth)
 
 
-@pytest.mark.parametrize("config", [{"cfg": 2}, {"data": 2}], ids=str)
-def test_a_scale_that_changes_from_call_to_call_is_noticed(ranks, config):
-    assert max(ranks(2).run(other_scales, config, 4)) < TOLERANCE
+def test_whatever_changes_an_adapter_or_a_hook_is_part_of_what_calls_are_compared_by():
+    """Calls of one step that differ in it are not run ahead of one another."""
+    model, arguments = copy.deepcopy(tiny("SD3")), Arguments(("hidden_states",), (), {})
+    for name in ("a", "b"):
+        load(model, adapter("SD3", 1), name)
+    handles: list[Any] = []
+    changes: list[Callable[[], Any]] = [
+        lambda: model.set_adapters("a", 0.25),
+        lambda: model.set_adapters("b", 0.25),
+        lambda: model.set_adapters(["a", "b"], [0.25, 0.25]),
+        lambda: model.set_adapters(["a", "b"], [0.25, 0.5]),
+        lambda: model.disable_adapters(),
+        lambda: handles.append(model.transformer_blocks[1].register_forward_hook(lambda *_: None)),
+        lambda: handles.append(model.norm_out.register_forward_pre_hook(lambda *_: None)),
+    ]
+    model.set_adapters("a", 1.0)
+    # On one device rows are shared out, too, in reproducible mode.
+    with ditmesh.parallelized(model, {"reproducible": True}):
+        (rows,) = ditmesh.engine_of(model).parts(BatchParallel)
+        states = [rows._state(arguments)[0]]
+        assert rows._state(arguments)[0] == states[0]
+        for change in changes:
+            change()
+            states.append(rows._state(arguments)[0])
+    assert all(one != other for one, other in combinations(states, 2))
+
+
+def test_a_branch_that_was_run_ahead_counts_if_all_its_arguments_are_as_predicted():
+    model, one, other = tiny("SD3"), torch.randn(2, 3), torch.randn(2, 3)
+    with ditmesh.parallelized(model, {"reproducible": True}):
+        (rows,) = ditmesh.engine_of(model).parts(BatchParallel)
+
+        def counts(given: dict[str, Any], predicted: dict[str, Any]) -> bool:
+            sides = [{path: seen(value) for path, value in side.items()} for side in (given, predicted)]
+            return rows._as_predicted(*sides, set(), TransformerCall())
+
+        assert counts({"text": one, "scale": 2.0}, {"text": one.clone(), "scale": 2.0})
+        for given in ({"text": other}, {"text": one[:1]}, {"text": one.double()}, {"text": one, "scale": 3.0}, {}):
+            assert not counts(given, {"text": one, "scale": 2.0} if "scale" in given else {"text": one})
+
+
+def test_a_scale_that_changes_from_call_to_call_is_noticed(ranks):
+    assert max(ranks(2).run(other_scales, {"cfg": 2}, 4)) < TOLERANCE
 
 
 def written_over(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import math
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import diffusers
 import numpy as np
@@ -146,6 +146,20 @@ def test_the_average_by_hand_is_what_is_exported(given, model, monkeypatch, aver
     assert len(weights) == 4
     for name, value in expected.items():
         torch.testing.assert_close(exported[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_is_that_of_the_mean_over_all_its_samples(given, model):
+    """Of micro-batches of unlike sizes, by hand: every sample weighs as much, and none is left out."""
+    run = given(train_batch_size=3, global_batch_size=9, max_grad_norm=0.0)
+    with Trainer(TrainConfig.read(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
+        batches = trainer.data.order.step(0)
+        assert sorted(batch.count for batch in batches) == [2, 3, 3]
+        loss = sum(trainer._losses(batch).sum() for batch in batches) / 8
+        gradients = torch.autograd.grad(cast(torch.Tensor, loss), trainer.update.parameters, allow_unused=True)
+        norm = torch.nn.utils.get_total_norm([one for one in gradients if one is not None])
+        done = trainer._optimizer_step(batches)
+    assert done.samples == 8
+    assert (done.loss, done.norm) == pytest.approx((float(loss), float(norm)), rel=1e-4)
 
 
 def test_gradients_are_clipped_to_the_norm_asked_for(given, model, monkeypatch):
