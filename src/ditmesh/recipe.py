@@ -17,6 +17,7 @@ from .strategies.caches import Caches, state_clause
 from .strategies.checked import CheckedCalls, CheckedLayout
 from .strategies.compiled import CompiledBlocks
 from .strategies.determinism import FixedArithmetic
+from .strategies.gathered import GatheredSequence
 from .strategies.inputs import QuietRanks, SameInputs
 from .strategies.pipefusion.patches import PatchTokens
 from .strategies.pipefusion.pipeline import PipeFusionCalls
@@ -43,7 +44,8 @@ REASONS: dict[type[Strategy], str] = {
     ShardedModels: "then pieces of what a rank has left; inside all else, so that each forward finds whole weights",
     CompiledBlocks: "under the hooks: cutting and gathering depend on ranks and requests and are not to be traced",
     StaleSteps: "which steps are exact is known before a token strategy asks",
-    ExactSequence: "exactly one of five: which tokens a rank has, and how attention sees those of the others",
+    ExactSequence: "exactly one of six: which tokens a rank has, and how attention sees those of the others",
+    GatheredSequence: "in the place of ExactSequence",
     ReproducibleSequence: "in the place of ExactSequence",
     Displaced: "in the place of ExactSequence",
     Naive: "in the place of ExactSequence",
