@@ -18,7 +18,7 @@ from .staleness.policy import parse as parse_warmup
 
 TextPolicy = Literal["auto", "shard", "replicate"]
 InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
-Exchange = Literal["exact", "displaced", "naive"]
+Exchange = Literal["exact", "gather", "displaced", "naive"]
 Compression = Literal["fp16", "bf16", "int8", "int4"]
 Prediction = Literal["linear", "none"]
 VaePolicy = Literal["auto", "bands", "whole"]
@@ -111,10 +111,12 @@ class ParallelConfig(BaseModel):
             and images, and rows are not split over ``data``. ``"strict"`` raises an error for inputs that differ,
             ``"trust"`` checks nothing. All except the last also raise an error for pipelines that differ (weights,
             adapters, scheduler, settings of any component): see docs/inputs.md.
-        exchange: the exchange of keys and values between sequence ranks. ``"exact"``: before every attention.
-            ``"displaced"``: those of the previous step, sent while the step runs (DistriFusion, Li et al. 2024,
+        exchange: the exchange of keys and values between ring ranks. ``"exact"``: they go round the ring while
+            attention is computed. ``"gather"``: all of them are gathered before every attention, so that any kernel
+            can compute it, in the order of one device; a rank then holds the keys of all tokens for one block at a
+            time. ``"displaced"``: those of the previous step, sent while the step runs (DistriFusion, Li et al. 2024,
             arXiv:2402.19481). ``"naive"``: none; every rank attends only to its own tokens, a lossy baseline. The last
-            two run on the ring axis.
+            two run without Ulysses.
         patches: number of patches into which PipeFusion splits the image; default: the number of stages. The result
             depends on it, but not on the number of stages; ``patches=4`` without stages gives the image of
             ``pipe=4, patches=4`` on one device.
@@ -206,9 +208,9 @@ class ParallelConfig(BaseModel):
     exchange: Annotated[
         Exchange,
         Setting(
-            "Choose which keys ring ranks exchange: this step's, the previous step's, or none.",
+            "Choose which keys ring ranks exchange: this step's (exact, gather), the previous step's, or none.",
             decides=True,
-            untrained=f"{STALE}; leave it out",
+            untrained="training passes keys round the ring; leave it out",
         ),
     ] = "exact"
     patches: Annotated[
@@ -385,11 +387,14 @@ class ParallelConfig(BaseModel):
 
     def _check_stale(self) -> None:
         parse_warmup(self.warmup)
-        if self.exchange != "exact" and self.ulysses > 1:
+        if self.stale_exchange and self.ulysses > 1:
             raise ConfigError(
                 f"exchange={self.exchange!r} runs on the ring axis, not with ulysses={self.ulysses}; "
                 f"use ring={self.sequence}"
             )
+        if self.exchange == "gather" and (self.stages_or_patches or self.reproducible):
+            mode = "reproducible mode" if self.reproducible else f"PipeFusion (pipe={self.pipe})"
+            raise ConfigError(f"exchange='gather' adds nothing to {mode}, which gathers keys itself; leave it out")
         if self.exchange != "exact" and self.stages_or_patches:
             raise ConfigError(
                 f"exchange={self.exchange!r} and pipe={self.pipe} are two stale strategies; use exchange='exact' "
@@ -475,6 +480,11 @@ class ParallelConfig(BaseModel):
         return self.model_dump() | ({"predict": self.predict or "linear"} if self.exchange == "displaced" else {})
 
     @property
+    def stale_exchange(self) -> bool:
+        """True if ring ranks attend to keys of the previous step, or to their own alone."""
+        return self.exchange in ("displaced", "naive")
+
+    @property
     def predicts_keys(self) -> bool:
         """True if displaced keys are moved on by half of their latest change."""
         return self.exchange == "displaced" and self.predict != "none"
@@ -519,7 +529,9 @@ class ParallelConfig(BaseModel):
         if self.stages != "estimated":
             parts.append(f"stages={self.stages if isinstance(self.stages, str) else ','.join(map(str, self.stages))}")
         if self.exchange != "exact":
-            parts += [f"exchange={self.exchange}", f"warmup={self.warmup}"]
+            parts.append(f"exchange={self.exchange}")
+        if self.stale_exchange:
+            parts.append(f"warmup={self.warmup}")
         if self.compress is not None:
             parts.append(f"compress={self.compress}")
         if self.predict == "none":

@@ -28,7 +28,8 @@ from .strategies.text_encoders import TextEncoders
 from .strategies.tokens import KnownForms
 
 # Strategies that not every configuration asks for, with what of it they need at least.
-STALE_STEPS = LaterStrategy("stale.warmup:StaleSteps", lambda c: c.exchange != "exact" or c.stages_or_patches)
+STALE_STEPS = LaterStrategy("stale.warmup:StaleSteps", lambda config: config.stale_exchange or config.stages_or_patches)
+GATHERED = LaterStrategy("gathered:GatheredSequence", lambda config: config.exchange == "gather")
 REPRODUCIBLE = LaterStrategy("reproducible:ReproducibleSequence", lambda config: config.reproducible)
 DISPLACED = LaterStrategy("stale.displaced:Displaced", lambda config: config.exchange == "displaced")
 NAIVE = LaterStrategy("stale.naive:Naive", lambda config: config.exchange == "naive")
@@ -43,7 +44,8 @@ LINES: dict[type[Strategy] | LaterStrategy, str] = {
     ShardedModels: "then pieces of what a rank has left; inside all else, so that each forward finds whole weights",
     CompiledBlocks: "under the hooks: cutting and gathering depend on ranks and requests and are not to be traced",
     STALE_STEPS: "which steps are exact is known before a token strategy asks",
-    ExactSequence: "exactly one of five: which tokens a rank has, and how attention sees those of the others",
+    ExactSequence: "exactly one of six: which tokens a rank has, and how attention sees those of the others",
+    GATHERED: "in the place of ExactSequence",
     REPRODUCIBLE: "in the place of ExactSequence",
     DISPLACED: "in the place of ExactSequence",
     NAIVE: "in the place of ExactSequence",

@@ -21,7 +21,12 @@ from ditmesh.layout.forms import WAY_OUT
 from support.classes import images, others, videos
 
 CASES = {**images.CASES, **videos.CASES, **others.CASES}
-CONFIGS = {"ulysses=2": {"ulysses": 2}, "ring=2": {"ring": 2}, "data=2": {"data": 2}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "ulysses=2": {"ulysses": 2},
+    "ring=2": {"ring": 2},
+    "gather=2": {"ring": 2, "exchange": "gather"},
+    "data=2": {"data": 2},
+}
 TOLERANCE = 1e-5  # relative, float32
 
 # Ways through the derivation that no other case takes.

@@ -19,7 +19,14 @@ from support.sample import sampled
 
 TOLERANCE = 1e-5  # relative, float32; measured errors are below 1e-6
 MODELS = ["DiT", "PixArt", "SD3", "Flux"]
-CONFIGS = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "ring": 2}, {"ulysses": 3}]
+CONFIGS = [
+    {"ulysses": 2},
+    {"ring": 2},
+    {"ulysses": 2, "ring": 2},
+    {"ulysses": 3},
+    {"ring": 3, "exchange": "gather"},
+    {"ulysses": 2, "ring": 2, "exchange": "gather"},
+]
 SIZES = {"B=1": ODD, "B=2 ragged": RAGGED}
 
 
@@ -71,10 +78,17 @@ def test_every_class_equals_one_device(ranks, model, config):
         assert error > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(("model", "world"), sampled(["SD3", "Flux"], [2, 4, 8], of=2))
-def test_ulysses_is_bit_equal(ranks, model, world):
-    """Keys in the order of one device: the softmax sums alike, and no bit differs."""
-    for result in ranks(world).run(parity, model, {"ulysses": world}, RAGGED):
+@pytest.mark.parametrize(
+    ("model", "config"),
+    sampled(
+        ["SD3", "Flux"],
+        [{"ulysses": 2}, {"ulysses": 4}, {"ulysses": 8}, {"ring": 2, "exchange": "gather"}],
+        of=2,
+    ),
+    ids=str,
+)
+def test_keys_in_the_order_of_one_device_give_its_bits(ranks, model, config):
+    for result in ranks(ranks_of(config)).run(parity, model, config, RAGGED):
         assert result["equal"]
 
 
@@ -89,6 +103,26 @@ def test_virtual_ranks_equal_one_device(model, ring, more):
     truth = run(tiny(model), made)
     with ditmesh.simulated(tiny(model), {"ring": ring, **more}):
         assert relative_error(run(tiny(model), made), truth) <= TOLERANCE
+
+
+def bytes_of_grouped_queries(config):
+    from support.classes import others
+
+    case = others.CASES["AceStepTransformer1DModel"]
+    model = case.make()
+    with ditmesh.parallelized(model, config):
+        model(**case.calls["plain"]())
+        before = dict(ditmesh.engine_of(model).mesh.traffic.bytes_sent)
+        model(**case.calls["plain"]())
+        return ditmesh.engine_of(model).mesh.traffic.bytes_sent["ring"] - before["ring"]
+
+
+def test_gathered_keys_of_grouped_queries_are_not_repeated(ranks):
+    """Four heads of queries share two of keys: half of what the ring sends."""
+    pool = ranks(2)
+    gathered = pool.run(bytes_of_grouped_queries, {"ring": 2, "exchange": "gather"})
+    around = pool.run(bytes_of_grouped_queries, {"ring": 2})
+    assert [2 * count for count in gathered] == around
 
 
 @pytest.mark.parametrize("rule", ["linear_attention", "conv_rows"])
@@ -114,7 +148,7 @@ def test_bytes_on_the_wire(ranks, model):
     """Counters equal the formula, from shapes alone."""
     from support.traffic import expected_bytes
 
-    for config in ({"ulysses": 2}, {"ring": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}):
+    for config in CONFIGS:
         for size in (ODD, RAGGED):
             results = ranks(ranks_of(config)).run(parity, model, {**config, "text": "shard"}, size, False)
             for rank, result in enumerate(results):

@@ -32,9 +32,9 @@ def expected_bytes(model: str, config: dict[str, Any], size: Size, rank: int) ->
                 theirs = sum(lengths[s][peer] for s in streams)
                 # q, k and v of my tokens for the peer's heads; the output of my heads for the peer's tokens
                 sent["ulysses"] += 3 * mine * heads_of[place] + theirs * heads_of[ulysses_rank]
-        # Every rank passes on all blocks of keys and values but the one after its own.
+        # Every rank passes on all blocks of keys and values but the one after its own; or sends its own to all others.
         for step in range(ring - 1):
-            block = (ring_rank - step) % ring
+            block = ring_rank if config.get("exchange") == "gather" else (ring_rank - step) % ring
             keys = sum(lengths[s][block * ulysses + u] for s in streams for u in range(ulysses))
             sent["ring"] += 2 * keys * heads_of[ulysses_rank]
     for axis in ("ulysses", "ring"):

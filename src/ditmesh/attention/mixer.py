@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Link
+from ..comm.autograd import all_to_all
 from ..core.alignment import aligned
 from ..core.partition import Partition, weighted_cut
 from ..core.values import tracked
@@ -240,7 +241,7 @@ class Mixer:
 
 
 def gather_keys(ring: Link, tensors: Sequence[Tensor], keys: Partition) -> list[Tensor]:
-    """Whole tensors (B, H, S, D), tokens in the order of one device, from those of every rank of a ring.
+    """Whole tensors (B, H, S, D), tokens in the order of one device, from every rank of a ring; differentiable.
 
     Args:
         tensors: keys, values …: this rank's (B, H, s, D).
@@ -252,7 +253,11 @@ def gather_keys(ring: Link, tensors: Sequence[Tensor], keys: Partition) -> list[
         [(*tensor.shape[:2], keys.blocks[block][rank], tensor.shape[3]) for tensor in tensors for block in travelling]
         for rank in range(ring.size)
     ]
-    received = ring.all_gather_list([pieces[block] for pieces in split for block in travelling], shapes)
+    outgoing = [pieces[block] for pieces in split for block in travelling]
+    if tracked(*outgoing):
+        received = all_to_all(ring, [outgoing] * ring.size, shapes)
+    else:
+        received = ring.all_gather_list(outgoing, shapes)
     slots = iter(zip(*received, strict=True))
     return [
         torch.cat(

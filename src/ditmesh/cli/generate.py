@@ -412,7 +412,7 @@ def _say(result: dict[str, Any]) -> Report:
         facts = result["compare"]
         most = facts["largest_difference"]
         chosen = ParallelConfig(**result["config"])
-        stale = chosen.exchange != "exact" or chosen.stages_or_patches
+        stale = chosen.stale_exchange or chosen.stages_or_patches
         pixels = "the same pixels" if most == 0 else f"pixels differ by at most {most} of 255"
         if most == 1 and not stale:
             # Several ranks add numbers in a different order from one device.

@@ -29,7 +29,10 @@ from ..errors import LayoutError
 
 
 class AttentionHandler(Protocol):
-    """Computes attention inside a block. Shapes: q (B, H, Sq, D), k and v (B, H, Sk, D)."""
+    """Computes attention inside a block. Shapes: q (B, H, Sq, D), k and v (B, H, Sk, D).
+
+    Where it has a true attribute ``takes_key_heads``, keys and values of grouped queries come with their fewer heads.
+    """
 
     def attend(
         self,
@@ -274,6 +277,14 @@ def _note_asked() -> None:
         _asked.set(True)
 
 
+def with_all_heads(q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as the queries have: those of grouped queries are repeated."""
+    groups = q_bhsd.shape[1] // k_bhsd.shape[1]
+    if groups == 1:
+        return k_bhsd, v_bhsd
+    return k_bhsd.repeat_interleave(groups, dim=1), v_bhsd.repeat_interleave(groups, dim=1)
+
+
 def _handled(
     handler: AttentionHandler,
     query: Tensor,
@@ -301,9 +312,8 @@ def _handled(
         raise LayoutError(
             f"attention of {query.dim()}-dimensional queries inside a parallel block; expected (B, H, S, D)"
         )
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if enable_gqa and not getattr(handler, "takes_key_heads", False):
+        key, value = with_all_heads(query, key, value)
     if is_causal:
         # A mask as any other: who cuts tokens sees whether it can be cut.
         attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()

@@ -169,7 +169,7 @@ class SimulatedStale(StaleStrategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        return config.exchange != "exact"
+        return config.stale_exchange
 
     def handler(self, model: ParallelModel) -> Handler:
         config, mesh, control = self.context.config, self.context.mesh, self.context.get(WarmupControl)

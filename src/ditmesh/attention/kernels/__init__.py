@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ...core.intercept import with_all_heads
 from ...core.values import tracked
 from ...errors import ConfigError, LayoutError, did_you_mean
 from .backends import DiffusersKernel, backend_kernel, backends_of, known_backends
@@ -173,12 +174,13 @@ class LocalAttention:
     def __call__(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """See `Kernel.attend`.
+        """See `Kernel.attend`; keys and values may have fewer heads, each for as many of the queries' heads.
 
         Raises:
             LayoutError: the kernel does not support the call, or gradients are asked for and it has none.
         """
         self._check(q_bhsd, mask)
+        k_bhsd, v_bhsd = with_all_heads(q_bhsd, k_bhsd, v_bhsd)
         out = self.kernel.attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
         if not out.requires_grad and tracked(q_bhsd, k_bhsd, v_bhsd):
             raise LayoutError(

@@ -88,8 +88,8 @@ def predict(
     if config.stages_or_patches:
         return _staged(transformer, settings, config, workload, hardware, dtype)
     steps = steps_of(transformer, settings, config, workload, dtype)
-    exact = synchronous_steps(config, workload.steps) if config.exchange != "exact" else workload.steps
-    stale = config.exchange != "exact"
+    stale = config.stale_exchange
+    exact = synchronous_steps(config, workload.steps) if stale else workload.steps
     return Prediction(
         config,
         workload,
@@ -117,7 +117,8 @@ def seconds(
     busy, launches = sum(found.values()), pieces * device.launch * sum(work.operations.values())
     # A host is as fast as its launches and a GPU as all else: the slower one says how long a step takes.
     found[LAUNCHES] = max(0.0, launches - busy) if device.ahead else launches
-    hidden = {"ring": busy if stale else found["attention"], "shard": busy}
+    travelling = 0.0 if config.exchange == "gather" else found["attention"]
+    hidden = {"ring": busy if stale else travelling, "shard": busy}
     for (name, collective), sent in work.sent.items():
         size, stride = _ranks(name, config)
         if collective == "all_reduce":

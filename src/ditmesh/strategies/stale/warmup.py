@@ -32,7 +32,7 @@ class StaleSteps(Strategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        return config.exchange != "exact" or config.stages_or_patches
+        return config.stale_exchange or config.stages_or_patches
 
     @classmethod
     def keeps_between_steps(cls, config: ParallelConfig) -> str:
