@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
 import diffusers
@@ -162,10 +161,14 @@ def loaded(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     whole = diffusers.DiffusionPipeline.from_pretrained(folder, **absent)
     pipe = ditmesh.load(folder, {**PATCHES, **config}, **absent)
     stages = ditmesh.engine_of(pipe).parts(PipeFusion)[0].stages
+    clock = SimulatedClock()
+    for block in pipe.transformer.transformer_blocks:
+        block.norm1.register_forward_pre_hook(lambda *_: clock.sleep(0.02))
     for block in pipe.transformer.single_transformer_blocks:
-        block.norm.register_forward_pre_hook(lambda *_: time.sleep(0.03))
+        block.norm.register_forward_pre_hook(lambda *_: clock.sleep(0.12))
     before, first = stages.lengths, held(pipe)
-    picture = drawn(pipe)
+    with measured_by(clock):
+        picture = drawn(pipe)
     after, then = stages.lengths, held(pipe)
     ditmesh.restore(pipe)
     return {
