@@ -22,6 +22,7 @@ from .strategies.inputs import QuietRanks, SameInputs
 from .strategies.pipefusion.patches import PatchTokens
 from .strategies.pipefusion.pipeline import PipeFusionCalls
 from .strategies.pipefusion.stages import PipelineStages
+from .strategies.precomputed import Precomputed
 from .strategies.reproducible import ReproducibleSequence
 from .strategies.rows import BatchRows, DecodedRows
 from .strategies.same_latents import SameLatents
@@ -39,6 +40,7 @@ Recipe = tuple[type[Strategy], ...]
 
 # Each strategy, and why it stands where it does.
 REASONS: dict[type[Strategy], str] = {
+    Precomputed: "around the model's own modules, under all that cuts their arguments",
     TensorSlices: "weights first: everything after it sees a rank's slices as the model's own",
     PipelineStages: "then whole blocks: those of other stages are never compiled, only passed over",
     ShardedModels: "then pieces of what a rank has left; inside all else, so that each forward finds whole weights",
