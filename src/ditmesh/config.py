@@ -131,8 +131,8 @@ class ParallelConfig(BaseModel):
             diffusers (``"flash"``, ``"_flash_3"``, ``"sage"``, ``"flex"`` …); or one that
             `ditmesh.attention.kernels.register` has added on every rank. None: the backend that is set on the model.
             Ring attention supports those that return their log-sum-exp: see docs/attention.md.
-        precompute: compute modulation, embedders, and keys and values of the text once for all steps of a request, in the
-            first of them; on a GPU their weights wait in host memory until it ends. The same bits. See docs/memory.md.
+        precompute: compute modulation, embedders, and keys and values of the text once for all steps of a request, in
+            the first of them; on a GPU their weights wait in host memory until it ends. The same bits.
         shared_memory: send tensors between CPU ranks of one host through shared memory; False: through the
             process group, as between hosts.
         vae: parallelisation of the VAE. ``"bands"``: each rank decodes some rows of the image and receives border rows

@@ -1,8 +1,8 @@
-"""A run of a module in which some tensors have no values: what does not depend on them comes out, and nothing else runs.
+"""A run of a module in which some tensors have no values: only what does not depend on them is computed.
 
-Partial evaluation (Jones, Gomard & Sestoft 1993, chapter 5) of torch's operators: an operator that sees a tensor without
-values gives tensors without values, at no cost; all others run as ever. Those that follow from chosen *inputs* are
-noted, so that they can be run again for other values of these inputs without the module's Python.
+Partial evaluation (Jones, Gomard & Sestoft 1993) of torch's operators: one that sees a tensor without values gives
+tensors without values, at no cost; all others run as ever. Those that follow from chosen *inputs* are noted, so that
+they can be run again for other values of these inputs without the module's Python.
 """
 
 from __future__ import annotations

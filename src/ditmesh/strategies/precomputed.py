@@ -1,10 +1,10 @@
-"""What does not depend on the image is computed once for all steps: modulation, embedders, keys and values of the text.
+"""What does not depend on the image is computed once for all steps: modulation, embedders, the text's keys and values.
 
-A third of the weights of FLUX.1, Stable Diffusion 3.5 or Qwen-Image sees the timestep and the text alone, and every rank
-reads all of it in every step. A partial run (`core.partial_run`) of the first call finds those modules in any
-transformer: nothing of it goes by names. Their values for all further timesteps follow by a replay of the few operators
-behind the timestep. From then on the modules return these values, and on a GPU their weights wait in host memory for the
-end of the request. A call whose arguments are others than foreseen is computed when it comes.
+A third of the weights of FLUX.1, Stable Diffusion 3.5 or Qwen-Image sees the timestep and the text alone, and every
+rank reads all of it in every step. A partial run (`core.partial_run`) of the first call finds these modules in any
+transformer: nothing goes by names. Their values for all further timesteps follow by a replay of the few operators
+behind the timestep. From then on the modules return these values, and on a GPU their weights wait in host memory for
+the end of the request. A call whose arguments are others than foreseen is computed when it comes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from ..errors import ConfigError, LayoutError
 from ..layout import TokenLayout
 from ..layout.between import fresh
 from ..layout.derive import without_hooks
+from ..layout.forms import form_of
+from ..layout.types import CallForm
 from .base import Context, ParallelModel, Request, Strategy
 from .pipefusion.stages import give_up, take_back
 
@@ -39,15 +41,31 @@ Row = dict[str, list[Any]]
 
 
 @dataclass
+class _Batch:
+    """Calls whose values were computed together.
+
+    Attributes:
+        form: of the calls.
+        compares: how many of them are still to be compared with the modules themselves: the first, and the first that
+            was replayed.
+    """
+
+    form: CallForm
+    compares: int
+
+
+@dataclass
 class _Foreseen:
     """A call that is to come.
 
     Attributes:
+        batch: the calls that it was computed with.
         branch: of guidance.
         timestep, others: its tensors and numbers, but for those of the image, by path.
         row: its values.
     """
 
+    batch: _Batch
     branch: int
     timestep: Mapping[str, SeenValue]
     others: Mapping[str, SeenValue]
@@ -63,6 +81,7 @@ class PrecomputedModel:
 
     Attributes:
         modules: paths of those whose values the latest calls took from a row.
+        frees_weights: whether their weights leave the device meanwhile.
         hits: calls of the latest request that were foreseen.
     """
 
@@ -70,13 +89,21 @@ class PrecomputedModel:
         self.modules: tuple[str, ...] = ()
         self.hits = 0
         self._model, self._context = model.model, context
+        # On a CPU, host memory is where they are.
+        self.frees_weights = context.mesh.device.type != "cpu"
         self._timestep = timestep_of(model.model, model.layout)
         # Arguments that were others in a later step: the image's.
         self._image: set[str] = set()
         # Modules that see a rank's tokens, and not those of one device.
         self._excluded: set[str] = set()
         self._rows: list[_Foreseen] = []
+        # Forms of calls whose values were compared.
+        self._trusted: set[CallForm] = set()
+        # Weights and settings of the modules that the rows were computed with, by path.
+        self._states: dict[str, Any] = {}
         self._surprises = 0
+        # Whether a pipeline's call is in progress, in which weights stay what they are.
+        self._open = False
         self._stand_ins: dict[str, Patch] = {}
         # By path of a module whose weights are in host memory, these.
         self._away: dict[str, dict[Tensor, Tensor]] = {}
@@ -87,14 +114,14 @@ class PrecomputedModel:
 
     # --- a request ---------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, of_pipeline: bool) -> None:
         """Begin a request: nothing is known of it."""
         self.end()
-        self.hits, self.modules = 0, ()
+        self.hits, self.modules, self._open = 0, (), of_pipeline
 
     def end(self) -> None:
         """End the request: weights come back, and values are dropped."""
-        self._rows, self._row, self._surprises = [], {}, 0
+        self._rows, self._row, self._surprises, self._open = [], {}, 0, False
         self._bring_all()
 
     def close(self) -> None:
@@ -108,36 +135,47 @@ class PrecomputedModel:
 
     def around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """A layer around a whole call."""
-        foreseen, new = self._row_of(arguments)
+        foreseen = self._foreseen(arguments)
         if foreseen is None:
             self._bring_all()
             return proceed(arguments)
-        self._row, self._calls, self._compares = foreseen.row, {}, new
+        batch = foreseen.batch
+        self._row, self._calls, self._compares = foreseen.row, {}, batch.compares > 0
         try:
             result = proceed(arguments)
         finally:
             self._row = {}
-        self._settle(foreseen) if new else self._leave()
-        self.hits += not new
+        if batch.compares:
+            self._settle(foreseen)
+            batch.compares -= 1
+            if not batch.compares:
+                self._trusted.add(batch.form)
+        if not any(row.batch.compares for row in self._rows):
+            self._leave()
         return result
 
     def _settle(self, foreseen: _Foreseen) -> None:
-        """The first call with new values has been compared: leave out what a rank does otherwise than one device."""
+        """A call has been compared: leave out what a rank does otherwise than one device."""
         self._excluded |= {path for path, values in foreseen.row.items() if self._calls.get(path, 0) > len(values)}
         for row in self._rows:
             for path in self._excluded:
                 row.row.pop(path, None)
         self.modules = tuple(path for path in self.modules if path not in self._excluded)
 
-    def _row_of(self, arguments: Arguments) -> tuple[_Foreseen | None, bool]:
-        """The values of a call, and whether they are new; None: it is computed as ever."""
-        parts = self._parts(arguments)
+    def _foreseen(self, arguments: Arguments) -> _Foreseen | None:
+        """The call with its values, which are computed where it was not foreseen; None: it is to run as ever."""
+        parts = self._parts(arguments) if self._open else None
         if parts is None or self._surprises > MAX_SURPRISES:
-            return None, False
+            return None
+        if any(state != self._state(path) for path, state in self._states.items()):
+            # Another adapter, or another strength of it, inside of a request.
+            self._rows, self._states = [], {}
+            self._surprises += 1
         same, branch = self._context.clock.values.all_same, self._context.clock.call.branch
         for foreseen in self._rows:
             if same(parts[1], foreseen.others) and same(parts[0], foreseen.timestep):
-                return foreseen, False
+                self.hits += 1
+                return foreseen
         if before := [row for row in self._rows if row.branch == branch]:
             self._surprises += 1
             self._learn(before, parts[1])
@@ -148,9 +186,9 @@ class PrecomputedModel:
         except LayoutError:
             # What runs is decided by values of the image.
             self._surprises = MAX_SURPRISES + 1
-            return None, False
+            return None
         self._rows = [row for row in self._rows if row.branch != branch] + found
-        return found[0], True
+        return found[0]
 
     def _parts(self, arguments: Arguments) -> tuple[dict[str, SeenValue], dict[str, SeenValue]] | None:
         """The timestep, and the other arguments that are not the image's; None: one of them is an object."""
@@ -206,10 +244,11 @@ class PrecomputedModel:
         run.replay.release()
         for path in row:
             self._stand_in(path)
-        self.modules = tuple(row)
+        self.modules, self._states = tuple(row), {path: self._state(path) for path in row}
         times = [timestep, *({path: seen(value) for path, value in each.items()} for each in later)]
-        branch = self._context.clock.call.branch
-        return [_Foreseen(branch, time, others, row) for time, row in zip(times, rows, strict=True)]
+        form, branch = form_of(arguments), self._context.clock.call.branch
+        batch = _Batch(form, 0 if form in self._trusted else min(2, len(rows)))
+        return [_Foreseen(batch, branch, time, others, row) for time, row in zip(times, rows, strict=True)]
 
     def _later(self, timestep: Mapping[str, SeenValue]) -> list[dict[str, Tensor]]:
         """The timesteps of the calls to come, in the form of this call's: the scheduler's, scaled as this one is."""
@@ -225,6 +264,17 @@ class PrecomputedModel:
                 place = found.index(True)
                 return [{path: torch.where(now == times[place], time, now)} for time in times[place + 1 :]]
         return []
+
+    def _state(self, path: str) -> list[Any]:
+        """What a module computes with: its weights as they lie in memory, and the settings of it and its layers."""
+        away = self._away.get(path, {})
+        return [
+            [
+                *(None if each in away else (each.data_ptr(), version_of(each)) for each in module.parameters(False)),
+                *((name, _plain(value)) for name, value in vars(module).items() if not name.startswith("_backward")),
+            ]
+            for module in self._model.get_submodule(path).modules()
+        ]
 
     # --- modules -----------------------------------------------------------------------------------------
 
@@ -266,14 +316,13 @@ class PrecomputedModel:
 
     def _leave(self) -> None:
         """Weights of modules whose values are known in all foreseen calls go to host memory, on a GPU."""
-        if self._context.mesh.device.type == "cpu":
-            return
-        for path in self.modules:
+        for path in self.modules if self.frees_weights else ():
             if path not in self._away and all(path in foreseen.row for foreseen in self._rows):
                 self._away[path] = {}
                 for parameter in self._model.get_submodule(path).parameters():
-                    self._away[path][parameter] = parameter.data.to("cpu")
+                    self._away[path][parameter] = parameter.data.to("cpu", copy=True)
                     give_up(parameter)
+                self._states[path] = self._state(path)
 
     def _bring_all(self) -> None:
         while self._away:
@@ -284,6 +333,17 @@ class PrecomputedModel:
     def away(self) -> set[int]:
         """The parameters whose values are in host memory now, by id."""
         return {id(parameter) for weights in self._away.values() for parameter in weights}
+
+
+def _plain(value: Any) -> Any:
+    """A value of settings that compares by content; of what is no setting its identity."""
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return id(value)
 
 
 def _scaled(schedule: Tensor, scheduler: Any, like: Tensor) -> Iterable[Tensor]:
@@ -391,6 +451,12 @@ class Precomputed(Strategy):
                 f"precompute=True and offloading both move weights of {type(model).__name__}; use one of them"
             )
 
+    def prepare(self, pipe: Any) -> None:
+        if pipe is None:
+            raise ConfigError(
+                "precompute=True needs a pipeline, whose scheduler tells the timesteps; parallelize the pipeline"
+            )
+
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
             part = model.add(PrecomputedModel(model, self.context))
@@ -400,7 +466,7 @@ class Precomputed(Strategy):
 
     def begin_request(self, request: Request) -> None:
         for model in self.context.models:
-            model.get(PrecomputedModel).begin()
+            model.get(PrecomputedModel).begin(request.pipe is not None)
 
     def end_request(self, failed: bool) -> None:
         for model in self.context.models:
