@@ -118,6 +118,9 @@ def share(model: nn.Module, call: dict[str, Any]) -> tuple[float, tuple[str, ...
     truth = called(model, None, other)
     weights = [each for path in part.modules for each in model.get_submodule(path).parameters()]
     kept = [each.data for each in weights]
+    if part.note:
+        part.close()
+        return 0.0, ()
     part._rows[0].batch.compares = 0
     try:
         for each in weights:
@@ -135,6 +138,8 @@ def share(model: nn.Module, call: dict[str, Any]) -> tuple[float, tuple[str, ...
 
 def _other(value: Any) -> Any:
     generator = torch.Generator().manual_seed(7)
+    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        return value
     if isinstance(value, torch.Tensor):
         return torch.randn(value.shape, generator=generator).to(value.dtype)
     return [_other(item) for item in value]
@@ -150,14 +155,30 @@ def test_reviewed_classes(name):
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_reviewed_class(name):
-    share(tiny(name), inputs(name, RAGGED))
+    assert share(tiny(name), inputs(name, RAGGED))[1]
+
+
+# Calls with caches, or that are decided by the image's values: they run as ever.
+AS_EVER = {
+    "GlmImageTransformer2DModel",
+    "HiDreamImageTransformer2DModel",
+    "AnyFlowFARTransformer3DModel",
+    "Kandinsky5Transformer3DModel nabla",
+    "Kandinsky6SRTransformer3DModel",
+    "SanaWMLTX2RefinerTransformer3DModel",
+    "Flux2Transformer2DModel + caches",
+    "QwenImage21Transformer2DModel",
+    "WanAnimate2Transformer3DModel",
+    "TransformerTemporalModel",
+}
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "form"), [(name, form) for name, case in CASES.items() for form in case.calls])
 def test_every_other_class(name, form):
     case = CASES[name]
-    share(case.make(), case.calls[form]())
+    _, modules = share(case.make(), case.calls[form]())
+    assert modules or name in AS_EVER
 
 
 # --- requests ------------------------------------------------------------------------------------------------
@@ -168,15 +189,17 @@ def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -
     pipe = PIPELINES[name]()
     calls = more.pop("calls", [{}])
     with ditmesh.parallelized(pipe, config):
-        truth = [draw(pipe, arguments(name, [1, 2], **more, **call)) for call in calls]
+        truth = [draw(pipe, arguments(name, [1, 2], **{**more, **call})) for call in calls]
     with ditmesh.parallelized(pipe, {**config, "precompute": True}):
         (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
         part.frees_weights = frees
-        values = [draw(pipe, arguments(name, [1, 2], **more, **call)) for call in calls]
+        values = [draw(pipe, arguments(name, [1, 2], **{**more, **call})) for call in calls]
         modules = len(part.modules)
         assert all(parameter.numel() for parameter in pipe.transformer.parameters())
-    again = draw(pipe, arguments(name, [1, 2], **more, **calls[-1]))
-    assert torch.equal(again, draw(PIPELINES[name](), arguments(name, [1, 2], **more, **calls[-1])))
+    last = {**more, **calls[-1]}
+    assert torch.equal(
+        draw(pipe, arguments(name, [1, 2], **last)), draw(PIPELINES[name](), arguments(name, [1, 2], **last))
+    )
     return all(torch.equal(a, b) for a, b in zip(values, truth, strict=True)), part.hits, modules
 
 
@@ -218,12 +241,12 @@ def at_step(step: int, change: Any) -> dict[str, Any]:
 
 def _stronger(pipe: Any, _: Any) -> None:
     with torch.no_grad():
-        pipe.transformer.transformer_blocks[0].norm1.linear.weight.mul_(1.5)
+        pipe.transformer.transformer_blocks[0].norm1.linear.weight.mul_(2.0)
 
 
 def _weaker(pipe: Any, _: Any) -> None:
     with torch.no_grad():
-        pipe.transformer.transformer_blocks[0].norm1.linear.weight.div_(1.5)
+        pipe.transformer.transformer_blocks[0].norm1.linear.weight.div_(2.0)
 
 
 @pytest.mark.parametrize("change", ["prompt", "weights"])
@@ -247,7 +270,7 @@ def test_a_change_inside_of_a_request_is_seen(change):
     "scheduler",
     ["FlowMatchHeunDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"],
 )
-@pytest.mark.parametrize("more", [{}, {"guidance_scale": 1.0}, {"num_images_per_prompt": 2}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"guidance_scale": 1.0}], ids=str)
 def test_samplers_and_guidance(scheduler, more):
     pipe = PIPELINES["sd3"]()
     kind = getattr(diffusers, scheduler)

@@ -8,6 +8,7 @@ they can be run again for other values of these inputs without the module's Pyth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +173,9 @@ class PartialRun(TorchDispatchMode):
         inputs: the operators that follow from them are noted in `replay`.
     """
 
+    # Flex attention comes here, and is refused.
+    supports_higher_order_operators = True
+
     def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.replay = Replay([*inputs])
@@ -181,21 +185,33 @@ class PartialRun(TorchDispatchMode):
         self._spoilt: dict[int, Any] = {}
 
     def __enter__(self) -> PartialRun:
-        self._attention = intercept.handled_by(_Attention(self))
-        self._attention.__enter__()
+        self._inside = ExitStack()
+        self._inside.enter_context(intercept.handled_by(_Attention(self)))
+        # torch compiles flex attention by itself, and would keep what fails inside for later calls.
+        self._inside.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._attention.__exit__(*error)
+        self._inside.close()
 
     def is_unknown(self, tensor: Tensor) -> bool:
         """True if a tensor has no values, or has lost them."""
         return isinstance(tensor, Unknown) or (bool(self._spoilt) and _memory(tensor) in self._spoilt)
 
+    def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Indices without masks: the places that those with values select."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            masks = index is not None and index.dtype in (torch.bool, torch.uint8) and not self.is_unknown(index)
+            found += index.nonzero().unbind(1) if masks and index is not None else [index]
+        return found
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            raise LayoutError(f"{func} is no operator that runs on shapes alone")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.listener(given)
         # What is drawn at random is drawn anew in each step.
@@ -219,13 +235,13 @@ class PartialRun(TorchDispatchMode):
             shapes[id(shape)] = leaf
             return shape
 
+        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default):
+            # The shape of what a mask selects is told by its values.
+            args = (args[0], self._places(args[1]), *args[2:])
         args, kwargs = tree_map(shape_of, (args, kwargs))
         if not given:
             kwargs = kwargs | {"device": torch.device("meta")}
-        try:
-            result = func(*args, **kwargs)
-        except NotImplementedError as error:
-            raise LayoutError(f"{func} needs values to tell its shape") from error
+        result = func(*args, **kwargs)
 
         def unknown(leaf: Any) -> Any:
             return shapes[id(leaf)] if id(leaf) in shapes else Unknown(leaf, device)
@@ -234,7 +250,7 @@ class PartialRun(TorchDispatchMode):
 
 
 class _Attention:
-    """Attention of a partial run: over tensors without values it is a shape, whatever kernel is asked for."""
+    """Attention of a partial run: kernels that are none of torch's get no tensors without values."""
 
     takes_key_heads = True
 
@@ -251,9 +267,11 @@ class _Attention:
         backend: str | None = None,
     ) -> Tensor:
         given = [tensor for tensor in (q_bhsd, k_bhsd, v_bhsd, mask) if tensor is not None]
-        if any(map(self._run.is_unknown, given)):
-            shape = (*q_bhsd.shape[:-1], v_bhsd.shape[-1])
-            return Unknown(torch.empty(shape, dtype=q_bhsd.dtype, device="meta"), q_bhsd.device)
+        if backend is not None and any(map(self._run.is_unknown, given)):
+            batch, heads, tokens, _ = q_bhsd.shape
+            # In the order in which torch's own kernels write it.
+            out_bshd = torch.empty((batch, tokens, heads, v_bhsd.shape[-1]), dtype=q_bhsd.dtype, device="meta")
+            return Unknown(out_bshd.transpose(1, 2), q_bhsd.device)
         k_bhsd, v_bhsd = intercept.with_all_heads(q_bhsd, k_bhsd, v_bhsd)
         if backend is not None:
             return intercept.call_backend(backend, q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)

@@ -9,6 +9,7 @@ the end of the request. A call whose arguments are others than foreseen is compu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -82,17 +83,20 @@ class PrecomputedModel:
     Attributes:
         modules: paths of those whose values the latest calls took from a row.
         frees_weights: whether their weights leave the device meanwhile.
+        note: the reason why nothing was computed ahead in the latest request, a sentence; empty: something was.
         hits: calls of the latest request that were foreseen.
     """
 
     def __init__(self, model: ParallelModel, context: Context) -> None:
         self.modules: tuple[str, ...] = ()
         self.hits = 0
+        self.note = ""
         self._model, self._context = model.model, context
         # On a CPU, host memory is where they are.
         self.frees_weights = context.mesh.device.type != "cpu"
         self._timestep = timestep_of(model.model, model.layout)
-        # Arguments that were others in a later step: the image's.
+        # Arguments that were others in later steps, how often, and those taken for the image's.
+        self._changes: Counter[str] = Counter()
         self._image: set[str] = set()
         # Modules that see a rank's tokens, and not those of one device.
         self._excluded: set[str] = set()
@@ -117,7 +121,7 @@ class PrecomputedModel:
     def begin(self, of_pipeline: bool) -> None:
         """Begin a request: nothing is known of it."""
         self.end()
-        self.hits, self.modules, self._open = 0, (), of_pipeline
+        self.hits, self.modules, self._open, self.note = 0, (), of_pipeline, ""
 
     def end(self) -> None:
         """End the request: weights come back, and values are dropped."""
@@ -165,6 +169,8 @@ class PrecomputedModel:
     def _foreseen(self, arguments: Arguments) -> _Foreseen | None:
         """The call with its values, which are computed where it was not foreseen; None: it is to run as ever."""
         parts = self._parts(arguments) if self._open else None
+        if parts is None and self._open:
+            self.note = f"precompute: {type(self._model).__name__} is called with an object that may change in a call"
         if parts is None or self._surprises > MAX_SURPRISES:
             return None
         if any(state != self._state(path) for path, state in self._states.items()):
@@ -183,9 +189,11 @@ class PrecomputedModel:
             assert parts is not None
         try:
             found = self._computed(arguments, *parts)
-        except LayoutError:
-            # What runs is decided by values of the image.
+        except Exception as error:
+            # What runs is decided by values of the image, or it runs outside of torch. An error of the model itself
+            # comes again when it runs as ever.
             self._surprises = MAX_SURPRISES + 1
+            self.note = f"precompute: nothing of {type(self._model).__name__} was computed ahead ({error})"
             return None
         self._rows = [row for row in self._rows if row.branch != branch] + found
         return found[0]
@@ -211,13 +219,13 @@ class PrecomputedModel:
         return isinstance(value, Tensor) and (covers(arguments.names[0], path) or path in self._image)
 
     def _learn(self, before: list[_Foreseen], others: Mapping[str, SeenValue]) -> None:
-        """A tensor that is another one than in the branch's calls before is taken for the image from now on."""
+        """A tensor that is another one in two steps is taken for the image from now on (residuals of a ControlNet)."""
         same, known = self._context.clock.values.same, before[0].others
-        self._image |= {
-            path
-            for path, value in others.items()
-            if isinstance(value.value, Tensor) and not (path in known and same(value, known[path]))
-        }
+        for path, value in others.items():
+            earlier = known[path].value if path in known else None
+            if isinstance(value.value, Tensor) and isinstance(earlier, Tensor) and not same(value, known[path]):
+                self._changes[path] += value.value.shape == earlier.shape
+        self._image |= {path for path, count in self._changes.items() if count > 1}
 
     # --- values ------------------------------------------------------------------------------------------
 
@@ -446,6 +454,11 @@ class Precomputed(Strategy):
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+            raise ConfigError(
+                f"precompute=True returns values in the place of modules, which {type(model).__name__} has compiled; "
+                "use one of them"
+            )
         if any("_hf_hook" in vars(module) for module in model.modules()):
             raise ConfigError(
                 f"precompute=True and offloading both move weights of {type(model).__name__}; use one of them"
@@ -471,3 +484,6 @@ class Precomputed(Strategy):
     def end_request(self, failed: bool) -> None:
         for model in self.context.models:
             model.get(PrecomputedModel).end()
+
+    def notes(self) -> list[str]:
+        return [note for model in self.context.models if (note := model.get(PrecomputedModel).note)]
