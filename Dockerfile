@@ -30,7 +30,7 @@ RUN python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb
     && python -m pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY README.md LICENSE ./
 COPY src ./src
-RUN python -m pip install --no-cache-dir --no-deps . && rm -rf src
+RUN python -m pip install --no-cache-dir --no-deps . ./src/ditmesh/zoo && rm -rf src
 
 # Models that are fetched stay in a volume: -v models:/models
 ENV HF_HOME=/models

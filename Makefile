@@ -8,7 +8,7 @@ DEVICES ?= --devices 2 --cfg 2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
-.PHONY: generate test test-all oldest newest test-rules test-detail lint format bench bench-overhead bench-training gpu-check docs wheel release-check clean
+.PHONY: generate test test-all test-faults oldest newest test-rules test-detail lint format bench bench-overhead bench-training gpu-check docs wheel release-check clean
 
 $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,11 @@ test: $(BIN)/ditmesh  ## the tests that every change must pass
 
 test-all: $(BIN)/ditmesh  ## the full matrix as well
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q $(IN_TWO)
+
+# Wrong edits of the product, one at a time in a copy, each with the tests that must see it: make test-faults ONLY=ring-order,
+# or SHARE=2/8 for one of eight shares. Prints the table, and writes it to docs/planted-faults.md.
+test-faults: $(BIN)/ditmesh  ## whether the tests see planted faults
+	$(BIN)/python tests/faults/planting.py $(if $(ONLY),--only $(ONLY)) $(if $(SHARE),--share $(SHARE))
 
 # In an empty environment, which needs a network: make oldest TRY="--folder /tmp/oldest" keeps it.
 oldest newest:  ## what a newcomer runs, with the oldest or the newest packages that pyproject.toml allows
@@ -78,10 +83,10 @@ docs: $(BIN)/ditmesh  ## the documentation site, into site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(BIN)/ditmesh  ## the wheel, into dist/
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+wheel: $(BIN)/ditmesh  ## the wheels of the code and of the embedded models, into dist/
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist . ./src/ditmesh/zoo
 
-release-check: $(BIN)/ditmesh  ## sdist and wheel, checked and tried in a fresh environment, into dist/
+release-check: $(BIN)/ditmesh  ## sdists and wheels, checked and tried in a fresh environment, into dist/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
 	$(BIN)/python .ci/release.py
 

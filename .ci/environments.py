@@ -94,12 +94,13 @@ class Environment:
             self.call(sys.executable, "-m", "venv", self.folder / "venv")
         constraints = self.folder / "constraints.txt"
         constraints.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        self.call(self.programs / "python", *PIP[1:], "wheel", "--no-deps", "-w", self.folder, ROOT)
-        (wheel,) = self.folder.glob("ditmesh-*.whl")
+        sources = (ROOT, ROOT / "src" / "ditmesh" / "zoo")
+        self.call(self.programs / "python", *PIP[1:], "wheel", "--no-deps", "-w", self.folder, *sources)
+        (wheel,), (models,) = self.folder.glob("ditmesh-*.whl"), self.folder.glob("ditmesh_zoo-*.whl")
         wanted = f"ditmesh[{','.join(EXTRAS)}] @ {wheel.as_uri()}"
         # The newest: what an earlier use of the folder has left is upgraded.
         more = ["--upgrade", "--upgrade-strategy", "eager"] if not lines else []
-        self.call(self.programs / "python", *PIP[1:], "install", *more, "-c", constraints, wanted)
+        self.call(self.programs / "python", *PIP[1:], "install", *more, "-c", constraints, wanted, models)
         self.call(self.programs / "python", *PIP[1:], "check")
         print(self.call(self.programs / "python", "-m", "pip", "list", "--format=freeze"))
 
@@ -145,11 +146,15 @@ class Environment:
         return self.call(self.programs / "python", "-c", IMPORT_ALL)
 
     def try_generate(self) -> str:
-        text = self.call(
+        return self.own_lines(
             "ditmesh", "generate", "a red fox", "--devices", "2", "--cfg", "2", "--compare", "--out", "two"
         )
-        if warnings := [line for line in text.splitlines() if "Warning" in line or "deprecated" in line]:
-            raise EnvironmentMistake("`ditmesh generate` prints warnings of other packages:\n" + "\n".join(warnings))
+
+    def own_lines(self, *words: str) -> str:
+        """What a command prints, which has to be without Python's warnings of other packages."""
+        text = self.call(*words)
+        if warnings := [line for line in text.splitlines() if re.search(r"\wWarning\b|deprecated", line)]:
+            raise EnvironmentMistake(f"{' '.join(words)} prints warnings of other packages:\n" + "\n".join(warnings))
         return text
 
     def try_verify(self) -> str:
@@ -161,7 +166,7 @@ class Environment:
         for image in data.glob("*.png"):
             image.with_suffix(".txt").write_text("an emoji", encoding="utf-8")
         (self.work / "run.yaml").write_text(RUN_FILE, encoding="utf-8")
-        text = self.call("ditmesh", "train", "run.yaml", "--devices", "2")
+        text = self.own_lines("ditmesh", "train", "run.yaml", "--devices", "2")
         words = ["--devices", "2", "--steps", "2", "--out", "adapted"]
         return text + self.call("ditmesh", "generate", "an emoji", "--lora", "run/lora", *words)
 

@@ -3,9 +3,8 @@
 ``--budget`` prints the lines of each room beside its ceiling of ceilings.txt. A room above its ceiling fails the
 check: a feature that needs more lines takes them from its own room, or raises the ceiling with the reason.
 
-Import circles are looked for between files: in src by imports at the top of a module, in training/ and benchmarks/ by
-those inside functions too. That imports run one way between rooms of src, late ones too, is what
-tests/project/test_docs.py holds against the tree of docs/architecture.md.
+Import circles are looked for between files, those inside functions too. So are imports against `LAYERS`;
+tests/project/test_docs.py holds the order of rooms inside of a layer against the tree of docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -24,8 +23,26 @@ MOST = 20
 OPEN = Path(__file__).with_name("house_open.txt")
 CEILINGS = Path(__file__).with_name("ceilings.txt")
 # Rooms that are no part of the engine: what `engine` counts is the rest of src/ditmesh.
-BESIDE_THE_ENGINE = ("serve", "train", "lab", "tools", "client.py", "ray_serve.py", "cli/serve.py", "cli/train.py",
+BESIDE_THE_ENGINE = ("serve", "train", "lab", "client.py", "ray_serve.py", "cli/serve.py", "cli/train.py",
                      "cli/plan.py", "cli/study.py", "cli/remote.py")  # fmt: skip
+
+# Rooms by layer, from the bottom up: a room imports from its own layer's other rooms only where `WITHIN` says so, and
+# from all layers below. What is not named is the engine, the layer below all of these.
+LAYERS = (
+    ("generate", "verify", "ranks", "followers"),
+    ("serve", "train", "lab", "client"),
+    ("cli", "ray_serve", "__main__"),
+)
+WITHIN = {
+    "generate": {"followers"},
+    "verify": {"generate"},
+    "ranks": {"generate", "followers"},
+    "client": {"serve"},
+    "ray_serve": {"cli"},
+    "__main__": {"cli"},
+}
+# What a folder says about a model, read by the engine too.
+IN_THE_ENGINE = {"ditmesh.generate.model_info"}
 
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.Assert, ast.match_case)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -104,6 +121,22 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return [list(circle) for circle in sorted(found)]
 
 
+def layer_of(module: str) -> tuple[int, str]:
+    """The number of a module's layer, 0 for the engine, and its room."""
+    room = module.split(".")[1] if module.startswith(f"{PACKAGE}.") and module not in IN_THE_ENGINE else ""
+    return next(((number, room) for number, rooms in enumerate(LAYERS, 1) if room in rooms), (0, ""))
+
+
+def against_layers(graph: Mapping[str, set[str]]) -> Iterator[str]:
+    """Imports from a layer above, or from another room of the same layer that `WITHIN` does not allow."""
+    for name, targets in graph.items():
+        layer, room = layer_of(name)
+        for target in sorted(targets):
+            above, other = layer_of(target)
+            if above > layer or (above == layer and other not in ("", room, *WITHIN.get(room, ()))):
+                yield f"import against the layers: {name} imports {target}"
+
+
 def violations() -> Iterator[str]:
     """One line for each, without line numbers, so that a list of them stays valid while files change."""
     files = sorted((SOURCE / PACKAGE).rglob("*.py"))
@@ -120,7 +153,7 @@ def violations() -> Iterator[str]:
         for function in complex_functions(tree, file.read_text(encoding="utf-8").splitlines()):
             yield f"complexity above {MOST} without a comment '# complex: why': {where} {function}"
         is_package = file.name == "__init__.py"
-        between_files[name] = set(imports(tree, name, is_package, names))
+        between_files[name] = set(imports(tree, name, is_package, names, late=True))
     for name, found in sorted(classes.items()):
         # A class that is defined twice in one file is one for type checkers and one for the program.
         if len(set(found)) > 1:
@@ -131,6 +164,7 @@ def violations() -> Iterator[str]:
         for name, file in scripts.items():
             tree = ast.parse(file.read_text(encoding="utf-8"))
             between_files[name] = set(imports(tree, name, False, scripts, late=True))
+    yield from against_layers(between_files)
     for circle in circles(between_files):
         yield f"circle of imports between files: {' '.join(circle)}"
     yield from above_ceilings()

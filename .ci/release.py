@@ -1,7 +1,8 @@
 """Builds what a release consists of, and tries it; the command is `make release-check`.
 
-The sdist and the wheel are built from the committed files, the wheel from the sdist. Their metadata and contents are
-compared with the repository, and the wheel generates an image on two ranks in a fresh virtual environment, from which
+The sdists and the wheels of ditmesh and of ditmesh-zoo are built from the committed files, the wheels from the sdists.
+Their metadata and contents are compared with the repository. In a fresh virtual environment the wheel of the code says
+what to install for an embedded model, and with both wheels it generates an image on two ranks, from which
 `ditmesh replay` has to get the same pixels. The files of a successful check are left in the folder given by --out.
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -23,7 +25,9 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 MARKS = {"images", "bits", "interface"}
-MOST_BYTES = 60_000_000  # the wheel's share of PyPI's 100 MB per file that the project allows itself
+# Of the wheels of the code and of the models; PyPI takes 100 MB a file.
+MOST_BYTES, MOST_MODEL_BYTES = 2_000_000, 60_000_000
+ZOO = Path("src", "ditmesh", "zoo")
 HEADING = re.compile(r"^## (?P<version>\S+)(?: \((?P<date>[^)]*)\))?$", re.MULTILINE)
 
 
@@ -84,15 +88,37 @@ def version_mistakes(source: Path) -> list[str]:
     cited = str(yaml.safe_load((source / "CITATION.cff").read_text(encoding="utf-8"))["version"])
     if cited != version:
         found.append(f"CITATION.cff is of version {cited}, the package of {version}")
+    models = tomllib.loads((source / ZOO / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    if models != version:
+        found.append(f"{ZOO}/pyproject.toml is of version {models}, the package of {version}")
+    return found
+
+
+def model_files(source: Path) -> set[Path]:
+    """The committed files of the embedded models, relative to their folder."""
+    folder = source / ZOO
+    paths = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    return {path for path in paths if len(path.parts) > 1 and path.parts[0] != "__pycache__"}
+
+
+def model_mistakes(source: Path, wheel: Path) -> list[str]:
+    """How the wheel of the models differs from what is committed."""
+    with zipfile.ZipFile(wheel) as opened:
+        names = {name for name in opened.namelist() if not name.endswith("/") and ".dist-info/" not in name}
+    models = {f"ditmesh_zoo/{path.as_posix()}" for path in model_files(source)}
+    found = [f"{wheel.name} lacks {name}" for name in sorted(models - names)]
+    found += [f"{wheel.name} has {name}, which is not committed" for name in sorted(names - models)]
+    if (size := wheel.stat().st_size) > MOST_MODEL_BYTES:
+        found.append(f"{wheel.name} has {size / 1e6:.1f} MB, more than {MOST_MODEL_BYTES / 1e6:.0f}")
     return found
 
 
 def content_mistakes(source: Path, sdist: Path, wheel: Path) -> list[str]:
     """How the two files differ from the package that is committed."""
     version, found = version_of(source), []
-    package = {
-        str(path.relative_to(source / "src")) for path in (source / "src" / "ditmesh").rglob("*") if path.is_file()
-    }
+    models = {source / ZOO / path for path in model_files(source)} | {source / ZOO / "pyproject.toml"}
+    paths = {path for path in (source / "src" / "ditmesh").rglob("*") if path.is_file()} - models
+    package = {str(path.relative_to(source / "src")) for path in paths}
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if not name.endswith("/")}
         about = f"ditmesh-{version}.dist-info"
@@ -117,8 +143,8 @@ def content_mistakes(source: Path, sdist: Path, wheel: Path) -> list[str]:
     return found + [f"{sdist.name} lacks {name}" for name in sorted(wanted - files)]
 
 
-def try_wheel(wheel: Path, folder: Path) -> None:
-    """Install the wheel into a fresh environment, generate on two ranks, and replay the image.
+def try_wheels(wheel: Path, models: Path, folder: Path) -> None:
+    """Install the wheels into a fresh environment, generate on two ranks, and replay the image.
 
     Raises:
         ReleaseError: if a command fails, or the package is imported from elsewhere.
@@ -132,6 +158,11 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     where = run(programs / "python", "-c", "import ditmesh; print(ditmesh.__file__)", cwd=empty, **alone).strip()
     if not where.startswith(str(folder)):
         raise ReleaseError(f"the fresh environment imports ditmesh from {where}")
+    code = "from ditmesh import zoo\ntry:\n    zoo.path()\nexcept ValueError as error:\n    print(error)"
+    sentence = run(programs / "python", "-c", code, cwd=empty, **alone).strip()
+    if "pip install 'ditmesh[zoo]'" not in sentence:
+        raise ReleaseError(f"without its wheel an embedded model is answered by {sentence!r}")
+    run(*pip, "--no-deps", models)
     words = ["--devices", "2", "--cfg", "2", "--steps", "3", "--seed", "7", "--out", "outputs"]
     run(programs / "ditmesh", "generate", "a red fox", *words, cwd=empty, **alone)
     (image,) = empty.rglob("*.png")
@@ -149,16 +180,20 @@ def main() -> None:
         run("git", "archive", "--output", source.with_suffix(".tar"), "HEAD")
         run("tar", "-xf", source.with_suffix(".tar"), "-C", source)
         found = version_mistakes(source)
-        run(sys.executable, "-m", "build", "--outdir", options.out, source)
+        for project in (source, source / ZOO):
+            run(sys.executable, "-m", "build", "--outdir", options.out, project)
         version = version_of(source)
         sdist, wheel = options.out / f"ditmesh-{version}.tar.gz", options.out / f"ditmesh-{version}-py3-none-any.whl"
+        models = options.out / f"ditmesh_zoo-{version}-py3-none-any.whl"
+        model_sdist = options.out / f"ditmesh_zoo-{version}.tar.gz"
         run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
-        found += content_mistakes(source, sdist, wheel)
+        run(sys.executable, "-m", "twine", "check", model_sdist, models)
+        found += content_mistakes(source, sdist, wheel) + model_mistakes(source, models)
         if found:
             raise ReleaseError("\n".join(found))
         if not options.no_try:
-            try_wheel(wheel, Path(temporary))
-    for file in (sdist, wheel):
+            try_wheels(wheel, models, Path(temporary))
+    for file in (sdist, wheel, model_sdist, models):
         print(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
 
 

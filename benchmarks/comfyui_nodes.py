@@ -75,6 +75,18 @@ def argument(name: str, kind: Any, options: dict[str, Any], patcher: Any, graph:
         return graphs.condition(patcher, graph, 70)
     if kind == "LATENT":
         return {"samples": graphs.latent_of(patcher, graph)}
+    if kind == "CLIP":
+        # Loaders of LoRA files take a model without one.
+        return None
+    if kind == "LATENT_OPERATION":
+        return lambda latent, **_: 0.8 * latent
+    if kind == "LORA_MODEL":
+        import comfy.utils
+        import folder_paths
+
+        return comfy.utils.load_torch_file(
+            folder_paths.get_full_path("loras", folder_paths.get_filename_list("loras")[0])
+        )
     if isinstance(kind, list) or kind == "COMBO":
         choices = kind if isinstance(kind, list) else options.get("options") or []
         if not choices:
@@ -109,6 +121,8 @@ def applied(kind: Any, patcher: Any, graph: dict[str, Any], case: str = "") -> A
         if one[0] in WIDGETS:
             given[name] = argument(name, one[0], one[1] if len(one) > 1 else {}, patcher, graph, case)
     place = list(kind.RETURN_TYPES).index("MODEL")
+    # Nodes that train draw from torch's own generator.
+    torch.manual_seed(0)
     with torch.inference_mode():
         made = getattr(kind() if not hasattr(kind, "GET_SCHEMA") else kind, kind.FUNCTION)(**given)
     made = getattr(made, "result", made)

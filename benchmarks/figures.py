@@ -663,8 +663,8 @@ def draw_pictures(store: Path) -> Path | None:
     """
     from PIL import Image
 
+    from ditmesh.lab.pages.charts import coloured, scale_maximum
     from ditmesh.quality.pictures import as_picture
-    from ditmesh.report.charts import coloured, scale_maximum
 
     devices, scale = 4, 2
     found: dict[str, list[dict[str, Any]]] = {}

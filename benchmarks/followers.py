@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ditmesh import zoo
-from ditmesh.ranks.copies import CopiedModule
+from ditmesh.followers.copies import CopiedModule
 
 REPEATS = 9
 

@@ -346,9 +346,9 @@ def show(result: dict[str, Any], rates: Sequence[float]) -> None:
 
 def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
     """A chart of seconds over nanoseconds a bit, in which times are straight lines and crossings can be read."""
-    from ditmesh.report.charts import DASHES, LEFT, LINE, NUM_COLOURS, TOP, line_chart
-    from ditmesh.report.curves import Series
-    from ditmesh.report.html import STYLE
+    from ditmesh.lab.pages.charts import DASHES, LEFT, LINE, NUM_COLOURS, TOP, line_chart
+    from ditmesh.lab.pages.curves import Series
+    from ditmesh.lab.pages.html import STYLE
 
     across = [1e9 / rate for rate in rates]
     lines = []

@@ -44,7 +44,7 @@ def setup_and_cell(steps: int) -> tuple[Any, Any]:
     from ditmesh import zoo
     from ditmesh.generate.job import class_numbers
     from ditmesh.generate.model_info import find_model
-    from ditmesh.tools.study.plan import Cell, Setup
+    from ditmesh.lab.study.plan import Cell, Setup
 
     folder, known = zoo.path(MODEL), zoo.EMBEDDED[MODEL]
     setup = Setup(str(folder), MODEL, "", steps, known.guidance_scale)
@@ -57,8 +57,8 @@ def rank(config: dict[str, Any], slows: bool, steps: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from ditmesh.engine import engine_of, parallelize, restore
-    from ditmesh.tools.study import running
-    from ditmesh.tools.study.samplers import set_sampler
+    from ditmesh.lab.study import running
+    from ditmesh.lab.study.samplers import set_sampler
 
     setup, cell = setup_and_cell(steps)
     pipe = running.load_study_pipeline(setup)

@@ -10,9 +10,8 @@ Rank 1 becomes slow in one of these ways, on however many tokens it has:
 ``nice``: the same, and rank 1 has a nice value of 3 besides, so that it gets a third of its core.
 
 Every step's seconds and waiting are those of `engine.all_loads()`; the JSON file has them for every rank and step, as a
-page could draw them. The balanced step is that of given speeds, which know the slow rank beforehand. Where the machine
-has other work, seconds by the clock are compared badly. Beside them stand those that this other work did not take; they
-still have all that makes rank 1 slow, if that is not other work itself.
+page could draw them. The balanced step is that of given speeds, which know the slow rank beforehand. Seconds are by the
+clock: where the machine has other work, they are compared badly.
 """
 
 from __future__ import annotations
@@ -90,8 +89,8 @@ def slower(way: str) -> Iterator[None]:
 
 def request(
     config: dict[str, Any], steps: int, slow_from: int, small: bool, way: str = "sleeps", side: int = exact.SIDE
-) -> list[list[tuple[float, float, int, bool, float]]]:
-    """For every rank and step: seconds, waiting, image tokens, whether tokens moved, and what others did not take."""
+) -> list[list[tuple[float, float, int, bool]]]:
+    """For every rank and step: seconds, waiting, image tokens, and whether tokens moved."""
     import torch
 
     import ditmesh
@@ -137,32 +136,28 @@ def request(
     for handle in undo:
         handle.remove()
     os.sched_setaffinity(0, cores)
-    return [[(one.seconds, one.waited, one.tokens, one.moved, one.own or 0.0) for one in rank] for rank in every]
+    return [[(one.seconds, one.waited, one.tokens, one.moved) for one in rank] for rank in every]
 
 
 def turn(pool: Any, way: str, options: Any, machine: dict[str, Any]) -> dict[str, Any]:
     """Every contender with one way of becoming slow; prints a table, and returns the loads of every one."""
     found: dict[str, Any] = {}
     rows: list[list[str]] = []
-    balanced: list[float] = []
+    balanced = 0.0
     for name, config in CONTENDERS.items():
         if options.only and not name.startswith(options.only):
             continue
         given = {"speeds": (WAYS[way], 1.0)} if config.get("speeds") == "given" else {}
         loads = pool.run(request, config | given, options.steps, options.slow_from, False, way, options.side)[0]
-        found[name] = [[[round(one[0], 4), round(one[1], 4), *one[2:4], round(one[4], 4)] for one in r] for r in loads]
-        row, later = [name], []
-        # By the clock, and what the slower rank has to do without other work.
-        for what in (0, 4):
-            took = [max(step) for step in zip(*([one[what] for one in rank] for rank in loads), strict=True)]
-            later.append(statistics.median(took[options.slow_from + LATER :]))
-            row += [f"{statistics.median(took[2 : options.slow_from]):.3f}", f"{later[-1]:.3f}"]
+        found[name] = [[[round(one[0], 4), round(one[1], 4), *one[2:]] for one in r] for r in loads]
+        took = [max(step) for step in zip(*([one[0] for one in rank] for rank in loads), strict=True)]
+        later = statistics.median(took[options.slow_from + LATER :])
         balanced = later if "given" in name else balanced
-        row += [f"{ours / best:.2f}" for ours, best in zip(later, balanced, strict=False)] or ["-", "-"]
+        row = [name, f"{statistics.median(took[2 : options.slow_from]):.3f}", f"{later:.3f}"]
+        row.append(f"{later / balanced:.2f}" if balanced else "-")
         moves = ", ".join(str(step) for step, one in enumerate(loads[0]) if one[3])
         rows.append([*row, moves, f"{loads[0][-1][2]} : {loads[1][-1][2]}"])
-    later = f"from {LATER} on"
-    columns = ["", "s a step", later, "without others", later, "of balanced", "without", "moved at", "tokens"]
+    columns = ["", "s a step", f"from {LATER} on", "of balanced", "moved at", "tokens"]
     title = f"Two ranks, one becomes slow ({way}) in step {options.slow_from}"
     show_table(title, columns, rows, machine, width=120)
     return found

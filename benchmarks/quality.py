@@ -178,7 +178,7 @@ def plan_of(table: Table, rounds: int, models: Path) -> Any:
     from ditmesh import zoo
     from ditmesh.generate.job import class_numbers
     from ditmesh.generate.model_info import find_model
-    from ditmesh.tools.study import plan
+    from ditmesh.lab.study import plan
 
     folder = folder_of(table, models)
     parent = "emoji-dit-s" if table.model in RELATIVES else table.model
@@ -216,8 +216,8 @@ def measure(tables: list[Table], out: Path, rounds: int, models: Path) -> None:
     """Draw what is missing, round by round."""
     from rich.console import Console
 
-    from ditmesh.tools.study.plan import Cell
-    from ditmesh.tools.study.store import Store, run_cells
+    from ditmesh.lab.study.plan import Cell
+    from ditmesh.lab.study.store import Store, run_cells
 
     console = Console(stderr=True, highlight=False)
     for count in range(1, rounds + 1):
@@ -234,9 +234,9 @@ def measure(tables: list[Table], out: Path, rounds: int, models: Path) -> None:
 
 def finished(tables: list[Table], out: Path, rounds: int, models: Path) -> Iterator[tuple[Table, Any]]:
     """What is there of every table, in rounds that are whole; with the study's page beside its cells."""
-    from ditmesh.tools.study.analysis import StudyResults
-    from ditmesh.tools.study.page import write
-    from ditmesh.tools.study.store import Store
+    from ditmesh.lab.study.analysis import StudyResults
+    from ditmesh.lab.study.page import write
+    from ditmesh.lab.study.store import Store
 
     for table in tables:
         if not (out / table.store).is_dir():
@@ -277,7 +277,7 @@ def figures_of(results: Any, pictures: Path) -> dict[str, Any]:
 
 def row_of(results: Any, at: Any, pictures: Path) -> dict[str, Any]:
     """A combination: means, every picture's PSNR, the prediction's error by step, and what details there are."""
-    from ditmesh.tools.study.analysis import mean
+    from ditmesh.lab.study.analysis import mean
 
     errors = [(error.value, error.error) for error in results.prediction_errors(at)]
     first = results.by[at][0]
@@ -341,7 +341,7 @@ def rounded(value: Any, digits: int = 5) -> Any:
 
 def show(table: Table, results: Any) -> None:
     """Print one table."""
-    from ditmesh.tools.study.analysis import Mean, findings
+    from ditmesh.lab.study.analysis import Mean, findings
 
     count, seeds = seeds_of(results)
     title = f"{table.model}, {table.sampler}, {table.steps} steps: {count} pictures, seeds {seeds[0]} to {seeds[-1]}"
@@ -385,7 +385,7 @@ def show(table: Table, results: Any) -> None:
 
 def show_rows(results: Any) -> None:
     """Print every combination, and by how much pictures are closer than with one synchronous step only."""
-    from ditmesh.tools.study.analysis import mean_difference
+    from ditmesh.lab.study.analysis import mean_difference
 
     over = "over fixed(1)"
     print(
@@ -415,7 +415,7 @@ def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:
 
 def thousandfold(value: Any, sign: int = 1) -> Any:
     """A mean of small figures in thousandths."""
-    from ditmesh.tools.study.analysis import Mean
+    from ditmesh.lab.study.analysis import Mean
 
     return Mean(0.0 + 1000 * sign * value.value, value.error and 1000 * value.error, value.count)
 
@@ -431,7 +431,7 @@ def steps_of(results: Any, row: Any) -> str:
 
 def comparisons(found: list[tuple[Table, Any]]) -> Iterator[tuple[str, Any]]:
     """DDIM against DPM-Solver++, and the large model against the small one: the same captions, seeds and policies."""
-    from ditmesh.tools.study.analysis import mean_difference
+    from ditmesh.lab.study.analysis import mean_difference
 
     results = {(table.model, table.sampler): each for table, each in found if table.part == "policies"}
     small = ("emoji-dit-s", "ddim")

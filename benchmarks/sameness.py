@@ -129,8 +129,8 @@ def flow(config: dict[str, Any], tokens: int, steps: int, rows: int) -> dict[str
 
     import ditmesh
     from ditmesh.core.alive import LiveBytes
+    from ditmesh.lab.study.running import _collectives_timed
     from ditmesh.layout.conventions import CallVariant, Conventions, Size
-    from ditmesh.tools.study.running import _collectives_timed
 
     torch.manual_seed(0)
     model: Any = diffusers.FluxTransformer2DModel(**MODEL).eval()  # pyright: ignore[reportPrivateImportUsage]

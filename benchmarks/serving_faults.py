@@ -3,12 +3,16 @@
     python benchmarks/serving_faults.py                          # 400 requests of 32 clients, all faults in turn
     python benchmarks/serving_faults.py --requests 40 --clients 8 --steps 4 --json faults.json
     python benchmarks/serving_faults.py --faults kill-rank,full-disk
+    python benchmarks/serving_faults.py --bursts 200             # of signals, at random moments, each to a new server
 
 It starts `ditmesh serve` on a folder of its own: a small tmpfs where one can be mounted, else the full disk is a limit
 on the size of the server's files. Clients behave as real ones: half of them submit jobs and follow them
 (`ditmesh.Client`), half wait for OpenAI's endpoint, and send their request again with the same Idempotency-Key when the
 connection is lost or the server says that they should. Every picture is compared with the one that was made alone. The
 exit code is 1 when anything accepted was lost or is wrong, a fault took longer than 30 s, or something is left behind.
+
+With `--bursts` up to 60 SIGINT and SIGTERM come one upon the other while a server starts, while it works on a request,
+or while it ends. It is to be gone within 10 s, with all of its processes.
 """
 
 from __future__ import annotations
@@ -54,6 +58,9 @@ BACK, PATIENCE = 30.0, 300.0
 FULL, LONGEST_FULL = 6.0, 30.0
 # In the environment of the server and of all that it starts.
 MARK = "DITMESH_FAULT_DRILL"
+# When signals come, and seconds in which a server is to end.
+MOMENTS = ("start", "work", "end")
+END = 10.0
 SHARED = Path("/dev/shm")
 
 
@@ -72,8 +79,8 @@ class Server:
         self._environment = {**os.environ, MARK: self.mark, "TMPDIR": str(scratch)}
         self.url, self._port = "", "0"
 
-    def start(self) -> None:
-        """Start it, and wait until it answers."""
+    def spawn(self) -> None:
+        """Start its process."""
         self._process = subprocess.Popen(
             [*self._command, "--port", self._port],
             env=self._environment,
@@ -82,6 +89,10 @@ class Server:
             text=True,
         )
         threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True).start()
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        self.spawn()
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -126,6 +137,9 @@ class Server:
         """Its exit code after SIGTERM."""
         self._process.terminate()
         return self._process.wait(120)
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
 
     def processes(self) -> list[str]:
         """Those that carry its mark."""
@@ -321,6 +335,67 @@ def drills(
     return found
 
 
+# --- bursts of signals
+
+
+def burst(server: Server, moment: str, generator: random.Random, longest: float) -> dict[str, Any]:
+    """A server that gets many signals at once; what became of it.
+
+    Args:
+        moment: when they come; within one of `MOMENTS` at random.
+        longest: seconds that a server takes until it is ready.
+    """
+    if moment == "start":
+        server.spawn()
+        time.sleep(generator.uniform(0, longest))
+    else:
+        server.start()
+        until(server.ready, 600.0)
+        wish = {"prompt": "a red fox", "steps": 40}
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+            http.post("/v1/jobs", json=wish)
+        time.sleep(generator.uniform(0, 2))
+    if moment == "end":
+        os.kill(server.pid, signal.SIGTERM)
+        time.sleep(generator.uniform(0, 2))
+    began, count, gap = time.monotonic(), generator.randint(2, 60), generator.choice((0, 0.002, 0.01, 0.03))
+    sent = 0
+    while sent < count and not server.ended():
+        os.kill(server.pid, generator.choice((signal.SIGINT, signal.SIGTERM)))
+        sent += 1
+        time.sleep(gap)
+    until(server.ended, 30.0)
+    seconds = time.monotonic() - began
+    until(lambda: not server.processes(), 5.0)
+    left = server.processes()
+    if not server.ended():
+        server.kill()
+    return {"moment": moment, "signals": sent, "gap": gap, "seconds": seconds, "processes": left}
+
+
+def bursts(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Bursts of signals, each on a server of its own; what is not as it should be."""
+    generator, found = random.Random(arguments.seed), []
+    shared = {path.name for path in SHARED.glob("*")}
+    with tempfile.TemporaryDirectory() as base:
+        scratch = Path(base) / "tmp"
+        scratch.mkdir()
+        server = Server(arguments, Path(base) / "first", scratch)
+        began = time.monotonic()
+        server.start()
+        until(server.ready, 600.0)
+        longest = time.monotonic() - began
+        server.end()
+        for number in range(arguments.bursts):
+            server = Server(arguments, Path(base) / f"state-{number}", scratch)
+            found.append(burst(server, MOMENTS[number % len(MOMENTS)], generator, longest))
+            print(number, found[-1], flush=True)
+        files = [path.name for path in scratch.iterdir()]
+    wrong = [f"{one} is not over within {END:g} s" for one in found if one["seconds"] > END or one["processes"]]
+    left = [*files, *sorted({path.name for path in SHARED.glob("*")} - shared)]
+    return {"bursts": found, "bad": [*wrong, *([f"left behind: {left}"] if left else [])]}
+
+
 # --- all of it
 
 
@@ -444,6 +519,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="--max-batch of the server")
     parser.add_argument("--disk", type=int, default=256, help="MiB of the small disk")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of ranks")
+    parser.add_argument("--bursts", type=int, default=0, metavar="N", help="so many bursts of signals, and no load")
     parser.add_argument("--faults", type=lambda text: text.split(","), default=[*FAULTS], help=",".join(FAULTS))
     arguments = parser.parse_args()
     if unknown := set(arguments.faults) - {*FAULTS}:
@@ -452,9 +528,14 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from machine import describe_machine
 
-    result = {"machine": describe_machine(), **measured(arguments)}
-    result["bad"] = bad(result)
-    show(result)
+    result = {"machine": describe_machine(), **(bursts if arguments.bursts else measured)(arguments)}
+    if arguments.bursts:
+        longest = max(one["seconds"] for one in result["bursts"])
+        print(f"{len(result['bursts'])} bursts, {longest:.1f} s to the end at most")
+        print(*(f"BAD: {words}" for words in result["bad"]), sep="\n")
+    else:
+        result["bad"] = bad(result)
+        show(result)
     write_figures(result, arguments.json)
     if result["bad"]:
         sys.exit(1)

@@ -251,7 +251,8 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
     from diffusers.training_utils import compute_density_for_timestep_sampling
 
     from ditmesh.train import TrainConfig
-    from ditmesh.train.data.samples import Samples, pixels
+    from ditmesh.train.data.reading import read_samples
+    from ditmesh.train.data.samples import pixels
 
     size, rank = dist.get_world_size(), dist.get_rank()
     # It takes the process group that is there.
@@ -261,12 +262,12 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
     config = TrainConfig.read(given)
     pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     torch.manual_seed(rank)
-    samples = Samples.find(config, "text").good
+    samples = read_samples(config, "text").good
     with torch.no_grad():
         pictures = [pixels(one.picture(), (config.resolution, config.resolution)) for one in samples]
         latents = torch.cat([pipe.vae.encode(one[None]).latent_dist.sample() for one in pictures])
         latents = (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
-        said: list[Any] = [one.said for one in samples]
+        said: list[Any] = [one.words for one in samples]
         text, _, pooled, _ = pipe.encode_prompt(
             said, None, None, do_classifier_free_guidance=False, max_sequence_length=config.max_sequence_length
         )

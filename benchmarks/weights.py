@@ -4,7 +4,7 @@
 
 Models are built on the meta device from the settings that their publishers give, and cut by the code that cuts them on
 real ranks. The table of weights counts nothing else: no activations, no buffers of communication, nothing of CUDA
-itself. That of recipes is what `ditmesh inspect --memory` predicts, with 0.7 GB for a process on a GPU.
+itself. That of recipes is what `ditmesh memory` predicts, with 0.7 GB for a process on a GPU.
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ def typed(quick: bool) -> Iterator[Row]:
                 for kind in ("model", "group", "sequential")
                 if ON_GPU
             },
-            "generate --compile": partial(like, "--compile", "inductor" if ON_GPU else "eager"),
+            "generate --compile": partial(like, "--set", f"compile={'inductor' if ON_GPU else 'eager'}"),
             "generate --reproducible, replay": again,
             "verify": verified,
             "doctor --save": profile,

@@ -15,10 +15,7 @@ from .host import lora_file
 from .request import Made, Wanted, Watch
 
 if TYPE_CHECKING:
-    from ditmesh.generate.files import InputFile
-    from ditmesh.generate.job import PictureJob
-    from ditmesh.generate.preview import LatentColours
-    from ditmesh.ranks import RemotePipeline
+    from ditmesh.extend import InputFile, LatentColours, PictureJob, RemotePipeline
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +106,7 @@ class MeshPipeline:
             DitmeshError: it cannot be done; the ranks stay, unless one was lost.
             Exception: what ``watch`` raises, once all ranks have stopped at the end of a step.
         """
-        from ditmesh.generate.files import IMAGE_ARGUMENTS
-        from ditmesh.generate.runner import PipelineRunner
+        from ditmesh.extend import IMAGE_ARGUMENTS, PipelineRunner
 
         given = {"image": wanted.image, "mask": wanted.mask}
         pictures = {IMAGE_ARGUMENTS[role]: picture.image for role, picture in given.items() if picture is not None}
@@ -145,7 +141,7 @@ class MeshPipeline:
         import torch
 
         import ditmesh
-        from ditmesh.generate.preview import latent_colours
+        from ditmesh.extend import latent_colours
 
         settings = self.settings
         world_size, config, kind = self._mesh()
@@ -165,9 +161,7 @@ class MeshPipeline:
 
     def _mesh(self) -> tuple[int, Any, str]:
         """Number of ranks, their configuration (None: the engine chooses), and the type of device."""
-        from ditmesh.cli.values import parallel_config
-        from ditmesh.generate.model_info import find_model
-        from ditmesh.launch import resolve_device
+        from ditmesh.extend import find_model, parallel_config, resolve_device
 
         heads = find_model(self.settings.model).heads
         world_size, config = parallel_config(self.settings.devices, None, self.settings.config, heads)
@@ -181,12 +175,19 @@ class MeshPipeline:
         import diffusers
 
         from ditmesh import InputError
-        from ditmesh.cli.values import embedded_or
-        from ditmesh.generate.arguments import call_parameters, check_call
-        from ditmesh.generate.files import InputFile, adapter, pipeline_for
-        from ditmesh.generate.job import PER_CALL, check_content, job_for
-        from ditmesh.generate.receipt import MOST_PIXELS
-        from ditmesh.request import size_of
+        from ditmesh.extend import (
+            MOST_PIXELS,
+            PER_CALL,
+            InputFile,
+            adapter,
+            call_parameters,
+            check_call,
+            check_content,
+            embedded_or,
+            job_for,
+            pipeline_for,
+            size_of,
+        )
 
         request, settings = wanted.request, self.settings
         world_size, config, device = self._mesh()
@@ -224,9 +225,7 @@ class MeshPipeline:
 
     def _prepared(self, opened: _Opened, job: PictureJob, kind: type[Any]) -> tuple[RemotePipeline, dict[str, Any]]:
         """The pipeline of a class with only the job's adapters and scheduler, and its facts for receipts."""
-        from ditmesh.generate.files import ADAPTER_LOADERS, load_adapters
-        from ditmesh.generate.runner import facts_on_rank
-        from ditmesh.generate.schedulers import scheduler_named
+        from ditmesh.extend import ADAPTER_LOADERS, facts_on_rank, load_adapters, scheduler_named
 
         name = kind.__name__
         if name == opened.pipe.class_name:
@@ -263,7 +262,7 @@ class _Steps:
     def __init__(
         self, watch: Watch, job: PictureJob, kind: type[Any], colours: LatentColours | None, size: tuple[int, int]
     ) -> None:
-        from ditmesh.generate.arguments import call_parameters
+        from ditmesh.extend import call_parameters
 
         self._watch, self._job, self._kind, self._colours, self._size = watch, job, kind, colours, size
         self._picture: Any = None

@@ -27,7 +27,7 @@ from .request import (
 from .vae import ParallelizeVAE
 
 if TYPE_CHECKING:
-    from ditmesh.request import Widget
+    from ditmesh.extend import Widget
 
 PIPELINE, LORAS, TEXT, SAMPLING, RECEIPTS = (
     *("DITMESH_PIPELINE", "DITMESH_LORAS", "DITMESH_TEXT", "DITMESH_SAMPLING", "DITMESH_RECEIPTS"),
@@ -53,7 +53,7 @@ def _number(default: int, least: int, most: int, tooltip: str, **more: Any) -> t
 
 
 def _scheduler_names() -> list[str]:
-    from ditmesh.generate.schedulers import SCHEDULERS
+    from ditmesh.extend import SCHEDULERS
 
     return [OWN, *SCHEDULERS]
 
@@ -125,7 +125,7 @@ class LoadPipeline:
         variant: str = "",
         **degrees: int,
     ) -> tuple[Pipeline]:
-        from ditmesh.cli.values import parse_settings
+        from ditmesh.extend import parse_settings
 
         config = {name: degree for name, degree in degrees.items() if degree != 1}
         given = parse_settings(settings)
@@ -252,7 +252,7 @@ class SetSampling:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        from ditmesh.request import request_fields
+        from ditmesh.extend import request_fields
 
         widgets = dict(_widget(one) for of in request_fields().values() if (one := of.widget) is not None)
         scheduler = _scheduler_names(), {"default": OWN, "tooltip": "A class of diffusers."}
@@ -261,7 +261,7 @@ class SetSampling:
 
     def set(self, scheduler: str, **given: Any) -> tuple[Fields]:
         from ditmesh import InputError
-        from ditmesh.request import request_fields
+        from ditmesh.extend import request_fields
 
         width, height = given["width"], given["height"]
         if (width == 0) != (height == 0):
@@ -330,7 +330,7 @@ class Generate:
         mask: Any = None,
         strength: float = 0.0,
     ) -> tuple[Any, Receipts]:
-        from ditmesh.request import PictureRequest
+        from ditmesh.extend import PictureRequest
 
         fields = {**text, **sampling}
         scheduler = fields.pop("scheduler", None)
@@ -376,8 +376,7 @@ class SavePictures:
         extra_pnginfo: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         from ditmesh import InputError
-        from ditmesh.core.files import written_whole
-        from ditmesh.generate.receipt import text_chunk
+        from ditmesh.extend import text_chunk, written_whole
 
         if len(receipts.receipts) != len(receipts.digests):
             raise InputError("these are frames of a video; save them with ComfyUI's Create Video and Save Video")

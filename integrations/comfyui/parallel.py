@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from . import host
 
 if TYPE_CHECKING:
-    from ditmesh.config import ParallelConfig
-    from ditmesh.ranks import FollowedModel, Followers
+    from ditmesh.extend import FollowedModel, Followers, ParallelConfig
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class Branch:
             return self._around(executor, *args, **kwargs)
 
     def _around(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        from ditmesh.core.request import PipelineCall
+        from ditmesh.extend import PipelineCall
 
         session = session_of(executor.class_obj, self)
         if self._begins:
@@ -140,6 +139,7 @@ class Session:
         """A call of the diffusion model, by ComfyUI's `BaseModel`."""
         if self.followed.lead.inside:
             return proceed(*args, **kwargs)
+        self._refuse_training()
         options = kwargs.get("transformer_options") or {}
         inner = host.diffusion_model_wrappers(options)
         if not inner or not hasattr(type(self.model), "_forward"):
@@ -187,6 +187,18 @@ class Session:
             self._checked.add(form)
         return out
 
+    def _refuse_training(self) -> None:
+        """Refuse a call that is to have gradients: ComfyUI samples in inference mode, and nodes that train leave it."""
+        import torch
+
+        from ditmesh import InputError
+
+        if torch.is_grad_enabled():
+            raise InputError(
+                f"{type(self.model).__name__} is called by a node that trains, and what runs on several devices passes "
+                "no gradients on; put that node before Parallelize model"
+            )
+
     def _check_override(self, override: Any) -> None:
         """Refuse an attention override that ranks would leave out.
 
@@ -194,7 +206,7 @@ class Session:
             InputError: the configuration has attention of its own.
         """
         from ditmesh import InputError
-        from ditmesh.attention.handed import HANDED
+        from ditmesh.extend import HANDED
 
         if self._branch.config.attention != HANDED:
             (name,) = list(_named_patches({_OVERRIDE: override}))[:1] or ["an attention override"]
@@ -220,7 +232,7 @@ class Session:
             LayoutError: it is off by more than its dtype allows.
         """
         from ditmesh import LayoutError
-        from ditmesh.strategies.checked import result_error
+        from ditmesh.extend import result_error
 
         allowed, words = result_error(out, truth)
         if allowed > 1:
@@ -246,7 +258,7 @@ class Session:
 
 def _options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a call as the model gets them on all ranks: attention through ditmesh, without what is done."""
-    from ditmesh.attention.handed import HandedAttention
+    from ditmesh.extend import HandedAttention
 
     done = {*_DONE, *_of_wrappers(options)}
     given = {name: value for name, value in options.items() if name not in done}
@@ -273,8 +285,7 @@ def _parameters(kind: type[Any], method: str = "forward") -> list[str]:
 
 
 def _form(call: Mapping[str, Any]) -> Any:
-    from ditmesh.core.arguments import Arguments
-    from ditmesh.layout.forms import form_of
+    from ditmesh.extend import Arguments, form_of
 
     return form_of(Arguments((), (), dict(call)))
 
@@ -323,7 +334,7 @@ def _by_value() -> Iterator[None]:
     """Functions and classes of nodes are sent whole: ComfyUI imports nodes, its own too, by path and not by name."""
     import cloudpickle
 
-    from ditmesh.ranks.copies import names_by_value
+    from ditmesh.extend import names_by_value
 
     registered = []
     for module in names_by_value(host.node_folders()):
@@ -372,7 +383,7 @@ def followers_for(world_size: int, device: str, gpus: tuple[int, ...] | None) ->
         gpus: their numbers, ComfyUI's first; None: on the CPU.
     """
     from ditmesh import Followers
-    from ditmesh.attention.handed import allow_handed
+    from ditmesh.extend import allow_handed
 
     wanted = (world_size, device, gpus)
     while _running:
@@ -408,7 +419,7 @@ def _preparation(folder: str, arguments: list[str]) -> Callable[[], None]:
         comfy.options.enable_args_parsing()
         import comfy.cli_args
 
-        from ditmesh.attention.handed import allow_handed
+        from ditmesh.extend import allow_handed
 
         allow_handed()
 
@@ -444,8 +455,7 @@ def parallelized(model: Any, settings: ModelSettings, devices: int = 0) -> Any:
         InputError: the model has no lists of blocks.
     """
     from ditmesh import ConfigError, InputError, ParallelConfig
-    from ditmesh.config import AXES
-    from ditmesh.layout.derive import block_lists
+    from ditmesh.extend import AXES, block_lists
 
     given = dict(settings.config)
     for name in AXES:
@@ -529,7 +539,7 @@ class ParallelizeModel:
         self, model: Any, devices: int = 0, settings: str = "", check: bool = True, **degrees: int
     ) -> tuple[Any]:
         from ditmesh import ConfigError
-        from ditmesh.cli.values import parse_settings
+        from ditmesh.extend import parse_settings
 
         config = {name: degree for name, degree in degrees.items() if degree != 1}
         given = parse_settings(settings)

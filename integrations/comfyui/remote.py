@@ -15,8 +15,7 @@ from .request import Made, Wanted, Watch
 
 if TYPE_CHECKING:
     from ditmesh import Client
-    from ditmesh.generate.receipt import Receipt
-    from ditmesh.serve.types import Event, Job
+    from ditmesh.extend import Event, Job, Receipt
 
 # Seconds between checks whether ComfyUI wants to stop the prompt.
 LOOK = 0.1

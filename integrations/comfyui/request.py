@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from ditmesh.generate.receipt import Receipt
-    from ditmesh.request import PictureRequest
+    from ditmesh.extend import PictureRequest, Receipt
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def input_picture(image: torch.Tensor | None, what: str) -> InputPicture | None:
         InputError: there are several.
     """
     from ditmesh import InputError
-    from ditmesh.media.images import as_seen
+    from ditmesh.extend import as_seen
 
     if image is None:
         return None

@@ -11,7 +11,7 @@ from . import host
 from .parallel import followers_for, one_sentence
 
 if TYPE_CHECKING:
-    from ditmesh.ranks import FollowedVae
+    from ditmesh.extend import FollowedVae
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class BandedModel:
         return self._called("encode", self._model.encode, samples, *args, **options)
 
     def _called(self, name: str, own: Callable[..., Any], samples: Any, *args: Any, **options: Any) -> Any:
-        from ditmesh.ranks.vae import NotBanded
+        from ditmesh.extend import NotBanded
 
         host.check_interrupted()
         with one_sentence():
@@ -63,7 +63,7 @@ class BandedModel:
 
     def _compare(self, name: str, made: Any, truth: Any) -> None:
         from ditmesh import LayoutError
-        from ditmesh.strategies.checked import result_error
+        from ditmesh.extend import result_error
 
         allowed, words = result_error(made, truth)
         if allowed > 1:
@@ -74,7 +74,7 @@ class BandedModel:
 
     def _followed(self) -> FollowedVae:
         """The model on the ranks, which are started when they are needed."""
-        from ditmesh.ranks import FollowedVae
+        from ditmesh.extend import FollowedVae
 
         followers = followers_for(*self._wanted)
         held = self._held

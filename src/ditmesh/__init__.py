@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .comm import DesyncError, PeerError
     from .comm.mesh import Mesh
     from .config import ParallelConfig
-    from .engine import engine_of, parallelize, parallelized, restore, simulate, simulated
+    from .engine import engine_of, parallelize, parallelized, restore
+    from .engine.simulation import simulate, simulated
     from .generate.loading import load
     from .layout import TokenLayout
     from .ranks import Followers, Ranks
@@ -62,7 +63,7 @@ __all__ = [
 _LAZY = {
     "Client": "client",
     "DesyncError": "comm",
-    "Followers": "ranks",
+    "Followers": "followers",
     "Mesh": "comm.mesh",
     "ParallelConfig": "config",
     "PeerError": "comm",
@@ -73,8 +74,8 @@ _LAZY = {
     "parallelize": "engine",
     "parallelized": "engine",
     "restore": "engine",
-    "simulate": "engine",
-    "simulated": "engine",
+    "simulate": "engine.simulation",
+    "simulated": "engine.simulation",
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import isfinite, prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -48,9 +48,9 @@ class Setting:
     Attributes:
         help: one line.
         decides: whether it decides the bits of a reproducible image; the others say only who computes what.
-        form: how a value is written on the command line, where the type does not show it.
+        form: how a value is written, where the type does not show it.
         usual: the default, in words.
-        option: whether commands have an option for it.
+        option: whether commands have an option of its own for it; ``--set NAME=VALUE`` takes every setting.
         untrained: why training refuses it, and the way out; None: training accepts it.
     """
 
@@ -58,13 +58,27 @@ class Setting:
     decides: bool = False
     form: str | None = None
     usual: str | None = None
-    option: bool = True
+    option: bool = False
     untrained: str | None = None
 
 
 def setting(name: str) -> Setting:
     """The description of a field of `ParallelConfig`."""
     return next(item for item in ParallelConfig.model_fields[name].metadata if isinstance(item, Setting))
+
+
+def setting_form(name: str) -> str:
+    """How a value of a setting is written: ``auto|bands|whole``, ``true|false``, ``N``."""
+    kind = ParallelConfig.model_fields[name].annotation
+    words = [word for arm in (kind, *get_args(kind)) if get_origin(arm) is Literal for word in get_args(arm)]
+    return setting(name).form or "|".join(words) or ("true|false" if kind is bool else "N")
+
+
+def option_words(name: str, value: Any = None) -> str:
+    """The words of a command line for a setting: ``--ring 2``, ``--set tiles=4``; without a value only its name."""
+    if setting(name).option:
+        return f"--{name}" if value is None or value is True else f"--{name} {value}"
+    return f"--set {name}" if value is None else f"--set {name}={value}"
 
 
 class ParallelConfig(BaseModel):
@@ -150,7 +164,7 @@ class ParallelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    data: Annotated[int, Setting("Share the images of a prompt over this many ranks.")] = Field(
+    data: Annotated[int, Setting("Share the images of a prompt over this many ranks.", option=True)] = Field(
         default=1, ge=1, le=MAX_DEGREE
     )
     cfg: Annotated[
@@ -158,14 +172,15 @@ class ParallelConfig(BaseModel):
         Setting(
             "Share the branches of classifier-free guidance over this many ranks.",
             untrained="training has no branches of guidance to share; use data for the samples of a step",
+            option=True,
         ),
     ] = Field(default=1, ge=1, le=MAX_DEGREE)
-    ring: Annotated[int, Setting("Set the degree of ring attention, which shares out tokens.")] = Field(
+    ring: Annotated[int, Setting("Set the degree of ring attention, which shares out tokens.", option=True)] = Field(
         default=1, ge=1, le=MAX_DEGREE
     )
-    ulysses: Annotated[int, Setting("Set the degree of Ulysses, which shares out tokens, and heads in attention.")] = (
-        Field(default=1, ge=1, le=MAX_DEGREE)
-    )
+    ulysses: Annotated[
+        int, Setting("Set the degree of Ulysses, which shares out tokens, and heads in attention.", option=True)
+    ] = Field(default=1, ge=1, le=MAX_DEGREE)
     chunks: Annotated[
         int,
         Setting(
@@ -173,7 +188,7 @@ class ParallelConfig(BaseModel):
             untrained="training exchanges all heads at once; leave it out",
         ),
     ] = Field(default=1, ge=1, le=MAX_DEGREE)
-    tensor: Annotated[int, Setting("Set the degree of tensor parallelism, which cuts weights.")] = Field(
+    tensor: Annotated[int, Setting("Set the degree of tensor parallelism, which cuts weights.", option=True)] = Field(
         default=1, ge=1, le=MAX_DEGREE
     )
     pipe: Annotated[
@@ -181,6 +196,7 @@ class ParallelConfig(BaseModel):
         Setting(
             "Set the number of PipeFusion stages: each has some of the blocks.",
             untrained="stages are for images; use sharding: fsdp, or tensor, for weights that are too large",
+            option=True,
         ),
     ] = Field(default=1, ge=1, le=MAX_DEGREE)
     shard: Annotated[
@@ -188,6 +204,7 @@ class ParallelConfig(BaseModel):
         Setting(
             "Let this many ranks hold one part each of weights that they would all hold.",
             untrained="weights in pieces have no gradient; use sharding: fsdp",
+            option=True,
         ),
     ] = Field(default=1, ge=1, le=MAX_DEGREE)
     exchange: Annotated[
@@ -244,7 +261,7 @@ class ParallelConfig(BaseModel):
         Setting("Give the relative speeds of sequence ranks, or of stages: faster ones get more.", form="2,1|auto"),
     ] = None
     reproducible: Annotated[
-        bool, Setting("Generate the same bits on any number of devices; this is slower.", decides=True)
+        bool, Setting("Generate the same bits on any number of devices; this is slower.", decides=True, option=True)
     ] = False
     tiles: Annotated[
         int, Setting("Cut the image into this many pieces in reproducible mode; they decide the bits.", decides=True)
@@ -252,9 +269,7 @@ class ParallelConfig(BaseModel):
     text: Annotated[
         TextPolicy, Setting("Choose whether ranks share text tokens as they share image tokens.", decides=True)
     ] = "auto"
-    inputs: Annotated[
-        InputPolicy, Setting("Choose what is done about inputs that differ between ranks.", option=False)
-    ] = "broadcast"
+    inputs: Annotated[InputPolicy, Setting("Choose what is done about inputs that differ between ranks.")] = "broadcast"
     compile: Annotated[
         str | None,
         Setting(

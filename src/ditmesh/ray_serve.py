@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import logging.config
 import time
@@ -21,8 +20,8 @@ from .cli.serve import (
     ServerPlan,
     check_installed,
     planned,
-    traces_of,
 )
+from .config import ParallelConfig
 from .errors import ConfigError, InputError, did_you_mean
 from .requirements import not_installed
 
@@ -47,8 +46,8 @@ def _options(
     logs: LogOptions,
     models: ModelOptions,
 ) -> ServerPlan:
-    if ranks.launcher is not None or ranks.address is not None:
-        raise InputError("ranks of a server under Ray Serve are on its own cluster; leave launcher and address out")
+    if ranks.launcher is not None:
+        raise InputError("ranks of a server under Ray Serve are on its own cluster; leave the launcher out")
     return planned(parallel, ranks, clients, limits, logs, models)
 
 
@@ -66,6 +65,9 @@ def plan_of(arguments: Mapping[str, Any]) -> ServerPlan:
     words: list[str] = []
     for name, value in arguments.items():
         option = options.get(name)
+        if option is None and name in ParallelConfig.model_fields:
+            words.append(f"--set={name}={value}")
+            continue
         if option is None:
             raise InputError(f"setting {name!r} is none of ditmesh serve's{did_you_mean(name, options)}")
         if getattr(option, "is_flag", False):
@@ -123,10 +125,7 @@ def _app(arguments: Mapping[str, Any]) -> FastAPI:
     plan = plan_of(arguments)
     form: Any = plan.logs.log_format
     logging.config.dictConfig(log_config(form, plan.logs.log_level.upper(), plan.logs.log_prompts))
-    last = contextlib.ExitStack()
-    app = create_app(plan.backend("ray"), plan.settings, last.enter_context(traces_of(plan.logs)), plan.service.grace)
-    app.state.last = last
-    return app
+    return create_app(plan.backend("ray"), plan.settings, plan.service.grace)
 
 
 class RayServeReplica:
@@ -174,7 +173,3 @@ class RayServeReplica:
                 logger.info("Ray Serve ends this replica")
                 await server.stop()
                 return
-
-    async def __del__(self) -> None:
-        """Free the application's resources after its jobs have ended."""
-        self.app.state.last.close()

@@ -1,6 +1,6 @@
 """The strategies in the order in which they are applied: from the inside of a call to its outside.
 
-A strategy that a configuration does not want is not installed.
+A strategy that a configuration does not want is not installed. Those that few want are imported only then.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from torch import nn
 from .config import ParallelConfig
 from .errors import ConfigError
 from .layout import TokenLayout
-from .strategies.base import Promise, Strategy
+from .strategies.base import LaterStrategy, Promise, Recipe, Strategy, wanted
 from .strategies.caches import Caches, state_clause
 from .strategies.checked import CheckedCalls, CheckedLayout
 from .strategies.compiled import CompiledBlocks
 from .strategies.determinism import FixedArithmetic
-from .strategies.gathered import GatheredSequence
 from .strategies.inputs import QuietRanks, SameInputs
-from .strategies.pipefusion.patches import PatchTokens
-from .strategies.pipefusion.pipeline import PipeFusionCalls
 from .strategies.pipefusion.stages import PipelineStages
-from .strategies.precomputed import Precomputed
-from .strategies.reproducible import ReproducibleSequence
 from .strategies.rows import BatchRows, DecodedRows
 from .strategies.same_latents import SameLatents
 from .strategies.sequence import ExactSequence
 from .strategies.sharded import ShardedModels
-from .strategies.stale.displaced import Displaced
-from .strategies.stale.naive import Naive
-from .strategies.stale.warmup import StaleSteps
 from .strategies.tensor.parallel import TensorSlices
 from .strategies.text_encoders import TextEncoders
 from .strategies.tokens import KnownForms
-from .strategies.vae.parallel import BandedVae
 
-Recipe = tuple[type[Strategy], ...]
+# Strategies that not every configuration asks for, with what of it they need at least.
+PRECOMPUTED = LaterStrategy("precomputed:Precomputed", lambda config: config.precompute)
+STALE_STEPS = LaterStrategy("stale.warmup:StaleSteps", lambda config: config.stale_exchange or config.stages_or_patches)
+GATHERED = LaterStrategy("gathered:GatheredSequence", lambda config: config.exchange == "gather")
+REPRODUCIBLE = LaterStrategy("reproducible:ReproducibleSequence", lambda config: config.reproducible)
+DISPLACED = LaterStrategy("stale.displaced:Displaced", lambda config: config.exchange == "displaced")
+NAIVE = LaterStrategy("stale.naive:Naive", lambda config: config.exchange == "naive")
+PATCH_TOKENS = LaterStrategy("pipefusion.patches:PatchTokens", lambda config: config.stages_or_patches)
+PIPEFUSION_CALLS = LaterStrategy("pipefusion.pipeline:PipeFusionCalls", lambda config: config.stages_or_patches)
+BANDED_VAE = LaterStrategy("vae.parallel:BandedVae", lambda config: config.world_size > 1 and config.vae != "whole")
 
 # Each strategy, and why it stands where it does.
-REASONS: dict[type[Strategy], str] = {
-    Precomputed: "around the model's own modules, under all that cuts their arguments",
+LINES: dict[type[Strategy] | LaterStrategy, str] = {
+    PRECOMPUTED: "around the model's own modules, under all that cuts their arguments",
     TensorSlices: "weights first: everything after it sees a rank's slices as the model's own",
     PipelineStages: "then whole blocks: those of other stages are never compiled, only passed over",
     ShardedModels: "then pieces of what a rank has left; inside all else, so that each forward finds whole weights",
     CompiledBlocks: "under the hooks: cutting and gathering depend on ranks and requests and are not to be traced",
-    StaleSteps: "which steps are exact is known before a token strategy asks",
+    STALE_STEPS: "which steps are exact is known before a token strategy asks",
     ExactSequence: "exactly one of six: which tokens a rank has, and how attention sees those of the others",
-    GatheredSequence: "in the place of ExactSequence",
-    ReproducibleSequence: "in the place of ExactSequence",
-    Displaced: "in the place of ExactSequence",
-    Naive: "in the place of ExactSequence",
-    PatchTokens: "in the place of ExactSequence",
+    GATHERED: "in the place of ExactSequence",
+    REPRODUCIBLE: "in the place of ExactSequence",
+    DISPLACED: "in the place of ExactSequence",
+    NAIVE: "in the place of ExactSequence",
+    PATCH_TOKENS: "in the place of ExactSequence",
     Caches: "inside the patches and rows of a call: they skip blocks, and tokens are cut by then",
-    PipeFusionCalls: "one call becomes a call for every patch: inside the rows, around the blocks",
+    PIPEFUSION_CALLS: "one call becomes a call for every patch: inside the rows, around the blocks",
     BatchRows: "rows and branches of guidance: around everything that is to see one branch",
     KnownForms: "outside the rows: a call of a new form is looked at whole",
     CheckedLayout: "outside all that a layout decides",
     DecodedRows: "the decoder sees whole latents, so its rows are shared out again",
-    BandedVae: "around the shared rows: it cuts what they would share",
+    BANDED_VAE: "around the shared rows: it cuts what they would share",
     TextEncoders: "around the models: their first call frees encoders that have run",
     FixedArithmetic: "around all arithmetic of the ranks",
     SameLatents: "around all that shares a call out: it sees the latents as the pipeline gives them",
@@ -66,7 +66,12 @@ REASONS: dict[type[Strategy], str] = {
     QuietRanks: "around everything, as SameInputs is",
 }
 
-RECIPE: Recipe = tuple(REASONS)
+RECIPE: Recipe = tuple(LINES)
+# By name of the class.
+REASONS = {
+    line.path.partition(":")[2] if isinstance(line, LaterStrategy) else line.__name__: reason
+    for line, reason in LINES.items()
+}
 
 
 def checking(recipe: Recipe, config: ParallelConfig) -> Recipe:
@@ -81,11 +86,6 @@ def checking(recipe: Recipe, config: ParallelConfig) -> Recipe:
             "ulysses, ring, cfg or data, or pass layout= to have the first call compared before weights are cut"
         )
     return tuple(CheckedCalls if strategy is CheckedLayout else strategy for strategy in recipe)
-
-
-def wanted(recipe: Recipe, config: ParallelConfig) -> list[type[Strategy]]:
-    """The strategies of a recipe that a configuration asks for, in order."""
-    return [strategy for strategy in recipe if strategy.wanted(config)]
 
 
 def check_recipe(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[nn.Module, TokenLayout]]) -> None:

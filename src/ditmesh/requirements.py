@@ -9,7 +9,7 @@ from .errors import InputError
 PACKAGE = __package__ or "ditmesh"
 
 # Extras of people who use ditmesh, and not of those who develop it.
-EXTRAS = ("lora", "train", "t5", "serve", "video", "data", "otel", "ray", "ray-serve")
+EXTRAS = ("lora", "train", "t5", "serve", "video", "data", "ray", "ray-serve", "zoo")
 
 
 def install_line(extra: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ditmesh
-from ditmesh.attention import kernels
+from ditmesh.attention import kernels, masks
 from ditmesh.attention.kernels import lse
 from ditmesh.config import ParallelConfig
 from ditmesh.core.partition import Partition
@@ -346,6 +347,27 @@ def test_partitions_of_streams():
     assert tokens.first(3, 2, block=1) == 3
     assert (tokens.start(2), tokens.start(2, block=1)) == (7, 9)
     assert tokens == Partition(((4, 3, 2), (5, 5, 5)), frozenset((1,)), ("image", "text"))
+
+
+def test_masks_are_those_of_their_queries_heads_and_keys():
+    """What a rank takes of a mask of all tokens, and what ranks make together of masks of their own."""
+    tokens, mask = Partition(((4, 3, 2),)), torch.rand(2, 6, 9, 9)
+    assert torch.equal(masks.of_queries(mask, tokens, range(1, 3)), mask[:, :, 4:])
+    assert masks.of_queries(mask[:, :, :1], tokens, range(1, 3)).shape == (2, 6, 1, 9)
+    assert torch.equal(masks.of_heads(mask, 2, 3), mask[:, 2:5])
+    assert torch.equal(masks.of_own_keys(mask, tokens, tokens, 1), mask[:, :, 4:7, 4:7])
+    kept = torch.rand(2, 1, 1, 9)
+    parts = kept.split(tokens.lengths, 3)
+    link: Any = SimpleNamespace(rank=2, size=3, all_gather=lambda piece, lengths, dim: torch.cat(parts, dim))
+    assert torch.equal(masks.whole_keys(parts[2], tokens, link), kept)
+    # A block that builds the product of what each token has.
+    flags = (kept > 0.5).float()
+    parts = flags.split(tokens.lengths, 3)
+    own = parts[2].transpose(-1, -2) * parts[2]
+    whole = masks.everywhere(own, tokens, tokens, link, range(2, 3))
+    assert torch.equal(whole, (flags.transpose(-1, -2) * flags)[:, :, 7:])
+    with pytest.raises(LayoutError, match="no outer product"):
+        masks.everywhere(own + torch.eye(2).flip(0), tokens, tokens, link, range(2, 3))
 
 
 def test_the_kernel_is_part_of_the_configuration():

@@ -18,7 +18,7 @@ from ditmesh.attention.kernels import (
 from ditmesh.attention.kernels import lse as lse_
 from ditmesh.attention.kernels.backends import BackendWithLse
 from ditmesh.attention.kernels.builtin import Math, Native
-from support.ring_rounding import CASES, rms_error, round_the_ring
+from support.ring_rounding import CASES, gradients, rms_error, round_the_ring
 
 # Of one kernel's error: 0.73 to 1.00 is measured. Parts that come rounded from their kernel have 1.06 to 1.35, and
 # merged in half precision 2 on 8 ranks.
@@ -41,6 +41,25 @@ def test_any_number_of_ranks_is_as_close_to_float64_as_one_device(name, dtype):
         assert error <= BAR, (ranks, error)
     if dtype == torch.bfloat16 and case.tokens == 512:
         assert rms_error(round_the_ring(case, dtype, 2, parts=dtype), truth) > BAR * alone, "parts that come rounded"
+
+
+def test_a_scale_of_the_model_counts():
+    case = CASES["512 tokens"]
+    (q, k, v), _ = case.tensors(torch.float64)
+    value = round_the_ring(case, torch.float64, 4, scale=0.5)
+    assert rms_error(value, attend_with_lse(q, k, v, None, 0.5)[0]) < 1e-10
+    assert rms_error(value, attend_with_lse(q, k, v)[0]) > 0.1
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_gradients_of_any_number_of_ranks_are_as_close_to_float64_as_one_device_s(ranks):
+    """Gradients of keys and values travel round the ring and every rank adds its own, in float32."""
+    case, dtype = CASES["values with a mean"], torch.bfloat16
+    truth, alone = (gradients(case, kind, 1) for kind in (torch.float64, dtype))
+    found = gradients(case, dtype, ranks)
+    for value, one, true, bar in zip(found, alone, truth, (BAR, 1.0, 1.0), strict=True):
+        assert value.dtype == dtype
+        assert rms_error(value, true) <= bar * rms_error(one, true)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

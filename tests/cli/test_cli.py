@@ -66,8 +66,8 @@ def test_two_devices_draw_the_picture_of_one(model: Path, tmp_path: Path, capfd:
     assert code == 0, captured.err
     # One JSON object and nothing else.
     result = json.loads(captured.out)
-    assert [picture["prompt"] for picture in result["pictures"]] == ["a red fox"] * 2 + ["a blue bird"] * 2
-    assert [picture["seed"] for picture in result["pictures"]] == [5, 6, 7, 8]
+    assert [picture["prompt"] for picture in result["images"]] == ["a red fox"] * 2 + ["a blue bird"] * 2
+    assert [picture["seed"] for picture in result["images"]] == [5, 6, 7, 8]
     assert sorted(path.name for path in out.iterdir()) == [
         "0000-a-red-fox-seed5.png",
         "0001-a-red-fox-seed6.png",
@@ -79,7 +79,7 @@ def test_two_devices_draw_the_picture_of_one(model: Path, tmp_path: Path, capfd:
     assert result["devices"] == 2
     assert result["compare"]["largest_difference"] <= 1
     assert result["compare"]["ratio"] == pytest.approx(result["compare"]["one_device_seconds"] / result["seconds"])
-    drawn = [pixels(picture["path"]) for picture in result["pictures"]]
+    drawn = [pixels(picture["path"]) for picture in result["images"]]
     assert all(image.shape == (32, 32, 3) and image.std() > 0 for image in drawn)
     assert not any((drawn[0] == other).all() for other in drawn[1:])
     receipt = read_receipt(out / "0003-a-blue-bird-seed8.png")
@@ -116,7 +116,7 @@ def test_torchrun_ranks_are_used_and_none_started(model: Path, tmp_path: Path) -
     assert "requires torchvision" not in done.stderr
     result = json.loads(done.stdout)
     assert result["devices"] == 2
-    assert read_receipt(result["pictures"][0]["path"]).config["cfg"] == 2
+    assert read_receipt(result["images"][0]["path"]).config["cfg"] == 2
     assert processes.wait_until_gone(mark, 10) == []
 
 
@@ -444,13 +444,13 @@ def test_no_file_is_replaced_and_pictures_come_in_batches(
     (out / names[1]).write_text("not ours")
     common = ["generate", FOX, "--model", model, "--steps", "1", "--threads", "1", "--num-images", "3", "--out", out]
     assert run(*common, "--batch", "2", "--overwrite", "--json") == 0
-    pictures = json.loads(capfd.readouterr().out)["pictures"]
+    pictures = json.loads(capfd.readouterr().out)["images"]
     # Pictures 0 and 1 in one call, 2 in another; ditmesh's own may be replaced, somebody else's not.
     assert [(one["together"], one["place"], one["seed"]) for one in pictures] == [(2, 0, 0), (2, 1, 1), (1, 0, 2)]
     assert [Path(one["path"]).name for one in pictures] == [names[0], "0001-a-red-fox-seed1-2.png", names[2]]
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     assert run(*common, "--json") == 0
-    pictures = json.loads(capfd.readouterr().out)["pictures"]
+    pictures = json.loads(capfd.readouterr().out)["images"]
     assert [one["together"] for one in pictures] == [3, 3, 3]
     # One number for all pictures of a run.
     assert [Path(one["path"]).name for one in pictures] == [name.replace(".png", "-3.png") for name in names]
@@ -533,7 +533,7 @@ FOX = "a red fox"
         bad(FOX, "--device", "2", says=("--device '2'", "--devices 2"), name="device is a number"),
         bad(FOX, "--dtype", "flaot16", says=("--dtype 'flaot16'", "did you mean 'float16'"), name="dtype"),
         bad(FOX, "--config", "WRONG", says=("'ulises'", "did you mean 'ulysses'"), name="config key, nearly"),
-        bad(FOX, "--tiles", "1000000000", "--reproducible", says=("tiles=1000000000",), name="tiles without end"),
+        bad(FOX, "--set", "tiles=1000000000", "--reproducible", says=("tiles=1000000000",), name="tiles without end"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
@@ -716,24 +716,29 @@ def test_what_other_commands_refuse(
     assert len(said.strip().splitlines()) == 1
 
 
-def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    """The options are made from the fields, so that a new setting is one there as well."""
+def test_every_setting_can_be_given(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options and what --set takes are made from the fields, so that a new setting is among them."""
     from ditmesh.cli.options import ConfigOptions
     from ditmesh.config import ParallelConfig, setting
 
-    options = ConfigOptions(ring=2, stages="5,7", speeds="auto", shared_memory=False, compile="eager")
-    assert options.settings() == {
+    changes = ["stages=5,7", "speeds=auto", "shared_memory=false", "compile=eager", "warmup=1"]
+    assert ConfigOptions(ring=2, changes=changes).settings() == {
         "ring": 2,
         "stages": (5, 7),
         "speeds": "auto",
         "shared_memory": False,
         "compile": "eager",
+        "warmup": "1",
     }
     assert all(setting(name).help for name in ParallelConfig.model_fields)
+    monkeypatch.setenv("COLUMNS", "200")
     assert run("generate", "-h") == 0
     said = capsys.readouterr().out
     for name in ParallelConfig.model_fields:
-        assert (f"--{name.replace('_', '-')}" in said) == setting(name).option
+        assert (f" --{name} " in said) == setting(name).option
+        assert f" {name}{' ' if setting(name).option else ''}" in said.replace("--", " ").replace(",", " ").replace(
+            ";", " "
+        )
 
 
 # ---- the others
@@ -833,7 +838,7 @@ def test_doctor_refuses_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--devices 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["generate", "doctor", "inspect"])
+@pytest.mark.parametrize("command", ["generate", "doctor", "inspect", "memory", "layout"])
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command, "--help") == 0
     said = capsys.readouterr().out
@@ -853,10 +858,10 @@ def test_help_does_not_wait_for_torch() -> None:
     assert "generate" in done.stdout
 
 
-def test_inspect_saves_the_layout(tmp_path):
+def test_layout_saves_the_layout(tmp_path):
     from ditmesh.layout import TokenLayout, known_models
 
     path = tmp_path / "layout.json"
-    assert run("inspect", "--save", str(path)) == 0
+    assert run("layout", "--save", str(path)) == 0
     assert TokenLayout.read(path) == known_models()["SD3Transformer2DModel"]
-    assert run("inspect", "--save", str(path)) == 2
+    assert run("layout", "--save", str(path)) == 2

@@ -132,9 +132,9 @@ MATRIX = [
 def test_pictures_are_those_of_diffusers(what, config, folder, truth, tmp_path, capfd):
     assert run("generate", FOX, *files_of(what, folder), *config.split(), *COMMON, "-o", tmp_path, "--json=full") == 0
     result = json.loads(capfd.readouterr().out)
-    for found, expected in zip(result["pictures"], truth[what], strict=True):
+    for found, expected in zip(result["images"], truth[what], strict=True):
         assert abs(pixels(Image.open(found["path"])) - expected).max() <= 1
-    receipt = read_receipt(result["pictures"][0]["path"])
+    receipt = read_receipt(result["images"][0]["path"])
     roles = {"controlnet": ["control", "controlnet"]}
     assert [file.role for file in receipt.files] == roles.get(what, ["ip-image", "ip-adapter"])
     assert receipt.files[1].scale == SCALE
@@ -159,7 +159,7 @@ def test_a_picture_with_a_control_is_replayed(folder, tmp_path, capfd):
     files = ["--control", folder / "picture.png", "--controlnet", moved]
     asked = ["--ulysses", 2, "--reproducible", "-o", tmp_path / "out", "--json"]
     assert run("generate", FOX, *files, *COMMON, *asked) == 0
-    second = Path(json.loads(capfd.readouterr().out)["pictures"][1]["path"])
+    second = Path(json.loads(capfd.readouterr().out)["images"][1]["path"])
     shutil.move(moved, second.parent / "controlnet")
     again = ["replay", second, "--devices", 1, "--out", tmp_path / "again", "--threads", 1]
     assert run(*again, "--json") == 0

@@ -131,9 +131,9 @@ def test_pictures_are_those_of_one_device(what, config, kind, truth, picture, ma
     common += ["--guidance", zoo.EMBEDDED["emoji-sd3"].guidance_scale]
     assert run("generate", FOX, *files[what], *config, *common, "-o", tmp_path, "--json=full") == 0
     result = json.loads(capfd.readouterr().out)
-    for found, expected in zip(result["pictures"], truth[what], strict=True):
+    for found, expected in zip(result["images"], truth[what], strict=True):
         assert abs(pixels(found["path"]) - expected).max() <= 1
-    receipt = read_receipt(result["pictures"][0]["path"])
+    receipt = read_receipt(result["images"][0]["path"])
     assert receipt.pipeline == kind
     assert [file.role for file in receipt.files] == (["image", "mask"] if what == "mask" else [what])
     assert receipt.strength == (None if what == "lora" else 0.75)
@@ -148,7 +148,7 @@ def test_replay_finds_the_files_again(truth, picture, lora, tmp_path, capfd):
     asked = ["--image", begin, "--lora", f"{moved / 'lora'}:0.5", "--reproducible", "--ulysses", "2"]
     common = ["--steps", STEPS, "--threads", "1", "--device", "cpu", "-o", tmp_path / "out", "--json"]
     assert run("generate", FOX, *asked, *common) == 0
-    drawn = Path(json.loads(capfd.readouterr().out)["pictures"][0]["path"])
+    drawn = Path(json.loads(capfd.readouterr().out)["images"][0]["path"])
     again = ["replay", drawn, "--devices", "1", "--threads", "1", "--out", tmp_path / "again"]
     assert run(*again, "--json") == 0
     result = json.loads(capfd.readouterr().out)
@@ -277,7 +277,7 @@ def test_json_is_short_and_a_random_seed_is_in_the_receipt(tmp_path, capfd):
         assert run(*common, "-o", tmp_path / str(number), "--json") == 0
         said = capfd.readouterr().out
         assert len(said.splitlines()) <= 30
-        (one,) = json.loads(said)["pictures"]
+        (one,) = json.loads(said)["images"]
         receipt = read_receipt(one["path"])
         assert one["seed"] == receipt.seed
         assert f"seed{receipt.seed}" in one["path"]
@@ -293,17 +293,9 @@ def test_existing_pictures_stay_with_the_new_options(picture, tmp_path, capfd):
     shutil.copy(picture, mine)
     common = ["--steps", "2", "--threads", "1", "--device", "cpu", "-o", tmp_path, "--json"]
     assert run("generate", FOX, "--image", mine, *common, "--overwrite") == 0
-    (one,) = json.loads(capfd.readouterr().out)["pictures"]
+    (one,) = json.loads(capfd.readouterr().out)["images"]
     assert Path(one["path"]).name == "0000-a-red-fox-seed0-2.png"
     assert mine.read_bytes() == picture.read_bytes()
-
-
-def test_compile_may_be_without_a_backend():
-    from ditmesh.cli.main import _plain
-
-    assert _plain(["generate", "--compile", "--steps", "1"]) == ["generate", "--compile", "inductor", "--steps", "1"]
-    assert _plain(["--compile", "eager", "fox"]) == ["--compile", "eager", "fox"]
-    assert _plain(["fox", "--compile"]) == ["fox", "--compile", "inductor"]
 
 
 def test_completion_and_mistyped_options(capsys, monkeypatch):

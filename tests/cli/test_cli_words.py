@@ -62,8 +62,21 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("generate x --steps 2.5", "--steps 2.5: not a whole number"),
         ("generate x --guidance high", "--guidance high: not a number"),
         ("generate x --devices=", "--devices '': not a whole number"),
-        ("generate x --vae band", "--vae band: none of auto, bands, whole; did you mean 'bands'?"),
-        ("generate x --exchange displacd", "none of exact, displaced, naive; did you mean 'displaced'?"),
+        ("generate x --tiles 4", "generate has no option --tiles; write --set tiles=N"),
+        ("generate x --text-encoder freed", "write --set text_encoder=whole|sharded|rank0|freed"),
+        ("generate x --no-strict", "write --set strict=false"),
+        ("serve --vae bands", "serve has no option --vae; write --set vae=auto|bands|whole"),
+        ("train a.yaml --patches 2", "train has no option --patches; write --set parallel.patches=N"),
+        ("generate x --set tile=4", "there is no setting 'tile' of the parallel configuration; did you mean 'tiles'?"),
+        ("generate x --set tiles", "--set 'tiles' has no value; write it as --set tiles=N"),
+        ("generate x --ring 2 --set ring=2", "--set 'ring=2': ring is given twice; leave one out"),
+        ("generate x --set tiles=4", "--set tiles=4 counts in reproducible mode only; add --reproducible"),
+        ("generate x --config a.yaml --ring 2 --set vae=whole", "and --ring, --set vae both configure"),
+        ("generate x --no-memory-check", "generate has no option --no-memory-check; write --memory-limit none"),
+        ("generate x --memory-limit much", "--memory-limit much is not possible; use gigabytes from 0.001 up, or none"),
+        ("verify ulysses=2 --address a:1", "write it behind the launcher: --launcher ray@HOST:PORT"),
+        ("generate x --set vae=band", "vae='band' is not possible: none of auto, bands, whole; did you mean 'bands'?"),
+        ("generate x --set exchange=displacd", "none of exact, displaced, naive; did you mean 'displaced'?"),
         ("generate x --ulyses 2", "generate has no option --ulyses; did you mean '--ulysses'?"),
         ("generate x --nope", "generate has no option --nope; see ditmesh generate --help"),
         ("generate x --seed", "--seed has no value; write one behind it"),
@@ -82,7 +95,11 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("plan flux-dev", "did you mean 'flux.1-dev' or 'flux.2-dev'?"),
         ("plan wan14b", "did you mean 'wan-14b'?"),
         ("plan flux.1-dev --hardware h1000", "did you mean 'h100'?"),
-        ("inspect --memory --model flux-dev", "did you mean 'flux.1-dev'"),
+        ("inspect --memory --model x", "inspect has no option --memory; write ditmesh memory MODEL"),
+        ("inspect emoji-sd3 --check", "inspect has no option --check; write ditmesh layout MODEL"),
+        ("inspect x --explain -n 2", "inspect has no option --explain; leave it out: a configuration is explained"),
+        ("memory --model x", "memory has no option --model; write the model as it is"),
+        ("memory flux-dev", "did you mean 'flux.1-dev'"),
         ("train", "CONFIG.yaml is missing; see ditmesh train --help"),
         ("train none.yaml", "cannot read the training configuration 'none.yaml' (No such file or directory)"),
         ("train a.yaml b.yaml", "train has no use for 'b.yaml'; see ditmesh train --help"),
@@ -138,12 +155,12 @@ def test_words_that_are_alike_are_all_offered() -> None:
         ("--set pretrained_model_name_or_path=./none", "no such folder"),
         ("--set pretrained_model_name_or_path=strange", "DiTPipeline cannot be trained: it takes no prompt"),
         ("--cfg 2", "cfg=2 is not for training"),
-        ("--patches 2", "patches=2 is not for training"),
+        ("--set parallel.patches=2", "patches=2 is not for training"),
         ("--shard 2 --data 2", "shard=2 is not for training"),
-        ("--vae bands", "vae=bands is not for training"),
-        ("--compile inductor", "compile=inductor is not for training"),
+        ("--set parallel.vae=bands", "vae=bands is not for training"),
+        ("--set parallel.compile=inductor", "compile=inductor is not for training"),
         ("--set parallel.text_encoder=rank0", "text_encoder=rank0 is not for training"),
-        ("--ring 2 --exchange displaced", "exchange=displaced is not for training"),
+        ("--ring 2 --set parallel.exchange=displaced", "exchange=displaced is not for training"),
         ("--tensor 9", "tensor=9 is more than the 8 attention heads"),
         ("--tensor 2 --set lora.type=dora", "tensor=2 cuts plain LoRA alone"),
         ("--set lora.target_modules=[to_q,to_qq]", "; did you mean 'to_q'?"),
@@ -187,7 +204,15 @@ def options_of(command: str) -> list[Any]:
     return [one for one in typer.main.get_command(app).commands[command].params if not getattr(one, "hidden", False)]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("command", ["generate", "train", "verify", "study", "replay", "plan", "inspect", "doctor"])
+def test_generate_shows_at_most_45_options() -> None:
+    shown = [option for option in options_of("generate") if option.param_type_name == "option"]
+    assert len({option.name for option in shown} - {"help"}) <= 45
+
+
+COMMANDS = ("generate", "train", "verify", "study", "replay", "plan", "inspect", "memory", "layout", "doctor")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_has_a_sentence(command: str) -> None:
     for option in options_of(command):
         text = option.help or ""
@@ -273,8 +298,8 @@ def test_the_table_of_plan_has_a_line_for_why(monkeypatch: Any, capsys: pytest.C
     assert re.search(r"^1 device +1 +[\d.]+ +[\d.]+ +[\d.]+ *$", said, re.MULTILINE)
 
 
-def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    from ditmesh.cli import inspect, study
+def test_the_tables_of_study_memory_and_layout(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from ditmesh.cli import memory, study
     from ditmesh.report.text import print_report
 
     mean = {"value": 40.123, "error": 2.5, "count": 8}
@@ -293,12 +318,12 @@ def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.Captur
     is_whole(said, ["first_last(2, 1)", "40.1 of 100", "synchronous", "nearest", "PSNR dB", "sent MB"])
     phase = {"weights": 123e9, "activations": 123e9, "kept": 1e9, "shared": 1e9, "process": 1e9, "total": 456e9}
     rank = {"stage": 0, "ranks": 1, "phases": {"denoise": phase}, "peak": "denoise", "peak_bytes": 1}
-    memory = {"model": "m", "config": "c", "size": [8, 8], "dtype": "bfloat16", "ranks": [rank]}
-    memory |= {"chosen": None, "exceeds": None, "command": None}
-    said = printed(monkeypatch, capsys, lambda: print_report(inspect._say_memory(memory)))
+    needed = {"model": "m", "config": "c", "size": [8, 8], "dtype": "bfloat16", "ranks": [rank]}
+    needed |= {"chosen": None, "exceeds": None, "command": None}
+    said = printed(monkeypatch, capsys, lambda: print_report(memory._say(needed)))
     is_whole(said, ["activations", "process", "denoise", "456"])
     with pytest.raises(SystemExit):
-        main(["inspect"])
+        main(["layout"])
     is_whole(
         capsys.readouterr().out,
         ["joint_attention_kwargs.attention_mask", "encoder_hidden_states", "transformer_blocks"],
@@ -309,7 +334,7 @@ def test_rounding_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     from ditmesh.cli.generate import _say
     from ditmesh.report.text import print_report
 
-    result: dict[str, Any] = {"pictures": [], "out": "out", "devices": 2, "device": "cpu", "threads": 1, "seconds": 1.0}
+    result: dict[str, Any] = {"images": [], "out": "out", "devices": 2, "device": "cpu", "threads": 1, "seconds": 1.0}
     result |= {"load_seconds": 1.0, "start_seconds": 2.5, "total_seconds": 4.5}
     for config, most, words in (
         ({"cfg": 2}, 0, "the same pixels"),

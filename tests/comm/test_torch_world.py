@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ditmesh.comm.link import Link
-from ditmesh.comm.state import Traffic
+from ditmesh.comm.state import Header, Traffic
 from ditmesh.errors import ConfigError
 
 PROGRAM = """
@@ -69,3 +69,17 @@ def test_tensors_that_a_group_does_not_carry_are_refused():
     with pytest.raises(ConfigError, match="carries no cpu tensors") as raised:
         Link("ulysses", [0, 1], 0, Traffic()).connect(OnGpusAlone(), None, device=torch.device("cpu"))
     assert 'init_process_group("cpu:gloo,cuda:nccl")' in str(raised.value)
+
+
+def test_messages_that_differ_in_anything_have_tags_of_their_own():
+    """By which a message is told from one of a request that has failed, or of another kind, shape or type."""
+    usual = Header.of(1, "all_gather", [((2, 3), torch.float32)])
+    others = [
+        Header.of(2, "all_gather", [((2, 3), torch.float32)]),
+        Header.of(1, "all_to_all", [((2, 3), torch.float32)]),
+        Header.of(1, "all_gather", [((3, 2), torch.float32)]),
+        Header.of(1, "all_gather", [((2, 3), torch.int32)]),
+        Header.of(1, "all_gather", [((2, 3), torch.float32)] * 2),
+    ]
+    assert Header.of(1, "all_gather", [((2, 3), torch.float32)]) == usual
+    assert len({header.tag for header in (usual, *others)}) == 6

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ from ditmesh.attention.kernels import attend_with_lse, attend_with_lse_reference
 from ditmesh.config import ParallelConfig
 from ditmesh.core import intercept
 from ditmesh.core.partition import even_cut, offsets
+from ditmesh.errors import ConfigError
+from ditmesh.recipe import RECIPE
+from ditmesh.strategies.base import LaterStrategy, wanted
 from ditmesh.strategies.heads import check_heads
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny
 from support.patched import everything, same, sdpa
@@ -317,3 +323,31 @@ def test_queries_that_see_nothing():
     merged, merged_lse = merge_(out.clone(), lse, out, lse)
     torch.testing.assert_close(merged, out)
     assert merged_lse[0, 0, 1] == float("-inf")
+
+
+def test_strategies_that_are_imported_later_are_those_that_a_configuration_wants():
+    every = [line.load() if isinstance(line, LaterStrategy) else line for line in RECIPE]
+    axes = ({}, {"ring": 2}, {"ulysses": 2}, {"cfg": 2}, {"pipe": 2}, {"patches": 4}, {"tensor": 2}, {"data": 2})
+    exchanges = ({}, {"exchange": "displaced"}, {"exchange": "naive"})
+    others = ({}, {"reproducible": True}, {"vae": "whole"}, {"vae": "bands"})
+    chosen = []
+    for settings in product(axes, exchanges, others):
+        try:
+            config = ParallelConfig(**{name: value for some in settings for name, value in some.items()})
+        except ConfigError:
+            continue
+        chosen.append([strategy for strategy in every if strategy.wanted(config)])
+        assert wanted(RECIPE, config) == chosen[-1], config
+    for strategy in (line.load() for line in RECIPE if isinstance(line, LaterStrategy)):
+        assert {strategy in some for some in chosen} == {False, True}
+
+
+def test_what_parallelize_imports():
+    """Lines of Python of ours: a new import at the top of a module is paid by every program."""
+    program = (
+        "import sys\nfrom ditmesh import parallelize\n"
+        "files = [m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'ditmesh' and m.__file__]\n"
+        "print(sum(len(open(file, encoding='utf-8').readlines()) for file in files))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 10_000 < int(done.stdout) <= 23_600

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -103,18 +102,14 @@ def test_another_shape_is_said(tmp_path):
     [
         ({}, (64, 32)),
         ({"width": 48, "height": 48}, (48, 48)),
-        # Of one side alone the other follows.
-        ({"width": 32}, (32, 16)),
-        ({"height": 64}, (128, 64)),
     ],
 )
 def test_the_size_of_a_servers_edit(tmp_path, asked, size):
     files = [input_picture("image", saved(tmp_path / "i.png", 64, 32))]
-    loaded, task = cast(Any, object.__new__(LoadedModel)), SimpleNamespace(request=JobRequest(prompt="a", **asked))
+    loaded, request = cast(Any, object.__new__(LoadedModel)), JobRequest(prompt="a", **asked)
     loaded.info = find_model("emoji-sd3")
-    assert loaded._asked_size(task, files) == size
-    alone = {(): None, ("width",): (32, 64), ("height",): (64, 64), ("width", "height"): (48, 48)}
-    assert loaded._asked_size(task, []) == alone[tuple(asked)]
+    assert loaded._asked_size(request, files) == size
+    assert loaded._asked_size(request, []) == (size if asked else None)
 
 
 def test_generate_keeps_the_shape(kept_ranks, tmp_path, capfd):

@@ -344,6 +344,36 @@ def test_names_and_sizes_of_strangers_are_bounded(made: Written, sentence: str, 
     assert sentence in refused("QwenImage", made, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "form", "alpha", "noted"),
+    [
+        ("QwenImage", "diffusers", "8", True),
+        ("Krea2", "diffusers", "2.0", True),
+        ("QwenImage", "diffusers", "x", True),
+        ("QwenImage", "diffusers", str(RANK), False),
+        ("QwenImage", "diffusers", f"{RANK}.0", False),
+        # The alpha of the layers is used.
+        ("QwenImage", "kohya", "8", False),
+    ],
+)
+def test_an_alpha_of_the_metadata_alone_is_told(
+    family: str, form: str, alpha: str, noted: bool, tmp_path: Path
+) -> None:
+    if family == "Krea2":
+        # diffusers reads these names, not ditmesh.
+        made = Written()
+        name, own = "diffusion_model.blocks.0.attn.wq", "transformer_blocks.0.attn.to_q"
+        made.pair(tiny("Krea2"), name, [own], 1.0, KOHYA)
+    else:
+        made = written(family, form)
+    made.metadata = {"alpha": alpha}
+    error, note = loaded(family, made, tmp_path)
+    assert error < TOLERANCE
+    assert (note is not None) == noted
+    if note is not None:
+        assert f"says alpha={alpha!r} in its metadata, which is not read: its layers have the strength 1" in note
+
+
 def test_an_alpha_that_contradicts_the_settings_is_refused(tmp_path: Path) -> None:
     made = written("QwenImage", "ai-toolkit")
     told = {"transformer.r": RANK, "transformer.lora_alpha": 2 * ALPHA}

@@ -16,8 +16,8 @@ import ditmesh
 from ditmesh.comm.objects import gather_objects
 from ditmesh.core import digests
 from ditmesh.core.alignment import ALIGNMENT, rounded_up
-from ditmesh.engine import rooms
-from ditmesh.engine.sent import from_bytes
+from ditmesh.followers import shared_memory
+from ditmesh.followers.messages import from_bytes
 from ditmesh.generate import conversions, loading, one_copy
 from ditmesh.generate.model_info import find_model
 from support.tiny import save_tiny_ltx
@@ -168,14 +168,14 @@ def test_components_with_weights_are_shared_if_there_are_many(folder: Path, monk
 def filled(values: list[torch.Tensor], dtype: torch.dtype, huge: bool, slow: bool) -> list[torch.Tensor]:
     """What another view of a room has of tensors that were put there."""
     with ExitStack() as files:
-        room = rooms.Room(files)
+        room = shared_memory.MemoryFile(files)
         room.grow(sum(rounded_up(one.numel() * dtype.itemsize) for one in values))
         if not huge:
             room._shared = None
         starts = [room.put(one, dtype) for one in values]
         room.finish()
         assert not slow or not room._huge or False in room._huge
-        memory = rooms.map_place(room.place)
+        memory = shared_memory.map_place(room.place)
     return [
         from_bytes(memory[start : start + one.numel() * dtype.itemsize], tuple(one.shape), dtype)
         for start, one in zip(starts, values, strict=True)
@@ -186,7 +186,7 @@ def filled(values: list[torch.Tensor], dtype: torch.dtype, huge: bool, slow: boo
 def test_a_room_has_what_was_put_there(monkeypatch: pytest.MonkeyPatch, huge: bool, slow: bool):
     """With huge pages, with some where they take long, and with ordinary ones; also across their steps."""
     if slow:
-        monkeypatch.setattr(rooms, "SLOW", 0.0)
+        monkeypatch.setattr(shared_memory, "SLOW", 0.0)
     values = [torch.randn(3, 5), torch.randn(1 << 22).bfloat16(), torch.randn(1000, 777).t(), torch.tensor(2.5)]
     for dtype in (torch.float32, torch.bfloat16):
         for found, one in zip(filled(values, dtype, huge, slow), values, strict=True):
@@ -197,12 +197,12 @@ def test_a_room_has_what_was_put_there(monkeypatch: pytest.MonkeyPatch, huge: bo
 def test_a_file_that_was_replaced_is_not_opened(tmp_path: Path):
     path = tmp_path / "weights"
     path.write_bytes(b"one")
-    place = rooms.Place(0, str(path), 3, rooms.file_state(str(path)))
-    assert bytes(rooms.map_place(place).tolist()) == b"one"
+    place = shared_memory.Place(0, str(path), 3, shared_memory.file_state(str(path)))
+    assert bytes(shared_memory.map_place(place).tolist()) == b"one"
     (tmp_path / "other").write_bytes(b"two")
     (tmp_path / "other").rename(path)
     with pytest.raises(OSError, match="has changed meanwhile"):
-        rooms.map_place(place)
+        shared_memory.map_place(place)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -213,7 +213,7 @@ def test_a_transformer_that_is_read_once_is_the_one_of_diffusers(name: str, dtyp
     (kind,) = loading._denoisers_in(info).values()
     folder = info.files / "transformer"
     with ExitStack() as files:
-        room = rooms.Room(files)
+        room = shared_memory.MemoryFile(files)
         plan = conversions.Conversions([room.place])
         found: Any = loading._read_once(kind, folder, dtype, None, plan)
         conversions.convert(plan.jobs[0], room, plan.rooms[0].size)

@@ -15,6 +15,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from ditmesh._version import library_versions
+from ditmesh.core.files import written_whole
 from ditmesh.errors import InputError
 from ditmesh.generate.receipt import PNG_KEYWORD, Receipt, holds_receipt, read_receipt, write_png
 
@@ -58,6 +59,16 @@ def test_writing_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     write_png(picture(), tmp_path / "a.png", receipt(index=2))
     assert read_receipt(tmp_path / "a.png").index == 2
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+
+
+def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path):
+    """Whoever reads meanwhile has the file from before."""
+    path = tmp_path / "file"
+    path.write_text("before")
+    with written_whole(path) as temporary:
+        temporary.write_text("aft")
+        assert path.read_text() == "before"
+    assert path.read_text() == "aft"
 
 
 def test_a_write_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

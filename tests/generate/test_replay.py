@@ -13,6 +13,7 @@ from PIL import Image
 from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
+from ditmesh.core.files import digest_of_file
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt, read_receipt, write_png
@@ -184,6 +185,24 @@ def test_what_a_promise_needs():
     ).promised
     small = Image.fromarray(np.zeros((2, 5, 3), dtype=np.uint8))
     assert compare_replay(picture(), small, receipt(), receipt()).largest is None
+
+
+def test_every_fact_of_a_receipt_is_in_its_job(tmp_path: Path):
+    """What decides the image and is the receipt's own; the fields of a request are held to it in test_request.py."""
+    for name in ("base.png", "control.png"):
+        picture().save(tmp_path / name)
+    files = [
+        {"role": role, "path": str(tmp_path / name), "digest": digest_of_file(tmp_path / name), "scale": scale}
+        for role, name, scale in (("image", "base.png", 1.0), ("ip-image", "control.png", 0.25))
+    ]
+    facts = {"max_sequence_length": 77, "dtype": "bfloat16", "scheduler": "FlowMatchHeunDiscreteScheduler"}
+    facts |= {"variant": "fp16", "strength": 0.5, "files": files, "offload": "model"}
+    was = receipt(**facts, device="cuda", together=3, place=2, seed=9)
+    config = receipt_config(was)
+    job = job_of(was, find_model("emoji-sd3"), config.model_copy(update={"reproducible": False}), tmp_path, 60.0)
+    assert [vars(file) for file in job.files] == facts.pop("files")
+    assert {name: getattr(job, name) for name in facts} == facts
+    assert (job.n, job.seed, job.per_call) == (3, 7, 3)
 
 
 def test_receipts_of_earlier_versions_can_be_read_and_replayed(tmp_path: Path):

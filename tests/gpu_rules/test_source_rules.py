@@ -28,9 +28,9 @@ ALLOWED: dict[str, dict[str, str]] = {
     # NCCL's would be for the world's communicator, which a job may not have otherwise; the host waits for the device.
     "a barrier of all ranks": {
         "launch/hardware.py": "before a measurement",
-        "tools/study/running.py": "before a measurement",
-        "tools/verify/runs.py": "before a measurement",
-        "tools/verify/timeline.py": "before a measurement",
+        "lab/study/running.py": "before a measurement",
+        "verify/runs.py": "before a measurement",
+        "lab/verify/timeline.py": "before a measurement",
     },
     # Its handle keeps the buffers, and somebody has to wait.
     "a collective whose work is dropped": {},
@@ -39,7 +39,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "core/digests.py": "a generator's state is on the host on every device",
         "generate/preview.py": "the colours were brought to the host",
         "serve/worker/rendezvous.py": "messages of a gloo group",
-        "tools/study/running.py": "read from a file",
+        "lab/study/running.py": "read from a file",
     },
 }
 COLLECTIVES = {"all_gather_object", "broadcast_object_list", "scatter_object_list", "gather_object", "send_object_list"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import io
@@ -22,7 +23,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ditmesh import Client
+from ditmesh import Client, extend
 from ditmesh.cli.main import main
 from ditmesh.client import ServerError
 from ditmesh.errors import ConfigError, InputError, RankFailed
@@ -90,7 +91,7 @@ def command(kept_ranks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str])
     def generate(*more: str | Path) -> list[Path]:
         given = ("--devices", "2", "--cfg", "2", "--threads", "1", "--steps", str(STEPS), "--device", "cpu", *more)
         assert ditmesh("generate", "a red fox", *given, "--out", tmp_path / "command", "--json") == 0
-        return [Path(one["path"]) for one in json.loads(capfd.readouterr().out)["pictures"]]
+        return [Path(one["path"]) for one in json.loads(capfd.readouterr().out)["images"]]
 
     return generate
 
@@ -736,3 +737,18 @@ def test_real_comfyui_says_what_is_wrong(server: Server) -> None:
     kind, content = heard[-1]
     assert kind == "execution_error"
     assert "no such folder" in content["exception_message"]
+
+
+def test_the_package_uses_public_names_and_extend_alone():
+    """Whatever moves inside of ditmesh, an installed package of nodes finds its names."""
+    used = set()
+    for file in NODES.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("ditmesh.") for alias in node.names), file
+            elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("ditmesh"):
+                assert node.module in ("ditmesh", "ditmesh.extend"), f"{file}:{node.lineno}"
+                assert all(hasattr(sys.modules[node.module], alias.name) for alias in node.names), file
+                if node.module == "ditmesh.extend":
+                    used |= {alias.name for alias in node.names}
+    assert used == set(extend.__all__)

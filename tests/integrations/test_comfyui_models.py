@@ -286,6 +286,14 @@ def test_refusals(node: Any) -> None:
         sample(parallel(node, patched))
 
 
+def test_training_behind_the_node_is_refused(node: Any) -> None:
+    plain = Patcher(Base())
+    made = parallel(node, plain)
+    with torch.enable_grad(), pytest.raises(InputError, match="put that node before Parallelize model"):
+        sample.__wrapped__(made)
+    assert relative_error(sample(made), sample(plain)) <= 1e-5
+
+
 def test_rows_that_are_branches_one_time_and_pictures_another(node: Any) -> None:
     plain = Patcher(Base())
     truth, made = sample(plain), parallel(node, plain)

@@ -135,19 +135,16 @@ def test_exchanges_that_are_explained_are_those_that_travel(ranks, name, config)
 
 def test_a_command_explains_a_configuration(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["inspect", "--explain", "--devices", "4", "--ulysses", "2", "--cfg", "2", "--json"])
+        main(["inspect", "--devices", "4", "--ulysses", "2", "--cfg", "2", "--json"])
     assert not ended.value.code
     found = json.loads(capsys.readouterr().out)
     layers = [(layer["around"], layer["name"]) for layer in found["layers"]]
     assert layers.index(("request", "BatchRows")) < layers.index(("request", "ExactSequence"))
     assert [each["link"] for each in found["exchanges"]] == ["ulysses", "ulysses", "sequence", "batch"]
     with pytest.raises(SystemExit) as ended:
-        main(["inspect", "--explain", "--devices", "2", "--pipe", "2", "--patches", "2"])
+        main(["inspect", "--devices", "2", "--pipe", "2", "--set", "patches=2"])
     assert not ended.value.code
     assert "PipeFusion._around_call" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["inspect", "--explain"])
-    assert "--explain needs a configuration" in capsys.readouterr().err
 
 
 # --- seconds -----------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def test_generate_on_a_cluster_has_the_bits_of_ranks_of_this_machine(nodes: Node
         assert done.returncode == 0, done.stderr
         return [Image.open(picture["path"]).tobytes() for picture in json.loads(done.stdout)["pictures"]]
 
-    assert pixels("cluster", "--launcher", "ray", "--address", nodes.address) == pixels("here")
+    assert pixels("cluster", "--launcher", f"ray@{nodes.address}") == pixels("here")
     assert gone()
 
 

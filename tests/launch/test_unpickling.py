@@ -18,12 +18,12 @@ SRC = Path(__file__).parents[2] / "src" / "ditmesh"
 OWN = "a message between an owner and the ranks that it has started"
 GROUP = "a message between the ranks of one process group"
 EXCEPTIONS = {
-    ("engine/follow.py", "CallFollower.run", "pickle.loads"): GROUP,
-    ("engine/follow.py", "FollowerFailure.as_error", "pickle.loads"): GROUP,
-    ("engine/follow.py", "FollowerFailure.of", "pickle.loads"): "what this process has pickled a line before",
-    ("engine/sent.py", "CallReceiver.take", "pickle.loads"): GROUP,
-    ("engine/sent.py", "_StandInUnpickler", "pickle.Unpickler"): f"{GROUP}, or {OWN}",
-    ("launch/hosted.py", "HostedRanks._beside", "pickle.loads"): OWN,
+    ("followers/calls.py", "CallFollower.run", "pickle.loads"): GROUP,
+    ("followers/calls.py", "FollowerFailure.as_error", "pickle.loads"): GROUP,
+    ("followers/calls.py", "FollowerFailure.of", "pickle.loads"): "what this process has pickled a line before",
+    ("followers/messages.py", "CallReceiver.take", "pickle.loads"): GROUP,
+    ("followers/messages.py", "_StandInUnpickler", "pickle.Unpickler"): f"{GROUP}, or {OWN}",
+    ("followers/processes.py", "HostedRanks._beside", "pickle.loads"): OWN,
     ("launch/messages.py", "RankChannel.reply", "pickle.loads"): OWN,
     ("launch/failures.py", "of_exception", "pickle.loads"): "what this process has pickled a line before",
     ("launch/failures.py", "rank_failed", "pickle.loads"): OWN,
@@ -64,7 +64,7 @@ COLLECTIVES = {
     "strategies/inputs.py",
     "strategies/same_latents.py",
     "strategies/text_encoders.py",
-    "tools/verify/ranks.py",
+    "verify/ranks.py",
     "train/data/agreement.py",
     "train/checkpoints/checkpoint.py",
     "train/data/encoded.py",

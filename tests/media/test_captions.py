@@ -16,6 +16,7 @@ from test_media import RED, SAMPLES, close, file_of, mp4_of, turned
 
 from ditmesh.errors import InputError
 from ditmesh.train import TrainConfig
+from ditmesh.train.data.reading import read_samples
 from ditmesh.train.data.samples import DataReport, Samples
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Preparing, Progress
@@ -132,22 +133,18 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         ["without caption: 1 (b.png)"],
         {},
     ),
-    "tsv": ([*AB, ("metadata.tsv", CSV.replace(",", "\t"))], TWO, [], {}),
-    "json of a list": ([*AB, ("metadata.json", json.dumps(BOTH))], TWO, [], {}),
-    "json by name": ([*AB, ("metadata.json", {"a.png": "A", "b.png": "B"})], TWO, [], {}),
-    "json of tags and captions": (
-        [*AB, ("meta_cap.json", {"a": {"caption": "A", "tags": "x"}, "b": {"caption": "B"}})],
-        TWO,
-        ["caption in meta_cap.json"],
+    "listings that are not read": (
+        [*AB, ("metadata.tsv", CSV.replace(",", "\t")), ("metadata.json", {"a.png": "A", "b.png": "B"})],
+        None,
+        ["none of 2 samples", "files that are not read: 1 .json, 1 .tsv (metadata.json, metadata.tsv)"],
         {},
     ),
-    "json of something else": (
-        [*AB, ("metadata.json", {"license": "MIT"}), ("a.txt", "A"), ("b.txt", "B")],
-        TWO,
-        ["metadata.json names no file that is there"],
+    "a key twice": (
+        [*AB, ("metadata.jsonl", '{"file_name": "a.png", "text": "A", "text": "?"}\n' + json.dumps(BOTH[1]))],
+        TWO[1:],
+        ["metadata.jsonl line 1 is not JSON (the key 'text' is there twice)", "left out: 1 file (a.png)"],
         {},
     ),
-    "json with a key twice": ([*AB, ("metadata.json", '{"a.png": "A", "a.png": "B"}')], None, ["is there twice"], {}),
     "files .txt": ([*AB, ("a.txt", "A\n"), ("b.txt", "B")], TWO, ["2 of .txt"], {}),
     "files .caption": ([*AB, ("a.caption", "A"), ("b.caption", "B")], TWO, ["2 of .caption"], {}),
     "files .json": ([*AB, ("a.json", {"caption": "A"}), ("b.json", {"text": "B"})], TWO, [], {}),
@@ -160,14 +157,14 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
     "files .png.txt": ([*AB, ("a.png.txt", "A"), ("b.png.txt", "B")], TWO, [], {}),
     "files that contradict one another": (
         [*AB, ("a.txt", "A"), ("a.caption", "other"), ("b.txt", "B"), ("b.caption", "B")],
-        TWO,
-        ["1 sample of which files say different things: a.png (.txt, .caption)"],
+        TWO[1:],
+        ["a.png is left out: .txt and .caption say different things; leave one there"],
         {},
     ),
     "a listing and files that contradict it": (
         [*AB, ("metadata.jsonl", BOTH), ("a.txt", "other"), ("b.txt", "B")],
-        TWO,
-        ["a.png (text in metadata.jsonl, .txt)"],
+        TWO[1:],
+        ["a.png is left out: text in metadata.jsonl and .txt say different things"],
         {},
     ),
     "a listing that has gaps which files fill": (
@@ -216,14 +213,18 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
     ),
     # --- text
     "a mark of UTF-8": ([*AB, ("metadata.jsonl", b"\xef\xbb\xbf" + json.dumps(BOTH[0]).encode())], TWO[:1], [], {}),
-    "UTF-16": (
-        [*AB, ("metadata.jsonl", "\n".join(map(json.dumps, BOTH)).encode("utf-16")), ("c.png", PNG)],
-        TWO,
-        ["left out: 1 file (c.png)"],
+    "UTF-16 and UTF-32 with a mark": (
+        [*AB, ("c.png", PNG), ("a.txt", "A".encode("utf-16")), ("c.txt", "C".encode("utf-32")), ("b.txt", "B")],
+        TWO[1:],
+        ["a.png is left out: a.txt line 1 is not UTF-8", "c.png is left out: c.txt line 1 is not UTF-8"],
         {},
     ),
-    "UTF-16, big endian": ([AB[0], ("a.txt", "\ufeffA é".encode("utf-16-be"))], [("a.png", "A é")], [], {}),
-    "UTF-32": ([AB[0], ("a.txt", "A é".encode("utf-32"))], [("a.png", "A é")], [], {}),
+    "UTF-16 in a listing": (
+        [*AB, ("metadata.jsonl", "\n".join(map(json.dumps, BOTH)).encode("utf-16"))],
+        None,
+        ["metadata.jsonl line 1 is not UTF-8"],
+        {},
+    ),
     "UTF-16 without a mark": (
         [*AB, ("a.txt", "A".encode("utf-16-le")), ("b.txt", "B")],
         TWO[1:],
@@ -300,13 +301,13 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
     "two captions of one image": (
         [*AB, ("metadata.jsonl", [*BOTH, line("a.png", text="A2")])],
         [TWO[0], ("a.png", "A2"), TWO[1]],
-        ["with more than one line in metadata.jsonl, each of which is a sample: 1 file (a.png)"],
+        ["with more than one line in a listing, each of which is a sample: 1 file (a.png)"],
         {},
     ),
     "a line twice": (
         [*AB, ("metadata.jsonl", [*BOTH, BOTH[0]])],
-        TWO,
-        ["a.png is in metadata.jsonl again with the same text"],
+        [TWO[0], *TWO],
+        ["with more than one line in a listing, each of which is a sample: 1 file (a.png)"],
         {},
     ),
     "a name that is a number": (
@@ -399,7 +400,7 @@ def found_in(folder: Path, by: str = "text", **more: Any) -> Samples:
     config = TrainConfig.read(settings(folder, folder.parent / "out", **more))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = Samples.find(config, by)
+        found = read_samples(config, by)
         found.check(config)
     return found
 
@@ -415,7 +416,7 @@ def test_data_sets_of_others(name, tmp_path):
         said = str(error.value)
     else:
         found = found_in(data, **more)
-        assert [(one.name, one.said) for one in found.good] == expected
+        assert [(one.name, one.words) for one in found.good] == expected
         for sample in found.good:
             image = sample.picture()
             assert (image.height, image.width) == sample.size
@@ -482,11 +483,11 @@ def test_videos_of_data_sets(tmp_path):
         ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label="4")])], [3, 4], ""),
         ([("metadata.csv", "file_name,label\na.png,3\nb.png,\n")], [3, None], "without label: 1 (b.png)"),
         ([("a.cls", "3"), ("b.cls", "4\n")], [3, 4], "2 of .cls"),
-        ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=0.5)])], None, "line 2: label is 0.5"),
-        ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=True)])], None, "line 2: label is true"),
-        ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=-1)])], None, "line 2: label is -1"),
+        ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=0.5)])], [3], "line 2: label is 0.5"),
+        ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=True)])], [3], "line 2: label is true"),
+        ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=-1)])], [3], "line 2: label is -1"),
         ([("metadata.jsonl", [line("a.png", kind=3), line("b.png", kind=1)])], None, "label_column='label' is not in"),
-        ([("a.cls", "a fox"), ("b.cls", "4")], None, "a.cls: label is 'a fox'"),
+        ([("a.cls", "a fox"), ("b.cls", "4")], [4], "a.cls: label is 'a fox'"),
         ([], None, "none of 2 samples"),
     ],
     ids=str,
@@ -499,7 +500,7 @@ def test_labels(files, expected, words, tmp_path):
         assert words in str(error.value)
     else:
         found = found_in(tmp_path, "label")
-        assert [one.said for one in found.good] == expected
+        assert [one.words for one in found.good] == expected
         assert words in "\n".join(found.report().lines)
 
 
@@ -514,14 +515,14 @@ def test_parquet(tmp_path):
         pytest.skip("pyarrow is not installed")
     table = pyarrow.table({"file_name": ["a.png", "b.png"], "text": ["A", "B"]})
     pyarrow.parquet.write_table(table, tmp_path / "metadata.parquet")
-    assert [(one.name, one.said) for one in found_in(tmp_path).good] == TWO
+    assert [(one.name, one.words) for one in found_in(tmp_path).good] == TWO
     (tmp_path / "metadata.parquet").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"metadata.parquet is no parquet file"):
         found_in(tmp_path)
     pyarrow.parquet.write_table(
         pyarrow.table({"image": [{"bytes": PNG}], "text": ["A"]}), tmp_path / "metadata.parquet"
     )
-    with pytest.raises(InputError, match="image holds the images themselves"):
+    with pytest.raises(InputError, match="no column file_name"):
         found_in(tmp_path)
 
 

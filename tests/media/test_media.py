@@ -26,7 +26,8 @@ from ditmesh.request import PictureRequest
 from ditmesh.serve.http.errors import Refused
 from ditmesh.serve.http.uploads import Uploads
 from ditmesh.train import TrainConfig
-from ditmesh.train.data.samples import Samples, pixels
+from ditmesh.train.data.reading import read_samples
+from ditmesh.train.data.samples import pixels
 from support.train import settings
 
 # Shown 48 wide and 96 high: red above blue.
@@ -431,9 +432,9 @@ def test_heads_of_files_are_enough(tmp_path):
         return int(next(line.split()[1] for line in lines if line.startswith("rchar")))
 
     config = TrainConfig.read(settings(tmp_path, tmp_path))
-    Samples.find(config, "text")
+    read_samples(config, "text")
     before = so_far()
-    assert len(Samples.find(config, "text").good) == 8
+    assert len(read_samples(config, "text").good) == 8
     # 1.6 MB of images.
     assert so_far() - before < 200_000
 

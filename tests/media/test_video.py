@@ -154,12 +154,12 @@ def test_a_prompt_becomes_an_mp4_that_can_be_generated_again(
 ):
     wanted = ["a red fox", "--model", model, "--frames", 5, "--fps", 8, *SMALL, "--devices", 2, "--reproducible"]
     made = run(capsys, "generate", *wanted, "--out", tmp_path)
-    path = Path(made["pictures"][0]["path"])
+    path = Path(made["images"][0]["path"])
     assert path.name == "0000-a-red-fox-seed0.mp4"
-    assert (made["pictures"][0]["frames"], made["pictures"][0]["fps"]) == (5, 8.0)
+    assert (made["images"][0]["frames"], made["images"][0]["fps"]) == (5, 8.0)
     receipt = read_receipt(path)
     assert (receipt.frames, receipt.fps, receipt.pipeline) == (5, 8.0, "WanPipeline")
-    assert receipt.frames_digest == made["pictures"][0]["frames_digest"]
+    assert receipt.frames_digest == made["images"][0]["frames_digest"]
     assert len(read_frames(path, str(path))) == 5
     strip = path.with_suffix(".strip.png")
     assert Image.open(strip).size == (5 * 32, 32)
@@ -175,10 +175,10 @@ def test_a_prompt_becomes_an_mp4_that_can_be_generated_again(
     assert "give the MP4 next to it" in capsys.readouterr().err
 
     other = run(capsys, "generate", *wanted, "--seed", 1, "--out", tmp_path, "--overwrite")
-    assert other["pictures"][0]["frames_digest"] != receipt.frames_digest
+    assert other["images"][0]["frames_digest"] != receipt.frames_digest
     more = run(capsys, "generate", *wanted, "--out", tmp_path)
-    assert Path(more["pictures"][0]["path"]).name == "0000-a-red-fox-seed0-2.mp4"
-    assert more["pictures"][0]["frames_digest"] == receipt.frames_digest
+    assert Path(more["images"][0]["path"]).name == "0000-a-red-fox-seed0-2.mp4"
+    assert more["images"][0]["frames_digest"] == receipt.frames_digest
 
 
 def test_the_frames_are_those_of_diffusers(
@@ -187,8 +187,8 @@ def test_the_frames_are_those_of_diffusers(
     """One rank, fast mode: the digest in the receipt is that of what the unmodified pipeline makes."""
     made = run(capsys, "generate", "a red fox", "--model", model, "--frames", 5, *SMALL, "--out", tmp_path)
     expected = video.frames_digest(alone(model, num_frames=5))
-    assert made["pictures"][0]["frames_digest"] == expected
-    assert made["pictures"][0]["fps"] == 16.0
+    assert made["images"][0]["frames_digest"] == expected
+    assert made["images"][0]["fps"] == 16.0
 
 
 @pytest.mark.parametrize("role", ["image", pytest.param("video", marks=pytest.mark.matrix)])
@@ -206,12 +206,12 @@ def test_a_picture_or_a_video_to_begin_with(
         given, kind = ["--video", tmp_path / "in.webp", "--strength", 0.9], "WanVideoToVideoPipeline"
         arguments = {"video": frames[:5], "strength": 0.9}
     wanted = ["generate", "a red fox", "--model", model, "--frames", 5, *SMALL, *given, "--out", tmp_path / "out"]
-    made = run(capsys, *wanted)["pictures"][0]
+    made = run(capsys, *wanted)["images"][0]
     assert made["frames_digest"] == video.frames_digest(alone(model, kind, **arguments))
     receipt = read_receipt(made["path"])
     assert receipt.pipeline == kind
     assert [file.role for file in receipt.files] == [role]
-    on_two = run(capsys, *wanted, "--ulysses", 2, "--seed", 0)["pictures"][0]
+    on_two = run(capsys, *wanted, "--ulysses", 2, "--seed", 0)["images"][0]
     pair = (read_frames(one["path"], "") for one in (made, on_two))
     assert apart(*pair) <= 2
     again = run(capsys, "replay", made["path"], "--out", tmp_path / "again")
@@ -306,7 +306,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
 
     from ditmesh.errors import ConfigError
     from ditmesh.train import TrainConfig
-    from ditmesh.train.data.samples import Samples
+    from ditmesh.train.data.reading import read_samples
     from ditmesh.train.trainer import Trainer
 
     frames, data = moving(6), tmp_path / "data"
@@ -342,7 +342,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
         with pytest.raises(OSError, match="has 6 frames, and num_frames=7"):
             trainer.data.samples[0].frames(7)
     video.write_mp4(frames, data / "b.mp4", 16, {})
-    assert [one.size for one in Samples.find(TrainConfig.read(given), "text").good] == [(32, 32)] * 2
+    assert [one.size for one in read_samples(TrainConfig.read(given), "text").good] == [(32, 32)] * 2
     assert seen["latents"].shape == (1, 4, 2, 8, 8)
     noised = seen["noised"]
     assert outcome.losses[0] == pytest.approx(float((seen["out"] - noised.target).square().mean()), rel=1e-5)

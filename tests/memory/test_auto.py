@@ -207,8 +207,8 @@ def test_prompts_run_side_by_side_as_each_does_alone(tmp_path: Path, capfd: pyte
         assert np.array_equal(*(np.asarray(Image.open(each["path"])) for each in (one, other)))
 
 
-def test_inspect_names_the_card_that_is_exceeded_and_what_to_type(capfd: pytest.CaptureFixture[str]):
-    words = ["inspect", "--memory", "--model", "flux.1-dev", "--hardware", "4090", "--json"]
+def test_memory_names_the_card_that_is_exceeded_and_what_to_type(capfd: pytest.CaptureFixture[str]):
+    words = ["memory", "flux.1-dev", "--hardware", "4090", "--json"]
     code, out, err = said(capfd, *words, "--devices", "4")
     assert code == 0, err
     found = json.loads(out)

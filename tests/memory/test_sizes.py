@@ -87,11 +87,11 @@ def seen_tokens(pipe: Any, name: str) -> int:
     return seen[0]
 
 
-def inspected(capsys: pytest.CaptureFixture[str], words: list[str]) -> dict[str, Any]:
+def result_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     from ditmesh.cli.main import main
 
     with pytest.raises(SystemExit) as left:
-        main(["inspect", *words, "--json"])
+        main([*words, "--json"])
     assert left.value.code == 0
     return json.loads(capsys.readouterr().out)
 
@@ -107,7 +107,7 @@ def test_all_count_what_the_transformer_is_called_with(
     assert info.image_tokens(*size, frames) == there
     assert subject(str(tmp_path), machine("h100", 1), size=size, frames=frames).workload.image == there
     words = [str(tmp_path), "--size", f"{size[0]}x{size[1]}", "--frames", str(frames)]
-    assert inspected(capsys, words)["image_tokens"] == there
+    assert result_of(capsys, "inspect", *words)["image_tokens"] == there
     checked: list[Any] = []
     monkeypatch.setattr(memory, "check_memory", lambda *args, **_: checked.append(args[4]))
     job = PictureJob(model=str(tmp_path), name="tiny", pipeline_class=info.pipeline_class, prompts=("a",), out=".")
@@ -205,7 +205,7 @@ def test_all_say_the_same_memory(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The plan, ``inspect --memory``, and the check before a request."""
+    """The plan, ``memory``, and the check before a request."""
     monkeypatch.setattr(memory.Demand, "fitting", lambda *_: memory.WayOut("nothing"))
     # Also far from a limit.
     monkeypatch.setattr(memory, "far_from", lambda *_: False)
@@ -218,9 +218,9 @@ def test_all_say_the_same_memory(
     about = subject(name, hardware, dtype="float32", size=size, frames=frames, offloaded=offloaded)
     planned, _ = about.demand.largest(config)
     if not offloaded:
-        given = [name, "--memory", "--config", words, "--size", "64x64", "--dtype", "float32"]
-        given = [*given[:2], *given[4:]] if not words else given
-        found = inspected(capsys, given if frames is None else [*given, "--frames", str(frames)])
+        given = ["memory", name, "--size", "64x64", "--dtype", "float32"]
+        given += [f"--set={setting}={value}" for setting, value in parse_settings(words).items()]
+        found = result_of(capsys, *given, *(() if frames is None else ("--frames", str(frames))))
         assert max(one["peak_bytes"] for one in found["ranks"]) == pytest.approx(planned)
     parts = torch.float32, torch.device("cpu"), workload_of(info, size, frames=frames)
     # What a process takes by itself is no longer free.
@@ -294,7 +294,7 @@ def test_layers_are_no_video():
         (["plan", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
         (["inspect", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
         (["plan", "flux.1-dev", "--frames", "9", "--hardware", "h100"], "makes images"),
-        (["inspect", "--memory", "--model", "emoji-sd3", "--frames", "9"], "makes images"),
+        (["memory", "emoji-sd3", "--frames", "9"], "makes images"),
     ],
 )
 def test_sizes_that_are_not_used_are_refused(

@@ -332,6 +332,17 @@ def test_the_faults_of_a_server_under_load_lose_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
+def test_bursts_of_signals_end_a_server(tmp_path: Path) -> None:
+    figures = tmp_path / "out.json"
+    ended = script("serving_faults.py", "--bursts", 6, "--seed", 1, "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert len(result["bursts"]) == 6
+    assert {one["moment"] for one in result["bursts"]} == {"start", "work", "end"}
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(fault_points.missing() is not None, reason=fault_points.missing() or "")
 @pytest.mark.parametrize("more", [["--faults", 42], ["--ranks", "model", "--faults", 8, "--operations", 300]])
 def test_what_clients_see_of_a_server_while_everything_fails_has_no_anomaly(tmp_path: Path, more: list[Any]) -> None:

@@ -57,7 +57,7 @@ def done(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
 def requirements() -> list[Requirement]:
     """All that pyproject.toml asks for, extras included."""
     extras = PROJECT["optional-dependencies"]
-    lists = [PROJECT["dependencies"], *(extras[name] for name in extras if name != "study")]
+    lists = [PROJECT["dependencies"], *(extras[name] for name in extras if name not in ("study", "zoo"))]
     return [Requirement(line) for one in lists for line in one]
 
 

@@ -267,24 +267,24 @@ def test_a_submission_whose_answer_is_lost_is_made_again_and_is_one_job(url: str
 def test_generate_on_a_server(url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The same files, receipts and JSON as without --server."""
     common = ["generate", "a red fox", "a bird", "--server", url, "--num-images", "9", "--seed", "5", "--steps", "2"]
-    assert run(*common, "--size", "32x32", "--out", tmp_path, "--json-full") == 0
+    assert run(*common, "--size", "32x32", "--out", tmp_path, "--json=full") == 0
     result = json.loads(capfd.readouterr().out)
     files = sorted(path.name for path in tmp_path.iterdir())
     assert len(files) == 18
     assert files[0] == "0000-a-red-fox-seed5.png"
     assert files[-1] == "0017-a-bird-seed22.png"
-    for number, picture in enumerate(result["pictures"]):
+    for number, picture in enumerate(result["images"]):
         receipt = read_receipt(picture["path"])
         assert receipt == Receipt.model_validate(picture)
         assert (receipt.index, receipt.seed) == (number, 5 + number)
         with Image.open(picture["path"]) as image:
             assert image.tobytes() == drawn(receipt.prompt, receipt.seed, (32, 32)).tobytes()
-    local = {"pictures", "out", "config", "devices", "device", "threads", "seconds", "load_seconds", "total_seconds"}
+    local = {"images", "out", "config", "devices", "device", "threads", "seconds", "load_seconds", "total_seconds"}
     assert set(result) == {*local, "server"}
     assert (result["devices"], result["threads"], result["config"]) == (2, 1, {"ulysses": 2})
     # Files that are there stay.
     assert run(*common, "--size", "32x32", "--out", tmp_path, "--json") == 0
-    assert set(json.loads(capfd.readouterr().out)["pictures"][0]) == {"path", "prompt", "seed", "together", "place"}
+    assert set(json.loads(capfd.readouterr().out)["images"][0]) == {"path", "prompt", "seed", "together", "place"}
     assert len(list(tmp_path.iterdir())) == 36
     assert run("generate", "a", "--server", url, "--out", tmp_path) == 0
     assert "1 image in" in capfd.readouterr().out

@@ -38,16 +38,18 @@ pytestmark = pytest.mark.timeout(400)
 
 def test_settings_are_the_options_of_serve(tmp_path: Path):
     # As `serve run` has them, and as YAML has them.
-    text = {"devices": "2", "ulysses": "2", "reproducible": "true", "otel": "false", "max_pixels": "4096"}
+    text = {"devices": "2", "ulysses": "2", "reproducible": "true", "log_prompts": "false", "max_pixels": "4096"}
     plan = plan_of({**text, "keys": str(tmp_path / "keys"), "folder": str(tmp_path)})
     assert plan == plan_of(
-        {**text, "devices": 2, "ulysses": 2, "reproducible": True, "otel": False, "max_pixels": 4096}
+        {**text, "devices": 2, "ulysses": 2, "reproducible": True, "log_prompts": False, "max_pixels": 4096}
         | {"keys": str(tmp_path / "keys"), "folder": str(tmp_path)}
     )
     assert (plan.service.devices, plan.settings.max_pixels, plan.models.folder) == (2, 4096, tmp_path)
     (spec,) = plan.specs
     assert spec.config.ulysses == 2
     assert spec.config.reproducible
+    (spec,) = plan_of({"vae": "whole", "text_encoder": "freed", "strict": False}).specs
+    assert (spec.config.vae, spec.config.text_encoder, spec.config.strict) == ("whole", "freed", False)
     both = plan_of({"model": ["emoji-sd3", "clothes=fashion-dit"], "allow_host": "images.example.org"})
     assert [spec.name for spec in both.specs] == ["emoji-sd3", "clothes"]
     assert both.settings.hosts == ("127.0.0.1", "localhost", "::1", "127.0.0.1", "images.example.org")
@@ -61,9 +63,9 @@ def test_settings_are_the_options_of_serve(tmp_path: Path):
         ({"port": 8000}, "setting 'port' is none"),
         ({"devices": "two"}, "'--devices'"),
         ({"devices": 2, "ulysses": 3}, "3"),
-        ({"otel": "maybe"}, "otel='maybe' is neither true nor false"),
+        ({"log_prompts": "maybe"}, "log_prompts='maybe' is neither true nor false"),
         ({"model": "emoji-sd4"}, "emoji-sd4"),
-        ({"launcher": "local"}, "leave launcher and address out"),
+        ({"launcher": "local"}, "leave the launcher out"),
         ({"max_steps": 0}, "use --max-steps 1 or more"),
     ],
 )

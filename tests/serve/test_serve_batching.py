@@ -624,7 +624,7 @@ def test_classes_and_several_models(ranks):
     assert set(failed) == {"missing", "large"}
     assert "/nowhere" in failed["missing"]
     # The check of `generate` before it reads anything.
-    assert re.search(r"with ulysses=2 needs 0\.\d+ GB on a rank \(.*\), and 0\.001 GB are free", failed["large"])
+    assert re.search(r"with ulysses=2 needs 0\.\d+ GB on a rank \(.*\), and the limit is 0\.001 GB", failed["large"])
 
 
 def test_collectives_of_a_served_model_have_the_deadline_of_its_ranks(ranks):
@@ -681,11 +681,11 @@ def serve_unlike(specs: Any, *, report: Any) -> None:
 
     whole = LoadedModel._load
 
-    def load(self: Any) -> Any:
+    def load(self: Any, mesh: Any) -> Any:
         if dist.get_rank() == 1:
             raise InputError("no such file here")
         dist.barrier()
-        return whole(self)
+        return whole(self, mesh)
 
     LoadedModel._load = load
     serve_rank(specs, report=report)

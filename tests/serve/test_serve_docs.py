@@ -42,7 +42,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What `ditmesh serve` would have started, with all its settings."""
     started: list[Any] = []
 
-    def note(backend: Any, settings: Any, tracer: Any, listening: Any, grace: float, logs: Any) -> None:
+    def note(backend: Any, settings: Any, listening: Any, grace: float, logs: Any) -> None:
         started.append((backend, settings))
 
     monkeypatch.setattr(command, "_serve", note)

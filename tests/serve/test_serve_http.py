@@ -16,8 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from ditmesh.serve.http import intake
 from ditmesh.serve.http.app import create_app
 from ditmesh.serve.http.keys import Keys, Limiter, new_key, read_keys
 from ditmesh.serve.http.listen import HttpServer, bound
-from ditmesh.serve.http.logs import LineFormatter, RepeatFilter, log_config, otlp_traces
+from ditmesh.serve.http.logs import LineFormatter, log_config
 from ditmesh.serve.settings import LOOPBACK, ApiSettings
 from ditmesh.serve.types import ENDED, JobRequest
 from support.serving import FakeBackend, drawn, serving
@@ -293,7 +291,10 @@ def test_a_request_that_is_sent_again_with_its_key_is_one_job(http: httpx.Client
     assert (second.status_code, second.json()["id"], second.json()["status"]) == (202, first["id"], "succeeded")
     assert second.json()["request"] == first["request"]
     assert http.post("/v1/jobs", json=sent, headers=keyed("two")).json()["id"] != first["id"]
-    for path, other in (("/v1/jobs", {**sent, "prompt": "another"}), ("/v1/images/generations", {"prompt": "again"})):
+    changes: list[dict[str, Any]] = [{"prompt": "another"}, {"negative_prompt": "grey"}, {"seed": 5}, {"steps": 3}]
+    changes += [{"guidance": 2.0}, {"strength": 0.25}, {"width": 64}, {"n": 2}, {"format": "jpeg"}]
+    others = [("/v1/jobs", {**sent, **change}) for change in changes]
+    for path, other in [*others, ("/v1/images/generations", {"prompt": "again"})]:
         refused = http.post(path, json=other, headers=keyed("one"))
         assert refused.status_code == 409
         assert error_of(refused)["code"] == "idempotency_key_reused"
@@ -842,29 +843,6 @@ def test_a_line_of_the_log_stays_one():
     assert log_config("json", "INFO")["loggers"]["ditmesh"]["level"] == "INFO"
 
 
-def line(message: str, level: int, status: int | None = None) -> logging.LogRecord:
-    record = logging.LogRecord("ditmesh.serve", level, "", 0, message, (), None)
-    record.facts = {} if status is None else {"status": status, "route": "/v1/jobs"}
-    return record
-
-
-def test_what_is_said_again_and_again_is_left_out_of_the_log():
-    now = [0.0]
-    sparing = RepeatFilter(most=3, every=5.0, clock=lambda: now[0])
-    bad, job = partial(line, "request", logging.INFO, 400), partial(line, "job accepted", logging.INFO)
-    assert sum(sparing.filter(bad()) for _ in range(1000)) == 3
-    # Others are written: what jobs do, what was answered well, other statuses.
-    assert all(sparing.filter(job()) for _ in range(100))
-    assert all(sparing.filter(line("request", logging.INFO, 202)) for _ in range(100))
-    assert sparing.filter(line("request", logging.INFO, 413))
-    assert sparing.filter(line("a rank has failed", logging.ERROR))
-    now[0] = 5.1
-    later = bad()
-    assert sparing.filter(later)
-    assert later.facts["left_out"] == 997
-    assert not sparing.filter(bad())
-
-
 def test_polls_and_the_pages_files_are_not_in_the_log(caplog: pytest.LogCaptureFixture):
     with (
         caplog.at_level(logging.INFO, logger="ditmesh"),
@@ -951,69 +929,6 @@ def test_the_log_says_when_a_server_is_ready_and_what_is_left(held: bool, caplog
     assert len(ready) == 1
     assert 0.3 < ready[0] < 20
     assert caplog.messages[-1] == f"stopped; {int(held)} jobs wait for the next start"
-
-
-def test_traces(url: str):
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    spans, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    with serving(FakeBackend(), ApiSettings(), provider.get_tracer("test")) as url, httpx.Client(base_url=url) as http:
-        job = http.post("/v1/jobs", json={"prompt": "a", "steps": 2}).json()["id"]
-        ended(http, job)
-        assert until(spans.get_finished_spans)
-    (span,) = spans.get_finished_spans()
-    assert span.attributes["ditmesh.job"] == job
-    assert [event.name for event in span.events] == ["queued", "started", "step", "step", "image", "succeeded"]
-
-
-class Collector(BaseHTTPRequestHandler):
-    """Takes spans as a collector of OpenTelemetry does."""
-
-    taken: list[tuple[str, bytes]]
-
-    def do_POST(self) -> None:
-        self.taken.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *words: Any) -> None: ...
-
-
-def test_traces_go_to_a_collector(monkeypatch: pytest.MonkeyPatch):
-    """By the exporter itself, those of the end too; a span is a part of the one that the request names."""
-    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    handler = type("Handler", (Collector,), {"taken": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as collector:
-        threading.Thread(target=collector.serve_forever, daemon=True).start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
-        with otlp_traces() as tracer, serving(FakeBackend(), ApiSettings(), tracer) as url, httpx.Client() as http:
-            headers = {"traceparent": f"00-{trace}-{parent}-01"}
-            asked = [({"prompt": "a secret", "steps": 2}, headers), ({"prompt": "fail:stalled"}, {})]
-            jobs = [http.post(f"{url}/v1/jobs", json=body, headers=more).json()["id"] for body, more in asked]
-            for job in jobs:
-                until(lambda job=job: http.get(f"{url}/v1/jobs/{job}").json()["status"] in ENDED)
-        collector.shutdown()
-    spans, names = {}, set()
-    for path, body in handler.taken:
-        assert path == "/v1/traces"
-        assert b"secret" not in body
-        for resource in service.ExportTraceServiceRequest.FromString(body).resource_spans:
-            names |= {one.value.string_value for one in resource.resource.attributes if one.key == "service.name"}
-            for span in (span for scope in resource.scope_spans for span in scope.spans):
-                facts = {one.key: one.value for one in span.attributes}
-                spans[facts["ditmesh.job"].string_value] = span, facts
-    assert names == {"ditmesh"}
-    assert set(spans) == set(jobs)
-    (first, _), (failed, facts) = (spans[job] for job in jobs)
-    assert (first.trace_id.hex(), first.parent_span_id.hex()) == (trace, parent)
-    assert [event.name for event in first.events] == ["queued", "started", "step", "step", "image", "succeeded"]
-    assert first.end_time_unix_nano > first.start_time_unix_nano
-    assert (failed.parent_span_id, failed.status.code) == (b"", 2)
-    assert facts["error.type"].string_value == "stalled"
 
 
 # --- the end

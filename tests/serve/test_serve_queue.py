@@ -32,7 +32,8 @@ from ditmesh.serve.errors import IdempotencyKey, KeyReused, NoSpace, QueueFull, 
 from ditmesh.serve.http.errors import refusal_response
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.queue import dispatch
-from ditmesh.serve.queue.queue import FILE, Queue
+from ditmesh.serve.queue.database import FILE
+from ditmesh.serve.queue.queue import Queue
 from ditmesh.serve.queue.results import ResultFiles
 from ditmesh.serve.queue.storage import storage_error
 from ditmesh.serve.service import Service
@@ -142,14 +143,14 @@ def test_a_request_with_a_key_is_one_job(opened: Any) -> None:
     queue.forget(queue.expired())
     assert queue.ids() == set()
     assert queue.repeated("me", once) is None
-    assert queue._db.execute("SELECT count(*) FROM keys").fetchone()[0] == 0
+    assert queue._database.connection.execute("SELECT count(*) FROM keys").fetchone()[0] == 0
 
 
 def test_a_file_of_an_earlier_server_gets_what_it_lacks(opened: Any) -> None:
     queue = opened()
     queue.submit("a", request(), "", 1.0)
-    queue._db.execute("DROP TABLE keys")
-    queue._db.execute("ALTER TABLE jobs DROP COLUMN due")
+    queue._database.connection.execute("DROP TABLE keys")
+    queue._database.connection.execute("ALTER TABLE jobs DROP COLUMN due")
     queue = opened()
     assert queue.job("a").status == "queued"
     queue.submit("b", request(), "", 1.0, key=IdempotencyKey("k", "same"))
@@ -376,7 +377,7 @@ def test_a_job_that_a_stopping_server_puts_back_is_told_why(tmp_path: Path) -> N
 def test_a_locked_queue_is_not_a_full_disk(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as service:
-            await service.on_disk(service.queue._db.execute, "PRAGMA busy_timeout = 50")
+            await service.on_disk(service.queue._database.connection.execute, "PRAGMA busy_timeout = 50")
             job = await service.submit(JobRequest(prompt="fox", steps=20), "")
             await until(lambda: service.live_jobs[job.id].progress.get(0, 0) > 2)
             with contextlib.closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
@@ -433,6 +434,19 @@ def test_attempts_are_counted_and_second_ones_go_first(opened: Any) -> None:
     assert queue.job("b").error.message == "rank 1"
     assert queue.interrupt("b", [0]) is None
     assert begun(queue) == ["a", "c", "c"]
+
+
+def test_a_picture_that_is_reported_twice_counts_once(opened: Any) -> None:
+    """Ranks that were given up may answer late: the first report stays, and no other picture counts as done."""
+    queue = opened()
+    queue.submit("a", request(2), "", 1.0)
+    queue.begin("a")
+    queue.begin("a")
+    assert queue.finish("a", 0, "0.png", image(0)).status == "running"
+    assert queue.finish("a", 0, "0-2.png", image(0)) is None
+    assert queue.file("a", 0) == "0.png"
+    assert queue.job("a").status == "running"
+    assert queue.finish("a", 1, "1.png", image(1)).status == "succeeded"
 
 
 def test_bounds_and_an_honest_time_to_ask_again(opened: Any) -> None:
@@ -540,10 +554,10 @@ def test_no_order_of_events_loses_or_repeats_a_picture(operations: list[tuple[st
 DRILL = """
 import json, os, signal, sys
 from pathlib import Path
-from ditmesh.serve.queue import queue, results
+from ditmesh.serve.queue import database, queue, results, rows
 from ditmesh.serve.types import JobImage, JobRequest
 
-FILES = {queue.__file__, results.__file__}
+FILES = {queue.__file__, database.__file__, rows.__file__, results.__file__}
 folder, counts = Path(sys.argv[1]), []
 
 def image(index):
@@ -1146,6 +1160,21 @@ def test_a_full_disk_refuses_jobs_and_loses_none(tmp_path: Path) -> None:
     assert statuses == "['running', 'running', 'running']"
     assert events == "['started', 'paused']"
     assert right == "right"
+
+
+def test_what_is_accepted_or_written_is_on_the_disk(opened: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """A power cut takes what is in memory alone: the row of a job, and a result that has its name already."""
+    queue = opened()
+    assert queue._db.execute("PRAGMA synchronous").fetchone()[0] == 2
+    done: list[str] = []
+    sync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.readlink(f"/proc/self/fd/{file}")), sync(file)))
+    monkeypatch.setattr(Path, "replace", lambda old, new: (done.append(str(new)), replace(old, new))[1])
+    results = ResultFiles(tmp_path / "files", ServiceSettings(reserve=0))
+    name = results.write("job", 0, PNG)
+    folder = tmp_path / "files" / "results" / "job"
+    assert done[0].endswith(".tmp")
+    assert done[1:] == [str(folder / name), str(folder), str(folder.parent)]
 
 
 def test_a_picture_is_written_before_it_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

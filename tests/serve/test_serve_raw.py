@@ -235,16 +235,21 @@ def test_a_body_that_trickles_is_given_up(port: int):
 
 
 def test_streams_that_nobody_reads_are_closed_and_the_server_stays_reachable(backend: FakeBackend, port: int):
-    with contextlib.ExitStack() as stack:
-        for one in silent(port, LIMITS.most, get(b"/v1/server/events")):
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            stack.enter_context(one)
-        # All of them have a request under way: none can be closed for others.
-        probe(port, 3)
-        refused = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=10)
-        assert refused.status_code == 503
-        assert refused.headers["retry-after"]
-        assert "as many connections as this server can hold" in refused.json()["error"]["message"]
+    for _ in range(20):
+        with contextlib.ExitStack() as stack:
+            for one in silent(port, LIMITS.most, get(b"/v1/server/events")):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                stack.enter_context(one)
+            # All of them have a request under way: none can be closed for others.
+            probe(port, 3)
+            refused = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=10)
+        if refused.status_code == 503:
+            break
+        # On a busy machine the first streams are closed before the last ones are open.
+    else:
+        pytest.fail("no request was refused")
+    assert refused.headers["retry-after"]
+    assert "as many connections as this server can hold" in refused.json()["error"]["message"]
 
 
 def test_a_client_that_does_not_read_its_answer_is_left(backend: FakeBackend, port: int):

@@ -72,7 +72,7 @@ def cluster(mark: str) -> Iterator[str]:
 def test_the_command_serves_from_actors_of_a_cluster(cluster: str, mark: str, tmp_path: Path) -> None:
     """Progress, previews, cancelling, an actor that is killed, and an end that leaves none."""
     environment = {**os.environ, "PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1"}
-    arguments = ["--launcher", "ray", "--address", cluster, "--device", "cpu", "--devices", "2", "--ulysses", "2"]
+    arguments = ["--launcher", f"ray@{cluster}", "--device", "cpu", "--devices", "2", "--ulysses", "2"]
     command = [sys.executable, "-m", "ditmesh", "serve", *arguments, "--port", "0", "--folder", str(tmp_path / "state")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:

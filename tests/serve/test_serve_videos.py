@@ -146,11 +146,11 @@ def test_the_official_client_gets_the_pipelines_frames(
 def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The command's files: MP4s with receipts, and their strips."""
     common = ["generate", "a fox", "--server", str(http.base_url), "--seed", "5", "--steps", str(STEPS)]
-    common += ["--guidance", "3", "--size", "64x32", "--frames", str(FRAMES), "--out", str(tmp_path), "--json-full"]
+    common += ["--guidance", "3", "--size", "64x32", "--frames", str(FRAMES), "--out", str(tmp_path), "--json=full"]
     assert run(*common, "--fps", str(FPS), "--num-images", "2") == 0
     result = json.loads(capfd.readouterr().out)
-    assert [Path(one["path"]).name for one in result["pictures"]] == ["0000-a-fox-seed5.mp4", "0001-a-fox-seed6.mp4"]
-    for number, one in enumerate(result["pictures"]):
+    assert [Path(one["path"]).name for one in result["images"]] == ["0000-a-fox-seed5.mp4", "0001-a-fox-seed6.mp4"]
+    for number, one in enumerate(result["images"]):
         receipt = read_receipt(one["path"])
         assert receipt == Receipt.model_validate(one)
         assert (receipt.index, receipt.frames, receipt.fps) == (number, FRAMES, FPS)
@@ -162,7 +162,7 @@ def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.
     job = finished(http, http.post("/v1/jobs", json=asked).json()["id"])
     served, first, second = (
         np.stack([np.asarray(one).astype(float) for one in read_frames(file, "video")])
-        for file in (http.get(job["images"][0]["url"]).content, *(one["path"] for one in result["pictures"]))
+        for file in (http.get(job["images"][0]["url"]).content, *(one["path"] for one in result["images"]))
     )
     assert abs(served - first).mean() < 1
     assert abs(served - second).mean() > 5

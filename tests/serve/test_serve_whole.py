@@ -125,7 +125,7 @@ def test_clients_get_what_generate_gives(
     server: Command, kept_ranks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     """The official client, and generate with --server: the picture of the prompt and the seed on as many devices."""
-    common = ["generate", "a red fox", "--seed", "3", "--num-images", "2", "--json-full"]
+    common = ["generate", "a red fox", "--seed", "3", "--num-images", "2", "--json=full"]
     ranks = ("--devices", "2", "--ulysses", "2", "--threads", "1")
     assert run(*common, *ranks, "--batch", "1", "--out", tmp_path / "local") == 0
     local = json.loads(capfd.readouterr().out)
@@ -133,7 +133,7 @@ def test_clients_get_what_generate_gives(
     remote = json.loads(capfd.readouterr().out)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         made = client.images.generate(prompt="a red fox", n=2, extra_body={"seed": 3}).data or []
-    for one, other, third in zip(local["pictures"], remote["pictures"], made, strict=True):
+    for one, other, third in zip(local["images"], remote["images"], made, strict=True):
         assert Path(one["path"]).name == Path(other["path"]).name
         with Image.open(one["path"]) as here, Image.open(other["path"]) as there:
             assert (pixels(here) == pixels(there)).all()
@@ -202,7 +202,7 @@ def test_an_edit_is_generates(server: Command, kept_ranks: None, tmp_path: Path,
     common = ["generate", "a red fox", "--image", tmp_path / "a.png", "--strength", "0.5", "--json"]
     # As the server has it: other strategies round otherwise.
     assert run(*common, "--ulysses", "2", "--threads", "1", "--out", tmp_path / "local") == 0
-    (local,) = json.loads(capfd.readouterr().out)["pictures"]
+    (local,) = json.loads(capfd.readouterr().out)["images"]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         made = client.images.edit(
             image=(tmp_path / "a.png").read_bytes(), prompt="a red fox", extra_body={"seed": 0, "strength": 0.5}
@@ -242,7 +242,7 @@ def test_metrics_of_ranks(server: Command, client: ditmesh.Client):
 @pytest.mark.matrix
 def test_a_killed_rank_of_a_model_in_pieces_costs_nobody_a_picture(tmp_path: Path):
     """Half of the weights were its alone: new ranks read them again, and do the job again."""
-    pieces = ("--shard", "2", "--text-encoder", "sharded")
+    pieces = ("--shard", "2", "--set", "text_encoder=sharded")
     with running(tmp_path / "state", *pieces) as server, ditmesh.Client(server.url) as client:
         alone = client.generate("a pizza", seed=3, steps=24)[0]
         victims, reasons = processes.ranks_of(server.process.pid), []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
+from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import diffusers
@@ -11,6 +14,11 @@ import pytest
 import torch
 
 import ditmesh
+from ditmesh.core.arguments import Arguments
+from ditmesh.core.clock import TransformerCall
+from ditmesh.core.values import seen
+from ditmesh.strategies.rows import BatchParallel
+from support.lora import adapter, load
 from support.models import RAGGED, inputs, relative_error, tiny
 from support.pipelines import MAKERS, arguments, draw, embeddings
 from support.sample import sampled
@@ -154,6 +162,74 @@ def test_three_branches(ranks, cfg, runs):
     results = ranks(cfg).run(three_branches, {"cfg": cfg}, 4)
     assert [count for count, _ in results] == runs
     assert all(error < TOLERANCE for _, error in results)
+
+
+def other_scales(config: dict[str, Any], steps: int) -> float:
+    """Guidance in two calls a step, each with a scale of its own for the adapter; the error against one device."""
+    model, made = copy.deepcopy(tiny("SD3")), inputs("SD3", RAGGED)
+    load(model, adapter("SD3", 1), "a")
+    texts = made["encoder_hidden_states"], torch.zeros_like(made["encoder_hidden_states"])
+
+    def sample() -> torch.Tensor:
+        latents = made["hidden_states"]
+        for step in range(steps):
+            given = {**made, "hidden_states": latents, "timestep": torch.full((2,), 900 - 100 * step)}
+            predictions = []
+            for text, scale in zip(texts, (1.0, 0.25), strict=True):
+                model.set_adapters("a", scale)
+                predictions.append(model(**given | {"encoder_hidden_states": text, "return_dict": False})[0])
+            latents = latents - 0.1 * (2 * predictions[0] - predictions[1])
+        return latents
+
+    with torch.no_grad():
+        truth = sample()
+        with ditmesh.parallelized(model, config):
+            return relative_error(sample(), truth)
+
+
+def test_whatever_changes_an_adapter_or_a_hook_is_part_of_what_calls_are_compared_by():
+    """Calls of one step that differ in it are not run ahead of one another."""
+    model, arguments = copy.deepcopy(tiny("SD3")), Arguments(("hidden_states",), (), {})
+    for name in ("a", "b"):
+        load(model, adapter("SD3", 1), name)
+    handles: list[Any] = []
+    changes: list[Callable[[], Any]] = [
+        lambda: model.set_adapters("a", 0.25),
+        lambda: model.set_adapters("b", 0.25),
+        lambda: model.set_adapters(["a", "b"], [0.25, 0.25]),
+        lambda: model.set_adapters(["a", "b"], [0.25, 0.5]),
+        lambda: model.disable_adapters(),
+        lambda: handles.append(model.transformer_blocks[1].register_forward_hook(lambda *_: None)),
+        lambda: handles.append(model.norm_out.register_forward_pre_hook(lambda *_: None)),
+    ]
+    model.set_adapters("a", 1.0)
+    # On one device rows are shared out, too, in reproducible mode.
+    with ditmesh.parallelized(model, {"reproducible": True}):
+        (rows,) = ditmesh.engine_of(model).parts(BatchParallel)
+        states = [rows._state(arguments)[0]]
+        assert rows._state(arguments)[0] == states[0]
+        for change in changes:
+            change()
+            states.append(rows._state(arguments)[0])
+    assert all(one != other for one, other in combinations(states, 2))
+
+
+def test_a_branch_that_was_run_ahead_counts_if_all_its_arguments_are_as_predicted():
+    model, one, other = tiny("SD3"), torch.randn(2, 3), torch.randn(2, 3)
+    with ditmesh.parallelized(model, {"reproducible": True}):
+        (rows,) = ditmesh.engine_of(model).parts(BatchParallel)
+
+        def counts(given: dict[str, Any], predicted: dict[str, Any]) -> bool:
+            sides = [{path: seen(value) for path, value in side.items()} for side in (given, predicted)]
+            return rows._as_predicted(*sides, set(), TransformerCall())
+
+        assert counts({"text": one, "scale": 2.0}, {"text": one.clone(), "scale": 2.0})
+        for given in ({"text": other}, {"text": one[:1]}, {"text": one.double()}, {"text": one, "scale": 3.0}, {}):
+            assert not counts(given, {"text": one, "scale": 2.0} if "scale" in given else {"text": one})
+
+
+def test_a_scale_that_changes_from_call_to_call_is_noticed(ranks):
+    assert max(ranks(2).run(other_scales, {"cfg": 2}, 4)) < TOLERANCE
 
 
 def written_over(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -79,6 +79,19 @@ def test_stale_by_exactly_one_step(ranks, world, predict):
             assert step == 0 or relative_error(value, exact[step]) > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize(("ring", "predict"), [(2, "none"), (3, "linear")])
+def test_virtual_ranks_are_stale_by_exactly_one_step(ring, predict):
+    """As the ranks above, in one process; and a request has nothing of the one before."""
+    truth = reference("DiT", RAGGED, 6, ring, predict == "linear")
+    with ditmesh.simulated(tiny("DiT"), displaced(ring, predict=predict)):
+        first, second = (outputs(tiny("DiT"), "DiT", RAGGED, 6) for _ in range(2))
+    assert max(map(relative_error, first, truth)) <= TOLERANCE
+    assert all(map(torch.equal, first, second))
+    with ditmesh.simulated(tiny("Flux"), displaced(ring, "fixed(0)", predict=predict)):
+        first, second = (outputs(tiny("Flux"), "Flux", RAGGED, 2) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("name", "more"),

@@ -8,7 +8,7 @@ import pytest
 
 import ditmesh
 from ditmesh.layout import layout_of
-from support.models import MAKERS, ODD, RAGGED, sizes, tiny
+from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, sizes, tiny
 from support.parity import (
     parity,
     parity_of_all_sizes,
@@ -90,6 +90,19 @@ def test_every_class_equals_one_device(ranks, model, config):
 def test_keys_in_the_order_of_one_device_give_its_bits(ranks, model, config):
     for result in ranks(ranks_of(config)).run(parity, model, config, RAGGED):
         assert result["equal"]
+
+
+@pytest.mark.parametrize(
+    ("model", "ring", "more"),
+    [("Flux", 4, {"text": "replicate"}), ("SD3", 3, {}), ("PixArt", 2, {}), ("Sana", 3, {}), ("Wan", 2, {})],
+    ids=str,
+)
+def test_virtual_ranks_equal_one_device(model, ring, more):
+    """Keys that travel round a ring in one process: ragged text with its masks, and text that all ranks hold."""
+    made = inputs(model, RAGGED)
+    truth = run(tiny(model), made)
+    with ditmesh.simulated(tiny(model), {"ring": ring, **more}):
+        assert relative_error(run(tiny(model), made), truth) <= TOLERANCE
 
 
 def bytes_of_grouped_queries(config):

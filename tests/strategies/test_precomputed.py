@@ -49,9 +49,9 @@ def test_a_partial_run_gives_values_and_replays_them():
     handle.remove()
     assert isinstance(result, Unknown)
     assert result.shape == (2, 5, 4)
-    assert not run.replay.obstacle
+    assert not run.tape.obstacle
     for time in times:
-        (value,) = run.replay.run([time], run.replay.placed(kept))
+        (value,) = run.tape.run([time], run.tape.placed(kept))
         assert torch.equal(value, model.modulation(torch.nn.functional.silu(time)))
 
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_replayed_is_told(case):
             assert float(time * 2) == 1.0
         else:
             table[0] = time[0]
-    assert run.replay.obstacle
+    assert run.tape.obstacle
 
 
 def test_what_is_written_into_has_no_values_any_more():

@@ -204,7 +204,7 @@ def test_loading_in_pieces(ranks, tmp_path, config, dtype):
 def test_text_encoders(ranks, how, most, shard):
     """The same pictures; after a request a rank holds what it should; the weights are back in the end."""
     for result, share in zip(ranks(2).run(encoded, how, {"ulysses": 2, "shard": shard}), most, strict=True):
-        assert result["pictures"]
+        assert result["images"]
         assert result["held"] <= share
         assert result["restored"]
 
@@ -247,7 +247,7 @@ def test_a_prompt_that_one_rank_encodes_alone_names_the_encoder(ranks, how):
 @pytest.mark.matrix
 def test_text_encoders_beside_stages(ranks):
     for result in ranks(4).run(encoded, "sharded", {"pipe": 2, "ulysses": 2, "shard": 2, "patches": 2, **WARM}, 3):
-        assert result["pictures"]
+        assert result["images"]
         assert result["held"] < 0.4
         assert result["restored"]
 

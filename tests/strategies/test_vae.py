@@ -405,7 +405,7 @@ def test_settings_are_shown():
 def test_verify_encodes_with_channels_first():
     from types import SimpleNamespace
 
-    from ditmesh.tools.verify.runs import channels_first
+    from ditmesh.verify.runs import channels_first
 
     seen = []
     vae = SimpleNamespace(encode=lambda x: seen.append(x.is_contiguous()))

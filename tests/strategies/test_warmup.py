@@ -107,6 +107,19 @@ def test_adaptive_follows_the_schedule():
     assert last.predicted < before.predicted / 100
 
 
+def test_the_factor_of_drift_is_the_mean_of_the_latest_two_steps():
+    noise = even_levels(8)
+
+    def predicted(*drifts: float) -> float:
+        past = [PastStep(True), *(PastStep(True, drift) for drift in drifts)]
+        return parse("adaptive(0.2)").decide(4, Outlook(2, noise), past).predicted or 0.0
+
+    first, second = predicted(0.1, 0.2, 0.0), predicted(0.1, 0.0, 0.4)
+    assert 0 < first < second
+    assert predicted(0.1, 0.2, 0.4) == pytest.approx(first + second)
+    assert predicted(0.9, 0.2, 0.4) == predicted(0.1, 0.2, 0.4)
+
+
 def test_adaptive_falls_back_when_drift_grows():
     """Errors already made count: when keys drift further than foreseen, the rest is synchronous."""
     noise = even_levels(10)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ditmesh
 from ditmesh.errors import ConfigError
-from ditmesh.strategies.balance import median_times
+from ditmesh.strategies.balance import Balance, median_seconds
 from support.clocks import SimulatedClock, measured_by
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.parity import parity
@@ -108,16 +110,32 @@ def test_speeds_are_measured(ranks):
     assert first["error"] <= TOLERANCE
 
 
+@pytest.mark.parametrize("shares", [[0, 1, 2], [0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1]])
+def test_a_share_of_several_ranks_is_as_fast_as_its_slowest(shares):
+    """Stages and tensor groups: by the times of all ranks, in any order."""
+    seconds = [1.0, 4.0, 2.0, 8.0][: len(shares)]
+    told = torch.tensor([[share, 1 / took] for share, took in zip(shares, seconds, strict=True)])
+    slowest = [
+        max(took for share, took in zip(shares, seconds, strict=True) if share == n) for n in sorted(set(shares))
+    ]
+    expected = [1 / took / sum(1 / other for other in slowest) for took in slowest]
+    for rank, took in enumerate(seconds):
+        link: Any = SimpleNamespace(size=len(shares), rank=rank, all_gather=lambda *_, **__: told.double())
+        balance = Balance("auto", link, "cpu", len(slowest), shares[rank])
+        balance.agree(took)
+        assert balance.speeds == pytest.approx(expected, abs=0.006)
+
+
 def unlike_slices(config: dict[str, Any]) -> dict[str, Any]:
     """Every rank measures a time of its own, those with slices of the same weights too."""
 
-    def seconds(work: Callable[[], Any], device: Any) -> tuple[float, float]:
+    def seconds(work: Callable[[], Any], device: Any) -> float:
         work()
-        return 1.0 + dist.get_rank(), 1.0 + dist.get_rank()
+        return 1.0 + dist.get_rank()
 
     model, made = tiny("Flux"), inputs("Flux", RAGGED)
     truth = run(model, made)
-    with mock.patch("ditmesh.strategies.balance.median_times", seconds), ditmesh.parallelized(model, config):
+    with mock.patch("ditmesh.strategies.balance.median_seconds", seconds), ditmesh.parallelized(model, config):
         run(model, made)
         error = relative_error(run(model, made), truth)
         return {"speeds": ditmesh.engine_of(model).balances[0].speeds, "error": error}
@@ -148,5 +166,5 @@ def test_a_measurement_is_the_median_without_the_first_run():
     clock = SimulatedClock()
     durations = iter([9.0, 0.3, 5.0, 0.2])
     with measured_by(clock):
-        assert median_times(lambda: clock.sleep(next(durations)), "cpu") == pytest.approx((0.3, 0.3))
+        assert median_seconds(lambda: clock.sleep(next(durations)), "cpu") == pytest.approx(0.3)
     assert next(durations, None) is None

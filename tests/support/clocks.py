@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from ditmesh.core.thread_clock import ThreadTime
-
 
 class SimulatedClock:
-    """Stands for `time.perf_counter` and for a thread's own clock while speeds and blocks are measured.
+    """Stands for `time.perf_counter` while speeds and blocks are measured.
 
     Attributes:
         seconds: that it shows.
@@ -26,15 +24,9 @@ class SimulatedClock:
     def perf_counter(self) -> float:
         return self.seconds
 
-    def read(self) -> ThreadTime:
-        return ThreadTime(self.seconds, 0.0)
-
 
 @contextmanager
 def measured_by(clock: SimulatedClock) -> Iterator[None]:
     """`strategies.balance` measures by this clock inside."""
-    with (
-        mock.patch("ditmesh.strategies.balance.time", clock),
-        mock.patch("ditmesh.strategies.balance.ThreadClock", return_value=clock),
-    ):
+    with mock.patch("ditmesh.strategies.balance.time", clock):
         yield

@@ -41,7 +41,7 @@ def generated(name: str, prompt: str, folder: Path, capfd: Any) -> Receipt:
         main([*asked, "--out", str(folder), "--json"])
     told = capfd.readouterr()
     assert left.value.code == 0, told.err
-    (made,) = json.loads(told.out)["pictures"]
+    (made,) = json.loads(told.out)["images"]
     return read_receipt(made["path"])
 
 

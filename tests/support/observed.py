@@ -21,9 +21,10 @@ from diffusers.configuration_utils import FrozenDict
 
 from ditmesh.errors import ConfigError
 from ditmesh.train.config import TrainConfig
-from ditmesh.train.observed.family import CAPTIONS, MOST_OFF_FIRST, OFF, ObservedFamily
+from ditmesh.train.observed.family import CAPTIONS, LABELS, MOST_OFF_FIRST, ObservedFamily
 from ditmesh.train.observed.maps import NumberMap
 from ditmesh.train.observed.recipe import MOST_OFF, Recipe, TimeArgument
+from ditmesh.train.observed.view import GUIDANCE, OFF, PipelineView
 from support.exam import Exam, images, others, videos
 
 # Calls that no other test makes.
@@ -41,9 +42,9 @@ MORE: dict[str, Exam] = {
 EXAMS: dict[str, Exam] = {**images.EXAMS, **videos.EXAMS, **others.EXAMS, **MORE}
 # What calls of exams have for guidance, and cannot have without.
 NOT_WITHOUT_GUIDANCE = dict.fromkeys(("AnyFlowPipeline", "AnyFlowFARPipeline"), ("negative_prompt_embeds",))
-# The prompts of exams by caption.
+# The prompts, or labels, of exams by caption or label.
 OTHER = "another caption"
-NUMBERS = {CAPTIONS[0]: 2, CAPTIONS[1]: 1, OTHER: 2}
+NUMBERS: dict[Any, int] = {CAPTIONS[0]: 2, CAPTIONS[1]: 1, OTHER: 2, LABELS[0]: 2, LABELS[1]: 1}
 
 
 def settings(**more: Any) -> TrainConfig:
@@ -96,6 +97,35 @@ def inverted(value: Any) -> Any:
     return PIL.ImageOps.invert(value) if isinstance(value, PIL.Image.Image) and value.mode == "RGB" else value
 
 
+class ExamView(PipelineView):
+    """A pipeline that is called as its exam calls it."""
+
+    def __init__(self, exam: Exam, name: str, *way: Any) -> None:
+        super().__init__(way[0], settings(), *way[1:])
+        self._exam, self._name = exam, name
+
+    def asked(self, numbers: list[int]) -> dict[str, Any]:
+        call = self._exam.call(numbers)
+        if "max_text_length" in call:
+            # What stands around a caption would leave none of it.
+            call["max_text_length"] = 200
+        left_out = ("generator", *NOT_WITHOUT_GUIDANCE.get(self._name, ()))
+        return {name: value for name, value in call.items() if name not in left_out and name in self.parameters}
+
+    def stand_in(self, size: tuple[int, int], number: int = 0) -> PIL.Image.Image | None:
+        return None if self.picture is None else PIL.Image.new("L", (1, 1), number)
+
+    def request(
+        self, words: Sequence[Any], size: tuple[int, int], length: int | None = None, picture: Any = None
+    ) -> dict[str, Any]:
+        call = self.asked([NUMBERS[word] for word in words])
+        if picture is not None and picture.getpixel((0, 0)):
+            call = inverted(call)
+        asked = {"num_inference_steps": 4, "output_type": "pt", **OFF}
+        asked |= dict.fromkeys(GUIDANCE, self.guidance)
+        return call | {name: value for name, value in asked.items() if name in self.parameters}
+
+
 class ExamFamily(ObservedFamily):
     """What is observed of a pipeline that is called as its exam calls it."""
 
@@ -109,35 +139,17 @@ class ExamFamily(ObservedFamily):
         pipe.set_progress_bar_config(disable=True)
         super().__init__(pipe, settings())
 
-    def _asked(self, numbers: list[int]) -> dict[str, Any]:
-        call = self._exam.call(numbers)
-        if "max_text_length" in call:
-            # What stands around a caption would leave none of it.
-            call["max_text_length"] = 200
-        left_out = ("generator", *NOT_WITHOUT_GUIDANCE.get(type(self._own).__name__, ()))
-        return {name: value for name, value in call.items() if name not in left_out and name in self._parameters}
+    def _viewed(self, pipe: Any, picture: str | None = None, guidance: float = 1.0) -> PipelineView:
+        return ExamView(self._exam, type(self._own).__name__, pipe, picture, guidance)
 
     def _ways(self) -> Iterator[tuple[Any, str | None, float]]:
         seen = []
         for pipe, _, guidance in super()._ways():
-            self._watch(pipe)
-            way = pipe, "image" if pictures_in(self._asked([1])) else None, guidance
+            asked = ExamView(self._exam, type(self._own).__name__, pipe, None, guidance).asked([1])
+            way = pipe, "image" if pictures_in(asked) else None, guidance
             if way not in seen:
                 seen.append(way)
                 yield way
-
-    def _stand_in(self, size: tuple[int, int], number: int = 0) -> PIL.Image.Image | None:
-        return None if self._picture is None else PIL.Image.new("L", (1, 1), number)
-
-    def _request(
-        self, said: Sequence[str], size: tuple[int, int], length: int | None = None, picture: Any = None
-    ) -> dict[str, Any]:
-        call = self._asked([NUMBERS[one] for one in said])
-        if picture is not None and picture.getpixel((0, 0)):
-            call = inverted(call)
-        asked = {"num_inference_steps": 4, "output_type": "pt", **OFF}
-        asked |= dict.fromkeys(("guidance_scale", "true_cfg_scale"), self._guidance)
-        return call | {name: value for name, value in asked.items() if name in self._parameters}
 
     def _latents_of(self, pipe: Any, size: tuple[int, int]) -> tuple[int, ...]:
         # Without an autoencoder there is nothing to compare with.
@@ -179,10 +191,10 @@ def planted(pipe: Any, family: ExamFamily, recipe: Recipe) -> dict[str, float]:
         "time": replace(recipe, times=(replace(time, scale=1.3 * time.scale),)),
         "shift of the time": replace(recipe, times=(replace(time, shift=time.shift + shift_of(time)),)),
     }
-    request = family._request(CAPTIONS[1:], (0, 0), None, family._stand_in((0, 0)))
-    found = {what: family._tried(request, one) for what, one in wrong.items()}
+    request = family._view.request(family._examples[1:], (0, 0), None, family._view.stand_in((0, 0)))
+    found = {what: family._view.error_of(request, one) for what, one in wrong.items()}
     # Its tolerance is another one.
-    branch = family._off_first_step(pipe, recipe, CAPTIONS[0], (0, 0), None)
+    branch = family._off_first_step(pipe, recipe, family._examples[0], (0, 0), None)
     found["branch"] = branch * MOST_OFF / MOST_OFF_FIRST[recipe.result.dtype]
     return found
 

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from ditmesh.serve.queue.queue import FILE
+from ditmesh.serve.queue.database import FILE
 
 # For each line "FOLDER KEY": open the folder, unless it is; accept the request with that key, and run it to its end
 # unless the key says "waits".
 PROGRAM = """
 import sys
 from ditmesh.serve.errors import IdempotencyKey
-from ditmesh.serve.queue.queue import FILE, Queue
+from ditmesh.serve.queue.database import FILE
+from ditmesh.serve.queue.queue import Queue
 from ditmesh.serve.types import JobImage, JobRequest
 
 touched, queues = [], {}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ditmesh.attention.ring import ring_attention
-from ditmesh.comm import Traffic
+from ditmesh.comm import Link, Traffic
 from ditmesh.strategies.simulated import VirtualLink, _as_rank, _meet
 from ditmesh.strategies.virtual import run_together
 
@@ -91,3 +95,31 @@ def round_the_ring(case: Case, dtype: torch.dtype, ranks: int, device: str = "cp
         return ring_attention(link, *own, lengths, resident, mask_of if mask is not None else None, **given)
 
     return torch.cat(run_together([partial(_as_rank, rank, partial(of_rank, rank)) for rank in range(ranks)], _meet), 2)
+
+
+class ThreadLink:
+    """One rank's end of a ring whose ranks are threads: a backward pass of torch cannot be a coroutine."""
+
+    def __init__(self, rank: int, queues: list[Queue[list[Tensor]]]) -> None:
+        self.rank, self.size, self._queues = rank, len(queues), queues
+
+    def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Any:
+        self._queues[(self.rank + 1) % self.size].put([tensor.clone() for tensor in tensors])
+        return SimpleNamespace(wait=partial(self._queues[self.rank].get, timeout=60))
+
+
+def gradients(case: Case, dtype: torch.dtype, ranks: int) -> list[Tensor]:
+    """The gradients of queries, keys and values, of a sum that weighs every output otherwise."""
+    whole, _ = case.tensors(dtype)
+    weights = torch.randn(whole[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    lengths, queues = case.lengths(ranks), [Queue[list[Tensor]]() for _ in range(ranks)]
+    own = [[part.clone().requires_grad_() for part in tensor.split(lengths, 2)] for tensor in whole]
+
+    def learn(rank: int) -> None:
+        link = cast(Link, ThreadLink(rank, queues))
+        out = ring_attention(link, *(parts[rank] for parts in own), lengths)
+        out.backward(weights.split(lengths, 2)[rank])
+
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(learn, range(ranks)))
+    return [torch.cat([cast(Tensor, part.grad) for part in parts], 2) for parts in own]

@@ -349,13 +349,12 @@ class FakeBackend:
 def serving(
     backend: Any,
     settings: ApiSettings | None = None,
-    tracer: Any = None,
     grace: float = 0.0,
     port: int = 0,
     limits: ConnectionLimits | None = None,
 ) -> Iterator[str]:
     """A server in a thread, on a port of its own if none is given; its URL."""
-    server, failed = HttpServer(create_app(backend, settings, tracer), grace, limits=limits), []
+    server, failed = HttpServer(create_app(backend, settings), grace, limits=limits), []
     listening = bound("127.0.0.1", port)
 
     def run() -> None:

@@ -146,10 +146,16 @@ def test_weights_on_the_host_train_the_same_bits(ranks, root, tmp_path, precisio
         losses, same, _ = outcome({**given, "base_offload": share, "output_dir": str(tmp_path / f"on-{number}")})
         assert same
         assert losses == truth if precision else max(abs(losses[step] / truth[step] - 1) for step in truth) <= 1e-6
-    more = {"parallel": {"data": 2}, "sharding": "ddp", "base_offload": 0.5, "output_dir": str(tmp_path / "2")}
+    more = {"parallel": {"data": 2}, "base_offload": 0.5, "output_dir": str(tmp_path / "2")}
     for losses, same, _ in ranks(2).run(outcome, {**given, **more}):
         assert max(abs(losses[step] / truth[step] - 1) for step in truth) <= 1e-5
         assert same
+
+
+def test_ddp_beside_weights_on_the_host_is_refused(root, tmp_path):
+    more = {"parallel": {"data": 2}, "sharding": "ddp", "base_offload": 0.5}
+    with pytest.raises(ditmesh.ConfigError, match=r"base_offload=0\.5: sharding: ddp .*leave sharding out"):
+        TrainConfig.read(run_of(root, tmp_path / "1", **more))
 
 
 def unlike(given: dict[str, Any]) -> str:

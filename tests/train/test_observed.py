@@ -1,9 +1,10 @@
-"""Training of pipelines without an adapter: what is derived, what is refused, and that no wrong recipe passes."""
+"""Training of pipelines as they are observed: what is derived, what is refused, and that no wrong recipe passes."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import numpy as np
@@ -16,19 +17,20 @@ from ditmesh.errors import ConfigError
 from ditmesh.train.checkpoints.export import export
 from ditmesh.train.config import TrainConfig
 from ditmesh.train.data.source_images import source_image
-from ditmesh.train.families import family_of, sample_conditions, stacked
+from ditmesh.train.families import sample_conditions, stacked
 from ditmesh.train.model.adapters import add_adapters
 from ditmesh.train.objective import NoiseObjective
 from ditmesh.train.observed.base import base_class
-from ditmesh.train.observed.check import checked_recipe
-from ditmesh.train.observed.family import CAPTIONS, ObservedFamily
+from ditmesh.train.observed.family import CAPTIONS, ObservedFamily, family_of
 from ditmesh.train.observed.maps import FillValues
 from ditmesh.train.observed.recipe import MOST_OFF
 from ditmesh.train.observed.watch import sample_of
 from ditmesh.train.trainer import Trainer
 from support.exam import videos
+from support.families import BY_HAND
 from support.observed import EXAMS, OTHER, observed, planted, settings
 from support.train import folder_of, save_pipeline
+from support.train import settings as settings_of
 from support.trainable import LEAST, REFUSED, UPSTREAM
 
 # Some that are derived always: packed, moved, a flipped sign, a part of the result, lists of samples, videos.
@@ -62,13 +64,13 @@ ALWAYS = [
 
 
 @pytest.mark.parametrize("name", ALWAYS)
-def test_a_pipeline_without_an_adapter_is_derived(name: str):
+def test_a_pipeline_is_derived(name: str):
     """Its loop ends where the target leads; a batch of two is called as the pipeline calls; one by one is the same."""
     pipe, family, recipe = observed(name)
     assert recipe.error < MOST_OFF
     latents = torch.randn(2, *recipe.latents.shape, generator=torch.Generator().manual_seed(0))
     times = torch.tensor([300.0, 700.0]) * float(family.scheduler.config.num_train_timesteps) / 1000
-    pictures = [family._stand_in((0, 0), number) for number in range(2)]
+    pictures = [family._view.stand_in((0, 0), number) for number in range(2)]
     conditions = family.encode(pipe, [CAPTIONS[1], OTHER], None, None if pictures[0] is None else pictures)
     both = family.predict(pipe, pipe.transformer, latents, times, conditions)
     assert both.shape == latents.shape
@@ -171,31 +173,63 @@ def test_what_is_trained_as_another_pipeline_loads_in_the_own(name: str, tmp_pat
         ("emoji-sd3", (64, 64), None),
         ("emoji-flux", (64, 64), None),
         ("emoji-wan", (64, 64), 9),
+        ("fashion-dit", (32, 32), None),
         ("pixart", (32, 48), None),
     ],
 )
-def test_what_is_observed_is_what_adapters_say(model: str, size: tuple[int, int], frames: int | None, tmp_path: Path):
+def test_what_is_observed_is_what_is_written_by_hand(
+    model: str, size: tuple[int, int], frames: int | None, tmp_path: Path
+):
     folder = save_pipeline(model, tmp_path) if model == "pixart" else zoo.path(model)
     pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     config = settings(max_sequence_length=16, num_frames=frames)
-    adapter, family = family_of(pipe, config), ObservedFamily(pipe, config)
+    by_hand, family = BY_HAND[type(pipe.transformer).__name__], ObservedFamily(pipe, config)
     family.check_size(pipe, size)
-    assert (family.videos, family.conditioned_by) == (adapter.videos, adapter.conditioned_by)
+    assert (family.videos, family.conditioned_by) == (by_hand.videos, by_hand.conditioned_by)
     draw = torch.Generator().manual_seed(0)
     pixels = torch.rand(2, 3, *(() if frames is None else (frames,)), *size, generator=draw) * 2 - 1
-    said, times = ["a red fox", "a cactus"], torch.tensor([300.0, 700.0])
+    words = ["a red fox", "a cactus"] if family.conditioned_by == "text" else [3, None]
+    times = torch.tensor([300.0, 700.0])
     with torch.no_grad():
-        moments = adapter.moments(pipe, pixels)
+        moments = by_hand.moments(pipe, pixels)
         assert torch.equal(family.moments(pipe, pixels), moments)
-        truth = adapter.scaled(pipe, moments.chunk(2, dim=1)[0])
+        truth = by_hand.scaled(pipe, moments.chunk(2, dim=1)[0])
         latents = family.scaled(pipe, moments.chunk(2, dim=1)[0])
         assert off(latents, truth) < 1e-6
-        conditions = adapter.encode(pipe, said, 16)
+        conditions = by_hand.encode(pipe, words, 16)
         assert {name: value.shape for name, value in conditions.items()}.keys() == set(family.captions)
-        wanted = adapter.predict(pipe, pipe.transformer, truth, times, conditions)
-        found = family.predict(pipe, pipe.transformer, truth, times, family.encode(pipe, said, 16))
+        wanted = by_hand.predict(pipe, pipe.transformer, truth, times, conditions)
+        found = family.predict(pipe, pipe.transformer, truth, times, family.encode(pipe, words, 16))
         assert off(found, wanted) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("emoji-sd3", {"lora": {"rank": 2}}),
+        ("emoji-flux", {}),
+        pytest.param(
+            "emoji-flux", {"train_modules": ["transformer", "text_encoder", "text_encoder_2"]}, marks=pytest.mark.matrix
+        ),
+        ("fashion-dit", {"resolution": 32, "max_sequence_length": None}),
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_families_written_by_hand(model: str, more: dict[str, Any], tmp_path: Path, monkeypatch):
+    data = folder_of(tmp_path / "data", 6, more.get("resolution", 64))
+    losses = []
+    for families in ({}, BY_HAND):
+        monkeypatch.setattr("ditmesh.train.observed.family.FAMILIES", families)
+        given = settings_of(data, tmp_path / f"{len(losses)}", pretrained_model_name_or_path=model, max_train_steps=3)
+        given |= {"proportion_empty_prompts": 0.2, "random_flip": True, "checkpointing_steps": 99, **more}
+        pipe = DiffusionPipeline.from_pretrained(zoo.path(model))
+        pipe.set_progress_bar_config(disable=True)
+        with Trainer(TrainConfig.read(given), pipe, timeout=100.0) as trainer:
+            assert isinstance(trainer.family, ObservedFamily) != bool(families)
+            losses.append(list(trainer.run().losses.values()))
+    assert losses[0] == pytest.approx(losses[1], rel=2e-6)
+    assert len(set(losses[0])) == 3
 
 
 def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -219,18 +253,25 @@ def test_what_cannot_be_derived_is_refused_in_a_sentence(name: str, sentence: st
         observed(name)
 
 
-def test_labels_have_an_adapter_and_nothing_to_derive():
-    with pytest.raises(ConfigError, match="is trained by labels, with the adapter ClassConditional"):
-        checked_recipe(settings(pretrained_model_name_or_path="fashion-dit"))
-
-
-def test_an_encoder_that_is_trained_has_no_gradients_here():
+def test_an_encoder_that_is_trained_has_gradients():
+    """The own call of a pipeline records none; a part of it that conditions do not depend on is refused."""
     pipe = EXAMS["ChromaPipeline"].make()
-    with pytest.raises(ConfigError, match="no gradients of text_encoder"):
-        ObservedFamily(pipe, settings(train_modules=["transformer", "text_encoder"]))
+    pipe.set_progress_bar_config(disable=True)
+    wanted = {"max_sequence_length": 12, "resolution": 32}
+    family = ObservedFamily(pipe, settings(train_modules=["transformer", "text_encoder"], **wanted))
+    family.check_size(pipe, (32, 32))
+    conditions = family.encode(pipe, CAPTIONS, 12)
+    with torch.no_grad():
+        assert not any(value.requires_grad for value in family.encode(pipe, CAPTIONS, 12).values())
+    latents = torch.randn(2, *next(iter(family.recipes)), generator=torch.Generator().manual_seed(0))
+    family.predict(pipe, pipe.transformer, latents, torch.tensor([300.0, 700.0]), conditions).square().mean().backward()
+    assert any(weight.grad is not None and weight.grad.any() for weight in pipe.text_encoder.parameters())
+    odd = ObservedFamily(pipe, settings(train_modules=["transformer", "vae"], **wanted))
+    with pytest.raises(ConfigError, match="no gradient reaches vae"):
+        odd.check_size(pipe, (32, 32))
 
 
-def test_a_run_without_an_adapter(tmp_path: Path):
+def test_a_run(tmp_path: Path):
     """`Trainer` on a saved pipeline, with conditions from the cache and from the encoders."""
     pipe = EXAMS["ChromaPipeline"].make()
     pipe.save_pretrained(tmp_path / "chroma")
@@ -326,12 +367,12 @@ def test_one_of_two_transformers_is_trained_on_its_noise_levels():
         objective.keep_between(2000, 3000)
 
 
-def test_an_adapter_is_for_its_own_pipelines():
-    for name, transformer in (("FluxControlNetPipeline", "Flux"), ("WanImageToVideoPipeline", "Wan")):
-        pipe = EXAMS[name].make()
-        assert type(pipe.transformer).__name__.startswith(transformer)
-        assert isinstance(family_of(pipe, settings()), ObservedFamily)
-        assert not isinstance(family_of(EXAMS[f"{transformer}Pipeline"].make(), settings()), ObservedFamily)
+def test_a_family_of_the_users_own_goes_before(monkeypatch: pytest.MonkeyPatch):
+    pipe, own = EXAMS["FluxPipeline"].make(), BY_HAND["FluxTransformer2DModel"]
+    assert isinstance(family_of(pipe, settings()), ObservedFamily)
+    for key in ("FluxTransformer2DModel", type(pipe.transformer)):
+        monkeypatch.setattr("ditmesh.train.observed.family.FAMILIES", {key: own})
+        assert family_of(pipe, settings()) is own
 
 
 def test_maps_of_numbers_and_their_way_back():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
+from types import SimpleNamespace
+from typing import Any
 
 import diffusers
 import pytest
@@ -13,7 +15,9 @@ from PIL import Image
 import ditmesh
 from ditmesh.train import TrainConfig
 from ditmesh.train.data.order import DrawnSample, MicroBatch, SampleOrder, buckets_of, shares
-from ditmesh.train.data.samples import Samples, pixels
+from ditmesh.train.data.reading import read_samples
+from ditmesh.train.data.samples import pixels
+from ditmesh.train.gradients.speeds import DataSpeeds
 from ditmesh.train.objective import OBJECTIVES, NoiseObjective, NoisyBatch, Objective, register, sample_losses
 from support.train import emoji, folder_of, settings, tar_of
 
@@ -56,10 +60,10 @@ def test_accumulation_follows_from_the_global_batch(tmp_path):
 
 def test_a_folder_and_a_tar_hold_the_same(tmp_path):
     folders = folder_of(tmp_path / "folder", 4), tar_of(tmp_path / "tar", 4)
-    ours, theirs = (Samples.find(TrainConfig.read(settings(f, tmp_path)), "text") for f in folders)
+    ours, theirs = (read_samples(TrainConfig.read(settings(f, tmp_path)), "text") for f in folders)
     assert not ours.corrupt
     assert not theirs.corrupt
-    assert [one.said for one in ours.good] == [one.said for one in theirs.good] == [name for name, _ in emoji(4)]
+    assert [one.words for one in ours.good] == [one.words for one in theirs.good] == [name for name, _ in emoji(4)]
     for a, b in zip(ours.good, theirs.good, strict=True):
         assert a.size == b.size == (64, 64)
         assert torch.equal(pixels(a.picture(), (64, 64)), pixels(b.picture(), (64, 64)))
@@ -67,10 +71,10 @@ def test_a_folder_and_a_tar_hold_the_same(tmp_path):
 
 def test_labels_are_integers(tmp_path):
     config = TrainConfig.read(settings(folder_of(tmp_path / "data", 3), tmp_path))
-    assert [one.said for one in Samples.find(config, "label").good] == [0, 1, 2]
+    assert [one.words for one in read_samples(config, "label").good] == [0, 1, 2]
     wrong = config.model_copy(update={"label_column": "text"})
     with pytest.raises(ditmesh.InputError, match=r"metadata\.jsonl line 1: text is 'a red fox'"):
-        Samples.find(wrong, "label")
+        read_samples(wrong, "label")
 
 
 def test_what_is_corrupt_is_named_and_left_out(tmp_path):
@@ -79,13 +83,13 @@ def test_what_is_corrupt_is_named_and_left_out(tmp_path):
     (data / "002.png").unlink()
     with (data / "metadata.jsonl").open("a") as file:
         file.write("{not json\n")
-    found = Samples.find(TrainConfig.read(settings(data, tmp_path)), "text")
+    found = read_samples(TrainConfig.read(settings(data, tmp_path)), "text")
     assert [one.name for one in found.good] == ["000.png", "003.png"]
     assert [one.split()[0].rpartition("/")[2] for one in found.corrupt] == ["metadata.jsonl", "002.png", "001.png"]
     tar = tar_of(tmp_path / "tar", 4) / "shard-0.tar"
     # A download that broke off.
     tar.write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
-    found = Samples.find(TrainConfig.read(settings(tar.parent, tmp_path)), "text")
+    found = read_samples(TrainConfig.read(settings(tar.parent, tmp_path)), "text")
     assert 0 < len(found.good) < 4
     assert found.corrupt
     assert "shard-0.tar" in found.corrupt[0]
@@ -99,16 +103,16 @@ def test_captions_by_names_with_accents_and_archives(tmp_path):
         other = unicodedata.normalize("NFD" if form == "NFC" else "NFC", name)
         (tmp_path / f"{other}.txt").write_text(f"coffee {number}")
     (tmp_path / "more.zip").write_bytes(b"PK")
-    found = Samples.find(TrainConfig.read(settings(tmp_path, tmp_path)), "text")
-    assert sorted(one.said for one in found.good) == ["coffee 0", "coffee 1"]
-    assert found.notes == ("files that are not read: 1 .zip (more.zip); unpack archives, or write plain tars",)
+    found = read_samples(TrainConfig.read(settings(tmp_path, tmp_path)), "text")
+    assert sorted(one.words for one in found.good) == ["coffee 0", "coffee 1"]
+    assert found.notes == ("files that are not read: 1 .zip (more.zip)",)
 
 
 def test_nothing_to_train_on(tmp_path):
     with pytest.raises(ditmesh.InputError, match="has no image"):
-        Samples.find(TrainConfig.read(settings(tmp_path, tmp_path)), "text")
+        read_samples(TrainConfig.read(settings(tmp_path, tmp_path)), "text")
     with pytest.raises(ditmesh.InputError, match="is no folder"):
-        Samples.find(TrainConfig.read(settings(tmp_path / "nowhere", tmp_path)), "text")
+        read_samples(TrainConfig.read(settings(tmp_path / "nowhere", tmp_path)), "text")
 
 
 # --- order -----------------------------------------------------------------------------------------------------
@@ -159,6 +163,21 @@ def config_of(tmp_path, **more):
 
 def generators(count):
     return [torch.Generator().manual_seed(n) for n in range(count)]
+
+
+def test_a_data_rank_of_several_devices_is_as_fast_as_its_slowest():
+    """By the seconds of a sequence's ranks, which do the same work and wait for one another."""
+    told = [(0, 8.0, 1.0), (0, 8.0, 4.0), (1, 8.0, 2.0), (1, 8.0, 1.0)]
+    link: Any = SimpleNamespace(size=2, rank=0)
+    world = SimpleNamespace(all_gather_object=lambda mine: told)
+    mesh: Any = SimpleNamespace(data=link, world=world, device=torch.device("cpu"))
+    speeds = DataSpeeds("auto", mesh)
+    speeds.agree()
+    assert speeds.values == [2.0, 4.0]
+    # The latest steps count, all of them alike.
+    told[1] = (0, 24.0, 4.0)
+    speeds.agree()
+    assert speeds.values == [(8 + 24) / (4 + 4), 4.0]
 
 
 def test_rectified_flow(tmp_path):

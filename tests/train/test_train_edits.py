@@ -124,9 +124,9 @@ def test_a_hole_is_the_samples_mask(models, pairs, tmp_path):
     pipe = DiffusionPipeline.from_pretrained(models["FluxFillPipeline"])
     pipe.set_progress_bar_config(disable=True)
     with Trainer(TrainConfig.read(given), pipe, timeout=100.0) as trainer:
-        encoded = trainer.data.encoded
+        encoder = trainer.data.encoded._encoder
         for flip in (False, True):
-            shown = encoded._reference(encoded._samples[0], 0, flip, 0)
+            shown = encoder.reference(0, flip, 0)
             assert shown is not None
             wanted = np.asarray(ImageOps.mirror(mask) if flip else mask) == 255
             assert np.array_equal(np.asarray(shown.getchannel("A")) == 0, wanted)

@@ -145,7 +145,7 @@ def test_prediction_and_loss_are_those_of_the_scripts(folders, tmp_path, name, e
         )
         losses = trainer._losses(micro)
     fresh = diffusers.DiffusionPipeline.from_pretrained(folders[name][0])
-    said: list[Any] = [("" if name != "dit" else None) if empty else sample.said for sample in samples]
+    said: list[Any] = [("" if name != "dit" else None) if empty else sample.words for sample in samples]
     with torch.no_grad():
         latents = latents_of(fresh, [sample.part.file for sample in samples])
         assert torch.allclose(batch.latents, latents, atol=1e-5)
@@ -201,7 +201,7 @@ def test_what_comes_out_generates(folders, tmp_path, name):
 
 
 def test_a_dit_has_squares_only(folders, tmp_path):
-    with pytest.raises(ditmesh.ConfigError, match="makes squares"):
+    with pytest.raises(ditmesh.ConfigError, match=r"its loop ends in those of \(4, 16, 16\); change resolution"):
         losses_of(run_of("dit", folders, tmp_path) | {"aspect_ratio_buckets": "32,48"})
 
 

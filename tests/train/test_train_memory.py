@@ -106,7 +106,7 @@ def test_a_run_that_cannot_fit_is_refused(data, tmp_path):
     config, info = TrainConfig.read(given), find_model("emoji-sd3")
     needed = least_memory(config)
     check_training_memory(config, info, torch.device("cpu"), needed)
-    with pytest.raises(ditmesh.InputError, match=r"training emoji-sd3 .* GB on a rank .*--no-memory-check"):
+    with pytest.raises(ditmesh.InputError, match=r"training emoji-sd3 .* GB on a rank .*--memory-limit none"):
         train(given, memory_limit=0.9 * needed)
     with pytest.raises(ditmesh.InputError, match="sharding: fsdp it would take"):
         check_training_memory(config, info, torch.device("cpu"), 0.9 * needed)
@@ -124,7 +124,7 @@ def test_a_model_that_is_not_known_is_not_refused(data, tmp_path, monkeypatch):
 def test_the_table_begins_with_the_total(data, tmp_path, capsys):
     run = settings(data, tmp_path / "out", pretrained_model_name_or_path="flux.1-dev", lora={"rank": 16}, cache_dir="c")
     (tmp_path / "run.yaml").write_text(json.dumps(run))
-    words = ["inspect", "--memory", str(tmp_path / "run.yaml"), "--hardware", "4090"]
+    words = ["memory", str(tmp_path / "run.yaml"), "--hardware", "4090"]
     for more in ([], ["--json"]):
         with pytest.raises(SystemExit) as left:
             main([*words, *more])

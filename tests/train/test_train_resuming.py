@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -318,7 +319,7 @@ def test_a_caption_that_cannot_be_encoded_is_named(stopped, tmp_path):
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     with Trainer(config, pipe, timeout=60.0) as trainer:
         encode = trainer.family.encode
-        wrong = trainer.data.samples[3].said
+        wrong = trainer.data.samples[3].words
 
         def encoded(pipe, said, length):
             if wrong in said:
@@ -342,6 +343,20 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
             assert fails
         assert (tmp_path / "pipeline" / "file").read_text() == ("three" if content == "three" else "one")
         assert [path.name for path in tmp_path.iterdir()] == ["pipeline"]
+
+
+def test_every_file_of_a_folder_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    """After a power cut a folder that was renamed has files with nothing in them otherwise."""
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda number: (done.append(os.readlink(f"/proc/self/fd/{number}")), sync(number)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("renamed"), replace(old, new)))
+    with written_atomically(tmp_path / "pipeline") as part:
+        (part / "inner").mkdir()
+        files = [part / "one", part / "inner" / "two"]
+        for file in files:
+            file.write_text("content")
+    assert sorted(done[: done.index("renamed")]) == sorted(map(str, files))
 
 
 # --- exports -----------------------------------------------------------------------------------------------------

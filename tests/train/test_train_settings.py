@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ditmesh
 from ditmesh.train.config import LoraConfig, TrainConfig
 from ditmesh.train.data.settings import DataSetConfig
+from ditmesh.train.optimizer.update import _schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-settings.md"
 HEAD = """# Settings of a training run
@@ -180,3 +182,29 @@ def test_a_file_that_is_no_plain_settings_is_one_sentence(tmp_path, text, words)
     with pytest.raises(ditmesh.ConfigError, match=words) as refused:
         TrainConfig.read(file)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "factors"),
+    [
+        ({"lr_scheduler": "constant"}, [1, 1, 1, 1, 1]),
+        ({"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 4}, [0, 0.25, 0.5, 0.75, 1]),
+        ({"lr_scheduler": "linear", "lr_warmup_steps": 2}, [0, 0.5, 1, 5 / 6, 4 / 6]),
+        ({"lr_scheduler": "cosine_with_restarts", "lr_num_cycles": 2}, [1, 0.853553, 0.5, 0.146447, 1]),
+        ({"lr_scheduler": "polynomial", "lr_power": 2.0}, [1, (7 / 8) ** 2, (6 / 8) ** 2, (5 / 8) ** 2, (4 / 8) ** 2]),
+    ],
+    ids=str,
+)
+def test_the_schedule_is_the_one_that_settings_name(settings, factors):
+    """Of eight steps; and from the middle on, as a resumed run has it."""
+    config = TrainConfig.read(
+        {"pretrained_model_name_or_path": "m", "train_data_dir": "d", "output_dir": "o", **settings}
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule, rates = _schedule(optimizer, config, 8), []
+    for _ in factors:
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    # diffusers' polynomial ends above 0.
+    assert rates == pytest.approx([2 * factor for factor in factors], abs=1e-5)

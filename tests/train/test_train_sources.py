@@ -21,11 +21,12 @@ from ditmesh.comm.mesh import Mesh
 from ditmesh.train import TrainConfig
 from ditmesh.train.data.encoded import EncodedSamples
 from ditmesh.train.data.order import DrawnSample, MicroBatch, SampleOrder, SampleSets
-from ditmesh.train.data.sources import found_samples, sources_of
+from ditmesh.train.data.sources import all_samples, sources_of
 from ditmesh.train.data.wording import Wording
-from ditmesh.train.families import FAMILIES, StableDiffusion3, family_of
 from ditmesh.train.objective import NoisyBatch, sample_losses
+from ditmesh.train.observed.family import family_of
 from ditmesh.train.trainer import Trainer
+from support.families import StableDiffusion3
 from support.train import emoji, folder_of, settings, weights_after
 
 SIZES = [(64, 64)] * 7 + [(32, 96)] * 4
@@ -92,6 +93,21 @@ def test_weights_say_how_often_an_epoch_has_a_sample(weights, per_epoch):
     assert SampleOrder(sizes, seed=3, micro=2, per_step=1, sets=sets).step(17) == order.step(17)
 
 
+def test_turns_of_weighted_sets_and_of_class_images_differ():
+    """Also by the run's seed: no row of samples comes in one order for ever."""
+    sets = SampleSets((0,) * 7 + (1,) * 7, (0.5, 1.0), prior=1)
+
+    def rows(seed: int) -> list[list[int]]:
+        """Every turn of the row of the weighted set, and of that of its class images."""
+        order = SampleOrder([(64, 64)] * 14, seed=seed, micro=1, per_step=1, sets=sets)
+        drawn = [[one.index for one in order.step(step)[0].samples] for step in range(28)]
+        return [[pair[row] for pair in drawn[turn : turn + 7]] for row in (0, 1) for turn in (0, 7, 14, 21)]
+
+    found = rows(3)
+    assert all(sorted(turn) == list(range(7, 14)) for turn in found[4:])
+    assert len({*map(tuple, found), *map(tuple, rows(4))}) == 16
+
+
 def test_data_sets_are_found_with_settings_of_their_own(tmp_path, data):
     other = folder_of(tmp_path / "other", 3)
     (other / "bad.png").write_bytes(b"nothing")
@@ -100,10 +116,10 @@ def test_data_sets_are_found_with_settings_of_their_own(tmp_path, data):
         {"dir": str(other), "weight": 2, "resolution": 32, "caption_column": "label", "caption_prefix": "no "},
     ]
     config = config_of(None, tmp_path, train_data=sets)
-    found = found_samples(config, "text")
+    found = all_samples(config, "text")
     sources = sources_of(config, found)
     assert [one.name for one in found.good][-4:] == [f"{data.name}/005.png", *(f"other/00{n}.png" for n in range(3))]
-    assert [one.said for one in found.good[-3:]] == ["0", "1", "2"]
+    assert [one.words for one in found.good[-3:]] == ["0", "1", "2"]
     assert found.corrupt == () or "other/" in found.corrupt[0]
     assert Counter(sources.sizes) == {(64, 64): 6, (32, 32): 3}
     assert sources.sets.weights == (1.0, 2.0)
@@ -113,9 +129,9 @@ def test_data_sets_are_found_with_settings_of_their_own(tmp_path, data):
         changed = config_of(None, tmp_path, train_data=[sets[0], {**sets[1], **change}])
         assert sources_of(changed, found).digest != sources.digest
     alone = config_of(data, tmp_path)
-    plain = found_samples(alone, "text")
+    plain = all_samples(alone, "text")
     as_list = config_of(None, tmp_path, train_data=[{"dir": str(data)}])
-    assert sources_of(as_list, found_samples(as_list, "text")).digest == sources_of(alone, plain).digest
+    assert sources_of(as_list, all_samples(as_list, "text")).digest == sources_of(alone, plain).digest
 
 
 def test_one_data_set_in_a_list_is_the_same_run(tmp_path, data):
@@ -181,14 +197,14 @@ def test_several_captions_of_an_image(tmp_path):
     (data / "metadata.jsonl").unlink()
     (data / "000.txt").write_text("a fox\n\n one more fox \na fox\n", encoding="utf-8")
     (data / "001.json").write_text(json.dumps({"caption": ["x", "y"]}), encoding="utf-8")
-    found = found_samples(config_of(data, tmp_path, multiline_captions=True, instance_prompt="none"), "text")
-    assert [one.said for one in found.good] == [("a fox", "one more fox"), ("x", "y"), "none"]
-    whole = found_samples(config_of(data, tmp_path), "text")
-    assert whole.good[0].said == "a fox\n\n one more fox \na fox"
+    found = all_samples(config_of(data, tmp_path, multiline_captions=True, instance_prompt="none"), "text")
+    assert [one.words for one in found.good] == [("a fox", "one more fox"), ("x", "y"), "none"]
+    whole = all_samples(config_of(data, tmp_path), "text")
+    assert whole.good[0].words == "a fox\n\n one more fox \na fox"
 
 
 def encoded_of(config: TrainConfig, pipe: Any, mesh: Mesh) -> tuple[EncodedSamples, SampleOrder]:
-    found = found_samples(config, "text")
+    found = all_samples(config, "text")
     sources = sources_of(config, found)
     encoded = EncodedSamples(pipe, family_of(pipe, config), found.good, sources.sizes, config, torch.device("cpu"))
     encoded.fill_cache(mesh)
@@ -266,7 +282,7 @@ def test_long_captions_are_counted(tmp_path):
         "\n".join(json.dumps({"file_name": f"00{n}.png", "text": text}) for n, text in enumerate(("a fox", long, "b")))
     )
     config, pipe = config_of(data, tmp_path), pipeline()
-    found = found_samples(config, "text")
+    found = all_samples(config, "text")
     encoded = EncodedSamples(pipe, family_of(pipe, config), found.good, [(64, 64)] * 3, config, torch.device("cpu"))
     lines = encoded.long_captions()
     count = len(pipe.tokenizer(long)["input_ids"])
@@ -310,7 +326,7 @@ def test_white_masks_are_the_run_without_masks(tmp_path, data):
 def test_a_mask_is_mirrored_with_its_image(tmp_path, data):
     masks = masks_of(tmp_path / "masks", data, [f"{n:03}.png" for n in range(6)])
     config, pipe = config_of(data, tmp_path, mask_dir=str(masks), random_flip=True), pipeline()
-    found = found_samples(config, "text").good
+    found = all_samples(config, "text").good
     encoded = EncodedSamples(pipe, family_of(pipe, config), found, [(64, 64)] * 6, config, torch.device("cpu"))
     batch = encoded.batch(MicroBatch(tuple(DrawnSample(0, number) for number in range(6)), (64, 64)))
     assert batch.mask is not None
@@ -331,7 +347,7 @@ def test_masks_by_column_and_those_that_do_not_fit(tmp_path):
     lines[4]["mask"] = None
     (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     config = config_of(data, tmp_path, mask_column="mask")
-    found = found_samples(config, "text")
+    found = all_samples(config, "text")
     assert [(one.name, one.attached.mask and one.attached.mask.name) for one in found.good] == [
         ("000.png", "masks/0.png"),
         ("002.png", "masks/2.png"),
@@ -350,7 +366,7 @@ def test_masks_by_column_and_those_that_do_not_fit(tmp_path):
     told, _ = encoded.gather_notes(mesh)
     mesh.close()
     assert "masks/3.png is black throughout" in told[0]
-    assert told[0].endswith("another sample took its place once")
+    assert told[0].endswith("another sample took its place")
 
 
 # --- class images ----------------------------------------------------------------------------------------------
@@ -408,7 +424,7 @@ def test_class_images_of_every_bucket(tmp_path, data):
     Image.new("RGB", (96, 32)).save(wide / "a.png")
     config = config_of(data, tmp_path, class_data_dir=str(wide), class_prompt="c", aspect_ratio_buckets="64,64;32,96")
     with pytest.raises(ditmesh.InputError, match="has no image for the bucket of 64 x 64 pixels"):
-        sources_of(config, found_samples(config, "text"))
+        sources_of(config, all_samples(config, "text"))
 
 
 # --- reference images ------------------------------------------------------------------------------------------
@@ -446,13 +462,13 @@ def pairs(data: Path) -> Path:
 
 def test_reference_images_go_with_their_targets(tmp_path, monkeypatch):
     data, pipe = pairs(tmp_path / "data"), pipeline()
-    monkeypatch.setattr("ditmesh.train.families.FAMILIES", {**FAMILIES, "SD3Transformer2DModel": WithReferences()})
+    monkeypatch.setattr("ditmesh.train.observed.family.FAMILIES", {"SD3Transformer2DModel": WithReferences()})
     given = settings(data, tmp_path / "out", conditioning_image_column="source", random_flip=True)
     given["proportion_empty_prompts"] = 0.3
     same_batches(pipe, given, tmp_path / "cache")
     by_folder = {**given, "conditioning_dir": str(data / "before")}
     del by_folder["conditioning_image_column"]
-    one, other = (found_samples(TrainConfig.read(each), "text") for each in (given, by_folder))
+    one, other = (all_samples(TrainConfig.read(each), "text") for each in (given, by_folder))
     assert [s.attached.references[0].file for s in one.good] == [s.attached.references[0].file for s in other.good]
     assert not other.notes
     # Mirrored with its target: columns of the reference are those of the target, however it is drawn.
@@ -474,16 +490,16 @@ def test_reference_images_that_are_missing_or_not_wanted(tmp_path, monkeypatch):
     data, pipe = pairs(tmp_path / "data"), pipeline()
     (data / "before" / "002.jpg").unlink()
     config = config_of(data, tmp_path, conditioning_image_column="source")
-    found = found_samples(config, "text")
+    found = all_samples(config, "text")
     assert [one.name for one in found.good] == ["000.png", "001.png", "003.png"]
     assert "source names 'before/002.jpg', which is not there" in found.corrupt[0]
     with pytest.raises(ditmesh.ConfigError, match="StableDiffusion3Pipeline is trained without reference images"):
         EncodedSamples(pipe, family_of(pipe, config), found.good, [(64, 64)] * 3, config, torch.device("cpu"))
     needing = WithReferences()
     needing.reference = "image"
-    monkeypatch.setattr("ditmesh.train.families.FAMILIES", {**FAMILIES, "SD3Transformer2DModel": needing})
+    monkeypatch.setattr("ditmesh.train.observed.family.FAMILIES", {"SD3Transformer2DModel": needing})
     plain = config_of(data, tmp_path)
-    without = found_samples(plain, "text")
+    without = all_samples(plain, "text")
     with pytest.raises(ditmesh.InputError, match="4 of 4 samples have none"):
         EncodedSamples(pipe, family_of(pipe, plain), without.good[:4], [(64, 64)] * 4, plain, torch.device("cpu"))
 
@@ -506,18 +522,17 @@ def test_data_sets_of_the_datasets_package(tmp_path):
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "splits"))
     table.to_parquet(str(tmp_path / "parquet" / "data" / "train-0.parquet"))
     for name in ("saved", "splits", "parquet"):
-        found = found_samples(config_of(tmp_path / name, tmp_path, mask_column="mask"), "text")
-        assert [one.said for one in found.good] == [(caption, "an emoji") for caption, _ in emoji(4)]
+        found = all_samples(config_of(tmp_path / name, tmp_path, mask_column="mask"), "text")
+        assert [one.words for one in found.good] == [(caption, "an emoji") for caption, _ in emoji(4)]
         for sample, (_, picture) in zip(found.good, emoji(4), strict=True):
             assert np.array_equal(np.asarray(sample.picture()), picture)
             assert sample.attached.mask is not None
             assert sample.attached.mask.size() == sample.size
-    assert found_samples(config_of(tmp_path / "splits", tmp_path), "text").notes == (
-        "splits that are not trained on: test",
-    )
+    notes = all_samples(config_of(tmp_path / "splits", tmp_path), "text").notes
+    assert "splits that are not trained on: test" in notes
     table.rename_column("image", "before").save_to_disk(str(tmp_path / "renamed"))
     with pytest.raises(ditmesh.InputError, match="several columns of images"):
-        found_samples(config_of(tmp_path / "renamed", tmp_path), "text")
+        all_samples(config_of(tmp_path / "renamed", tmp_path), "text")
 
 
 def test_tables_that_other_programs_wrote(tmp_path):
@@ -534,8 +549,8 @@ def test_tables_that_other_programs_wrote(tmp_path):
         (tmp_path / name).mkdir()
         table = pyarrow.table({"image": column, "text": ["one", "two", "three", None]})
         parquet.write_table(table, tmp_path / name / "train-0.parquet")
-        found = found_samples(config_of(tmp_path / name, tmp_path), "text")
-        assert [(one.name, one.said) for one in found.good] == [("row 0", "one"), ("row 3", None)]
+        found = all_samples(config_of(tmp_path / name, tmp_path), "text")
+        assert [(one.name, one.words) for one in found.good] == [("row 0", "one"), ("row 3", None)]
         assert [one.split(" is ")[0].split(" has ")[0] for one in found.corrupt] == ["row 1", "row 2"]
         assert np.array_equal(np.asarray(found.good[0].picture()), emoji(1)[0][1])
 
@@ -569,7 +584,7 @@ def test_paths_in_a_table_lead_below_its_folder(tmp_path, kind):
         table.to_parquet(str(folder / "train.parquet"))
     else:
         table.save_to_disk(str(folder))
-    found = found_samples(config_of(folder, tmp_path, mask_column="mask"), "text")
+    found = all_samples(config_of(folder, tmp_path, mask_column="mask"), "text")
     assert [one.name for one in found.good] == ["row 3", "row 4", "row 5"]
     colours = [one.picture().getpixel((0, 0)) for one in found.good]
     assert colours == [(0, 0, 255), (0, 0, 255), (0, 128, 0)]
@@ -588,7 +603,7 @@ def test_a_saved_data_set_with_files_of_another_folder(tmp_path):
     about["_data_files"][0]["filename"] = f"../private/{about['_data_files'][0]['filename']}"
     state.write_text(json.dumps(about))
     with pytest.raises(ditmesh.InputError, match="outside of the data folder"):
-        found_samples(config_of(tmp_path / "set", tmp_path), "text")
+        all_samples(config_of(tmp_path / "set", tmp_path), "text")
 
 
 def links_out(folder: Path, private: Path) -> list[str]:
@@ -613,8 +628,8 @@ def links_out(folder: Path, private: Path) -> list[str]:
 def test_links_lead_below_the_data_folder(tmp_path):
     """Of images, captions, folders and what a key names; links inside of the folder are followed."""
     good = links_out(tmp_path / "set", tmp_path / "private")
-    found = found_samples(config_of(tmp_path / "set", tmp_path, mask_column="mask"), "text")
-    assert [(one.name, one.said) for one in found.good] == [(name, {"a.png": "a"}.get(name)) for name in good]
+    found = all_samples(config_of(tmp_path / "set", tmp_path, mask_column="mask"), "text")
+    assert [(one.name, one.words) for one in found.good] == [(name, {"a.png": "a"}.get(name)) for name in good]
     told = "\n".join(found.corrupt)
     for name in ("b.txt", "d.png", "photos", "set.jsonl", "c.png"):
         assert any(name in line and "outside of the data folder" in line for line in found.corrupt), told
@@ -629,8 +644,8 @@ def test_links_of_a_mask_folder_and_a_listing_lead_below_their_folder(tmp_path):
     rows = [{"file_name": "a.png", "text": "a"}, {"file_name": "link/photo.png", "text": "b"}]
     (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ditmesh.InputError, match=r"mask_dir=.* outside of the data folder"):
-        found_samples(config_of(data, tmp_path, mask_dir=str(tmp_path / "masks")), "text")
-    found = found_samples(config_of(data, tmp_path), "text")
+        all_samples(config_of(data, tmp_path, mask_dir=str(tmp_path / "masks")), "text")
+    found = all_samples(config_of(data, tmp_path), "text")
     assert [one.name for one in found.good] == ["a.png"]
     assert "outside of the data folder" in "\n".join(found.corrupt)
 
@@ -642,7 +657,7 @@ def test_links_of_the_hubs_cache_are_read(tmp_path):
     blobs.mkdir()
     (blobs / "abcd").write_bytes(png("blue"))
     (snapshot / "a.png").symlink_to("../../blobs/abcd")
-    assert [one.name for one in found_samples(config_of(snapshot, tmp_path), "text").good] == ["a.png"]
+    assert [one.name for one in all_samples(config_of(snapshot, tmp_path), "text").good] == ["a.png"]
 
 
 # --- names of folders and files --------------------------------------------------------------------------------
@@ -660,24 +675,24 @@ def test_kohyas_folders_say_how_often_and_what(tmp_path):
     folder = images_at(tmp_path / "set", "10_sks dog/a.png", "10_sks dog/b.png", "1_style/c.png", "1_style/deep/d.png")
     (folder / "10_sks dog" / "a.caption").write_text("a dog")
     config = config_of(folder, tmp_path)
-    found = found_samples(config, "text")
-    assert [one.said for one in found.good] == ["a dog", "sks dog", "style", "style"]
+    found = all_samples(config, "text")
+    assert [one.words for one in found.good] == ["a dog", "sks dog", "style", "style"]
     assert "times in an epoch, by the names of folders: 10_sks dog/ 10, 1_style/ 1" in found.notes
     sources = sources_of(config, found)
     order = SampleOrder(sources.sizes, 0, 2, 1, sources.sets)
     assert order.of_sets(1) == [22]
     drawn = Counter(one.index for step in range(order.per_epoch) for micro in order.step(step) for one in micro.samples)
     assert drawn == {0: 10, 1: 10, 2: 1, 3: 1}
-    asked = found_samples(config_of(folder, tmp_path, instance_prompt="mine"), "text")
-    assert [one.said for one in asked.good] == ["a dog", "mine", "mine", "mine"]
+    asked = all_samples(config_of(folder, tmp_path, instance_prompt="mine"), "text")
+    assert [one.words for one in asked.good] == ["a dog", "mine", "mine", "mine"]
 
 
 @pytest.mark.parametrize("other", ["x.png", "2024_photos/x.png", "01_first/x.png", "more/x.png"])
 def test_numbers_that_are_no_repeats(tmp_path, other):
     """Beside images in other folders; of years; with leading zeros: named, and nothing is counted."""
     folder = images_at(tmp_path, "10_dog/a.png", other)
-    found = found_samples(config_of(folder, tmp_path, allow_missing_captions=True), "text")
-    assert [(one.said, one.repeats) for one in found.good] == [(None, 1), (None, 1)]
+    found = all_samples(config_of(folder, tmp_path, allow_missing_captions=True), "text")
+    assert [(one.words, one.repeats) for one in found.good] == [(None, 1), (None, 1)]
     assert any(note.startswith("10_dog/ counts once") for note in found.notes)
 
 
@@ -688,6 +703,6 @@ def test_masks_beside_images_are_no_samples(tmp_path):
     folder = images_at(tmp_path / "set", *masks, *others)
     (folder / "e_mask.txt").write_text("a mask of a fox")
     images_at(folder, "e.png")
-    found = found_samples(config_of(folder, tmp_path), "text")
+    found = all_samples(config_of(folder, tmp_path), "text")
     assert {one.name for one in found.good} == {*others, "e.png"}
     assert [note for note in found.notes if "not trained: 4 files" in note and "mask_dir" in note]

@@ -7,6 +7,7 @@ import math
 import sys
 import types
 from pathlib import Path
+from typing import Any, cast
 
 import diffusers
 import numpy as np
@@ -20,10 +21,14 @@ from ditmesh.cli.train import StepLines
 from ditmesh.train import TrainConfig
 from ditmesh.train.data.encoders import Encoders
 from ditmesh.train.data.held_out import NUM_LEVELS
-from ditmesh.train.data.samples import Samples, pixels
+from ditmesh.train.data.order import DrawnSample, MicroBatch
+from ditmesh.train.data.reading import read_samples
+from ditmesh.train.data.samples import pixels
 from ditmesh.train.logs.charts import HELD_OUT, LOSS, MEAN, NORM, RATE, smoothed, training_chart, validation_grid
 from ditmesh.train.logs.trackers import check_trackers
 from ditmesh.train.logs.training_log import COLUMNS, TrainingLog, read_log
+from ditmesh.train.optimizer.precision import MeshGradScaler
+from ditmesh.train.optimizer.update import WeightUpdate
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings
@@ -108,6 +113,103 @@ def test_encoders_leave_the_device_while_a_cache_replaces_them(given, tmp_path, 
     assert places[-1:] == (["device"] if cached else [])
 
 
+# --- what a run promises beside its curve -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_the_average_by_hand_is_what_is_exported(given, model, monkeypatch, average):
+    """Of the weights after every step, also of a run that stopped; without an average the last ones."""
+    weights: list[dict[str, torch.Tensor]] = []
+    apply = WeightUpdate.apply
+
+    def held(update: WeightUpdate) -> dict[str, torch.Tensor]:
+        return {name.removeprefix("transformer."): p.detach().clone() for name, p in update.named.items()}
+
+    def recorded(self: WeightUpdate, *args: Any) -> tuple[float, bool]:
+        # Steps alone change the weights: no validation does, and no stop.
+        assert not weights or all(torch.equal(value, weights[-1][name]) for name, value in held(self).items())
+        applied = apply(self, *args)
+        weights.append(held(self))
+        return applied
+
+    monkeypatch.setattr(WeightUpdate, "apply", recorded)
+    run = given(max_train_steps=4, use_ema=average, ema_decay=0.2, learning_rate=1e-2, validation_steps=1)
+    with Trainer(TrainConfig.read(run), diffusers.DiffusionPipeline.from_pretrained(model), timeout=100.0) as trainer:
+        trainer.run(until=2, validate=lambda step: None)
+    result = train({**run, "resume_from_checkpoint": "latest"})
+    expected = weights[0]
+    for step, after in enumerate(weights[1:], 1):
+        # As in diffusers: of the first weights nothing is kept, and less than ``ema_decay`` in the first steps.
+        decay = min((1 + step) / (10 + step), 0.2) if average else 0.0
+        expected = {name: decay * expected[name] + (1 - decay) * value for name, value in after.items()}
+    exported = diffusers.DiffusionPipeline.from_pretrained(result["pipeline"]).transformer.state_dict()
+    assert len(weights) == 4
+    for name, value in expected.items():
+        torch.testing.assert_close(exported[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_is_that_of_the_mean_over_all_its_samples(given, model):
+    """Of micro-batches of unlike sizes, by hand: every sample weighs as much, and none is left out."""
+    run = given(train_batch_size=3, global_batch_size=9, max_grad_norm=0.0)
+    with Trainer(TrainConfig.read(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
+        batches = trainer.data.order.step(0)
+        assert sorted(batch.count for batch in batches) == [2, 3, 3]
+        loss = sum(trainer._losses(batch).sum() for batch in batches) / 8
+        gradients = torch.autograd.grad(cast(torch.Tensor, loss), trainer.update.parameters, allow_unused=True)
+        norm = torch.nn.utils.get_total_norm([one for one in gradients if one is not None])
+        done = trainer._optimizer_step(batches)
+    assert done.samples == 8
+    assert (done.loss, done.norm) == pytest.approx((float(loss), float(norm)), rel=1e-4)
+
+
+def test_gradients_are_clipped_to_the_norm_asked_for(given, model, monkeypatch):
+    norms: list[float] = []
+    step = MeshGradScaler.step
+
+    def recorded(self: MeshGradScaler, optimizer: torch.optim.Optimizer) -> Any:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+        return step(self, optimizer)
+
+    monkeypatch.setattr(MeshGradScaler, "step", recorded)
+    reported: list[float] = []
+    run = given(max_train_steps=2, max_grad_norm=1e-3, checkpointing_steps=9)
+    with Trainer(TrainConfig.read(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
+        trainer.run(report=lambda now: reported.append(now.grad_norm), until=2)
+    assert norms == pytest.approx([1e-3] * 2, rel=1e-3)
+    assert min(reported) > 1e-2
+
+
+def test_all_that_is_random_follows_from_the_seed_and_the_number_of_a_sample(given, model, tmp_path):
+    """Noise, its level, mirroring, captions, dropout: not from the batch, and with seeds of their own."""
+
+    def randomness(seed: int, numbers: list[int]) -> dict[str, Any]:
+        run = given(seed=seed, random_flip=True, proportion_empty_prompts=0.5, output_dir=str(tmp_path / str(seed)))
+        with Trainer(TrainConfig.read(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
+            encoded = trainer.data.encoded
+            micro = MicroBatch(tuple(DrawnSample(0, number) for number in numbers), (32, 32))
+            batch = encoded.batch(micro)
+            noised = trainer.objective(torch.zeros_like(batch.latents), batch.generators)
+            many = [encoded.drawn(DrawnSample(0, number)) for number in range(64)]
+            return {
+                "noise": [one.tolist() for one in noised.target.flatten(1)[:, :4]],
+                "levels": noised.timesteps.tolist(),
+                "mirrored": [flip for flip, _ in many],
+                "captions": [said for _, said in many],
+                "order": [[one.index for one in batch.samples] for batch in trainer.data.order.step(0)],
+                "weights": torch.initial_seed(),
+            }
+
+    of_run = ("mirrored", "captions", "order", "weights")
+    first, again, other = randomness(0, [5, 6, 7, 8]), randomness(0, [6, 7]), randomness(1, [5, 6, 7, 8])
+    assert {name: again[name] for name in of_run} == {name: first[name] for name in of_run}
+    for name in ("noise", "levels"):
+        assert again[name] == first[name][1:3]
+        assert len({*map(str, first[name])}) > 2
+    assert [name for name in first if first[name] == other[name]] == []
+    assert {len(set(map(str, first[name]))) for name in ("mirrored", "captions")} == {2}
+
+
 # --- the held-out loss ---------------------------------------------------------------------------------------------
 
 
@@ -140,11 +242,11 @@ def test_the_held_out_loss_is_that_of_a_plain_loop(given, model, data, tmp_path)
     with Trainer(config, whole) as trainer, torch.no_grad():
         measured = trainer.held_out
         chosen = {sample.name for sample in trainer.data.held_out}
-        samples = [sample for sample in Samples.find(config, "text").good if sample.name in chosen]
+        samples = [sample for sample in read_samples(config, "text").good if sample.name in chosen]
         for number, sample in enumerate(samples):
             # The autoencoder's deviation is next to nothing.
             latents = pipe.vae.encode(pixels(sample.picture(), (32, 32))[None]).latent_dist.mode() * 0.18
-            text, mask, _, _ = pipe.encode_prompt(sample.said, False, max_sequence_length=16)
+            text, mask, _, _ = pipe.encode_prompt(sample.words, False, max_sequence_length=16)
             for level in range(NUM_LEVELS):
                 time = tables.timesteps[int((level + 0.5) / NUM_LEVELS * 1000)][None]
                 noise = measured._noise(trainer.held_out._batches[0].samples[0].__class__(number, number), level,

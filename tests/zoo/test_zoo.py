@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+import ditmesh
 from ditmesh import zoo
 from ditmesh.zoo import references as known
 from support.embedded import check_captioned_card
@@ -39,6 +41,31 @@ def test_importing_the_zoo_is_cheap():
 def test_an_unknown_name_is_answered_with_the_names():
     with pytest.raises(ValueError, match="emoji-sd3"):
         zoo.path("emoji-sd4")
+
+
+def test_without_its_distribution_a_model_is_answered_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    from ditmesh.generate.model_info import find_model
+
+    monkeypatch.setattr(zoo, "_folders", list)
+    with pytest.raises(ditmesh.InputError, match=r"'emoji-flux' is not installed; pip install 'ditmesh\[zoo\]'"):
+        find_model("emoji-flux")
+
+
+def test_models_of_the_distribution_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its files lie in a package of their own, and code without models beside it finds them there."""
+    source = Path(zoo.__file__).parent
+    built = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert sorted(built["only-include"]) == sorted(zoo.EMBEDDED)
+    (package,) = built["targets"]["wheel"]["sources"].values()
+    (tmp_path / "site" / package).mkdir(parents=True)
+    for name in zoo.EMBEDDED:
+        (tmp_path / "site" / package / name).mkdir()
+        (tmp_path / "site" / package / name / "model_index.json").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setattr(zoo, "__file__", str(tmp_path / "code" / "__init__.py"))
+    assert zoo.path("emoji-wan") == tmp_path / "site" / package / "emoji-wan"
+    assert zoo.embedded(zoo.path("emoji-wan")) is zoo.EMBEDDED["emoji-wan"]
+    assert zoo.embedded(source / "emoji-wan") is None
 
 
 # --- the shipped model -------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -18,12 +17,12 @@ from ..launch import guarded_folder, launcher, torchrun_rank
 from ..report.formatting import count
 from ..report.report import Report
 from .options import (
-    AsJson,
+    ConfigFile,
     ConfigOptions,
     Devices,
     InputOptions,
     JsonFull,
-    MemoryCheck,
+    JsonOrFull,
     MemoryLimit,
     Overwrite,
     PictureOptions,
@@ -31,7 +30,7 @@ from .options import (
     at_least,
     check_offload,
     common_option,
-    config_option,
+    memory_check,
     output_option,
     picture_option,
     rank_option,
@@ -57,6 +56,38 @@ SHARED = ("config", "versions", "environment")
 VIDEO = ("frames", "fps", "frames_digest")
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run besides those of its images, configuration and ranks."""
+
+    batch: Annotated[
+        int | None,
+        picture_option(
+            help="Generate at most this many images in one call of the pipeline.",
+            show_default="64, fewer if they are large",
+            callback=at_least(1),
+        ),
+    ] = None
+    config: ConfigFile = None
+    memory_limit: MemoryLimit = None
+    server: Annotated[
+        str | None,
+        rank_option("--server", metavar="URL", help="Generate on this `ditmesh serve`; DITMESH_API_KEY holds the key."),
+    ] = None
+    overwrite: Overwrite = False
+    compare: Annotated[
+        bool, output_option("--compare", help="Generate on one device too, and compare speed and images.")
+    ] = False
+    as_json: JsonOrFull = False
+    json_full: JsonFull = False
+
+    def of_job(self) -> dict[str, Any]:
+        """Fields of a job. Raises `InputError`: the limit of memory is none."""
+        checked, limit = memory_check(self.memory_limit)
+        fields = {"check_memory": checked, "memory_limit": limit, "overwrite": self.overwrite}
+        return fields if self.batch is None else fields | {"per_call": self.batch}
+
+
 @with_groups
 def generate(
     context: typer.Context,
@@ -79,43 +110,10 @@ def generate(
     out: Annotated[
         str, common_option("--out", "-o", metavar="DIR", help="Write the PNGs or MP4s into this folder.")
     ] = "pictures",
-    batch: Annotated[
-        int | None,
-        picture_option(
-            help="Generate at most this many images in one call of the pipeline.",
-            show_default="64, fewer if they are large",
-            callback=at_least(1),
-        ),
-    ] = None,
     inputs: InputOptions,
     parallel: ConfigOptions,
-    config: Annotated[
-        Path | None,
-        config_option(
-            "--config", "-c", metavar="FILE.yaml", help="Read the parallel configuration from this YAML file."
-        ),
-    ] = None,
     ranks: RankOptions,
-    memory_limit: MemoryLimit = None,
-    memory_check: MemoryCheck = True,
-    server: Annotated[
-        str | None,
-        rank_option("--server", metavar="URL", help="Generate on this `ditmesh serve`; DITMESH_API_KEY holds the key."),
-    ] = None,
-    deadline_ms: Annotated[
-        int | None,
-        rank_option(
-            "--deadline-ms",
-            help="Let --server take each job before your others that are due later, or never.",
-            callback=at_least(1),
-        ),
-    ] = None,
-    overwrite: Overwrite = False,
-    compare: Annotated[
-        bool, output_option("--compare", help="Generate on one device too, and compare speed and images.")
-    ] = False,
-    as_json: AsJson = False,
-    json_full: JsonFull = False,
+    run: RunOptions,
 ) -> None:
     """Generate images or videos from prompts on N devices. Each PNG or MP4 contains the receipt of its generation.
 
@@ -133,45 +131,53 @@ def generate(
 
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
 
-    ditmesh generate "a red fox" --devices 8 --launcher ray --address 10.0.0.1:6379
+    ditmesh generate "a red fox" --devices 8 --launcher ray@10.0.0.1:6379
+    """
+    if run.server is not None:
+        check_options(context)
+        result = generate_on(run.server, prompts, model, pictures, inputs, out, run.overwrite)
+    else:
+        began, settings = time.perf_counter(), parallel.settings()
+        asked = read_prompts(prompts, pictures.prompts_file)
+        if "tiles" in settings and "reproducible" not in settings:
+            raise InputError(f"--set tiles={settings['tiles']} counts in reproducible mode only; add --reproducible")
+        job, info = picture_job(model, asked, pictures, ranks.timeout, out, **inputs.of_job(), **run.of_job())
+        world_size, chosen = parallel_config(devices, run.config, settings, info.heads)
+        _check_launch(ranks, world_size, run.compare)
+        job, kind = _checked(job.changed(config=chosen or "auto"), info, ranks, world_size)
+        _tell_apart(prompts or [])
+        if torchrun_rank() is None:
+            job = _settled(job, info, ranks, world_size, kind)
+        result = _on_ranks(job, ranks, world_size, kind, run.compare, began)
+    if result is not None:
+        shown = short(result) if run.as_json and not run.json_full else result
+        emit(shown, run.as_json or run.json_full, _say)
+
+
+def _checked(
+    job: PictureJob, info: ModelInfo, ranks: RankOptions, world_size: int
+) -> tuple[PictureJob, Literal["cpu", "cuda"]]:
+    """The job with its dtype, its model's folder and free names for its files; and the ranks' type of device.
+
+    Raises:
+        InputError: the model, the ranks or this machine cannot do it.
     """
     from ..generate.job import check_job
     from ..generate.run import PRELOAD, with_free_names
     from ..generate.runner import quieten
     from ..media.videos import check_video_library
 
-    if server is not None:
-        check_options(context)
-        result = generate_on(server, prompts, model, pictures, inputs, out, overwrite, deadline_ms)
-    elif deadline_ms is not None:
-        raise InputError(f"--deadline-ms {deadline_ms} orders the jobs of a server; add --server URL, or leave it out")
-    else:
-        began, there = time.perf_counter(), torchrun_rank()
-        asked, settings = read_prompts(prompts, pictures.prompts_file), parallel.settings()
-        if "tiles" in settings and "reproducible" not in settings:
-            raise InputError(f"--tiles {settings['tiles']} counts in reproducible mode only; add --reproducible")
-        more: dict[str, Any] = inputs.of_job() | ({} if batch is None else {"per_call": batch})
-        more |= {"check_memory": memory_check, "memory_limit": None if memory_limit is None else memory_limit * 1e9}
-        job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
-        world_size, chosen = parallel_config(devices, config, settings, info.heads)
-        _check_launch(ranks, world_size, compare)
-        job = job.changed(config=chosen or "auto")
-        ranks.begin(PRELOAD)
-        if job.files:
-            # The class of pipeline is looked at.
-            quieten()
-        check_job(job, info, world_size)
-        if videos_of(info):
-            check_video_library()
-        kind = ranks.kind(world_size if there is None else there.local_size)
-        check_offload(job.offload, kind)
-        job = with_free_names(fetched(job.changed(dtype=ranks.dtype_on(kind)), info))
-        _tell_apart(prompts or [])
-        if there is None:
-            job = _settled(job, info, ranks, world_size, kind)
-        result = _on_ranks(job, ranks, world_size, kind, compare, began)
-    if result is not None:
-        emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
+    ranks.begin(PRELOAD)
+    if job.files:
+        # The class of pipeline is looked at.
+        quieten()
+    check_job(job, info, world_size)
+    if videos_of(info):
+        check_video_library()
+    there = torchrun_rank()
+    kind = ranks.kind(world_size if there is None else there.local_size)
+    check_offload(job.offload, kind)
+    return with_free_names(fetched(job.changed(dtype=ranks.dtype_on(kind)), info)), kind
 
 
 def _tell_apart(prompts: Sequence[str]) -> None:
@@ -192,7 +198,7 @@ def _settled(
     from ..generate.model_info import find_model
     from ..generate.runner import settled
 
-    if ranks.backend not in (None, "local"):
+    if ranks.launcher not in (None, "local"):
         return job
     job, note = settled(job, info if info.local else find_model(job.model), world_size, kind)
     if note is not None:
@@ -212,7 +218,7 @@ def _check_launch(ranks: RankOptions, world_size: int, compare: bool) -> None:
 
 def check_joined(ranks: RankOptions) -> None:
     """Reject a launcher if torchrun has started the ranks."""
-    if ranks.backend is not None:
+    if ranks.launcher is not None:
         raise InputError(f"--launcher {ranks.launcher} starts ranks, and torchrun has started them; use one of them")
 
 
@@ -229,7 +235,7 @@ def _on_ranks(
     What to say about it; None: another process says it. ``began``: when the command did, by `time.perf_counter`.
     """
     # If torchrun has started the ranks, this process is one of them.
-    name = "torchrun" if torchrun_rank() is not None else ranks.backend
+    name = "torchrun" if torchrun_rank() is not None else ranks.launcher
     with launcher(name, world_size, kind, ranks.threads, job.timeout) as started:
         start_seconds = time.perf_counter() - began
         made, facts = _generated(job, started)
@@ -240,7 +246,7 @@ def _on_ranks(
             return None
     config = made[0].receipt.config if isinstance(job.config, str) else job.config
     result: dict[str, Any] = {
-        "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
+        "images": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
         "out": job.out,
         "config": ParallelConfig.read(config).model_dump(),
         "devices": world_size,
@@ -346,9 +352,9 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
     settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
     return {
         **result,
-        "pictures": [
+        "images": [
             {key: picture[key] for key in (*always, *sometimes) if key in always or picture.get(key)}
-            for picture in result["pictures"]
+            for picture in result["images"]
         ],
         "config": settings,
     }
@@ -388,15 +394,15 @@ def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:
 
 def _say(result: dict[str, Any]) -> Report:
     report = Report()
-    report.points([picture["path"] for picture in result["pictures"]])
-    what = "video" if any(picture.get("frames") for picture in result["pictures"]) else "image"
+    report.points([picture["path"] for picture in result["images"]])
+    what = "video" if any(picture.get("frames") for picture in result["images"]) else "image"
     config = ParallelConfig(**result["config"]).describe()
     devices, threads = count(result["devices"], "device"), count(result["threads"] or 0, "thread")
     on_cpu = result["device"] == "cpu" and result["threads"]
     where = f"{config}, {result['device']}{f', {threads} each' if on_cpu else ''}"
     start = f"{result['start_seconds']:.1f} s to start, " if "start_seconds" in result else ""
     report.text(
-        f"{count(len(result['pictures']), what)} in {result['out']}: "
+        f"{count(len(result['images']), what)} in {result['out']}: "
         f"{result['seconds']:.2f} s on {devices} ({where}), "
         f"{start}"
         f"{result['load_seconds']:.1f} s {'waiting' if 'server' in result else 'to load'}, "

@@ -17,6 +17,8 @@ from ..launch.log_filter import hide_chatter
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
+from .layout import layout
+from .memory import memory
 from .plan import plan
 from .replay import replay
 from .serve import serve
@@ -67,7 +69,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (generate, serve, train, verify, study, replay, plan, inspect, doctor):
+for command in (generate, serve, train, verify, study, replay, plan, inspect, memory, layout, doctor):
     app.command()(command)
 
 
@@ -140,15 +142,10 @@ def _run(arguments: list[str] | None) -> None:
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:
-    """The arguments as typer has them: values for options that may be without one, and ``help`` as an option."""
-    words: list[str] = []
+    """The arguments as typer has them: ``--json=full`` is a flag of its own, and ``help`` an option."""
     if not arguments or arguments[0] == "help":
         return [*arguments[1:2], "--help"]
-    for word, following in zip(arguments, [*arguments[1:], "--"], strict=False):
-        words.append("--json-full" if word == "--json=full" else word)
-        if word == "--compile" and following.startswith("-"):
-            words.append("inductor")
-    return words
+    return ["--json-full" if word == "--json=full" else word for word in arguments]
 
 
 def _leave(message: str, code: int, speaks: bool | None = None) -> None:

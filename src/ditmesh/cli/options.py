@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
 from ..config import ParallelConfig, setting
-from ..errors import ConfigError, InputError, did_you_mean
+from ..errors import InputError, did_you_mean
 from ..request import PIPELINES, PictureRequest, parse_size, plain_type, request_fields
 
 Result = TypeVar("Result")
@@ -31,7 +31,7 @@ rank_option = functools.partial(typer.Option, rich_help_panel="Ranks")
 input_option = functools.partial(typer.Option, rich_help_panel="Inputs and loading")
 output_option = functools.partial(typer.Option, rich_help_panel="Output")
 config_option = functools.partial(typer.Option, rich_help_panel="Parallel configuration")
-# Options of the request in `plan` and `inspect --memory`.
+# Options of the request in `plan`, `inspect` and `memory`.
 job_option = functools.partial(typer.Option, rich_help_panel="What is generated")
 
 
@@ -140,35 +140,62 @@ Timeout = Annotated[
 LauncherName = Annotated[
     str | None,
     rank_option(
-        metavar="local|ray|NAME",
-        help="Choose the launcher of the ranks: this machine, a Ray cluster, or another package.",
+        metavar="local|ray[@HOST:PORT]|NAME",
+        help="Choose the launcher of the ranks: this machine, a Ray cluster (by default RAY_ADDRESS), or another "
+        "package.",
         show_default="local",
     ),
 ]
-Address = Annotated[
-    str | None,
-    rank_option(metavar="HOST:PORT", help="Connect to the Ray cluster at this address.", show_default="RAY_ADDRESS"),
-]
 MemoryLimit = Annotated[
-    float | None,
+    str | None,
     rank_option(
-        metavar="GB",
-        help="Reject a job that needs more memory than this on a rank before anything is read.",
+        metavar="GB|none",
+        help="Reject a job that needs more memory than this on a rank before anything is read; none: reject no job.",
         show_default="what its device has left",
-        callback=at_least(0.001),
     ),
 ]
-MemoryCheck = Annotated[
-    bool,
-    rank_option(
-        "--memory-check/--no-memory-check", help="Reject a job that does not fit into memory before anything is read."
-    ),
-]
+
+
+def memory_check(limit: str | None) -> tuple[bool, float | None]:
+    """Whether the memory of a job is checked, and the limit in bytes, from --memory-limit.
+
+    Raises:
+        InputError: the text is neither a number nor ``none``.
+    """
+    if limit is None or limit == "none":
+        return limit is None, None
+    try:
+        gigabytes = float(limit)
+    except ValueError:
+        gigabytes = 0.0
+    if not (isfinite(gigabytes) and gigabytes >= 0.001):
+        raise InputError(f"--memory-limit {limit} is not possible; use gigabytes from 0.001 up, or none")
+    return True, gigabytes * 1e9
+
+
 Overwrite = Annotated[
     bool,
     output_option(
         "--overwrite", help="Replace files with the same names that ditmesh wrote; by default they are kept."
     ),
+]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Look at this model: folder or hub id of a diffusers pipeline, or an embedded model.",
+        show_default="emoji-sd3",
+    ),
+]
+PredictedDevices = Annotated[
+    int | None, common_option("--devices", "-n", help="Predict for this many ranks.", callback=at_least(1))
+]
+ConfigFile = Annotated[
+    Path | None,
+    config_option("--config", "-c", metavar="FILE.yaml", help="Read the parallel configuration from this YAML file."),
+]
+TextTokens = Annotated[
+    int | None, job_option("--text-tokens", help="Set the number of tokens of a prompt.", callback=at_least(1))
 ]
 Frames = Annotated[int | None, job_option(help="Set the number of frames of a video.", callback=at_least(1))]
 AtOnce = Annotated[int, job_option(help="Set how many images are generated at once.", callback=at_least(1))]
@@ -182,10 +209,15 @@ WeightsDType = Annotated[
         callback=one_of(("float32", "bfloat16", "float16"), {"bf16": "bfloat16", "fp32": "float32"}),
     ),
 ]
-JsonFull = Annotated[
-    bool, output_option("--json-full", help="Print it with the whole receipt of each image; --json=full is the same.")
-]
+# What `main` makes of --json=full: the parser knows no option that may be without a value.
+JsonFull = Annotated[bool, output_option("--json-full", hidden=True)]
 AsJson = Annotated[bool, output_option("--json", help="Print the result as one JSON object on stdout.")]
+JsonOrFull = Annotated[
+    bool,
+    output_option(
+        "--json", help="Print the result as one JSON object on stdout; --json=full has the whole receipt of each image."
+    ),
+]
 
 
 if TYPE_CHECKING:
@@ -323,30 +355,18 @@ class RankOptions:
     threads: Threads = None
     timeout: Timeout = 600.0
     launcher: LauncherName = None
-    address: Address = None
-
-    @property
-    def backend(self) -> str | None:
-        """The launcher's name, as `launch.launcher` takes it.
-
-        Raises:
-            InputError: an address without a launcher.
-        """
-        if self.address is not None and self.launcher is None:
-            raise InputError(f"--address {self.address} is that of a cluster; add --launcher ray")
-        return self.launcher if self.address is None else f"{self.launcher}@{self.address}"
 
     def kind(self, world_size: int) -> Literal["cpu", "cuda"]:
         """The device type of ``world_size`` ranks."""
         from ..launch import device_of_launcher
 
-        return device_of_launcher(self.backend, self.device, world_size)
+        return device_of_launcher(self.launcher, self.device, world_size)
 
     def begin(self, preload: Sequence[str]) -> None:
         """Start the imports of local ranks now; see `begin_local_ranks`."""
         from ..launch import begin_local_ranks
 
-        if self.backend in (None, "local"):
+        if self.launcher in (None, "local"):
             begin_local_ranks(self.device, preload)
 
     def dtype_on(self, kind: str) -> Dtype:
@@ -356,71 +376,57 @@ class RankOptions:
 
 def _config_option(name: str, words: str | None = None, shown_in_help: bool = True) -> tuple[str, Any, Any]:
     """Name, annotation and default of the option for a field of `ParallelConfig`; None if it is not given."""
-    known, of = ParallelConfig.model_fields[name], setting(name)
-    kind, flags, default = known.annotation, (), known.default
-    shown = of.usual or (None if default in (None, False, 1) else str(default))
-    if kind is bool:
-        flag = name.replace("_", "-")
-        flags, shown = (f"--{flag}/--no-{flag}" if default else f"--{flag}",), None
-    elif any(get_origin(arm) is tuple for arm in get_args(kind)):
-        kind = str
-    option = config_option(
-        *flags, help=words or of.help, metavar=of.form, show_default=shown or False, hidden=not shown_in_help
-    )
+    kind = ParallelConfig.model_fields[name].annotation
+    flags = (f"--{name}",) if kind is bool else ()
+    option = config_option(*flags, help=words or setting(name).help, show_default=False, hidden=not shown_in_help)
     return name, Annotated[kind | None, option], field(default=None)
 
 
 def _settings(options: Any) -> dict[str, Any]:
+    from .values import changed_settings
+
     given = {name: value for name, value in vars(options).items() if value is not None}
-    return {name: _numbers(name, value) if isinstance(value, str) else value for name, value in given.items()}
-
-
-def _numbers(name: str, text: str) -> Any:
-    """``"2,1"`` to numbers for a setting with several numbers; other text is unchanged."""
-    arms = get_args(ParallelConfig.model_fields[name].annotation)
-    words = [word for arm in arms if get_origin(arm) is Literal for word in get_args(arm)]
-    if not any(get_origin(arm) is tuple for arm in arms) or text in words:
-        return text
-    try:
-        return tuple(float(word) for word in text.split(","))
-    except ValueError:
-        form = (setting(name).form or "").partition("|")[0]
-        raise ConfigError(
-            f"{name} {text!r} are not numbers; write them as {form} (one for each "
-            f"{'rank' if name == 'speeds' else 'stage'}), or {' or '.join(words)}{did_you_mean(text, words)}"
-        ) from None
+    return changed_settings(given, given.pop("changes", ()))
 
 
 if TYPE_CHECKING:
 
     class ConfigOptions:
-        """Options for the settings of `ParallelConfig`."""
+        """Options for the settings of `ParallelConfig`: some have their own, --set takes all."""
 
         def settings(self) -> dict[str, Any]:
             """The given settings, by name."""
             ...
 
     class TrainingOptions(ConfigOptions):
-        """The same for training: help shows the supported settings; the others raise an error."""
+        """The same for training, without --set: help shows the supported settings; the others raise an error."""
 else:
 
-    def _config_options(name: str, training: bool = False, words: Mapping[str, str] | None = None) -> type:
-        known = [field for field in ParallelConfig.model_fields if setting(field).option]
-        made = [
-            _config_option(field, (words or {}).get(field), not training or setting(field).untrained is None)
-            for field in known
+    def _config_options(name: str, words: Mapping[str, str] | None = None) -> type:
+        """A dataclass of the options; for training, whose --set changes all settings of a run, with other ``words``."""
+        names = [field for field in ParallelConfig.model_fields if setting(field).option]
+        options = [
+            _config_option(field, (words or {}).get(field), words is None or setting(field).untrained is None)
+            for field in names
         ]
-        return make_dataclass(name, made, frozen=True, namespace={"settings": _settings})
+        if words is None:
+            others = ", ".join(field for field in ParallelConfig.model_fields if field not in names)
+            words_of_set = f"Change a setting that has no option: {others}; may be repeated."
+            options.append(
+                (
+                    "changes",
+                    Annotated[list[str] | None, config_option("--set", metavar="NAME=VALUE", help=words_of_set)],
+                    field(default=None),
+                )
+            )
+        return make_dataclass(name, options, frozen=True, namespace={"settings": _settings})
 
     ConfigOptions = _config_options("ConfigOptions")
     TrainingOptions = _config_options(
         "TrainingOptions",
-        training=True,
         words={
             "data": "Give this many groups of ranks samples of their own; by default all devices.",
             "reproducible": "Train to the same bits on any number of devices; this is slower.",
-            "tiles": "Cut the tokens into this many pieces in reproducible mode; they decide the bits.",
-            "speeds": "Give the relative speeds of sequence ranks: faster ones get more.",
         },
     )
 

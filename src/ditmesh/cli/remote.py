@@ -29,7 +29,7 @@ TAKEN = {
     *("prompts", "prompts_file", "model", "steps", "guidance", "negative", "size", "seed", "num_images"),
     *("frames", "fps"),
     *("image", "strength", "mask", "control", "ip_image", "lora"),
-    *("out", "overwrite", "as_json", "json_full", "server", "deadline_ms"),
+    *("out", "overwrite", "as_json", "json_full", "server"),
 }
 # Images of a job; jobs that are submitted ahead of the one that is waited for; seconds for which a full server is
 # asked again.
@@ -63,7 +63,6 @@ def generate_on(
     inputs: InputOptions,
     out: str,
     overwrite: bool,
-    deadline_ms: int | None = None,
 ) -> dict[str, Any]:
     """Generate on a server; the result has the form of `ditmesh generate`.
 
@@ -78,8 +77,6 @@ def generate_on(
     asked = read_prompts(prompts, pictures.prompts_file)
     check_folder(out)
     fields = _fields(model, pictures, inputs)
-    if deadline_ms is not None:
-        fields["deadline_ms"] = deadline_ms
     first, total = fields.pop("seed"), len(asked) * pictures.num_images
     began = time.perf_counter()
     # One job for a few images: each image is the same as alone.
@@ -101,7 +98,7 @@ def generate_on(
     receipt = written[0][1]
     starts = [job.started or job.created for job in jobs]
     return {
-        "pictures": [{"path": path, **one.model_dump(mode="json")} for path, one in written],
+        "images": [{"path": path, **one.model_dump(mode="json")} for path, one in written],
         "out": out,
         "config": receipt.config,
         "devices": receipt.devices,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -92,12 +91,7 @@ def replay(
     result = {
         "image": str(image),
         "replayed": str(path),
-        "promised": found.promised,
-        "equal": found.equal,
-        "largest_difference": found.largest,
-        "differing_pixels": found.pixels,
-        "psnr": found.psnr,
-        "changes": [asdict(change) for change in found.changes],
+        **found.as_data(),
         "devices": there,
         "device": kind,
         "threads": number,

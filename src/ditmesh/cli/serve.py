@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,14 +20,15 @@ from ..requirements import not_installed
 from ..serve.settings import LOOPBACK, ApiSettings, LimitOption, ServiceSettings
 from .options import (
     OFFLOADS,
+    ConfigFile,
     ConfigOptions,
     Devices,
-    MemoryCheck,
     MemoryLimit,
     RankOptions,
     at_least,
     check_offload,
     choice,
+    memory_check,
     with_groups,
 )
 from .values import download, embedded_or, parallel_config
@@ -117,12 +117,11 @@ else:
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Options of logs and traces."""
+    """Options of logs."""
 
     log_format: Annotated[str, choice(log_option, LOG_FORMATS, "Write log lines in this format.")] = "text"
     log_level: Annotated[str, choice(log_option, LOG_LEVELS, "Log messages of this level and above.")] = "info"
     log_prompts: Annotated[bool, log_option("--log-prompts", help="Log prompts.")] = False
-    otel: Annotated[bool, log_option("--otel", help="Send traces to OTEL_EXPORTER_OTLP_ENDPOINT.")] = False
 
 
 @dataclass(frozen=True)
@@ -160,14 +159,11 @@ class ModelOptions:
         ),
     ] = "none"
     memory_limit: MemoryLimit = None
-    memory_check: MemoryCheck = True
     devices: Devices = None
     replicas: Annotated[
         int, typer.Option(help="Start this many groups of --devices ranks, each with all models.", callback=at_least(1))
     ] = 1
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="Read the configuration from this file.")
-    ] = None
+    config: ConfigFile = None
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -210,10 +206,9 @@ class ServerPlan:
             "dtype": self.ranks.dtype_on(kind),
             "variant": models.variant,
             "offload": models.offload,
-            "check_memory": models.memory_check,
             "log_prompts": self.logs.log_prompts,
-            "memory_limit": None if models.memory_limit is None else models.memory_limit * 1e9,
         }
+        options["check_memory"], options["memory_limit"] = memory_check(models.memory_limit)
         # A hub model is fetched once, before the ranks load it.
         specs = [
             replace(
@@ -311,9 +306,9 @@ def serve(
         return
     # All checks run before a rank starts.
     plan = planned(parallel, ranks, clients, limits, logs, models, listen.host)
-    backend = plan.backend(ranks.backend)
-    with traces_of(logs) as tracer, bound(listen.host, listen.port) as listening:
-        _serve(backend, plan.settings, tracer, listening, plan.service.grace, logs)
+    backend = plan.backend(ranks.launcher)
+    with bound(listen.host, listen.port) as listening:
+        _serve(backend, plan.settings, listening, plan.service.grace, logs)
 
 
 def check_installed() -> None:
@@ -324,13 +319,6 @@ def check_installed() -> None:
     for names in (("fastapi",), ("uvicorn",), ("prometheus_client",), ("python_multipart", "multipart")):
         if not any(map(find_spec, names)):
             raise InputError(not_installed("ditmesh serve", names[0].replace("_", "-"), "serve"))
-
-
-def traces_of(logs: LogOptions) -> AbstractContextManager[Any]:
-    """A tracer if traces are enabled. Raises `InputError`: OpenTelemetry is not installed."""
-    from ..serve.http.logs import otlp_traces
-
-    return otlp_traces() if logs.otel else nullcontext()
 
 
 def _named(texts: Sequence[str], option: str) -> dict[str, str]:
@@ -385,7 +373,7 @@ def state_folder() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "ditmesh" / "serve"
 
 
-def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, grace: float, logs: LogOptions) -> None:
+def _serve(backend: Any, settings: ApiSettings, listening: Any, grace: float, logs: LogOptions) -> None:
     from ..launch import leave
     from ..serve.http.app import create_app
     from ..serve.http.listen import HttpServer, url_of
@@ -409,7 +397,7 @@ def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, gra
             file=sys.stderr,
         )
     form: Any = logs.log_format
-    app = create_app(backend, settings, tracer)
+    app = create_app(backend, settings)
     server = HttpServer(
         app, grace, log_config(form, logs.log_level.upper(), logs.log_prompts), up, at_once, ready=ready
     )

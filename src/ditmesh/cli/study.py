@@ -12,7 +12,6 @@ import typer
 from ..errors import InputError
 from ..request import parse_size
 from .options import (
-    Address,
     AsJson,
     Device,
     DType,
@@ -31,8 +30,8 @@ from .values import download, embedded_or, read_prompts, videos_of
 
 if TYPE_CHECKING:
     from ..generate.model_info import ModelInfo
+    from ..lab.study.plan import Cell, StudyPlan
     from ..report.report import Report
-    from ..tools.study.plan import Cell, StudyPlan
 
 # Number of captions of an embedded model if there are no prompts.
 PROMPTS = 4
@@ -118,7 +117,6 @@ class StudyOptions:
     dtype: DType = "float32"
     device: Device = "auto"
     launcher: LauncherName = None
-    address: Address = None
     out: Annotated[
         str,
         typer.Option("--out", "-o", metavar="DIR", help="Write into this folder; finished cells are not run again."),
@@ -155,18 +153,17 @@ def study(
     from ..generate.job import check_layout, check_named
 
     check_named(options.out)
-    backend = RankOptions(launcher=options.launcher, address=options.address).backend
-    if backend is not None and not options.real:
+    if options.launcher is not None and not options.real:
         raise InputError(f"--launcher {options.launcher} starts real ranks, and all are simulated; add --real")
     plan, info = _plan(options, prompts, model)
     check_layout(info)
     if options.hardware is not None:
-        from ..tools.study.predicted import CostModel
+        from ..lab.study.predicted import CostModel
 
         # Settings that cannot be predicted are refused before anything runs.
         CostModel(plan.setup, options.hardware)
     made_by = provenance(context.obj or ())
-    emit(_run(plan, options, made_by, backend), as_json, _say)
+    emit(_run(plan, options, made_by), as_json, _say)
 
 
 def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[StudyPlan, ModelInfo]:
@@ -174,7 +171,7 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
     from .. import zoo
     from ..generate.job import class_numbers
     from ..generate.model_info import find_model
-    from ..tools.study import plan as planning
+    from ..lab.study import plan as planning
 
     info, steps, guidance, text_tokens = embedded_or(
         str(zoo.path(model)) if model in zoo.EMBEDDED else model, options.steps, options.guidance
@@ -240,17 +237,17 @@ def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] |
         check_options(info.pipeline_class, parameters, PictureRequest(guidance=guidance), None if info.labels else size)
 
 
-def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any], backend: str | None) -> dict[str, Any]:
+def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dict[str, Any]:
     """Run the missing cells, with real ranks from the launcher if needed, and write the report."""
+    from ..lab.study.analysis import StudyResults
+    from ..lab.study.page import write
+    from ..lab.study.store import Store, run_cells
     from ..launch import connection
-    from ..tools.study.analysis import StudyResults
-    from ..tools.study.page import write
-    from ..tools.study.store import Store, run_cells
 
     out = Path(options.out)
     store = Store(out)
     real = any(cell.real for cell in plan.cells)
-    with connection(backend) if real else nullcontext(), bar() as progress:
+    with connection(options.launcher) if real else nullcontext(), bar() as progress:
         task = progress.add_task("loading", total=len(plan.cells))
         there = sum(store.get(cell, plan.setup) is not None for cell in plan.cells)
         progress.update(task, completed=there)
@@ -261,7 +258,7 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any], backen
             else:
                 progress.update(task, description=cell.describe())
 
-        ran = run_cells(plan, store, options.jobs, on_cell, backend)
+        ran = run_cells(plan, store, options.jobs, on_cell, options.launcher)
         progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
         data = write(StudyResults(plan, cells), out, options.target, made_by, options.hardware)
@@ -271,10 +268,10 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any], backen
 
 
 def _say(result: dict[str, Any]) -> Report:
+    from ..lab.study.analysis import Mean
     from ..quality.perceptual import METRIC
     from ..report.formatting import number_text
     from ..report.report import Report
-    from ..tools.study.analysis import Mean
 
     def number(mean: dict[str, Any], digits: int) -> str:
         return f"{Mean(mean['value'], None, mean['count']):.{digits}f}"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,12 +18,12 @@ from .options import (
     AsJson,
     Device,
     Devices,
-    MemoryCheck,
     MemoryLimit,
     Threads,
     Timeout,
     TrainingOptions,
     common_option,
+    memory_check,
     with_groups,
 )
 from .show import bar, emit
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from ..launch import MessageSink
+    from ..launch import DeviceChoice, MessageSink
     from ..train.config import TrainConfig
 
 # Sentences of a check that are printed.
@@ -65,7 +64,6 @@ def train(
     device: Device = "auto",
     threads: Threads = None,
     timeout: Timeout = 600.0,
-    memory_check: MemoryCheck = True,
     memory_limit: MemoryLimit = None,
     as_json: AsJson = False,
 ) -> None:
@@ -79,8 +77,6 @@ def train(
 
     ditmesh train emoji.yaml --ulysses 2 --set learning_rate=1e-5 --set lora.rank=8
 
-    ditmesh train --check emoji-flux --set resolution=64
-
     ditmesh train --check run.yaml
 
     torchrun --nproc-per-node 4 -m ditmesh train emoji.yaml --data 2 --ulysses 2
@@ -88,20 +84,32 @@ def train(
     if check:
         emit(_checked(config, change or ()), as_json, _say_check)
         return
+    from ..launch import launcher, torchrun_rank
+
+    there = torchrun_rank()
+    if there is not None and devices not in (None, there.world_size):
+        raise ConfigError(f"--devices {devices}, but torchrun has started {there.world_size} ranks; leave it out")
+    devices = devices if there is None else there.world_size
+    chosen = _configured(config, change or (), parallel.settings(), resume, devices)
+    world_size = devices or chosen.parallel.world_size
+    kind = _device_of(chosen, device, there, world_size)
+    memory, show = memory_check(memory_limit), _Shown(there is None or there.rank == 0)
+    with show.progress, launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
+        results = ranks.run(_on_rank, chosen, timeout, *memory, on_message=lambda _, now: show(now))
+        is_reporter = ranks.is_reporter
+    if is_reporter:
+        emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
+
+
+def _device_of(chosen: TrainConfig, device: DeviceChoice, there: Any, world_size: int) -> str:
+    """The kind of device of a run whose settings, model and folders are checked before ranks start."""
     from ..generate.model_info import find_model
     from ..generate.run import PRELOAD
-    from ..launch import begin_local_ranks, launcher, resolve_device, torchrun_rank
+    from ..launch import begin_local_ranks, resolve_device
     from ..train.checkpoints.folder import check_output
     from ..train.preflight import check_run, check_settings
 
-    there = torchrun_rank()
-    if there is not None:
-        if devices not in (None, there.world_size):
-            raise ConfigError(f"--devices {devices}, but torchrun has started {there.world_size} ranks; leave it out")
-        devices = there.world_size
-    chosen = _configured(config, change or (), parallel.settings(), resume, devices)
     check_settings(chosen)
-    world_size = devices or chosen.parallel.world_size
     chosen.parallel.check_world_size(world_size)
     if there is None:
         # Under torchrun all ranks train together.
@@ -109,21 +117,7 @@ def train(
     info = find_model(chosen.pretrained_model_name_or_path)
     begin_local_ranks(device, (*PRELOAD, "ditmesh.train.run"))
     check_run(chosen, info)
-    kind = resolve_device(device, world_size if there is None else there.local_size)
-    progress = bar(shown=there is None or there.rank == 0)
-    in_lines = not progress.console.is_terminal
-    # A bar would be one line, at the end.
-    progress.disable |= in_lines
-    with progress:
-        show: Callable[[dict[str, Any]], None] = StepLines(progress.console)
-        if not in_lines:
-            show = partial(_show, progress, progress.add_task("loading", total=None))
-        with launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
-            limit = None if memory_limit is None else memory_limit * 1e9
-            results = ranks.run(_on_rank, chosen, timeout, memory_check, limit, on_message=lambda _, now: show(now))
-            speaks = ranks.is_reporter
-    if speaks:
-        emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
+    return resolve_device(device, world_size if there is None else there.local_size)
 
 
 def _checked(config: Path, changes: Sequence[str]) -> dict[str, Any]:
@@ -143,27 +137,19 @@ def _checked(config: Path, changes: Sequence[str]) -> dict[str, Any]:
     chosen = TrainConfig.read(run)
     if not is_run:
         return checked_recipe(chosen)
-    from ..train.data.check import checked_data, conditioned_by_label
+    from ..train.data.check import checked_data
     from ..train.memory import least_memory
     from ..train.preflight import check_folders
 
     check_folders(chosen)
     pipe = loaded_pipeline(chosen)
-    # Labels need no recipe: an adapter says all of it.
-    recipe = {"sizes": [], "pipeline": type(pipe).__name__} if conditioned_by_label(pipe) else None
-    found = {**(recipe or checked_recipe(chosen, pipe)), "data": checked_data(chosen, pipe)}
-    return {**found, "memory": least_memory(chosen)}
+    recipe = checked_recipe(chosen, pipe)
+    return {**recipe, "data": checked_data(chosen, pipe), "memory": least_memory(chosen)}
 
 
 def _say_check(result: dict[str, Any]) -> Report:
     report = Report()
-    if not result["sizes"]:
-        report.text(f"{result['pipeline']}, trained by labels")
-        _say_data(report, result["data"])
-        report.text(_memory_words(result["memory"]))
-        return report
-    adapter = "no adapter: observed" if result["adapter"] is None else f"adapter {result['adapter']}; also observed"
-    report.text(f"{result['pipeline']}, {result['transformer']} ({adapter}), objective {result['objective']}")
+    report.text(f"{result['pipeline']}, {result['transformer']}, objective {result['objective']}")
     if result["trained_as"] is not None:
         report.text(f"Its transformer is trained in {result['trained_as']}; it loads the weights and the LoRA.")
     if result["timesteps"] is not None:
@@ -191,7 +177,7 @@ def _say_check(result: dict[str, Any]) -> Report:
 def _memory_words(memory: float | None) -> str:
     if memory is None:
         return "memory: not known before a run"
-    return f"memory: {memory / 1e9:.3g} GB on a rank before activations; ditmesh inspect --memory has the table"
+    return f"memory: {memory / 1e9:.3g} GB on a rank before activations; ditmesh memory has the table"
 
 
 def _say_data(report: Report, data: dict[str, Any]) -> None:
@@ -202,27 +188,14 @@ def _say_data(report: Report, data: dict[str, Any]) -> None:
         rows.append([one["dir"], str(one["samples"]), share, masks, pairs])
     report.table(("data set", "samples", "in an epoch", "with mask", "with reference"), rows)
     rows = [
-        [
-            f"{one['size'][0]} x {one['size'][1]}",
-            str(one["samples"]),
-            f"{one['cut_away']:.0%}",
-            f"{one['enlarged']} (up to {one['largest_factor']:.1f} times)" if one["enlarged"] else "",
-        ]
-        for one in data["buckets"]
+        [f"{bucket['size'][0]} x {bucket['size'][1]}", str(bucket["samples"]), f"{bucket['cut_away']:.0%}"]
+        for bucket in data["buckets"]
     ]
-    report.table(("bucket (height x width)", "samples", "cut away", "enlarged"), rows)
+    report.table(("bucket (height x width)", "samples", "cut away"), rows)
     captions = data["captions"]
     word = "captions" if captions["by"] == "text" else "labels"
     sources = ", ".join(f"{count} of {name}" for name, count in captions["sources"].items())
-    lengths = (
-        ""
-        if captions["words"] is None
-        else "; {} to {} words, half of them up to {}".format(
-            captions["words"][0], captions["words"][2], captions["words"][1]
-        )
-    )
-    several = f"; {count(captions['several'], 'sample')} with several" if captions["several"] else ""
-    report.text(f"{word}: {captions['with']} of {count(data['samples'], 'sample')} ({sources}){lengths}{several}")
+    report.text(f"{word}: {captions['with']} of {count(data['samples'], 'sample')} ({sources})")
     points = list(captions["cut"])
     if captions["without"]:
         points.append(f"without: {', '.join(captions['without'][:8])}{' ...' if len(captions['without']) > 8 else ''}")
@@ -234,6 +207,25 @@ def _say_data(report: Report, data: dict[str, Any]) -> None:
     report.points([*points[:MOST_POINTS], *more])
     report.text(f"{count(data['steps'], 'step')} of {count(data['batch'], 'sample')}; in the first:")
     report.points([f"{one['name']}: {one['caption'] or '(no caption)'}" for one in data["first_step"][:MOST_POINTS]])
+
+
+class _Shown:
+    """Shows reports of rank 0: a bar on a terminal, otherwise lines."""
+
+    def __init__(self, shown: bool) -> None:
+        self.progress = bar(shown=shown)
+        in_lines = not self.progress.console.is_terminal
+        # A bar would be one line, at the end.
+        self.progress.disable |= in_lines
+        self._lines = StepLines(self.progress.console) if in_lines else None
+        self._task = None if in_lines else self.progress.add_task("loading", total=None)
+
+    def __call__(self, now: dict[str, Any]) -> None:
+        if self._task is None:
+            assert self._lines is not None
+            self._lines(now)
+        else:
+            _show(self.progress, self._task, now)
 
 
 def _configured(

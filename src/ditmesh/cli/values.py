@@ -6,11 +6,11 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 
-from ..config import AXES, ParallelConfig
+from ..config import AXES, ParallelConfig, option_words, setting_form
 from ..errors import ConfigError, InputError, did_you_mean, reason_of
 from ..launch import torchrun_rank
 
@@ -68,7 +68,7 @@ def parallel_config(
             )
         devices = there.world_size
     if file is not None and settings:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in settings)
+        options = ", ".join(map(option_words, settings))
         raise ConfigError(f"--config {str(file)!r} and {options} both configure; write all of it into the file")
     if file is None and not degrees:
         devices = devices or 1
@@ -84,6 +84,34 @@ def parallel_config(
         devices, f"and --devices is {devices}" if there is None else f"and torchrun has started {devices}"
     )
     return devices, config
+
+
+def config_or_devices(devices: int | None, file: Path | None, settings: Mapping[str, Any]) -> ParallelConfig | int:
+    """The configuration of the options; or the number of devices, for which the rule of ``"auto"`` names one."""
+    count, chosen = parallel_config(devices, file, settings, None)
+    return chosen or count
+
+
+def changed_settings(settings: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """The settings with those of --set, such as ``"tiles=4"`` and ``"warmup=fixed(2)"``.
+
+    Raises:
+        ConfigError: a text is no setting with a value, or a setting is given twice.
+    """
+    changed = dict(settings)
+    for text in changes:
+        name, equals, value = text.partition("=")
+        if name not in ParallelConfig.model_fields:
+            names = ", ".join(ParallelConfig.model_fields)
+            near = did_you_mean(name, ParallelConfig.model_fields) or f"; the settings are {names}"
+            raise ConfigError(f"--set {text!r}: there is no setting {name!r} of the parallel configuration{near}")
+        if not equals or not value:
+            raise ConfigError(f"--set {text!r} has no value; write it as --set {name}={setting_form(name)}")
+        if name in changed:
+            raise ConfigError(f"--set {text!r}: {name} is given twice; leave one out")
+        text_allowed = str in (kind := ParallelConfig.model_fields[name].annotation, *get_args(kind))
+        changed[name] = value if text_allowed else _value(value)
+    return changed
 
 
 def parse_config(text: str) -> ParallelConfig:
@@ -133,7 +161,7 @@ def configs_of(texts: Sequence[str]) -> list[ParallelConfig]:
 def _value(text: str) -> Any:
     """``2``, ``true``, ``fixed(4)``, ``2,1``."""
     if re.fullmatch(r"[\d.]+(,[\d.]+)+", text):
-        return [float(part) for part in text.split(",")]
+        return tuple(float(part) for part in text.split(","))
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:

@@ -6,7 +6,7 @@ import functools
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,9 +28,10 @@ from .values import configs_of, fetched, picture_job, read_prompts
 if TYPE_CHECKING:
     from ..generate.job import PictureJob
     from ..generate.model_info import ModelInfo
-    from ..tools.verify.ranks import VerifyRanks
-    from ..tools.verify.runs import RankRun
-    from ..tools.verify.verdicts import Verdict
+    from ..lab.verify.timeline import Overlap
+    from ..verify.ranks import VerifyRanks
+    from ..verify.runs import RankRun
+    from ..verify.verdicts import Verdict
 
 
 compare_option = functools.partial(typer.Option, rich_help_panel="Comparison")
@@ -171,7 +172,7 @@ def _checked(
     from ..generate.job import check_config
     from ..recipe import RECIPE
     from ..strategies.support import check_tested as check_support
-    from ..tools.verify.runs import reference_config, sensible
+    from ..verify.runs import reference_config, sensible
 
     for config in asked:
         if config == (reference_config(config) or ParallelConfig()):
@@ -220,8 +221,8 @@ def _verify(
 
     None: another rank of torchrun says it.
     """
-    from ..tools.verify.comparison import Comparison
-    from ..tools.verify.timeline import write_chrome_trace
+    from ..lab.verify.timeline import TimelineRecorder, overlaps, write_chrome_trace
+    from ..verify.comparison import Comparison
 
     configs = [*asked, *offered]
     with _ranks(job, configs, kind, ranks) as (runner, folder), bar(shown=runner.is_reporter) as progress:
@@ -230,7 +231,8 @@ def _verify(
         def said(what: str, steps: int = 0) -> None:
             progress.update(task, description=what, advance=steps, total=comparison.runs)
 
-        comparison = Comparison(job, configs, runner, folder, comparing.trace is not None, said)
+        timeline = TimelineRecorder if comparing.trace is not None else None
+        comparison = Comparison(job, configs, runner, folder, timeline, said)
         comparison.run(comparing.trace_gb * 1e9)
         if not runner.is_reporter:
             return None
@@ -241,8 +243,9 @@ def _verify(
                 raise ConfigError(f"{verdict.config}: {verdict.refused}")
     if comparing.trace is not None:
         write_chrome_trace(comparing.trace, comparison.timelines())
+    overlap = {name: overlaps(of_ranks) for name, of_ranks in comparison.timelines().items()}
     where = {"device": kind, "threads": runner.threads}
-    return _result(job, verdicts, comparison.alone, where, comparison.rank_0(), made_by)
+    return _result(job, verdicts, comparison.alone, where, comparison.rank_0(), made_by, overlap)
 
 
 @contextmanager
@@ -250,13 +253,13 @@ def _ranks(
     job: PictureJob, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
 ) -> Iterator[tuple[VerifyRanks, str]]:
     """The ranks to run on, and a folder for the results of one device."""
-    from ..tools.verify.ranks import JoinedRanks, StartedRanks, joined_folder
+    from ..verify.ranks import JoinedRanks, StartedRanks, joined_folder
 
     if (there := torchrun_rank()) is None:
         # The same number of threads for all, because kernels may round differently otherwise.
         threads = ranks.threads or default_threads(max(config.world_size for config in configs), kind)
         with guarded_folder("ditmesh-verify-", job.out) as folder:
-            yield StartedRanks(ranks.backend, kind, threads, job.timeout), folder
+            yield StartedRanks(ranks.launcher, kind, threads, job.timeout), folder
         return
     with (
         TorchrunRanks(there.world_size, kind, ranks.threads, job.timeout) as joined,
@@ -272,9 +275,10 @@ def _result(
     where: dict[str, Any],
     rank_0: dict[str, RankRun],
     made_by: dict[str, Any] | None,
+    overlap: dict[str, dict[str, Overlap]],
 ) -> tuple[dict[str, Any], Any]:
-    """The verdicts as data, and the page if ``made_by`` is given."""
-    from ..tools.verify.page import page_of
+    """The verdicts and overlaps by configuration as data, and the page if ``made_by`` is given."""
+    from ..lab.verify.page import page_of
 
     ran = [verdict for verdict in verdicts if not verdict.refused]
     if not ran:
@@ -297,8 +301,13 @@ def _result(
             if not one.refused
         ],
     }
-    said = [verdict.as_data() | {"outcome": verdict.outcome, "judged": verdict.judged} for verdict in verdicts]
-    result = {**facts, "configs": said, "passed": all(verdict.passed for verdict in ran)}
+    described = [
+        verdict.as_data()
+        | {"overlap": {axis: asdict(value) for axis, value in overlap.get(verdict.config, {}).items()}}
+        | {"outcome": verdict.outcome, "judged": verdict.judged}
+        for verdict in verdicts
+    ]
+    result = {**facts, "configs": described, "passed": all(verdict.passed for verdict in ran)}
     if made_by is None:
         return result, None
     shown = {"device": where["device"], "threads of each rank": where["threads"], **made_by}
@@ -347,7 +356,7 @@ def _cells(verdict: dict[str, Any]) -> list[str]:
 
 
 def _lines(verdict: dict[str, Any]) -> list[str]:
-    from ..tools.verify.verdicts import Divergence
+    from ..verify.verdicts import Divergence
 
     name = verdict["config"]
     if verdict["refused"]:

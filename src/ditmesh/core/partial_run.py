@@ -57,13 +57,13 @@ def _meta(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a tensor that follows from the inputs, in a replay."""
+    """The place of a tensor that follows from the inputs, in a tape."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class _Operation:
+class _NotedOperation:
     function: Any
     args: Any
     kwargs: Any
@@ -71,7 +71,7 @@ class _Operation:
     results: tuple[int, ...]
 
 
-class Replay:
+class Tape:
     """The noted operators, for other values of the inputs.
 
     Attributes:
@@ -80,12 +80,12 @@ class Replay:
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.obstacle = ""
-        self._operations: list[_Operation] = []
+        self._operations: list[_NotedOperation] = []
         self._inputs = len(inputs)
         # Tensors that follow from the inputs, held so that their ids stay their own.
         self._held: list[Tensor] = list(inputs)
         self._slots = {id(tensor): number for number, tensor in enumerate(inputs)}
-        # Memory that an operator of the replay reads, and memory that it makes.
+        # Memory that an operator of the tape reads, and memory that it makes.
         self._read: set[int] = set()
         self._made: set[int] = set()
 
@@ -114,7 +114,7 @@ class Replay:
             results.append(self._slots.setdefault(id(tensor), len(self._held)))
             self._held.append(tensor)
         args, kwargs = tree_map(self._placed, (args, kwargs))
-        self._operations.append(_Operation(function, args, kwargs, tuple(results)))
+        self._operations.append(_NotedOperation(function, args, kwargs, tuple(results)))
 
     def _placed(self, leaf: Any) -> Any:
         return _Slot(self._slots[id(leaf)]) if isinstance(leaf, Tensor) and self.follows(leaf) else leaf
@@ -170,7 +170,7 @@ class PartialRun(TorchDispatchMode):
     """Inside, operators on `Unknown` tensors run on shapes alone, and all others as ever.
 
     Args:
-        inputs: the operators that follow from them are noted in `replay`.
+        inputs: the operators that follow from them are noted in `tape`.
     """
 
     # Flex attention comes here, and is refused.
@@ -178,7 +178,7 @@ class PartialRun(TorchDispatchMode):
 
     def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.replay = Replay([*inputs])
+        self.tape = Tape([*inputs])
         # Told of the tensors that every operator sees.
         self.listener: Callable[[Iterable[Tensor]], None] = lambda tensors: None
         # Memory with values into which such without were written.
@@ -186,7 +186,7 @@ class PartialRun(TorchDispatchMode):
 
     def __enter__(self) -> PartialRun:
         self._inside = ExitStack()
-        self._inside.enter_context(intercept.handled_by(_Attention(self)))
+        self._inside.enter_context(intercept.handled_by(_PartialAttention(self)))
         # torch compiles flex attention by itself, and would keep what fails inside for later calls.
         self._inside.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
@@ -218,7 +218,7 @@ class PartialRun(TorchDispatchMode):
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         if not drawn and not any(map(self.is_unknown, given)):
             result = func(*args, **kwargs)
-            self.replay.note(func, args, kwargs, result)
+            self.tape.note(func, args, kwargs, result)
             return result
         for tensor in written_by(func, args, kwargs):
             if not isinstance(tensor, Unknown):
@@ -249,7 +249,7 @@ class PartialRun(TorchDispatchMode):
         return tree_map(lambda leaf: unknown(leaf) if isinstance(leaf, Tensor) else leaf, result)
 
 
-class _Attention:
+class _PartialAttention:
     """Attention of a partial run: kernels that are none of torch's get no tensors without values."""
 
     takes_key_heads = True

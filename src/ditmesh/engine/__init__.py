@@ -8,7 +8,6 @@ check_versions("lora")
 from .api import parallelize, parallelized  # noqa: E402
 from .auto import agreed, configuration_for, guided, refusal  # noqa: E402
 from .engine import Engine  # noqa: E402
-from .simulation import simulate, simulated  # noqa: E402
 from .targets import DENOISERS, ENGINE, ConfigLike, denoisers, engine_of, find_layout, restore  # noqa: E402
 
 __all__ = [
@@ -26,6 +25,4 @@ __all__ = [
     "parallelized",
     "refusal",
     "restore",
-    "simulate",
-    "simulated",
 ]

@@ -30,7 +30,7 @@ class Layer:
 def layers_of(strategies: Iterable[Strategy], models: Iterable[ParallelModel]) -> list[Layer]:
     """The strategies in force, then each transformer's hooks and layers, then the hooks of its first blocks."""
     found = [
-        Layer("request", type(each).__name__, REASONS.get(type(each)) or _first_sentence(type(each)))
+        Layer("request", type(each).__name__, REASONS.get(type(each).__name__) or _first_sentence(type(each)))
         for each in reversed([*strategies])
     ]
     for model in models:

@@ -27,7 +27,6 @@ from ..strategies.checked import LayoutCheck, check_same, result_error
 from ..strategies.inputs import default_states, set_default_states
 from ..strategies.tokens import KnownForms
 from .engine import Engine
-from .simulation import in_parts
 from .targets import mark
 
 # Callback arguments of diffusers' pipelines.
@@ -170,6 +169,8 @@ class FirstCall:
                 answer = self._layouts[self.models.index(model)]
                 with torch.no_grad():
                     output = forward(**fresh(told))
+                from .simulation import in_parts
+
                 with torch.no_grad(), without_hooks(model):
                     parts = in_parts(model, answer, fresh(told), self.mesh.device)
                 check_same(type(model).__name__, [result_error(parts, output)])

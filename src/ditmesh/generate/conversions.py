@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..core.alignment import rounded_up
-from ..engine.rooms import Place, Room, address_of, map_place
-from ..engine.sent import from_bytes
+from ..followers.messages import from_bytes
+from ..followers.shared_memory import MemoryFile, Place, address_of, map_place
 
 # Names of dtypes in safetensors files.
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -92,7 +92,7 @@ class Conversions:
         return None
 
 
-def convert(jobs: Sequence[Conversion], room: Room, size: int) -> None:
+def convert(jobs: Sequence[Conversion], room: MemoryFile, size: int) -> None:
     """This rank's part, into a room of so many bytes. Raises whatever reading raises."""
     from safetensors import safe_open
 

@@ -70,6 +70,8 @@ _READ = {
     "alpha", "alpha_pattern", "decompose_both", "decompose_factor", "lora_alpha", "r", "rank_pattern", "use_dora",
     "use_effective_conv2d", "use_rslora",
 }  # fmt: skip
+# Keys of metadata in which trainers note an alpha of all layers: ComfyUI reads none, diffusers the first (MiniMax H3).
+_METADATA_ALPHAS = ("alpha", "lora_alpha", "network_alpha")
 # Ways of peft to begin a training that change the weights below the adapter.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "milora")
 
@@ -141,6 +143,7 @@ class LoraContent:
         others: names of tensors that are none of a layer.
         settings: by component; under "" those of all.
         component: the transformer that the file is for, where it says so.
+        alphas: what the file's metadata calls so, by key, where neither layers nor settings have one.
     """
 
     path: Path
@@ -149,6 +152,7 @@ class LoraContent:
     others: list[str]
     settings: dict[str, Strength]
     component: str | None
+    alphas: dict[str, str]
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -156,6 +160,17 @@ class LoraContent:
         from safetensors.torch import load_file
 
         return load_file(self.path)
+
+    def alpha_note(self) -> str | None:
+        """Which alpha of the metadata would be another strength than 1, in words; None: there is none."""
+        ranks = {self.tensors[layer.tensors["down"]].shape[0] for layer in self.layers if "down" in layer.tensors}
+        for key, alpha in self.alphas.items():
+            if any(alpha not in (str(rank), f"{rank}.0") for rank in ranks):
+                return (
+                    f"{self.path.name} says {key}={alpha[:40]!r} in its metadata, which is not read: its layers have "
+                    "the strength 1, not alpha / rank (give the adapter another scale if it should)"
+                )
+        return None
 
 
 def read_lora(path: Path) -> LoraContent:
@@ -177,7 +192,10 @@ def read_lora(path: Path) -> LoraContent:
     if not lokr and not any("down" in layer.tensors for layer in layers):
         some = ", ".join(names[:3]) or "nothing"
         raise InputError(f"holds no LoRA (it has {some}); give the adapter's file")
-    return LoraContent(path, layers, lokr, others, _settings(path, metadata), metadata.get(COMPONENT))
+    settings = _settings(path, metadata)
+    told = bool(settings) or any("alpha" in layer.tensors for layer in layers)
+    alphas = {} if told else {key: metadata[key] for key in _METADATA_ALPHAS if key in metadata}
+    return LoraContent(path, layers, lokr, others, settings, metadata.get(COMPONENT), alphas)
 
 
 def _check_names(names: list[str]) -> None:

@@ -64,7 +64,8 @@ def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) ->
         raise InputError(f"adapts no layer of {type(pipe).__name__} (it has {some}); take a LoRA of this model")
     _put(pipe, adapter.weights, name, component)
     _check_loaded(pipe, adapter, name)
-    return adapter.note(type(pipe).__name__, file.name)
+    notes = (adapter.note(type(pipe).__name__, file.name), content.alpha_note())
+    return "; ".join(note for note in notes if note) or None
 
 
 def _put(pipe: Any, weights: dict[str, Tensor], name: str, component: str) -> None:

@@ -1,11 +1,11 @@
 """One copy of a pipeline's weights in the memory of a host, loaded once.
 
-The first rank of every host loads the pipeline, and the others take its components over as they are (`engine.parcels`)
-instead of building and reading each for itself. Weights that are saved in the dtype in use are the pages of their
-files, which all ranks map. Weights that are converted (bfloat16 files used in float32) or unpickled would be memory of
-a process: they lie in memory that all ranks of the host map; those of transformers are converted by all ranks, each a
-part (`conversions`). What is mapped is private to a writer: a rank that changes a weight (a LoRA that is fused) gets
-pages of its own, and the others keep theirs.
+The first rank of every host loads the pipeline, and the others take its components over as they are
+(`followers.objects`) instead of building and reading each for itself. Weights that are saved in the dtype in use are
+the pages of their files, which all ranks map. Weights that are converted (bfloat16 files used in float32) or unpickled
+would be memory of a process: they lie in memory that all ranks of the host map; those of transformers are converted by
+all ranks, each a part (`conversions`). What is mapped is private to a writer: a rank that changes a weight (a LoRA
+that is fused) gets pages of its own, and the others keep theirs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import nn
 from ..comm.hosts import Hosts, find_hosts
 from ..comm.objects import gather_objects
 from ..core.heap import return_free_memory
-from ..engine.parcels import Parcel, open_parcel, pack_parcel
-from ..engine.rooms import Place, Room
 from ..errors import InputError, shortened
+from ..followers.objects import Parcel, open_parcel, pack_parcel
+from ..followers.shared_memory import MemoryFile, Place
 from .conversions import Conversion, Conversions, convert
 from .model_info import ModelInfo
 
@@ -70,7 +70,7 @@ def shared_components(
     """
     rank = dist.get_rank()
     with ExitStack() as files:
-        room = Room(files)
+        room = MemoryFile(files)
         said: list[tuple[list[tuple[str, int]], Place]] = gather_objects((found, room.place))
         if not found or any(other != found for other, _ in said):
             return None, {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..request import PictureRequest, added_fields, request_fields
 from .files import InputFile, find_input_file
 from .job import PictureJob, job_for
 from .model_info import ModelInfo, cached, find_model, is_hub_id
-from .receipt import Receipt
+from .receipt import Receipt, ReceiptFile
 
 # Settings that images hold under another name: receipts outlive names.
 _RECORDED_AS = {"weights": "speeds"}
@@ -66,6 +66,17 @@ class Replay:
     psnr: float | None
     changes: tuple[Change, ...]
 
+    def as_data(self) -> dict[str, Any]:
+        """Its fields as `ditmesh replay --json` has them."""
+        return {
+            "promised": self.promised,
+            "equal": self.equal,
+            "largest_difference": self.largest,
+            "differing_pixels": self.pixels,
+            "psnr": self.psnr,
+            "changes": [asdict(change) for change in self.changes],
+        }
+
 
 def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
     """The model of a receipt, or another one in its place.
@@ -79,7 +90,7 @@ def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
     if model is not None:
         return find_model(model)
     named = Path(receipt.model)
-    if receipt.model in zoo.EMBEDDED or (named.parent.name == "zoo" and named.name in zoo.EMBEDDED):
+    if receipt.model in zoo.EMBEDDED or (named.parent.name in ("zoo", zoo.DATA) and named.name in zoo.EMBEDDED):
         return find_model(zoo.path(named.name))
     if is_hub_id(receipt.model):
         folder = cached(receipt.model)
@@ -204,6 +215,10 @@ def _values(made: Any) -> np.ndarray:
     return np.concatenate([np.asarray(frame.convert("RGB")) for frame in frames]).astype(int)
 
 
+def _file_names(files: Sequence[ReceiptFile]) -> str:
+    return ", ".join(f"{file.role} {file.digest[:16]} at {file.scale:g}" for file in files) or "none"
+
+
 def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[Change]:
     """Everything that two receipts of one image do not share, what decides first; ``sampled``: see `compare_replay`."""
     changes: list[Change] = []
@@ -231,9 +246,12 @@ def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[C
     compare("model", Path(was.model).name, Path(now.model).name, False)
     for name in ("pipeline", "dtype", "scheduler"):
         compare(name, getattr(was, name), getattr(now, name), text=known)
-    texts = ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "max_sequence_length")
+    texts = ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "strength", "max_sequence_length")
     for name in (*texts, *added_fields()):
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
+    # Their paths may be others.
+    used, given = ([file.model_copy(update={"path": ""}) for file in receipt.files] for receipt in (was, now))
+    compare("input files", used, given, text=_file_names)
     compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")
     compare("frames", was.frames, now.frames, text=known)
     compare("frames per second", was.fps, now.fps, text=known)

@@ -40,6 +40,8 @@ WARNINGS = (
     r"`torch\.jit\.\w+` is (deprecated|not supported)",
     # Of torch 2.9, when the precision of matrix products is asked for.
     r"Please use the new API settings to control TF32 behavior",
+    # Of torch 2.9, when a checkpoint is written.
+    r"TypedStorage is deprecated",
 )
 
 

@@ -1,4 +1,4 @@
-"""A transformer class as `ditmesh inspect` shows it."""
+"""A transformer class as `ditmesh inspect` and `ditmesh layout` show it."""
 
 from __future__ import annotations
 
@@ -57,6 +57,11 @@ def probed_layout(name: str, config: dict[str, Any]) -> tuple[TokenLayout, list[
     probed = probe(short_model(name, config))
     reviewed = known_models().get(name)
     return probed, layout_differences(reviewed, probed) if reviewed else []
+
+
+def layout_of_class(name: str, config: dict[str, Any]) -> TokenLayout:
+    """The reviewed layout, or one that a probe of the class derives. Raises `LayoutError`: the probe failed."""
+    return known_models().get(name) or probed_layout(name, config)[0]
 
 
 def as_data(layout: TokenLayout) -> dict[str, Any]:

@@ -207,8 +207,8 @@ class Demand:
         free = f"the limit is {gigabytes(room)} GB" if limited else f"{gigabytes(room)} GB are free"
         return (
             f"{self.components.name} with {config.describe()} needs {gigabytes(needed)} GB on a rank ({phase}), and "
-            f"{free}; {self.fitting(config.world_size, room, limited).sentence}. To try it anyway: --no-memory-check, "
-            "check_memory=False"
+            f"{free}; {self.fitting(config.world_size, room, limited).sentence}. To try it anyway: "
+            "--memory-limit none, check_memory=False"
         )
 
     def fitting(self, world_size: int, room: float, limited: bool) -> WayOut:

@@ -4,9 +4,8 @@ The owner's process holds no weights. A call of a pipeline travels to every rank
 ``torchrun``; what rank 0 returns comes back.
 """
 
-from .follow import FollowedModel, Followers
+from ..followers import FollowedModel, FollowedVae, Followers
 from .handle import Ranks
 from .pipeline import RemotePipeline
-from .vae import FollowedVae
 
 __all__ = ["FollowedModel", "FollowedVae", "Followers", "Ranks", "RemotePipeline"]

@@ -1,1 +1,1 @@
-"""Reports: the output of a command or a tool as data, with writers for JSON, terminals and HTML."""
+"""Reports: the output of a command as data, with writers for JSON and terminals."""

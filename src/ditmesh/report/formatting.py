@@ -1,10 +1,8 @@
-"""Numbers, sizes, names and settings for people, and rows as CSV."""
+"""Numbers, sizes, names and settings for people."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from math import floor, isfinite, log10
 from typing import Any
 
@@ -67,13 +65,3 @@ def setting_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(setting_text, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as CSV, with a column for every name that a row has; None is empty."""
-    names: list[str] = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

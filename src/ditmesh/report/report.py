@@ -1,30 +1,14 @@
-"""The output of a command or a tool as data: `text` prints it, `html` writes one file, `as_json` its data.
-
-::
-
-    report = Report("What was measured", "on one machine, in one run")
-    report.section("Growth")
-    report.text("The difference grows with every step.")
-    report.chart(line_chart(...), "Relative difference of the latents")
-    report.downloads([Download("figures.csv", as_csv(rows))])
-    report.write("report.html")
-"""
+"""The output of a command in blocks: `text` prints them, `as_json` writes data, and `lab.pages` adds charts."""
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..core.files import finite, written_whole
-from ..errors import InputError, reason_of
-from .formatting import flattened_pairs, size_text
-
-if TYPE_CHECKING:
-    from .charts import Chart
+from ..core.files import finite
+from .formatting import flattened_pairs
 
 # Maximum columns of a table at page width; tables with more become cards on a tablet.
 ROOM = 7
@@ -49,42 +33,6 @@ class StyledText(str):
 def styled(text: str) -> StyledText:
     """The text; without a meaning if it has none."""
     return text if isinstance(text, StyledText) else StyledText(text)
-
-
-@dataclass(frozen=True)
-class GridImage:
-    """An image of a grid.
-
-    Attributes:
-        image: as `quality.pictures.as_picture` takes it; None: its place stays empty.
-        caption: the text under it; also for screen readers, unless ``alt`` is given.
-        alt: what the image shows, in words.
-        bright: the value at the bright end of a difference's colours: a scale is drawn; None: no scale.
-    """
-
-    image: Any
-    caption: str = ""
-    alt: str = ""
-    bright: float | None = None
-
-
-@dataclass(frozen=True)
-class Download:
-    """A file inside a page: its name, and its text."""
-
-    name: str
-    text: str
-
-    @property
-    def source(self) -> str:
-        """The file as the address of a link."""
-        kind = "application/json" if self.name.endswith(".json") else "text/csv;charset=utf-8"
-        return f"data:{kind};base64,{base64.b64encode(self.text.encode()).decode()}"
-
-    @property
-    def size(self) -> str:
-        """Such as ``17.1 MB``."""
-        return size_text(len(self.text.encode()))
 
 
 class ReportBlock:
@@ -148,33 +96,6 @@ class ReportTable(ReportBlock):
         return kinds[-1] if kinds else ""
 
 
-@dataclass(frozen=True)
-class Downloads(ReportBlock):
-    """Links that save files which lie in the page itself."""
-
-    files: tuple[Download, ...]
-
-
-@dataclass(frozen=True)
-class Charts(ReportBlock):
-    """Charts with their captions, side by side where there is room; each with its numbers to unfold."""
-
-    charts: tuple[tuple[Chart, str], ...]
-
-
-@dataclass(frozen=True)
-class Pictures(ReportBlock):
-    """Images in rows and columns."""
-
-    rows: tuple[tuple[GridImage, ...], ...]
-    caption: str
-
-    @property
-    def columns(self) -> int:
-        """The number of images in the longest row."""
-        return max(map(len, self.rows), default=1)
-
-
 @dataclass
 class Report:
     """A report that grows from top to bottom.
@@ -213,39 +134,6 @@ class Report:
         """Names and values, settings inside of settings spelled out line by line."""
         rows = [(name, StyledText(value, "words")) for name, value in flattened_pairs(facts)]
         self.blocks.append(filled_table(("what", "value"), rows, caption, "facts"))
-
-    def downloads(self, files: Sequence[Download]) -> None:
-        """Links that save files which lie in the page itself."""
-        self.blocks.append(Downloads(tuple(files)))
-
-    def chart(self, chart: Chart, caption: str) -> None:
-        """A chart with its legend, and its numbers to unfold."""
-        self.charts([(chart, caption)])
-
-    def charts(self, charts: Sequence[tuple[Chart, str]]) -> None:
-        """Charts with their captions, side by side where there is room."""
-        if charts:
-            self.blocks.append(Charts(tuple(charts)))
-
-    def pictures(self, rows: Sequence[Sequence[GridImage]], caption: str) -> None:
-        """Images in rows and columns."""
-        self.blocks.append(Pictures(tuple(map(tuple, rows)), caption))
-
-    def write(self, path: str | Path) -> Path:
-        """Write the report as a page (see `html`), atomically.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
-        from .html import as_html
-
-        path = Path(path)
-        try:
-            with written_whole(path) as temporary:
-                temporary.write_text(as_html(self), encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {str(path)!r} ({reason_of(error)}); choose another file") from None
-        return path
 
 
 def filled_table(

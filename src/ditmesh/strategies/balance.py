@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 
 from ..comm import Link
-from ..core.thread_clock import CoreShare, ThreadClock
-from .loads import levelled_speeds
 
 # The number of runs of a block that are timed, after one run that does not count.
 RUNS = 3
+# Ranks are equal where the slowest takes less than this share longer than the mean.
+EQUAL_SPEEDS = 0.2
 # Share of a new measurement in the speeds when there is an older one.
 FRESH = 0.5
 
@@ -58,27 +58,21 @@ class Balance:
 
     def measure(self, work: Callable[[], Any]) -> None:
         """Time ``work``, which is as much on every rank, and set the speeds. A collective call."""
-        self.agree(*median_times(work, self._device))
+        self.agree(median_seconds(work, self._device))
 
-    def agree(self, seconds: float, own: float | None = None) -> None:
+    def agree(self, seconds: float) -> None:
         """Set the speeds from the time that every rank takes for the same work. A collective call.
-
-        Args:
-            seconds: by the clock.
-            own: of these, those that other work on this machine did not take; default: all. They count where all ranks
-                get the same turns on the same cores.
 
         The new speeds are mixed half and half with those measured before: a machine's hiccup does not throw
         all tokens about.
         """
-        told = [self._share, 1 / seconds, 1 / (own or seconds), CoreShare().number()]
-        mine = torch.tensor([told], dtype=torch.float64, device=self._device)
+        mine = torch.tensor([[self._share, 1 / seconds]], dtype=torch.float64, device=self._device)
         gathered = self._link.all_gather(mine, (1,) * self._link.size, dim=0).tolist()
-        which = 2 if len({cores for *_, cores in gathered}) == 1 else 1
-        measured = [(int(one[0]), one[which]) for one in gathered]
-        speeds = [min(speed for share, speed in measured if share == number) for number in range(self._shares)]
-        fresh: Sequence[float] = [speed / sum(speeds) for speed in speeds]
-        fresh = levelled_speeds(fresh, self._band)
+        fresh = [min(speed for share, speed in gathered if share == number) for number in range(self._shares)]
+        times = [1 / speed for speed in fresh]
+        if max(times) < (1 + self._band) * statistics.mean(times):
+            fresh = [1.0] * self._shares
+        fresh = [speed / sum(fresh) for speed in fresh]
         if self._measured:
             fresh = mixed(fresh, self.speeds)
         # Three digits are more than a measurement is worth, and two equal ranks stay equal.
@@ -92,23 +86,16 @@ def mixed(fresh: Sequence[float], before: Sequence[float]) -> list[float]:
 
 
 def median_seconds(work: Callable[[], Any], device: torch.device | str) -> float:
-    """The time of ``work`` by the clock; see `median_times`."""
-    return median_times(work, device)[0]
-
-
-def median_times(work: Callable[[], Any], device: torch.device | str) -> tuple[float, float]:
-    """The times of ``work`` after one run that does not count: by the clock, and without that of other work.
+    """The time of ``work`` after one run that does not count.
 
     The median: a speed that lasts counts, not the best moment nor the worst.
     """
-    on_gpu = torch.device(device).type == "cuda"
-    wait = partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
-    clock, seconds, own = ThreadClock(), [], []
+    wait = partial(torch.cuda.synchronize, device) if torch.device(device).type == "cuda" else lambda: None
+    seconds = []
     for _ in range(1 + RUNS):
         wait()
-        start, before = time.perf_counter(), clock.read()
+        start = time.perf_counter()
         work()
         wait()
         seconds.append(time.perf_counter() - start)
-        own.append(seconds[-1] if on_gpu else clock.read().own(seconds[-1], before))
-    return statistics.median(seconds[1:]), statistics.median(own[1:])
+    return statistics.median(seconds[1:])

@@ -6,8 +6,10 @@ the recipe's order, from the inside of a call to its outside. What one leaves fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import nn
@@ -101,6 +103,34 @@ class Request:
 
     pipe: Any = None
     steps: int | None = None
+
+
+@dataclass(frozen=True)
+class LaterStrategy:
+    """A line of a recipe whose module is imported when a configuration asks for it.
+
+    Attributes:
+        path: of its class in this folder, such as ``"stale.naive:Naive"``.
+        asked: whether a configuration may want it, without its module; its own ``wanted`` decides.
+    """
+
+    path: str
+    asked: Callable[[ParallelConfig], bool]
+
+    def load(self) -> type[Strategy]:
+        """The strategy."""
+        module, name = self.path.split(":")
+        return getattr(import_module(f".{module}", __package__), name)
+
+
+Recipe = tuple["type[Strategy] | LaterStrategy", ...]
+
+
+def wanted(recipe: Recipe, config: ParallelConfig) -> list[type[Strategy]]:
+    """The strategies of a recipe that a configuration asks for, in order."""
+    asked = [line for line in recipe if not isinstance(line, LaterStrategy) or line.asked(config)]
+    strategies = [line.load() if isinstance(line, LaterStrategy) else line for line in asked]
+    return [strategy for strategy in strategies if strategy.wanted(config)]
 
 
 class Strategy:

@@ -245,11 +245,11 @@ class PrecomputedModel:
         run = PartialRun([value.value for value in timestep.values()])
         with torch.no_grad(), without_hooks(self._model), _Watch(self._model, run) as watch, run:
             self._model(*fresh(given.args), **fresh(given.kwargs))
-        later = [] if run.replay.obstacle else self._later(timestep)
+        later = [] if run.tape.obstacle else self._later(timestep)
         row = {path: calls for path, calls in watch.outputs(1 + len(later)).items() if path not in self._excluded}
-        placed = run.replay.placed(row)
-        rows = [row, *(run.replay.run([*times.values()], placed) for times in later)]
-        run.replay.release()
+        placed = run.tape.placed(row)
+        rows = [row, *(run.tape.run([*times.values()], placed) for times in later)]
+        run.tape.release()
         for path in row:
             self._stand_in(path)
         self.modules, self._states = tuple(row), {path: self._state(path) for path in row}
@@ -438,7 +438,7 @@ class _Watch:
             # Somebody has written to it since.
             if [version_of(tensor) for tensor in tensors] != versions:
                 return False
-            held += sum(tensor.nbytes * (times if self._run.replay.follows(tensor) else 1) for tensor in tensors)
+            held += sum(tensor.nbytes * (times if self._run.tape.follows(tensor) else 1) for tensor in tensors)
         return held < sum(parameter.nbytes for parameter in parameters)
 
 

@@ -31,7 +31,7 @@ from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
 from ..parts.own_tokens import OwnTokens, PerToken
 from . import token_mixers as leaves
-from .balance import Balance
+from .balance import EQUAL_SPEEDS, Balance
 from .base import ParallelModel
 from .coverage import Coverage
 from .heads import check_heads, heads_of
@@ -40,8 +40,6 @@ from .tokens import TokenStrategy
 
 # A rank's share of a text stream below this is not worth cutting: its matrices get too thin.
 MIN_TEXT_TOKENS = 4
-# Ranks count as equal if their measurements of a block differ by less than this: see `loads.levelled_speeds`.
-EQUAL_SPEEDS = 0.2
 # A long sequence is cut between multiples of this many tokens: kernels like it, and their edges stay the same.
 UNIT = 16
 

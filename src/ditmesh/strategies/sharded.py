@@ -33,8 +33,15 @@ from ..errors import ConfigError, InputError
 from ..layout import TokenLayout
 from .base import Strategy
 from .caches import diffusers_hooks
-from .pipefusion.passes import StageDone
-from .pipefusion.stages import ABSENT_ATTRIBUTE, IN_PIECES, kept_parameters, parts_of, shape_of, whole_or_refused
+from .pipefusion.stages import (
+    ABSENT_ATTRIBUTE,
+    IN_PIECES,
+    StageDone,
+    kept_parameters,
+    parts_of,
+    shape_of,
+    whole_or_refused,
+)
 
 # Outside of blocks, linears, convolutions and embeddings from this share of a model's bytes on are in pieces, too.
 MIN_SHARDED_SHARE = 1e-3

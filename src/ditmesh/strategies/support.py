@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from ..config import AXES, ParallelConfig
 from ..errors import ConfigError, UntestedWarning
 
 if TYPE_CHECKING:
-    from .base import Strategy
+    from .base import Recipe
 
 TABLE = Path(__file__).with_name("support.json")
 
@@ -28,9 +28,11 @@ Row = Mapping[str, Mapping[str, Any]]
 Reasons = Mapping[str, list[tuple[str, str]]]
 
 
-def combination(config: ParallelConfig, recipe: Iterable[type[Strategy]]) -> str:
+def combination(config: ParallelConfig, recipe: Recipe) -> str:
     """A configuration's key in the table, such as ``"cfg+ulysses"`` or ``"cfg+displaced"``; empty for one device."""
-    named = [strategy for strategy in recipe if strategy.key and strategy.wanted(config)]
+    from .base import wanted
+
+    named = [strategy for strategy in wanted(recipe, config) if strategy.key]
     in_place = {strategy.key_of_axis: strategy.key for strategy in named}
     axes = [in_place.get(axis, axis) for axis in AXES if config.degrees[axis] > 1]
     return "+".join([*axes, *(strategy.key for strategy in named if not strategy.key_of_axis)])
@@ -44,7 +46,7 @@ def support_table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     return json.loads(TABLE.read_text(encoding="utf-8"))["classes"]
 
 
-def check_tested(model: str, config: ParallelConfig, recipe: Iterable[type[Strategy]], published: bool = True) -> None:
+def check_tested(model: str, config: ParallelConfig, recipe: Recipe, published: bool = True) -> None:
     """Reject combinations that are known to be wrong, and warn about untested ones.
 
     Args:

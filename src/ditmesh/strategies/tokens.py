@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -47,20 +46,19 @@ class TokenStrategy(Strategy):
         """The recorder of every step's load; with ``speeds="auto"`` it moves tokens."""
         context, config, mesh = self.context, self.context.config, self.context.mesh
         handlers = self.handlers()
-
-        def shares() -> Sequence[int]:
-            return getattr(handlers[0], "shares", ())
-
-        told = (lambda: mesh.waited), shares, mesh.sequence.rank
+        sizes = mesh.world.size // config.sequence // config.tensor, config.sequence, config.tensor
+        block = mesh.world.rank // config.tensor
+        place = block // config.sequence, mesh.sequence.rank, mesh.world.rank % config.tensor
+        told = (lambda: mesh.waited), (lambda: getattr(handlers[0], "shares", ())), (place, sizes)
         # Of work on an accelerator the host does not see how long it took.
         balanced = config.speeds == "auto" and config.pipe == 1 and mesh.sequence.size > 1
         if not balanced or mesh.device.type != "cpu":
             return StepLoads(*told)
-        sizes = mesh.world.size // config.sequence // config.tensor, config.sequence, config.tensor
-        place = mesh.world.rank // config.tensor
-        here = place // config.sequence, place % config.sequence, mesh.world.rank % config.tensor
 
-        def move(speeds: tuple[float, ...], step: int) -> bool:
+        def move(speeds: tuple[float, ...], step: int) -> bool | None:
+            # A cache's values of the step before are of the tokens that a rank had then.
+            if step > 0 and any(any(stateful_hooks(model.model)) for model in context.models):
+                return None
             before = self.balances()[0].speeds
             if max(abs(new - old / sum(before)) for new, old in zip(speeds, before, strict=True)) < WORTH_MOVING:
                 return False
@@ -70,11 +68,7 @@ class TokenStrategy(Strategy):
                 control.make_synchronous("tokens move between ranks")
             return True
 
-        def holds(step: int) -> bool:
-            # A cache's values of the step before are of the tokens that a rank had then.
-            return step > 0 and any(any(stateful_hooks(model.model)) for model in context.models)
-
-        return StepLoads(*told, mesh.world.all_reduce_async, (here, sizes), move, holds)
+        return StepLoads(*told, mesh.world.all_reduce_async, move)
 
     @property
     def loads(self) -> list[StepLoad]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError, did_you_mean, nearest_problem, problem_text, reason_of
 from ..media.files import read_whole
+from .contradictions import contradictions
 from .data.settings import DataSetConfig, class_image_settings
 
 # Of a file of settings: bytes, and values in it; bits of a number that is shown.
@@ -301,90 +301,9 @@ class TrainConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> TrainConfig:
-        problems = self._problems_of_data(), self._problems_of_steps(), self._problems_of_ranks()
-        for problem in chain(*problems, self._problems_of_weights()):
+        for problem in contradictions(self):
             raise ValueError(problem)
         return self
-
-    def _problems_of_data(self) -> Iterator[str]:
-        if bool(self.train_data_dir) == bool(self.train_data):
-            which = "are both there; leave one out" if self.train_data else "is missing; give the folder of the samples"
-            yield f"train_data_dir{' and train_data' * bool(self.train_data)} {which}"
-        sets = self.data_sets
-        if self.class_data_dir is None and (self.class_prompt is not None or self.prior_loss_weight != 1):
-            yield "class_prompt and prior_loss_weight are for class images; give class_data_dir"
-        if self.class_data_dir is not None and any(one.has_references for one in sets):
-            yield "class_data_dir: class images have no reference images, which this run trains with; leave one out"
-        for one in sets:
-            if one.keep_tokens and not one.varies_tags:
-                yield f"keep_tokens={one.keep_tokens} is for shuffle_tags and tag_dropout; set one of them"
-
-    def _problems_of_steps(self) -> Iterator[str]:
-        share = self.train_batch_size * self.parallel.data
-        if self.global_batch_size is not None and self.global_batch_size % share:
-            yield (
-                f"global_batch_size={self.global_batch_size} is no multiple of train_batch_size="
-                f"{self.train_batch_size} times data={self.parallel.data}; use "
-                f"{share * max(1, self.global_batch_size // share)}"
-            )
-        if self.peak_rate > 1:
-            scaled = f" with scale_lr={self.scale_lr!r}" if self.scale_lr != "no" else ""
-            yield (
-                f"learning_rate={self.learning_rate:g}{scaled}: {self.optimizer} changes each weight by about that in "
-                f"a step; use at most {self.learning_rate / self.peak_rate:g} (1e-4 is usual)"
-            )
-        unknown = [name for name in self.resume_allow_changed if name != "data" and name not in type(self).model_fields]
-        if unknown:
-            near = did_you_mean(unknown[0], [*type(self).model_fields, "data"])
-            yield f"resume_allow_changed: {unknown[0]!r} is no training setting{near}"
-        if (self.lr_decay_steps is not None) != (self.lr_scheduler == "warmup_stable_decay"):
-            yield (
-                f"lr_scheduler={self.lr_scheduler!r} with lr_decay_steps={self.lr_decay_steps}: "
-                "warmup_stable_decay needs lr_decay_steps, and no other has them"
-            )
-        if isinstance(self.max_sequence_length, tuple) and self.cache_dir is not None and self.keeps_text:
-            yield (
-                f"max_sequence_length={list(self.max_sequence_length)}: text embeddings in cache_dir have one length; "
-                "give one number, or leave cache_dir out"
-            )
-
-    def _problems_of_ranks(self) -> Iterator[str]:
-        if self.in_order and self.sharding not in ("auto", "none"):
-            yield f"sharding={self.sharding!r} adds gradients up as ranks have them; reproducible needs 'none'"
-        if self.in_order:
-            # Raises where the degrees are none of reproducible mode.
-            _ = self.placement
-        if self.compile and (self.parallel.world_size > self.parallel.data or self.in_order):
-            yield (
-                f"compile={self.compile}: compiled blocks have no gradient of attention across ranks and choose "
-                "kernels by themselves; of parallel use data alone, and leave reproducible out, or leave compile out"
-            )
-        if self.data_speeds is not None and self.sharding == "fsdp":
-            yield (
-                "data_speeds: each forward of sharding: fsdp is a collective of all data ranks, which have as many; "
-                "use sharding: ddp or none"
-            )
-        if isinstance(self.data_speeds, tuple) and len(self.data_speeds) != self.parallel.data:
-            yield f"data_speeds has {len(self.data_speeds)} numbers for data={self.parallel.data}; give one for each"
-
-        if self.validation_data_dir is not None and self.validation_split:
-            yield "validation_data_dir and validation_split both say which samples are held out; leave one out"
-
-    def _problems_of_weights(self) -> Iterator[str]:
-        if self.lora is not None and self.from_scratch:
-            yield "lora adapts weights that are there, and from_scratch has none; leave one out"
-        base = (
-            f"base_precision={self.base_precision!r}" if self.base_precision else f"base_offload={self.base_offload:g}"
-        )
-        if (self.base_precision or self.base_offload) and self.lora is None:
-            yield f"{base}: whole weights are trained in float32 on the device; add lora"
-        if {"transformer", SECOND} <= set(self.train_modules):
-            yield (
-                f"train_modules={list(self.train_modules)}: a run trains one of two transformers, each on noise levels "
-                f"of its own; leave transformer or {SECOND} out, and train the other one in another run"
-            )
-        if self.lora is not None and self.denoiser not in self.train_modules:
-            yield f"train_modules={list(self.train_modules)}: lora adapts the transformer as well; add it"
 
     @property
     def denoiser(self) -> str:

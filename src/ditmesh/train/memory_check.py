@@ -50,7 +50,7 @@ def _refusal(config: TrainConfig, info: ModelInfo, room: float) -> str | None:
             break
     return (
         f"training {info.name} with {config.parallel.describe()} takes {needed / 1e9:.3g} GB on a rank before "
-        f"activations, and {room / 1e9:.3g} GB are free; {way}, or switch the check off (--no-memory-check)"
+        f"activations, and {room / 1e9:.3g} GB are free; {way}, or switch the check off (--memory-limit none)"
     )
 
 

@@ -10,7 +10,7 @@ from ..config import ParallelConfig, setting
 from ..errors import ConfigError, InputError, did_you_mean
 from ..generate.job import check_config, check_folder
 from ..generate.model_info import ModelInfo
-from .config import SECOND, LoraConfig, TrainConfig
+from .config import LoraConfig, TrainConfig
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -97,25 +97,21 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
     check_trackers(config)
     if not info.transformer_class:
         raise ConfigError(f"{info.pipeline_class} has no transformer to train")
-    _check_family(config, info, parts)
+    _check_family(info)
     _check_lora(config.lora, info, config)
 
 
-def _check_family(config: TrainConfig, info: ModelInfo, parts: list[str]) -> None:
-    """Reject pipelines that have no adapter and cannot be observed."""
+def _check_family(info: ModelInfo) -> None:
+    """Reject pipelines that cannot be observed."""
     import diffusers
 
-    from .families import FAMILIES, is_adapted
+    from .families import FAMILIES
     from .observed.family import check_observable
 
     kind = getattr(diffusers, info.pipeline_class, None)
-    several = SECOND in parts or bool(info.index.get("expand_timesteps"))
-    names = [one if isinstance(one, str) else one.__name__ for one in FAMILIES]
-    known = isinstance(kind, type)
-    if info.transformer_class in names and (not known or is_adapted(kind, info.transformer_class, several)):
-        return
-    if known:
-        check_observable(kind, config)
+    names = [name if isinstance(name, str) else name.__name__ for name in FAMILIES]
+    if isinstance(kind, type) and info.transformer_class not in names:
+        check_observable(kind)
 
 
 def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from .logs.charts import validation_grid
 from .logs.training_log import averaged_words
 from .memory_check import check_training_memory
 from .model.frozen import read_pipeline_frozen
-from .trainer import Trainer
+from .trainer import Outcome, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -48,29 +49,16 @@ def train(
         memory_limit: bytes that a rank may take; None: what its device has left.
 
     Returns:
-        ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``validation_loss`` (of
-        held-out samples after it; None without them), ``validated`` (which average of the weights that is; None: the
-        weights themselves), ``seconds``,
-        ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's), each a list of
-        sentences, ``overflowed`` (the steps of this run that changed no weight: gradients overflowed in float16),
-        ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``memory`` (bytes of the rank that
-        needed most at the peak of the first step, on a GPU of its tensors), ``weights`` (in reproducible mode a digest
-        of the trained weights' bits, before averaging; else None).
+        What `_facts` has, ``seconds``, ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights),
+        ``memory`` (bytes of the rank that needed most at the peak of the first step, on a GPU of its tensors), and
+        ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None).
 
     Raises:
         ConfigError, InputError: settings, data and model do not fit.
         FloatingPointError: the loss, a gradient or a weight is not finite.
     """
     config = TrainConfig.read(config)
-    info = find_model(config.pretrained_model_name_or_path)
-    if check_memory and info.local:
-        check_training_memory(config, info, device_of_rank(), memory_limit)
-    lora, cut_first = config.lora, config.quantises_slices
-    if config.base_precision is not None and lora is not None and not lora.fuse_base_lora and not cut_first:
-        pipe = read_pipeline_frozen(info, config.base_precision)
-    else:
-        pipe = read_saved(info)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = _read_pipeline(config, memory_limit if check_memory else math.inf)
     began = time.monotonic()
     model = type(getattr(pipe, config.denoiser))
     with Trainer(config, pipe, device_of_rank(), timeout, report if rank_of_process() == 0 else None) as trainer:
@@ -93,20 +81,48 @@ def train(
         if speaks:
             folder = export(pipe, weights, config, model, outcome.step, outcome.losses.get(outcome.step - 1))
     return {
+        **_facts(config, outcome),
+        "seconds": time.monotonic() - began,
+        "pipeline": str(folder),
+        "memory": memory,
+        "weights": bits,
+    }
+
+
+def _read_pipeline(config: TrainConfig, limit: float | None) -> Any:
+    """The pipeline of a run, if it fits into so many bytes on a rank; None: what its device has left."""
+    info = find_model(config.pretrained_model_name_or_path)
+    if limit != math.inf and info.local:
+        check_training_memory(config, info, device_of_rank(), limit)
+    lora = config.lora
+    is_frozen = config.base_precision is not None and lora is not None and not lora.fuse_base_lora
+    if config.base_precision is not None and is_frozen and not config.quantises_slices:
+        pipe = read_pipeline_frozen(info, config.base_precision)
+    else:
+        pipe = read_saved(info)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _facts(config: TrainConfig, outcome: Outcome) -> dict[str, Any]:
+    """The result of a run.
+
+    ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``validation_loss`` (of
+    held-out samples after it; None without them), ``validated`` (which average of the weights that is; None: the
+    weights themselves), ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's),
+    each a list of sentences, and ``overflowed`` (steps that changed no weight: gradients overflowed in float16).
+    """
+    return {
         "step": outcome.step,
         "resumed": outcome.step - len(outcome.losses),
         "loss": outcome.losses.get(outcome.step - 1),
         "validation_loss": outcome.held_out.get(outcome.step - 1),
         "validated": averaged_words(config).strip(" ()") or None,
-        "seconds": time.monotonic() - began,
         "skipped": outcome.skipped,
         "notes": outcome.notes,
         "unsaved": outcome.unsaved,
         "changed": outcome.changed,
         "overflowed": outcome.overflowed,
-        "pipeline": str(folder),
-        "memory": memory,
-        "weights": bits,
     }
 
 

@@ -30,12 +30,13 @@ from .config import TrainConfig
 from .data.held_out import HeldOutLoss
 from .data.order import MicroBatch, shares
 from .data.training_data import TrainingData
-from .families import Conditions, family_of
+from .families import Conditions
 from .logs.trackers import check_trackers
 from .logs.training_log import TrainingLog
 from .memory import peak_bytes
 from .model.frozen import freeze_encoders
 from .objective import NoiseObjective, sample_losses
+from .observed.family import family_of
 from .optimizer.optimizers import (
     rate_of,
 )

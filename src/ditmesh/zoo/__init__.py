@@ -6,9 +6,16 @@ torch nor diffusers is loaded. How a model was trained is in its README.md, whic
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..errors import InputError
+from ..requirements import install_line
+
+# The package of the models' files, for installations that do not have them beside this module.
+DATA = "ditmesh_zoo"
 
 
 @dataclass(frozen=True)
@@ -83,17 +90,31 @@ EMBEDDED: dict[str, Embedded] = {
 def path(name: str = "emoji-sd3") -> Path:
     """The folder of an embedded model, for ``DiffusionPipeline.from_pretrained``.
 
-    Raises ValueError, listing the names, when there is no such model.
+    Raises ValueError, listing the names, when there is no such model; `InputError`, when the models are not installed.
     """
     if name not in EMBEDDED:
         raise ValueError(f"no embedded model is called {name!r}; there are: {', '.join(sorted(EMBEDDED))}")
-    return Path(__file__).with_name(name)
+    for folder in _folders():
+        if (folder / name / "model_index.json").is_file():
+            return folder / name
+    raise InputError(
+        f"the embedded model {name!r} is not installed; {install_line('zoo')} (or install "
+        "src/ditmesh/zoo of a checkout), or give another model, a folder or a hub id"
+    )
+
+
+def _folders() -> list[Path]:
+    """The folders that may hold the models: of a checkout, and of the distribution ditmesh-zoo."""
+    spec = importlib.util.find_spec(DATA)
+    return [Path(__file__).resolve().parent, *map(Path, (spec and spec.submodule_search_locations) or ())]
 
 
 def embedded(folder: Path) -> Embedded | None:
     """The embedded model that lies in ``folder``; None when it is none of them."""
     folder = folder.resolve()
-    return EMBEDDED.get(folder.name) if folder.parent == Path(__file__).resolve().parent else None
+    if folder.name not in EMBEDDED or folder.parent not in [place.resolve() for place in _folders()]:
+        return None
+    return EMBEDDED[folder.name]
 
 
 def captions(name: str = "emoji-sd3") -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...config import ParallelConfig
+from ...config import ParallelConfig, option_words
 from ...errors import ConfigError, DitmeshError, InputError, LayoutError
 from ...generate.model_info import find_model
 from ...memory.catalogue import Shape, shapes
@@ -164,8 +164,8 @@ class Plan:
 
 def options(config: ParallelConfig) -> str:
     """The options of a command for a configuration, with those of stale strategies."""
-    more = [f"--exchange {config.exchange}"] if config.exchange != "exact" else []
-    more += [f"--patches {config.patches}"] if config.patches is not None else []
+    more = [option_words("exchange", config.exchange)] if config.exchange != "exact" else []
+    more += [option_words("patches", config.patches)] if config.patches is not None else []
     return " ".join([config.options(), *more])
 
 

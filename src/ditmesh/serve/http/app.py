@@ -34,8 +34,6 @@ from .streams import EventStream, event_schema, iterate_and_close, sse
 from .uploads import Uploads
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
-
     from ..service import Service
 
 # Characters of a failure's text in /readyz.
@@ -254,16 +252,13 @@ def _as_html(schema: dict[str, Any]) -> str:
 # --- the application
 
 
-def create_app(
-    backend: Service, settings: ApiSettings | None = None, tracer: Tracer | None = None, grace: float = 0.0
-) -> FastAPI:
+def create_app(backend: Service, settings: ApiSettings | None = None, grace: float = 0.0) -> FastAPI:
     """The application; ``app.state.server`` is its `Server`.
 
     It starts the backend when it is started itself, and stops it unless that was done before.
 
     Args:
         settings: limits and behaviour.
-        tracer: of OpenTelemetry; None: no traces.
         grace: seconds that jobs under way have when it is stopped.
 
     Raises:
@@ -271,7 +266,7 @@ def create_app(
     """
     settings = settings or ApiSettings()
     metrics = Metrics(backend.state)
-    watch = JobWatch(backend, metrics, tracer, settings.log_prompts)
+    watch = JobWatch(backend, metrics, settings.log_prompts)
     limiter, uploads = Limiter(settings.rate), Uploads(settings.max_input_pixels)
     server = Server(backend, settings, metrics, watch, limiter, uploads, grace)
 

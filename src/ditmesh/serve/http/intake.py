@@ -177,7 +177,7 @@ class Server:
             job = None if repeatable is None else await self.backend.repeated(owner, repeatable)
             if job is None:
                 job = await self.backend.submit(request, owner, repeatable)
-                self.watch.follow(job, owner, caller.headers)
+                self.watch.follow(job, owner)
         except DitmeshError as error:
             self.metrics.refused.labels(refusal_response(error).code).inc()
             raise

@@ -1,29 +1,24 @@
-"""Logs with one line per record, as JSON or text; and a watch that reports jobs to log, metrics and traces."""
+"""Logs with one line per record, as JSON or text; and a watch that reports jobs to log and metrics."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import sqlite3
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...core.files import finite
-from ...errors import DitmeshError, InputError
-from ...requirements import install_line
+from ...errors import DitmeshError
 from ..errors import without_quotes
 from ..types import ENDED, Event, Job
 from .metrics import Metrics
 from .streams import ended, iterate_and_close
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, Tracer
-
     from ..service import Service
 
 LogFormat = Literal["json", "text"]
@@ -74,48 +69,6 @@ def _one_line(text: str) -> str:
     return text.encode("unicode_escape").decode() if not text.isprintable() else text
 
 
-class RepeatFilter(logging.Filter):
-    """Lets a few records of a kind through, then one at intervals with the number of omitted records.
-
-    A kind is a logger, a message before its values, and what was answered where. A million requests of nonsense are a
-    million records; what jobs do, and requests that were answered well, is never left out.
-
-    Args:
-        most: records of a kind that get through at once.
-        every: seconds after which one more does.
-        clock: seconds.
-    """
-
-    # Maximum number of kinds: messages in the code, times statuses and routes.
-    KINDS = 1000
-
-    def __init__(self, most: int = 20, every: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._most, self._every, self._clock = most, every, clock
-        # For each kind: the remaining records, the time of that count, and the number omitted since.
-        self._kinds: dict[tuple[Any, ...], tuple[float, float, int]] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """True if a record is written."""
-        facts: Mapping[str, Any] = getattr(record, "facts", {})
-        status = facts.get("status", 200)
-        if record.levelno <= logging.INFO and 200 <= status < 400:
-            return True
-        kind = record.name, str(record.msg)[:200], status, facts.get("route"), facts.get("owner")
-        if len(self._kinds) > self.KINDS:
-            self._kinds.clear()
-        now = self._clock()
-        left, when, out = self._kinds.get(kind, (float(self._most), now, 0))
-        left = min(float(self._most), left + (now - when) / self._every)
-        if left < 1:
-            self._kinds[kind] = left, now, out + 1
-            return False
-        self._kinds[kind] = left - 1, now, 0
-        if out:
-            record.facts = {**facts, "left_out": out}
-        return True
-
-
 def log_config(form: LogFormat, level: str, prompts: bool = False) -> dict[str, Any]:
     """The configuration for `logging.config.dictConfig` and uvicorn, with this format for both loggers.
 
@@ -128,57 +81,27 @@ def log_config(form: LogFormat, level: str, prompts: bool = False) -> dict[str, 
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"lines": {"()": LineFormatter, "form": form, "prompts": prompts}},
-        "filters": {"sparing": {"()": RepeatFilter}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines", "filters": ["sparing"]}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
         "loggers": {
             name: {"handlers": ["stderr"], "level": least, "propagate": False} for name, least in loggers.items()
         },
     }
 
 
-@contextlib.contextmanager
-def otlp_traces() -> Iterator[Tracer]:
-    """A tracer that sends to the endpoint in OpenTelemetry's environment variables (``OTEL_EXPORTER_OTLP_ENDPOINT`` …).
-
-    Remaining spans are sent at the end.
-
-    Raises:
-        InputError: OpenTelemetry is not installed.
-    """
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # pyright: ignore[reportMissingImports]
-            OTLPSpanExporter,
-        )
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise InputError(
-            f"--otel needs OpenTelemetry ({error.name} is missing); {install_line('otel')}, or leave --otel out"
-        ) from None
-    provider = TracerProvider(resource=Resource.create({"service.name": "ditmesh"}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    try:
-        yield provider.get_tracer("ditmesh.serve")
-    finally:
-        provider.shutdown()
-
-
 class JobWatch:
-    """Follows every accepted job and reports its events to log, metrics and traces.
+    """Follows every accepted job and reports its events to log and metrics.
 
     Args:
         backend, metrics: of the server.
-        tracer: None: no traces.
         log_prompts: log prompts, too.
     """
 
-    def __init__(self, backend: Service, metrics: Metrics, tracer: Tracer | None, log_prompts: bool) -> None:
-        self._backend, self._metrics, self._tracer, self._log_prompts = backend, metrics, tracer, log_prompts
+    def __init__(self, backend: Service, metrics: Metrics, log_prompts: bool) -> None:
+        self._backend, self._metrics, self._log_prompts = backend, metrics, log_prompts
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def follow(self, job: Job, owner: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Follow an accepted job, once. ``headers``: of the request, which may name the parent span."""
+    def follow(self, job: Job, owner: str) -> None:
+        """Follow an accepted job, once."""
         if job.id in self._tasks:
             return
         self._metrics.submitted.labels(job.request.model).inc()
@@ -188,7 +111,7 @@ class JobWatch:
         if self._log_prompts:
             facts["prompt"] = job.request.prompt
         logger.info("job accepted", extra={"facts": facts})
-        task = asyncio.create_task(self._follow(job, owner, headers), name=f"watch {job.id}")
+        task = asyncio.create_task(self._follow(job, owner), name=f"watch {job.id}")
         self._tasks[job.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
 
@@ -197,29 +120,15 @@ class JobWatch:
         for task in list(self._tasks.values()):
             await ended(task)
 
-    async def _follow(self, job: Job, owner: str, headers: Mapping[str, str]) -> None:
-        span = self._begin(job, headers)
+    async def _follow(self, job: Job, owner: str) -> None:
         try:
             async with iterate_and_close(self._backend.events(job.id, owner)) as events:
                 async for event in events:
-                    self._tell(job, event, span)
+                    self._tell(job, event)
         except DitmeshError as error:
             logger.warning("job is followed no more: %s", error, extra={"facts": {"job": job.id}})
-        finally:
-            if span is not None:
-                span.end()
 
-    def _begin(self, job: Job, headers: Mapping[str, str]) -> Span | None:
-        if self._tracer is None:
-            return None
-        from opentelemetry.trace import SpanKind
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        parent = TraceContextTextMapPropagator().extract(headers)
-        facts = {"ditmesh.job": job.id, "ditmesh.model": job.request.model, "ditmesh.images": job.request.n}
-        return self._tracer.start_span("job", parent, SpanKind.CONSUMER, facts)
-
-    def _tell(self, job: Job, event: Event, span: Span | None) -> None:
+    def _tell(self, job: Job, event: Event) -> None:
         facts: dict[str, Any] = {"job": job.id}
         seconds = max(0.0, time.time() - job.created)
         if event.event == "started" and event.data.get("attempt", 1) == 1:
@@ -238,15 +147,6 @@ class JobWatch:
                 self._metrics.failures.labels(error["code"]).inc()
             facts |= {"seconds": round(seconds, 4)}
             facts |= self._error_facts(job, error)
-        if span is not None and event.event != "preview":
-            plain = {name: value for name, value in event.data.items() if isinstance(value, (int, float, str))}
-            span.add_event(event.event, plain if event.event not in ENDED else {})
-            if event.event == "failed":
-                from opentelemetry.trace import Status, StatusCode
-
-                # The message may quote the prompt.
-                span.set_attribute("error.type", facts.get("error_code", ""))
-                span.set_status(Status(StatusCode.ERROR, facts.get("error_code", "")))
         if event.event not in ("queued", "step", "preview", "image"):
             level = logging.WARNING if event.event in ("failed", "restarted") else logging.INFO
             logger.log(level, "job %s", event.event, extra={"facts": facts})

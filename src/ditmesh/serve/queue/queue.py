@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 import sqlite3
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,79 +20,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ...core.files import free_names, lock_of
-from ...errors import ConfigError, InputError
+from ...errors import InputError
 from ..errors import IdempotencyKey, KeyReused, QueueFull, UnknownJob
 from ..settings import ServiceSettings
 from ..types import Job, JobError, JobImage, JobRequest, Status
-from .results import INPUTS, RESULTS
-from .storage import failure_kind, storage_error
+from .database import QueueDatabase
+from .rows import as_job, job_row, read_job
 
-FILE, LOCK = "queue.sqlite", "lock"
-# Of the file's tables and the JSON in them: raised when an older server must not touch them. A field of a request that
-# is new does not raise it: older servers fail the jobs that have it, and keep all others. And what says that the file
-# is ours: "dmsh".
-VERSION, APPLICATION = 1, 0x646D7368
-# The placeholder for a prompt that cannot be read.
-UNREADABLE = "(not readable)"
-# Seconds to wait for a program that has locked the file.
-LOCKED_SECONDS = 5.0
 # Seconds after which a client should retry: without measurements, and at least.
 UNMEASURED, SOONEST = 5.0, 1.0
-
-TABLES = """
-CREATE TABLE jobs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    owner TEXT NOT NULL,
-    status TEXT NOT NULL,
-    model TEXT NOT NULL,
-    priority INTEGER NOT NULL,
-    request TEXT NOT NULL,
-    n INTEGER NOT NULL,
-    work REAL NOT NULL,
-    waiting INTEGER NOT NULL,
-    attempt INTEGER NOT NULL DEFAULT 1,
-    created REAL NOT NULL,
-    due REAL,
-    started REAL,
-    finished REAL,
-    expires REAL,
-    error TEXT
-);
-CREATE INDEX jobs_waiting ON jobs (priority) WHERE waiting > 0;
-CREATE INDEX jobs_status ON jobs (status);
-CREATE INDEX jobs_owner ON jobs (owner, number);
-CREATE INDEX jobs_expires ON jobs (expires);
-CREATE TABLE pictures (
-    job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE,
-    picture INTEGER NOT NULL,
-    file TEXT,
-    image TEXT,
-    PRIMARY KEY (job, picture)
-) WITHOUT ROWID;
-CREATE TABLE inputs (
-    digest TEXT NOT NULL,
-    job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE,
-    PRIMARY KEY (digest, job)
-) WITHOUT ROWID;
-CREATE INDEX inputs_job ON inputs (job);
-CREATE TABLE owners (owner TEXT PRIMARY KEY, used REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE facts (name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
-INSERT INTO facts VALUES ('clock', 0), ('runs', 0);
-"""
-
-# Tables that a file of an earlier server may lack; it may lack the column `jobs.due` as well.
-LATER_TABLES = """
-CREATE TABLE IF NOT EXISTS keys (
-    owner TEXT NOT NULL,
-    key TEXT NOT NULL,
-    digest TEXT NOT NULL,
-    job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE,
-    PRIMARY KEY (owner, key)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS keys_job ON keys (job);
-"""
 
 # Which image is next: of jobs that ranks have failed under; then of the owner who has had the least; of that owner
 # the most urgent (`_urgency`). Priorities and deadlines order their owner's jobs: any client may ask for the highest,
@@ -138,7 +72,6 @@ class Queue:
     not counted. Any thread may call.
 
     Attributes:
-        aside: where a queue that could not be read was moved, with its results; None: all was well.
         unread: jobs that waited with requests that this version cannot read; they have failed.
         run: how often the folder has been opened.
         queued, running: numbers of jobs.
@@ -162,99 +95,44 @@ class Queue:
             StorageError: it cannot be written.
         """
         settings = settings or ServiceSettings()
-        self.folder, self.path = Path(folder), Path(folder) / FILE
         self.keep, self.most, self.most_per_owner = settings.keep, settings.max_queue, settings.max_per_owner
         self._weights, self._now = settings.weights or {}, now
-        self._lock = threading.RLock()
-        self.aside: Path | None = None
         self.unread: list[str] = []
         self.queued = self.running = 0
-        with contextlib.ExitStack() as stack:
-            try:
-                # Prompts and images are private to their owners.
-                self.folder.mkdir(0o700, parents=True, exist_ok=True)
-                stack.enter_context(_locked(self.folder))
-            except OSError as error:
-                raise storage_error(f"cannot write to folder {str(folder)!r}", error) or error from None
-            try:
-                self._db = self._open()
-            except sqlite3.DatabaseError as error:
-                if failure_kind(error) != "broken" and "malformed" not in str(error):
-                    raise storage_error(f"cannot open {self.path}", error) or error from error
-                self.aside = self._move_aside()
-                self._db = self._open()
-            stack.callback(self._db.close)
+        self._database = QueueDatabase(folder, now)
+        self.folder = self._database.folder
+        try:
             with self._change() as db:
                 db.execute("UPDATE facts SET value = value + 1 WHERE name = 'runs'")
                 self.run = int(db.execute("SELECT value FROM facts WHERE name = 'runs'").fetchone()[0])
                 _give_back(db, "job IN (SELECT number FROM jobs)")
                 self._set_aside(db)
-            self._resources = stack.pop_all()
+        except BaseException:
+            self._database.close()
+            raise
 
     def close(self) -> None:
         """Close the folder for other processes."""
-        with self._lock:
-            self._resources.close()
+        self._database.close()
 
-    def _open(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
-        try:
-            db.row_factory = sqlite3.Row
-            db.execute("PRAGMA foreign_keys = ON")
-            db.execute("PRAGMA synchronous = FULL")
-            version, ours = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id"))
-            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if tables and (ours, version) != (APPLICATION, VERSION):
-                writer = f"version {version}" if ours == APPLICATION else "another program"
-                raise ConfigError(
-                    f"{self.path} was written by {writer}, and this ditmesh has queues of version {VERSION}; move it "
-                    "away, or give another folder"
-                )
-            (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
-            if state != "ok":
-                raise sqlite3.DatabaseError(f"malformed: {state}")
-            if tables:
-                _use_log(db)
-                columns = {row["name"] for row in db.execute("PRAGMA table_info(jobs)")}
-                due = "" if "due" in columns else "ALTER TABLE jobs ADD COLUMN due REAL;"
-                db.executescript(f"BEGIN; {LATER_TABLES} {due} COMMIT;")
-            else:
-                self._create(db)
-        except BaseException:
-            db.close()
-            raise
-        return db
+    @property
+    def aside(self) -> Path | None:
+        """Where a queue that could not be read was moved, with its results; None: all was well."""
+        return self._database.aside
 
-    @staticmethod
-    def _create(db: sqlite3.Connection) -> None:
-        """Make the tables of an empty file.
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: at its end all of it is on disk, or none; then ``queued`` and ``running`` count it."""
+        with self._database.lock:
+            with self._database.change() as db:
+                yield db
+                counted = "SELECT status, count(*) FROM jobs WHERE status IN ('queued', 'running') GROUP BY status"
+                counts = dict(db.execute(counted).fetchall())
+            self.queued, self.running = counts.get("queued", 0), counts.get("running", 0)
 
-        No job has been accepted yet, so that one wait for the disk is enough instead of seven: on a busy disk each
-        takes seconds, and the server answers no request before. It is for the file's first page, which says that
-        there is a log: a log beside an empty file would be dropped. The tables are in the log, which the first change
-        after them puts on disk, with the names of both files.
-
-        SQLite does all of this. Nothing else in the process may open the file, not even to read it: closing it would
-        release all locks of the process on it, SQLite's too, and the next program that looks into the file would take
-        itself for the last one and remove the log.
-        """
-        stamp = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
-        # The page is written without a file for its rollback: there is nothing to go back to.
-        db.execute("PRAGMA journal_mode = MEMORY")
-        _use_log(db)
-        db.execute("PRAGMA synchronous = OFF")
-        db.executescript(f"BEGIN; {TABLES} {LATER_TABLES} {stamp} COMMIT;")
-        db.execute("PRAGMA synchronous = FULL")
-
-    def _move_aside(self) -> Path:
-        """Move an unreadable queue and its results into a separate folder."""
-        stamp = time.strftime("broken-%Y%m%d-%H%M%S", time.gmtime(self._now()))
-        aside = next(path for path in free_names(self.folder / stamp) if not path.exists())
-        aside.mkdir()
-        for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", RESULTS, INPUTS):
-            if (path := self.folder / name).exists():
-                path.rename(aside / name)
-        return aside
+    def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        with self._database.lock:
+            return self._database.connection.execute(query, values).fetchall()
 
     def _set_aside(self, db: sqlite3.Connection) -> None:
         """Fail waiting jobs that cannot be read; their rows stay unchanged for a later version."""
@@ -271,29 +149,6 @@ class Queue:
                 db.execute("UPDATE jobs SET error = ? WHERE number = ?", (error.model_dump_json(), row["number"]))
                 self._end(db, row, "failed")
                 self.unread.append(row["id"])
-
-    @contextlib.contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: at its end all of it is on disk, or none."""
-        with self._lock:
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-                try:
-                    yield self._db
-                    counted = "SELECT status, count(*) FROM jobs WHERE status IN ('queued', 'running') GROUP BY status"
-                    counts = dict(self._db.execute(counted).fetchall())
-                    self._db.execute("COMMIT")
-                except BaseException:
-                    if self._db.in_transaction:
-                        self._db.execute("ROLLBACK")
-                    raise
-                self.queued, self.running = counts.get("queued", 0), counts.get("running", 0)
-            except sqlite3.DatabaseError as error:
-                raise storage_error(f"cannot write to {self.path}", error) or error from error
-
-    def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        with self._lock:
-            return self._db.execute(query, values).fetchall()
 
     # ---- the life of a job
 
@@ -341,9 +196,7 @@ class Queue:
             db.executemany("INSERT INTO inputs VALUES (?, ?)", [(digest, number) for digest in digests])
             if key is not None:
                 db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", (owner, key.key, key.digest, number))
-            job = self._job(db, id)
-        assert job is not None
-        return job
+            return read_job(db, id)
 
     def repeated(self, owner: str, key: IdempotencyKey) -> Job | None:
         """The job that was accepted with this key, unless it was cancelled, which frees the key.
@@ -353,8 +206,8 @@ class Queue:
         Raises:
             KeyReused: it came with another request.
         """
-        with self._lock:
-            return self._repeated(self._db, owner, key)
+        with self._database.lock:
+            return self._repeated(self._database.connection, owner, key)
 
     def _repeated(self, db: sqlite3.Connection, owner: str, key: IdempotencyKey) -> Job | None:
         row = db.execute(
@@ -364,7 +217,7 @@ class Queue:
         ).fetchone()
         if row is not None and row["digest"] != key.digest:
             raise KeyReused(f"Idempotency-Key {key.key!r} came with another request before; use a new key for this one")
-        return row and self._as_job(db, row)
+        return row and as_job(db, row)
 
     def _check_bounds(self, db: sqlite3.Connection, n: int, owner: str, rate: float | None) -> None:
         live = (
@@ -411,7 +264,7 @@ class Queue:
     def begin(self, id: str) -> int | None:
         """Begin a job's next image, and charge its owner; the image's number, or None if none waits."""
         with self._change() as db:
-            job = self._row(db, id)
+            job = job_row(db, id)
             if job is None or not job["waiting"]:
                 return None
             # The virtual time: the least use of any waiting owner. A new owner starts there.
@@ -444,7 +297,7 @@ class Queue:
     def finish(self, id: str, picture: int, file: str, image: JobImage) -> Job | None:
         """Record a finished image with its file; the job, or None if the image is not needed any more."""
         with self._change() as db:
-            if (job := self._row(db, id, "running")) is None:
+            if (job := job_row(db, id, "running")) is None:
                 return None
             update = "UPDATE pictures SET file = ?, image = ? WHERE job = ? AND picture = ? AND file IS NULL"
             if not db.execute(update, (file, image.model_dump_json(), job["number"], picture)).rowcount:
@@ -452,16 +305,16 @@ class Queue:
             done = "SELECT count(*) FROM pictures WHERE job = ? AND file IS NOT NULL"
             if db.execute(done, (job["number"],)).fetchone()[0] == job["n"]:
                 self._end(db, job, "succeeded")
-            return self._job(db, id)
+            return read_job(db, id)
 
     def fail(self, id: str, error: JobError) -> Job | None:
         """Record a failed job; None if it has ended already."""
         with self._change() as db:
-            if (job := self._row(db, id, "queued", "running")) is None:
+            if (job := job_row(db, id, "queued", "running")) is None:
                 return None
             db.execute("UPDATE jobs SET error = ? WHERE number = ?", (error.model_dump_json(), job["number"]))
             self._end(db, job, "failed")
-            return self._job(db, id)
+            return read_job(db, id)
 
     def cancel(self, id: str, done: Sequence[float] = ()) -> Job | None:
         """Record a cancelled job; None if it has ended already.
@@ -470,11 +323,11 @@ class Queue:
             done: of each of its images under way the part that is done, from 0 to 1.
         """
         with self._change() as db:
-            if (job := self._row(db, id, "queued", "running")) is None:
+            if (job := job_row(db, id, "queued", "running")) is None:
                 return None
             self._refund(db, job, sum(1 - part for part in done))
             self._end(db, job, "cancelled")
-            return self._job(db, id)
+            return read_job(db, id)
 
     def interrupt(self, id: str, pictures: Collection[int], counts: bool = True) -> Job | None:
         """Put lost running images back into the queue; None if the job has ended already.
@@ -484,14 +337,14 @@ class Queue:
             counts: this is another attempt.
         """
         with self._change() as db:
-            if (job := self._row(db, id, "running")) is None:
+            if (job := job_row(db, id, "running")) is None:
                 return None
             numbers = ", ".join(str(int(picture)) for picture in pictures)
             back = _give_back(db, f"job = {job['number']} AND picture IN ({numbers})")
             self._refund(db, job, back)
             if counts:
                 db.execute("UPDATE jobs SET attempt = attempt + 1 WHERE number = ?", (job["number"],))
-            return self._job(db, id)
+            return read_job(db, id)
 
     def _end(self, db: sqlite3.Connection, job: sqlite3.Row, status: Status) -> None:
         now = self._now()
@@ -509,26 +362,29 @@ class Queue:
         Raises:
             UnknownJob: there is none.
         """
-        with self._lock:
-            row = self._row(self._db, id)
+        with self._database.lock:
+            db = self._database.connection
+            row = job_row(db, id)
             if row is None or owner not in (None, row["owner"]):
                 raise UnknownJob(f"there is no job {id[:80]!r}, or it has expired")
-            return self._as_job(self._db, row)
+            return as_job(db, row)
 
     def jobs(self, owner: str, limit: int = 50, status: Status | None = None) -> list[Job]:
         """An owner's jobs, the newest first."""
         query, values = "SELECT * FROM jobs WHERE owner = ?", [owner]
         if status is not None:
             query, values = f"{query} AND status = ?", [owner, status]
-        with self._lock:
-            rows = self._db.execute(f"{query} ORDER BY number DESC LIMIT ?", (*values, limit)).fetchall()
-            return [self._as_job(self._db, row) for row in rows]
+        with self._database.lock:
+            db = self._database.connection
+            rows = db.execute(f"{query} ORDER BY number DESC LIMIT ?", (*values, limit)).fetchall()
+            return [as_job(db, row) for row in rows]
 
     def live(self) -> list[tuple[Job, str]]:
         """Jobs that have not ended, and their owners, the oldest first."""
         query = "SELECT * FROM jobs WHERE status IN ('queued', 'running') ORDER BY number"
-        with self._lock:
-            return [(self._as_job(self._db, row), row["owner"]) for row in self._db.execute(query).fetchall()]
+        with self._database.lock:
+            db = self._database.connection
+            return [(as_job(db, row), row["owner"]) for row in db.execute(query).fetchall()]
 
     def file(self, id: str, picture: int) -> str | None:
         """The name of an image's file."""
@@ -611,39 +467,6 @@ class Queue:
         """Digests of the inputs of all jobs."""
         return {row[0] for row in self._rows("SELECT DISTINCT digest FROM inputs")}
 
-    # ---- rows
-
-    @staticmethod
-    def _row(db: sqlite3.Connection, id: str, *statuses: Status) -> sqlite3.Row | None:
-        """A job's row, if the job has one of the statuses (none: any)."""
-        row = db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
-        return row if row is None or not statuses or row["status"] in statuses else None
-
-    def _job(self, db: sqlite3.Connection, id: str) -> Job:
-        row = self._row(db, id)
-        assert row is not None
-        return self._as_job(db, row)
-
-    @staticmethod
-    def _as_job(db: sqlite3.Connection, row: sqlite3.Row) -> Job:
-        request = _request(row)
-        images = [JobImage(index=index, seed=(request.seed or 0) + index) for index in range(row["n"])]
-        done = "SELECT picture, image FROM pictures WHERE job = ? AND file IS NOT NULL"
-        for picture in db.execute(done, (row["number"],)):
-            with contextlib.suppress(ValidationError):
-                images[picture["picture"]] = JobImage.model_validate_json(picture["image"])
-        error = None
-        if row["error"]:
-            error = JobError.model_construct(code="internal", message=row["error"][:1000])
-            with contextlib.suppress(ValidationError):
-                error = JobError.model_validate_json(row["error"])
-        return Job(
-            request=request,
-            images=images,
-            error=error,
-            **{name: row[name] for name in ("id", "status", "created", "started", "finished", "expires", "attempt")},
-        )
-
 
 def _urgency(now: float) -> str:
     """The order of one owner's jobs: the highest priority, then the earliest deadline, then the oldest job.
@@ -652,29 +475,6 @@ def _urgency(now: float) -> str:
     """
     due = f"CASE WHEN j.due > {now!r} THEN j.due END"
     return f"j.priority DESC, {due} IS NULL, {due}, j.number"
-
-
-def _request(row: sqlite3.Row) -> JobRequest:
-    """A job's request; if another version wrote it, only the known fields."""
-    with contextlib.suppress(ValidationError):
-        return JobRequest.model_validate_json(row["request"])
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
-        fields = json.loads(row["request"])
-        return JobRequest.model_validate({name: fields[name] for name in JobRequest.model_fields if name in fields})
-    return JobRequest(model=row["model"], prompt=UNREADABLE, n=row["n"], seed=0)
-
-
-def _use_log(db: sqlite3.Connection) -> None:
-    """Let a file have a log; for this SQLite does not wait until no other program reads the file."""
-    limit = time.monotonic() + LOCKED_SECONDS
-    while True:
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if failure_kind(error) != "locked" or time.monotonic() > limit:
-                raise
-            time.sleep(0.02)
 
 
 def _give_back(db: sqlite3.Connection, which: str) -> int:
@@ -688,16 +488,3 @@ def _give_back(db: sqlite3.Connection, which: str) -> int:
         "AND NOT EXISTS (SELECT 1 FROM pictures WHERE job = jobs.number)"
     )
     return back
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process, until it ends in any way."""
-    file = lock_of(folder / LOCK)
-    if file is None:
-        who = (folder / LOCK).read_text(encoding="utf-8")[:20].strip() or "unknown"
-        raise ConfigError(
-            f"folder {str(folder)!r} is used by another server (process {who}); end that, or give another folder"
-        )
-    with file:
-        yield

@@ -39,18 +39,17 @@ from ...generate.runner import (
 from ...generate.shape import input_size
 from ...generate.video import FPS
 from ...media.videos import check_video_library
-from ...recipe import RECIPE
-from ...request import PictureRequest
-from ...strategies.vae.parallel import BandedVae
+from ...recipe import BANDED_VAE, RECIPE
+from ...request import PictureRequest, size_of
 from ..offers import ModelSpec, check_format
-from ..types import ModelCard
+from ..types import JobRequest, ModelCard
 from .batching import Batcher
 from .coroutines import PipelineTask, copied
 from .protocol import PictureTask
 from .rendezvous import HostAllGather
 
 # Each rank decodes whole images: bands of one image would need all ranks at the same time.
-RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BandedVae)
+RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BANDED_VAE)
 
 # The test image at loading: the largest number of tokens along a side, steps and frames.
 TRIED_SIDE, TRIED_STEPS, TRIED_FRAMES = 16, 4, 9
@@ -311,7 +310,7 @@ class LoadedModel:
         if request.frames is not None and not self.card["video"]:
             raise InputError(f"frames={request.frames}: {self.kind} generates images; leave frames out")
         # The seed is that of this image, whatever its index in the job.
-        width, height = self._asked_size(task, files) or (None, None)
+        width, height = self._asked_size(request, files) or (None, None)
         asked = {
             "steps": request.steps or self.spec.steps,
             "guidance": self.spec.guidance if request.guidance is None else request.guidance,
@@ -343,25 +342,11 @@ class LoadedModel:
         adapters = tuple((f"lora{loras.index(one.name)}", one.scale) for one in request.loras)
         return replace(prepared, pipe=own, adapters=adapters)
 
-    def _asked_size(self, task: PictureTask, files: Sequence[InputFile]) -> tuple[int, int] | None:
-        """The requested width and height; a missing side is that of the input image, or the model's default.
-
-        Without both it is the input image's size; None: the model's.
-        """
-        request, like = task.request, input_size(self.info, files, task.request.strength)
-        if request.width is None and request.height is None:
-            return like
-        if request.width is not None and request.height is not None:
-            return request.width, request.height
-        if like is not None:
-            step = self.info.size_multiple
-            factor = request.width / like[0] if request.width is not None else (request.height or 0) / like[1]
-            width, height = (max(1, round(side * factor / step)) * step for side in like)
-        elif self.info.default_size is not None:
-            width, height = self.info.default_size
-        else:
-            raise InputError("width and height are given together or not at all; give both")
-        return request.width or width, request.height or height
+    def _asked_size(self, request: JobRequest, files: Sequence[InputFile]) -> tuple[int, int] | None:
+        """The requested width and height, or those of the input image; None: the model's."""
+        # Also with a size: a mask must have the shape of its image.
+        of_image = input_size(self.info, files, request.strength)
+        return size_of(request) or of_image
 
     def _runners_for(self, job: PictureJob) -> tuple[PipelineRunner, PipelineRunner]:
         """The parallel pipeline of the class that takes a job's input images, and its template."""

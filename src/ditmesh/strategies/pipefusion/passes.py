@@ -27,11 +27,7 @@ from ..balance import median_seconds
 from ..hooks import BlockSite
 from ..sequence import result_of, shared
 from .patches import Buffers, ForwardRun, PatchParallel, skipped
-from .stages import Stages, filled
-
-
-class StageDone(Exception):
-    """Leaves the transformer's forward where the rest of it is not wanted, such as after a stage's last block."""
+from .stages import StageDone, Stages, filled
 
 
 @dataclass

@@ -43,7 +43,6 @@ from .passes import (
     DryRun,
     PatchPlan,
     PatchRun,
-    StageDone,
     TextlessRun,
     TimedRun,
     has_text,
@@ -52,7 +51,7 @@ from .passes import (
     runs_of,
 )
 from .patches import Buffers, ForwardRun, PatchParallel
-from .stages import PipeStrategy, Stages
+from .stages import PipeStrategy, StageDone, Stages
 
 # Maximum pending messages of a rank before it waits for the oldest, in steps of patches.
 _STEPS_UNDER_WAY = 4

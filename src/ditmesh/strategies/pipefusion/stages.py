@@ -25,6 +25,10 @@ from ..balance import Balance, mixed
 from ..base import Strategy
 
 
+class StageDone(Exception):
+    """Leaves the transformer's forward where the rest of it is not wanted, such as after a stage's last block."""
+
+
 def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
     """Cut a row of blocks into consecutive stages so that the slowest is as fast as possible.
 

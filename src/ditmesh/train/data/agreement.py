@@ -8,26 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from ...comm.mesh import Mesh
 from ...comm.uneven import Show, uneven_work
 from ...core.digests import digest
 from ...errors import InputError
-from ...report.formatting import enumerated
 from .samples import Sample, Samples
-
-# Samples of each kind of difference that are named.
-MAX_NAMED_SAMPLES = 3
-
-
-def sample_bytes(sample: Sample) -> int:
-    """The number of bytes of a sample in its file.
-
-    Raises:
-        OSError: the file is gone.
-    """
-    return sample.part.file.stat().st_size if sample.part.length < 0 else sample.part.length
 
 
 def agreed_samples(mesh: Mesh, find: Callable[[Callable[[int], None]], Samples], show: Show | None = None) -> Samples:
@@ -47,62 +35,38 @@ def agreed_samples(mesh: Mesh, find: Callable[[Callable[[int], None]], Samples],
         InputError: on every rank, the same sentence: a rank cannot read its data set, or has another one.
         PeerError: another rank has failed.
     """
-    found: Samples | None = None
+    samples: Samples | None = None
     refusal: Exception | None = None
-    identities: list[str] = []
+    identities: list[tuple[str, str]] = []
     with uneven_work(mesh, "reading the data set", show) as advance:
         try:
-            found = find(advance)
-            identities = [_identity(sample) for sample in found.good]
+            samples = find(advance)
+            identities = [(sample.name, _identity(sample)) for sample in samples.good]
         except (InputError, OSError) as error:
             # All ranks must end with the same error.
             refusal = error
-    if mesh.world_size > 1:
-        refusals, digests = zip(
-            *mesh.world.all_gather_object((refusal and str(refusal), digest(identities))), strict=True
-        )
-        if any(refusals):
-            raise _refused([refused and f": {refused}" for refused in refusals]) from refusal
-        assert found is not None
-        if len(set(digests)) > 1:
-            raise _refused(_differences(mesh, found.good, identities))
-        corrupt = mesh.world.all_gather_object(found.corrupt)
-        return replace(found, corrupt=tuple(dict.fromkeys(one for of_rank in corrupt for one in of_rank)))
-    if refusal is not None:
-        raise refusal
-    assert found is not None
-    return found
+    refusals = mesh.world.all_gather_object(refusal and str(refusal))
+    if any(refusals):
+        raise _refused([refusal and f": {refusal}" for refusal in refusals]) from refusal
+    assert samples is not None
+    digests = mesh.world.all_gather_object(digest(identities))
+    if len(set(digests)) > 1:
+        first = mesh.world.broadcast_object(identities)
+        pairs = zip_longest(first, identities, fillvalue=(None, ""))
+        names = [own[0] or wanted[0] for wanted, own in pairs if wanted != own]
+        sentence = names and f" has other samples (names, captions, sizes or lengths in bytes), {names[0]!r} first"
+        raise _refused(mesh.world.all_gather_object(sentence or None))
+    corrupt = mesh.world.all_gather_object(samples.corrupt)
+    return replace(samples, corrupt=tuple(dict.fromkeys(sentence for of_rank in corrupt for sentence in of_rank)))
 
 
 def _identity(sample: Sample) -> str:
-    about: tuple[Any, ...] = (sample.name, sample.said, tuple(sample.size), sample_bytes(sample))
-    mask, references = sample.attached.mask, sample.attached.references
-    if mask is not None or references:
-        parts = (mask, *references)
-        about += tuple(None if one is None else (one.name, one.size()) for one in parts)
+    part = sample.part
+    length = part.file.stat().st_size if part.length < 0 else part.length
+    about: tuple[Any, ...] = (sample.name, sample.words, tuple(sample.size), length)
+    for image in (sample.attached.mask, *sample.attached.references):
+        about += (None if image is None else (image.name, image.size()),)
     return digest(about)
-
-
-def _differences(mesh: Mesh, samples: Sequence[Sample], identities: Sequence[str]) -> list[str | None]:
-    """For every rank, the difference of its data set from rank 0's; None: equal. Collective."""
-    pairs = [(sample.name, identity) for sample, identity in zip(samples, identities, strict=True)]
-    wanted: list[tuple[str, str]] = mesh.world.broadcast_object(pairs)
-    mine, first = dict(pairs), dict(wanted)
-    lacking = [name for name in first if name not in mine]
-    besides = [name for name in mine if name not in first]
-    other = [name for name in mine if first.get(name, mine[name]) != mine[name]]
-    parts = []
-    if lacking:
-        parts.append(f"lacks {enumerated(map(repr, lacking), MAX_NAMED_SAMPLES, 'more')}")
-    if besides:
-        parts.append(f"has {enumerated(map(repr, besides), MAX_NAMED_SAMPLES, 'more')} besides")
-    if other:
-        parts.append(
-            f"has another size, caption or length in bytes of {enumerated(map(repr, other), MAX_NAMED_SAMPLES, 'more')}"
-        )
-    if not parts and pairs != wanted:
-        parts.append("has the samples in another order")
-    return mesh.world.all_gather_object(f" {' and '.join(parts)}" if parts else None)
 
 
 def _refused(sentences: Sequence[str | None]) -> InputError:

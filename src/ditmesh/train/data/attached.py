@@ -7,7 +7,7 @@ They are named by a column of a listing, by a key of the JSON file beside an ima
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -96,24 +96,21 @@ class SampleImages:
     mask: Part | None = None
     references: tuple[Part, ...] = ()
 
-    def check(self, name: str, size: tuple[int, int]) -> None:
-        """Reject images that cannot be read, and masks of another shape than their image.
-
-        Args:
-            size: (height, width) of its image, in pixels.
+    def check(self, size: tuple[int, int]) -> None:
+        """Reject images that cannot be read, and masks of another shape than their image of (height, width) pixels.
 
         Raises:
             InputError: one sentence.
         """
-        for one in self.references:
-            one.size()
+        for reference in self.references:
+            reference.size()
         if self.mask is None:
             return
         height, width = self.mask.size()
         if abs(height * size[1] / (width * size[0]) - 1) > max(MOST_ASKEW, 1 / min(*size, height, width)):
             raise InputError(
-                f"{name} is left out: it has {size[1]} x {size[0]} pixels, and its mask {self.mask.name} "
-                f"{width} x {height}, which is another shape; draw the mask over the image"
+                f"it has {size[1]} x {size[0]} pixels, and its mask {self.mask.name} {width} x {height}, which is "
+                "another shape; draw the mask over the image"
             )
 
 
@@ -140,12 +137,7 @@ class AttachedImages:
     @property
     def named_columns(self) -> tuple[str, ...]:
         """The columns that name images."""
-        return tuple(one for one in self.columns if one is not None)
-
-    @property
-    def any(self) -> bool:
-        """True if the data set has any."""
-        return self._wants_masks or self._wants_references
+        return tuple(column for column in self.columns if column is not None)
 
     def holds(self, folder: str | Path) -> bool:
         """True if a folder is one of them: the files in it are no samples."""
@@ -162,18 +154,17 @@ class AttachedImages:
         Raises:
             InputError: a file is not there.
         """
-        found: dict[str, list[str]] = {}
+        files: dict[str, list[str]] = {}
         for column in self.named_columns:
             value = row.get(column)
             if value is None or value == "":
                 continue
-            wanted = value if isinstance(value, (list, tuple)) else [value]
-            for one in wanted:
-                name = find(one) if isinstance(one, str) else None
+            for file in value if isinstance(value, (list, tuple)) else [value]:
+                name = find(file) if isinstance(file, str) else None
                 if name is None:
-                    raise InputError(f"{where}: {column} names {str(one)[:80]!r}, which is not there")
-                found.setdefault(column, []).append(name)
-        return found
+                    raise InputError(f"{where}: {column} names {str(file)[:80]!r}, which is not there")
+                files.setdefault(column, []).append(name)
+        return files
 
     def of(self, name: str, parts: Mapping[str, Sequence[Part]], size: tuple[int, int]) -> SampleImages:
         """The images that belong to a sample.
@@ -185,23 +176,19 @@ class AttachedImages:
         Raises:
             InputError: one cannot be read, or there is no reference image; one sentence.
         """
-        mask, references = (list(parts.get(column or "", ())) for column in self.columns)
-        for found, files in zip((mask, references), self._folders, strict=True):
-            beside = None if files is None or found else files.get(_stem(name))
-            found += [] if beside is None else [beside]
+        masks, references = (list(parts.get(column or "", ())) for column in self.columns)
+        for images, files in zip((masks, references), self._folders, strict=True):
+            if not images and files is not None and _stem(name) in files:
+                images.append(files[_stem(name)])
         if self._wants_references and not references:
-            raise InputError(f"{name} is left out: there is no conditioning image of it")
-        if len(mask) > 1:
-            raise InputError(f"{name} is left out: it has {len(mask)} masks; give one")
-        if self._wants_masks and not mask:
+            raise InputError("there is no conditioning image of it")
+        if len(masks) > 1:
+            raise InputError(f"it has {len(masks)} masks; give one")
+        if self._wants_masks and not masks:
             self.unmasked.append(name)
-        attached = SampleImages(mask[0] if mask else None, tuple(references))
-        try:
-            attached.check(name, size)
-        except InputError as error:
-            said = str(error)
-            raise InputError(said if said.startswith(name) else f"{name} is left out: {said}") from None
-        return attached
+        images = SampleImages(masks[0] if masks else None, tuple(references))
+        images.check(size)
+        return images
 
 
 def _stem(name: str) -> str:
@@ -218,24 +205,20 @@ def _files_of(folder: str, setting: str) -> dict[str, Part]:
     place = Path(folder)
     if not place.is_dir():
         raise InputError(f"{setting}={folder!r} is no folder")
-    found: dict[str, Part] = {}
     outside: list[str] = []
-    for where, folders, files in DataFolder(place).walk(outside.append):
-        folders[:] = [one for one in folders if not one.startswith(".")]
-        for one in files:
-            name = os.path.normpath(os.path.join(os.path.relpath(where, place), one))
-            if one.startswith(".") or not one.lower().endswith(IMAGE_SUFFIXES):
-                continue
-            twin = found.setdefault(os.path.splitext(name)[0], Part(name, place / name))
+    images: dict[str, Part] = {}
+    for name in DataFolder(place).files(outside.append):
+        if name.lower().endswith(IMAGE_SUFFIXES):
+            twin = images.setdefault(os.path.splitext(name)[0], Part(name, place / name))
             if twin.name != name:
                 raise InputError(f"{setting}={folder!r} has {twin.name} and {name} for one image; leave one there")
     if outside:
         raise InputError(f"{setting}={folder!r}: {outside[0]}")
-    if not found:
+    if not images:
         raise InputError(f"{setting}={folder!r} has no image ({', '.join(IMAGE_SUFFIXES)} are looked for)")
-    return found
+    return images
 
 
-def renamed(parts: Iterable[Part], prefix: str) -> tuple[Part, ...]:
-    """Parts with a prefix before their names."""
-    return tuple(replace(one, name=f"{prefix}{one.name}") for one in parts)
+def renamed(part: Part, prefix: str) -> Part:
+    """A part with a prefix before its name."""
+    return replace(part, name=f"{prefix}{part.name}")

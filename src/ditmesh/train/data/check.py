@@ -12,12 +12,12 @@ from ...config import ParallelConfig
 from ...errors import InputError
 from ...media.images import opened_image
 from ..config import TrainConfig
-from ..families import FAMILIES, family_of
+from ..observed.family import family_of
 from .encoded import EncodedSamples
 from .held_out import with_held_out
 from .order import DrawnSample, SampleOrder
-from .samples import Sample, Samples
-from .sources import Sources, found_samples, sources_of
+from .samples import Sample
+from .sources import Sources, all_samples, sources_of
 from .training_data import check_video_length
 
 # Samples that are decoded.
@@ -39,137 +39,105 @@ def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
     """
     family = family_of(pipe, config)
     check_video_length(pipe, family, config)
-    found = found_samples(config, family.conditioned_by)
-    found.check(config)
+    samples = all_samples(config, family.conditioned_by)
+    samples.check(config)
     mesh = Mesh(ParallelConfig())
     try:
-        found, _ = with_held_out(found, family.conditioned_by, config, mesh, lambda what, ranks: None)
+        samples, _ = with_held_out(samples, family.conditioned_by, config, mesh, lambda what, ranks: None)
     finally:
         mesh.close()
-    sources = sources_of(config, found)
-    encoded = EncodedSamples(pipe, family, found.good, sources.sizes, config, torch.device("cpu"))
+    sources = sources_of(config, samples)
+    encoded = EncodedSamples(pipe, family, samples.good, sources.sizes, config, torch.device("cpu"))
     per_step = config.batch // config.train_batch_size
     order = SampleOrder(sources.sizes, config.seed, config.train_batch_size, per_step, sources.sets)
-    broken, odd, decoded = _decoded(found.good, config)
-    drawn = [
-        (one, micro.size, place >= micro.count) for micro in order.step(0) for place, one in enumerate(micro.samples)
-    ]
+    # All samples, or evenly chosen ones of many.
+    chosen = samples.good[:: max(1, -(-len(samples.good) // MOST_DECODED))]
+    broken, animated = _decoded(chosen, config)
+    buckets, much_cut = _buckets(sources)
     return {
         "sets": _sets(sources, order),
-        "buckets": _buckets(sources),
-        "captions": _captions(found, encoded),
-        "skipped": [*found.corrupt, *broken],
-        "notes": [*found.notes, *odd, *_much_cut(sources)],
-        "decoded": decoded,
-        "samples": len(found.good),
+        "buckets": buckets,
+        "captions": {
+            "by": samples.by,
+            "with": len(samples.good) - len(samples.without),
+            "without": list(samples.without),
+            "sources": dict(samples.sources),
+            "cut": encoded.long_captions(),
+        },
+        "skipped": [*samples.corrupt, *broken],
+        "notes": [*samples.notes, *animated, *much_cut],
+        "decoded": len(chosen),
+        "samples": len(samples.good),
         "steps": config.max_train_steps or order.steps(config.num_train_epochs),
         "batch": config.batch,
-        "first_step": [_drawn(encoded, found.good, *one) for one in drawn],
+        "first_step": [
+            _drawn(encoded, samples.good, drawn, micro.size, place >= micro.count)
+            for micro in order.step(0)
+            for place, drawn in enumerate(micro.samples)
+        ],
     }
-
-
-def conditioned_by_label(pipe: Any) -> bool:
-    """True if a pipeline is trained by labels, which only adapters can say."""
-    family = FAMILIES.get(type(pipe.transformer).__name__) or FAMILIES.get(type(pipe.transformer))
-    return family is not None and family.conditioned_by == "label"
 
 
 def _sets(sources: Sources, order: SampleOrder) -> list[dict[str, Any]]:
-    found = []
+    sets = []
     per_epoch = order.of_sets(len(sources.configs))
     for number, config in enumerate(sources.configs):
-        mine = [sample for sample in sources.samples.good if sample.source == number]
-        prior = number == sources.sets.prior
-        found.append(
+        samples = [sample for sample in sources.samples.good if sample.source == number]
+        is_prior = number == sources.sets.prior
+        sets.append(
             {
                 "dir": config.train_data_dir,
-                "samples": len(mine),
-                "weight": None if prior else sources.sets.weights[number],
-                "per_epoch": sum(per_epoch) if prior else per_epoch[number],
-                "masks": sum(sample.attached.mask is not None for sample in mine),
-                "references": sum(bool(sample.attached.references) for sample in mine),
-                "class_images": prior,
+                "samples": len(samples),
+                "weight": None if is_prior else sources.sets.weights[number],
+                "per_epoch": sum(per_epoch) if is_prior else per_epoch[number],
+                "masks": sum(sample.attached.mask is not None for sample in samples),
+                "references": sum(bool(sample.attached.references) for sample in samples),
+                "class_images": is_prior,
             }
         )
-    return found
+    return sets
 
 
-def _buckets(sources: Sources) -> list[dict[str, Any]]:
-    """For every bucket its samples, how many of them are enlarged, and how much of them is cut away."""
-    found = []
-    pairs = list(zip(sources.samples.good, sources.sizes, strict=True))
-    for size in sorted(set(sources.sizes)):
-        factors, cut = zip(*(_scaled(sample, size) for sample, own in pairs if own == size), strict=True)
-        found.append(
-            {
-                "size": list(size),
-                "samples": len(cut),
-                "enlarged": sum(factor > 1 for factor in factors),
-                "largest_factor": max(factors),
-                "cut_away": sum(cut) / len(cut),
-            }
-        )
-    return found
-
-
-def _scaled(sample: Sample, size: tuple[int, int]) -> tuple[float, float]:
-    """The factor by which a sample is enlarged for a bucket, and the share of it that is cut away."""
-    factor = max(size[0] / sample.size[0], size[1] / sample.size[1])
-    return factor, 1 - size[0] * size[1] / (sample.size[0] * sample.size[1] * factor * factor)
-
-
-def _captions(found: Samples, encoded: EncodedSamples) -> dict[str, Any]:
-    texts = [sample.said for sample in found.good]
-    every = [one for said in texts for one in (said if isinstance(said, tuple) else (said,)) if isinstance(one, str)]
-    words = sorted(len(one.split()) for one in every)
-    return {
-        "by": found.by,
-        "with": len(found.good) - len(found.without),
-        "without": list(found.without),
-        "several": sum(isinstance(said, tuple) for said in texts),
-        "sources": dict(found.sources),
-        "words": [words[0], words[len(words) // 2], words[-1]] if words else None,
-        "cut": encoded.long_captions(),
-    }
-
-
-def _much_cut(sources: Sources) -> list[str]:
-    found = []
+def _buckets(sources: Sources) -> tuple[list[dict[str, Any]], list[str]]:
+    """Every bucket with its samples and the share of them that is cut away; and sentences about those cut by half."""
+    shares: dict[tuple[int, int], list[float]] = {}
+    sentences = []
     for sample, size in zip(sources.samples.good, sources.sizes, strict=True):
-        _, cut = _scaled(sample, size)
+        height, width = sample.size
+        factor = max(size[0] / height, size[1] / width)
+        cut = 1 - size[0] * size[1] / (height * width * factor * factor)
+        shares.setdefault(size, []).append(cut)
         if cut > 0.5:
-            found.append(
-                f"{sample.name} has {sample.size[1]} x {sample.size[0]} pixels, of which {cut:.0%} are cut away; add a "
-                "bucket of its shape, or cut it yourself"
+            sentences.append(
+                f"{sample.name} has {width} x {height} pixels, of which {cut:.0%} are cut away; add a bucket of its "
+                "shape, or cut it yourself"
             )
-    return found
+    buckets = [
+        {"size": list(size), "samples": len(cuts), "cut_away": sum(cuts) / len(cuts)}
+        for size, cuts in sorted(shares.items())
+    ]
+    return buckets, sentences
 
 
-def _decoded(samples: Sequence[Sample], config: TrainConfig) -> tuple[list[str], list[str], int]:
-    """Decode all samples, or evenly chosen ones of many.
-
-    Returns:
-        Sentences about those that cannot be decoded, and about those of which only one frame is trained; and how many
-        were decoded.
-    """
-    chosen = samples[:: max(1, -(-len(samples) // MOST_DECODED))]
-    broken, odd = [], []
-    for sample in chosen:
+def _decoded(samples: Sequence[Sample], config: TrainConfig) -> tuple[list[str], list[str]]:
+    """Sentences about samples that cannot be decoded, and about those of which only one frame is trained."""
+    broken, animated = [], []
+    for sample in samples:
         try:
             if config.num_frames is None:
                 sample.picture()
                 with sample.part.open() as file, opened_image(file, sample.name) as image:
                     if getattr(image, "is_animated", False):
-                        odd.append(f"{sample.name} is animated: its first frame is trained")
+                        animated.append(f"{sample.name} is animated: its first frame is trained")
             else:
                 sample.frames(config.num_frames)
             if sample.attached.mask is not None:
                 sample.attached.mask.mask()
-            for one in sample.attached.references:
-                one.picture()
+            for reference in sample.attached.references:
+                reference.picture()
         except (OSError, InputError) as error:
             broken.append(str(error))
-    return broken, odd, len(chosen)
+    return broken, animated
 
 
 def _drawn(

@@ -35,19 +35,15 @@ class FolderRepeats:
     def read(names: Iterable[str]) -> FolderRepeats:
         """The repeats of folders right below the data folder, if all images are in folders that are named so."""
         folders = sorted({name.partition(os.sep)[0] if os.sep in name else "" for name in names})
-        found = {folder: re.fullmatch(r"([1-9]\d*)_(.+)", folder) for folder in folders}
-        repeats = {folder: int(match[1]) for folder, match in found.items() if match and len(match[1]) < 5}
-        repeats = {folder: count for folder, count in repeats.items() if count <= MAX_REPEATS}
+        matches = {folder: re.fullmatch(r"([1-9]\d{0,3})_(.+)", folder) for folder in folders}
+        repeats = {folder: int(match[1]) for folder, match in matches.items() if match and int(match[1]) <= MAX_REPEATS}
         if not repeats:
             return FolderRepeats()
         if len(repeats) < len(folders):
             other = next(folder for folder in folders if folder not in repeats)
-            return FolderRepeats(
-                notes=(
-                    f"{min(repeats)}/ counts once, and its name is no caption: other images are in "
-                    f"{other + '/' if other else 'the data folder itself'}; set weights with train_data",
-                )
-            )
+            place = f"{other}/" if other else "the data folder itself"
+            sentence = f"{min(repeats)}/ counts once, and its name is no caption: other images are in {place}"
+            return FolderRepeats(notes=(f"{sentence}; set weights with train_data",))
         times = ", ".join(f"{folder}/ {count}" for folder, count in repeats.items())
         return FolderRepeats(repeats, (f"times in an epoch, by the names of folders: {times}",))
 
@@ -63,23 +59,19 @@ class FolderRepeats:
 
 def companions(names: Iterable[str]) -> list[str]:
     """Files that belong to another image by their name: ``masks/a.png`` and ``a-masklabel.png`` to ``a.png``."""
-    names = list(names)
-    stems = {os.path.splitext(name)[0] for name in names}
+    stems = {name: os.path.splitext(name)[0] for name in names}
+    in_folders = {stem for stem in stems.values() if _last_folder(stem) in COMPANION_FOLDERS}
     # Also of images/a.png and masks/a.png.
-    beside: dict[tuple[str, str], set[str]] = {}
-    for stem in stems:
-        folder, file = os.path.split(stem)
-        beside.setdefault((os.path.dirname(folder), file), set()).add(os.path.basename(folder).lower())
-    found = []
-    for name in names:
-        stem = os.path.splitext(name)[0]
-        folder, file = os.path.split(stem)
-        above, last = os.path.dirname(folder), os.path.basename(folder).lower()
-        is_companion = any(stem.lower().endswith(end) and stem[: -len(end)] in stems for end in COMPANION_ENDS)
-        is_companion |= stem.lower().endswith(COMPANION_LABELS)
-        if last in COMPANION_FOLDERS:
-            is_companion |= os.path.join(above, file) in stems
-            is_companion |= bool(beside[above, file].difference(COMPANION_FOLDERS, [""] if not above else []))
-        if is_companion:
-            found.append(name)
-    return found
+    others = {os.path.basename(stem) for stem in stems.values() if stem not in in_folders}
+    images = set(stems.values())
+    return [
+        name
+        for name, stem in stems.items()
+        if stem.lower().endswith(COMPANION_LABELS)
+        or any(stem.lower().endswith(end) and stem[: -len(end)] in images for end in COMPANION_ENDS)
+        or (stem in in_folders and os.path.basename(stem) in others)
+    ]
+
+
+def _last_folder(stem: str) -> str:
+    return os.path.basename(os.path.dirname(stem)).lower()

@@ -25,6 +25,7 @@ from .agreement import agreed_samples
 from .captions import By
 from .encoded import EncodedSamples
 from .order import DrawnSample, MicroBatch, buckets_of
+from .reading import read_samples
 from .samples import Sample, Samples
 
 NUM_LEVELS = 8
@@ -62,7 +63,7 @@ def with_held_out(
         try:
             held = agreed_samples(
                 mesh,
-                lambda advance: Samples.find(there, by, advance),
+                lambda advance: read_samples(there, by, advance),
                 lambda ranks: show("reading the held-out data set", ranks),
             )
             held.check(there)

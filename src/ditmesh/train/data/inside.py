@@ -47,25 +47,37 @@ class DataFolder:
             )
         return path
 
-    def walk(
-        self, outside: Callable[[str], None], unreadable: Callable[[OSError], None] | None = None
-    ) -> Iterator[tuple[str, list[str], list[str]]]:
-        """`os.walk` that follows links inside of the folder, and none that leads back; names are sorted.
+    def files(
+        self,
+        outside: Callable[[str], None],
+        unreadable: Callable[[OSError], None] | None = None,
+        choose: Callable[[str, list[str]], list[str]] | None = None,
+    ) -> list[str]:
+        """Sorted names of all files, relative to the folder, but hidden ones; links inside of it are followed.
 
         Args:
             outside: called with a sentence for every link that leaves the folder, which is left out.
             unreadable: called with the error of a folder that cannot be read.
+            choose: those of a folder's folders that are looked into.
         """
+        names: list[str] = []
         seen: set[tuple[int, int]] = set()
         for place, folders, files in os.walk(self.path, followlinks=True, onerror=unreadable):
+            # A link may lead back.
             where = os.stat(place)
             if (where.st_dev, where.st_ino) in seen:
                 folders.clear()
                 continue
             seen.add((where.st_dev, where.st_ino))
-            for names in (folders, files):
-                names[:] = sorted(name for name in names if self._is_inside(os.path.join(place, name), outside))
-            yield place, folders, files
+            for entries in (folders, files):
+                entries[:] = sorted(
+                    name for name in entries if is_shown(name) and self._is_inside(os.path.join(place, name), outside)
+                )
+            if choose is not None:
+                folders[:] = choose(place, folders)
+            below = os.path.relpath(place, self.path)
+            names += [os.path.normpath(os.path.join(below, name)) for name in files]
+        return sorted(names)
 
     def _is_inside(self, path: str, outside: Callable[[str], None]) -> bool:
         if not os.path.islink(path):
@@ -84,3 +96,8 @@ def _blobs(folder: Path) -> Iterator[Path]:
     for above in (folder, *folder.parents):
         if above.parent.name == "snapshots" and (above.parent.parent / "blobs").is_dir():
             yield above.parent.parent / "blobs"
+
+
+def is_shown(name: str) -> bool:
+    """True if a file or folder is not hidden, nor one of those that macOS and network drives add."""
+    return not name.startswith(".") and name not in ("__MACOSX", "@eaDir")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +9,10 @@ from pathlib import Path
 from ...core.digests import digest
 from ...errors import InputError
 from ..config import TrainConfig
-from .attached import renamed
+from .attached import SampleImages, renamed
 from .captions import By
 from .order import SampleSets, buckets_of
+from .reading import read_samples
 from .samples import Sample, Samples
 
 # Settings of a data set that do not affect training, or are in the samples themselves.
@@ -41,7 +41,7 @@ class Sources:
     def digest(self) -> str:
         """Digest of names, sizes and captions, and of the settings for their frequency and wording."""
         good = self.samples.good
-        plain = [(sample.name, sample.size, sample.said) for sample in good]
+        plain = [(sample.name, sample.size, sample.words) for sample in good]
         beside = [
             (sample.attached.mask and sample.attached.mask.name, [one.name for one in sample.attached.references])
             for sample in good
@@ -57,7 +57,7 @@ class Sources:
         return digest((plain, beside, [sample.source for sample in good], self.sets.weights, str(changed)))
 
 
-def found_samples(config: TrainConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
+def all_samples(config: TrainConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
     """The samples of all data sets of a run, in one list.
 
     Args:
@@ -65,24 +65,24 @@ def found_samples(config: TrainConfig, by: By, advance: Callable[[int], None] | 
         advance: called with the number of samples that have been looked at so far.
 
     Raises:
-        InputError: as `Samples.find`; names the data set.
+        InputError: as `read_samples`; names the data set.
     """
     configs, names = config.data_sets, names_of(config)
     if len(configs) == 1:
-        return Samples.find(configs[0], by, advance)
-    every: list[Samples] = []
+        return read_samples(configs[0], by, advance)
+    sets: list[Samples] = []
     before = 0
-    for number, (one, name) in enumerate(zip(configs, names, strict=True)):
-        told = None if advance is None else lambda count, before=before: advance(before + count)
-        found = Samples.find(one, by, told)
-        before += len(found.good) + len(found.corrupt)
-        every.append(_marked(found, name, number))
+    for number, (own, name) in enumerate(zip(configs, names, strict=True)):
+        advance_set = None if advance is None else lambda count, before=before: advance(before + count)
+        samples = read_samples(own, by, advance_set)
+        before += len(samples.good) + len(samples.corrupt)
+        sets.append(_marked(samples, name, number))
     return Samples(
-        good=tuple(sample for found in every for sample in found.good),
-        corrupt=tuple(one for found in every for one in found.corrupt),
-        notes=tuple(one for found in every for one in found.notes),
-        sources=tuple(pair for found in every for pair in found.sources),
-        columns=tuple(dict.fromkeys(one for found in every for one in found.columns)),
+        good=tuple(sample for of_set in sets for sample in of_set.good),
+        corrupt=tuple(sentence for of_set in sets for sentence in of_set.corrupt),
+        notes=tuple(note for of_set in sets for note in of_set.notes),
+        sources=tuple(pair for of_set in sets for pair in of_set.sources),
+        columns=tuple(dict.fromkeys(column for of_set in sets for column in of_set.columns)),
         by=by,
     )
 
@@ -120,34 +120,31 @@ def sources_of(config: TrainConfig, samples: Samples) -> Sources:
 
 def names_of(config: TrainConfig) -> tuple[str, ...]:
     """Short names of the data sets: the last part of the folder, with a number where two have the same."""
-    names = [Path(one.train_data_dir).name or one.train_data_dir for one in config.data_sets]
+    names = [Path(own.train_data_dir).name or own.train_data_dir for own in config.data_sets]
     if len(names) == 1:
         return ("",)
-    count, seen = Counter(names), Counter[str]()
-    found = []
-    for name in names:
-        seen[name] += 1
-        found.append(f"{name}-{seen[name]}" if count[name] > 1 else name)
-    return tuple(found)
-
-
-def _marked(found: Samples, name: str, number: int) -> Samples:
-    """The samples of one data set of several, with its name before theirs."""
-    prefix = f"{name}/"
-    return replace(
-        found,
-        good=tuple(_with(sample, prefix, number) for sample in found.good),
-        corrupt=tuple(f"{prefix}{one}" for one in found.corrupt),
-        notes=tuple(f"{name}: {one}" for one in found.notes),
-        sources=tuple((f"{source} of {name}", count) for source, count in found.sources),
+    numbers = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return tuple(
+        f"{name}-{number}" if names.count(name) > 1 else name for name, number in zip(names, numbers, strict=True)
     )
 
 
-def _with(sample: Sample, prefix: str, number: int) -> Sample:
-    beside = sample.attached
-    (mask,) = renamed([beside.mask], prefix) if beside.mask is not None else (None,)
-    attached = replace(beside, mask=mask, references=renamed(beside.references, prefix))
-    (part,) = renamed([sample.part], prefix)
+def _marked(samples: Samples, name: str, number: int) -> Samples:
+    """The samples of one data set of several, with its name before theirs."""
+    prefix = f"{name}/"
+    return replace(
+        samples,
+        good=tuple(_with_prefix(sample, prefix, number) for sample in samples.good),
+        corrupt=tuple(f"{prefix}{sentence}" for sentence in samples.corrupt),
+        notes=tuple(f"{name}: {note}" for note in samples.notes),
+        sources=tuple((f"{source} of {name}", count) for source, count in samples.sources),
+    )
+
+
+def _with_prefix(sample: Sample, prefix: str, number: int) -> Sample:
+    mask, references = sample.attached.mask, sample.attached.references
+    attached = SampleImages(mask and renamed(mask, prefix), tuple(renamed(image, prefix) for image in references))
+    part = renamed(sample.part, prefix)
     return replace(sample, name=part.name, part=part, source=number, attached=attached)
 
 

@@ -17,7 +17,7 @@ from .agreement import agreed_samples
 from .encoded import Batch, EncodedSamples
 from .held_out import wants_held_out, with_held_out
 from .order import MicroBatch, SampleOrder
-from .sources import found_samples, lines_of, sources_of
+from .sources import all_samples, lines_of, sources_of
 
 
 class TrainingData:
@@ -53,7 +53,7 @@ class TrainingData:
         check_video_length(pipe, family, config)
         found = agreed_samples(
             mesh,
-            lambda advance: found_samples(config, family.conditioned_by, advance),
+            lambda advance: all_samples(config, family.conditioned_by, advance),
             lambda ranks: show("reading the data set", ranks),
         )
         found.check(config)
@@ -90,7 +90,7 @@ class TrainingData:
                 sample = self.samples[drawn.index]
                 raise InputError(
                     f"sample {sample.name!r} cannot be encoded ({type(error).__name__}: {error}); its caption or "
-                    f"label is {sample.said!r}"
+                    f"label is {sample.words!r}"
                 ) from error
         names = ", ".join(repr(self.samples[drawn.index].name) for drawn in micro.samples)
         raise InputError(f"samples {names} cannot be encoded together ({cause})") from cause

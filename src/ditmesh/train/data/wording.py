@@ -5,7 +5,10 @@ Random choices are drawn from a generator of the sample's own, so that it does n
 
 from __future__ import annotations
 
+import inspect
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,3 +74,25 @@ class Wording:
             rest = [one for one in rest if chance.random() >= config.tag_dropout]
         space = "" if config.tag_separator.endswith(" ") else " "
         return f"{config.tag_separator}{space}".join([*kept, *rest])
+
+
+def long_captions(pipe: Any, config: TrainConfig, captions: Sequence[tuple[str, str]]) -> list[str]:
+    """A sentence for every tokenizer that captions, each with the name of its sample, are too long for."""
+    length = config.max_sequence_length
+    if length is None:
+        default = inspect.signature(type(pipe).__call__).parameters.get("max_sequence_length")
+        length = None if default is None else default.default
+    longest = max(length) if isinstance(length, tuple) else length
+    sentences = []
+    for name, tokenizer in pipe.components.items():
+        if not captions or not hasattr(tokenizer, "model_max_length"):
+            continue
+        limit = min(tokenizer.model_max_length, longest if isinstance(longest, int) else math.inf)
+        # Without its own warning about what is counted here.
+        ids = tokenizer([text for _, text in captions], truncation=False, verbose=False)["input_ids"]
+        counts = [(len(tokens), sample) for tokens, (sample, _) in zip(ids, captions, strict=True)]
+        if cut := [pair for pair in counts if pair[0] > limit]:
+            noun = "caption is" if len(cut) == 1 else "captions are"
+            most, sample = max(cut)
+            sentences.append(f"{len(cut)} {noun} cut by {name} at {limit} tokens (the longest has {most}: {sample})")
+    return sentences

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,13 @@ from ...strategies.tensor.slices import plan_slices
 from ..config import SECOND, Sharding
 from .ordered import OrderedGradients, weight_gradients
 from .reduce import reduce_gradients
+
+# torch 2.14 deprecates the second. Without `init_sync`, both leave buffers as they are.
+_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel).parameters
+)
 
 
 class GradientSync:
@@ -74,10 +82,10 @@ class GradientSync:
                 _Called(modules, name),
                 process_group=group,
                 # Ranks have read equal weights, and buffers do not change.
-                broadcast_buffers=False,
                 init_sync=False,
                 find_unused_parameters=True,
                 gradient_as_bucket_view=True,
+                **cast(Any, {_BUFFERS: False}),
             )
             return
         if list(modules) not in (["transformer"], [SECOND]):

@@ -7,8 +7,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...generate.components import read_saved
 from ...generate.model_info import find_model
-from ..config import SECOND, TrainConfig
-from ..families import FAMILIES, is_adapted
+from ..config import TrainConfig
 from ..objective import NoiseObjective
 from .family import ObservedFamily
 
@@ -29,8 +28,8 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
 
     Returns:
         ``model``, ``pipeline``, ``transformer``, ``component`` and ``timesteps`` (which transformer that is, and
-        from where to where it is called; None: everywhere), ``adapter`` (its name; None: observed), ``trained_as`` (the
-        pipeline that is trained in its place; None: itself), ``picture`` (what stands beside the caption: ``"first
+        from where to where it is called; None: everywhere), ``trained_as`` (the pipeline that is
+        trained in its place; None: itself), ``picture`` (what stands beside the caption: ``"first
         frame"`` or ``"hole"`` of the sample itself, ``"reference"``, or None), ``objective``, and ``sizes``: for every
         size ``size``, ``latents``, ``time``, ``input``, ``prediction``, ``captions`` and ``pictures`` (the arguments
         that depend on them) and ``round_trip`` (how far from the chosen latents the loop ended, relative to the
@@ -44,14 +43,6 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
     pipe = loaded_pipeline(config) if pipe is None else pipe
     if not hasattr(pipe, "transformer"):
         raise ConfigError(f"{type(pipe).__name__} has no transformer to train")
-    name = type(pipe.transformer).__name__
-    several = getattr(pipe, SECOND, None) is not None or bool(pipe.config.get("expand_timesteps"))
-    adapter = FAMILIES.get(name) if is_adapted(type(pipe), name, several) else None
-    if adapter is not None and adapter.conditioned_by == "label":
-        raise ConfigError(
-            f"{type(pipe).__name__} is trained by labels, with the adapter {type(adapter).__name__}; --check derives "
-            "the training of pipelines with a prompt"
-        )
     family = ObservedFamily(pipe, config)
     sizes = []
     for size in bucket_sizes(config):
@@ -76,7 +67,6 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
         "transformer": type(getattr(pipe, config.denoiser)).__name__,
         "component": config.denoiser,
         "timesteps": family.moments_of_training,
-        "adapter": None if adapter is None else type(adapter).__name__,
         "trained_as": None if family.base is None else family.base.__name__,
         "picture": family.source_image or ("reference" if family.reference else None),
         "objective": NoiseObjective(family.scheduler, config).kind,

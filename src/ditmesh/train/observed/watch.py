@@ -112,6 +112,8 @@ class PipelineWatcher:
         by_parts: copies of the scheduler step a part of the sample each, such as a frame; samples are then stacks of
             parts.
         fixed: arguments of the transformer that are always these, whatever the pipeline passes.
+        names: of the transformer's arguments.
+        forms, prompts: results of the transformer by the form of its arguments, and of the encoder of prompts.
     """
 
     def __init__(self, pipe: Any, denoiser: str = "transformer") -> None:
@@ -121,18 +123,22 @@ class PipelineWatcher:
         self.bounds: tuple[float, float] | None = None
         self.branches, self.by_parts = 1, False
         self.model: Any = getattr(pipe, denoiser)
-        self._names = list(inspect.signature(self.model.forward).parameters)
-        self._forms: dict[Any, Any] = {}
-        self._prompts: dict[str, Any] = {}
+        self.names = list(inspect.signature(self.model.forward).parameters)
+        self.forms: dict[Any, Any] = {}
+        self.prompts: dict[str, Any] = {}
 
     def forget(self) -> None:
         """Forget encoded prompts, and the transformer's results."""
-        self._prompts.clear()
-        self._forms.clear()
+        self.prompts.clear()
+        self.forms.clear()
 
-    def first_call(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The arguments of the transformer's first call, before which nothing computes but what encodes."""
-        seen = self.run(request, calls=1)
+    def first_call(self, request: Mapping[str, Any], gradients: bool = False) -> Mapping[str, Any]:
+        """The arguments of the transformer's first call, before which nothing computes but what encodes.
+
+        Args:
+            gradients: record those of the encoders, whose dropout then draws from the numbers of the training step.
+        """
+        seen = self.run(request, calls=1, gradients=gradients)
         if not seen.calls:
             raise ConfigError(f"the pipeline calls no {type(self.model).__name__}")
         return seen.calls[0].arguments
@@ -144,6 +150,7 @@ class PipelineWatcher:
         samples: SampleOf | None = None,
         calls: int | None = None,
         steps: int | None = None,
+        gradients: bool = False,
     ) -> ObservedRun:
         """Run the pipeline up to its decoder.
 
@@ -152,125 +159,13 @@ class PipelineWatcher:
             results, samples: stand-ins.
             calls: stop in the transformer's call of this number, counted from 1.
             steps: stop in the scheduler's step of this number, counted from 1.
+            gradients: as for `first_call`.
         """
-        seen = ObservedRun()
-        scheduler = self.pipe.scheduler
+        run = _Run(self, results, samples, calls, steps, gradients)
+        run.run(request)
+        return run.seen
 
-        def forward(*args: Any, is_second: bool = False, **kwargs: Any) -> Any:
-            given = dict(zip(self._names, args, strict=False)) | kwargs | self.fixed
-            # Loops write into tensors that they have passed.
-            arguments = replaced(given, {path: one.detach().clone() for path, one in tensors_in(given)})
-            arguments = first_branch(arguments, self.branches)
-            number = len(seen.calls)
-            if calls is not None and number + 1 >= calls:
-                seen.calls.append(WatchedCall(arguments, torch.empty(0)))
-                raise _Stop
-            form = tuple(_forms_of(arguments))
-            if form not in self._forms:
-                self._forms[form] = self.model(**given)
-            output = self._forms[form]
-            stand_in = None if results is None else results(number, arguments)
-            if stand_in is not None:
-                output = _with_sample(output, stand_in, self.branches)
-            result = _first(_sample_of(output)).detach().clone()
-            seen.calls.append(WatchedCall(arguments, result, is_second))
-            return output
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            number = len(seen.steps)
-            again = bool(seen.steps) and seen.steps[-1].call == len(seen.calls) - 1
-            # Solvers write into their arguments.
-            output, sample = (_first(given[name]).detach().clone() for name in ("model_output", "sample"))
-            result = stepped.original(*args, **kwargs)
-            moment, now, later = self._moments(float(given["timestep"]))
-            if again:
-                # Some ask the scheduler for the latents that a result stands for, before they step.
-                number -= 1
-            else:
-                seen.steps.append(WatchedStep(len(seen.calls) - 1, output, moment, now * sample))
-                if len(seen.steps) == steps:
-                    raise _Stop
-            chosen = None if samples is None else samples(number)
-            return result if chosen is None else _stepped(result, chosen / later)
-
-        def copied(memo: dict[int, Any]) -> Any:
-            held = {key: one for key, one in vars(scheduler).items() if key not in ("step", "__deepcopy__")}
-            other = copy.copy(scheduler)
-            vars(other).clear()
-            vars(other).update(copy.deepcopy(held, memo))
-            if "step" in vars(scheduler) and self.by_parts:
-                real = other.step
-                vars(other)["step"] = lambda *args, **kwargs: step_part(real, *args, **kwargs)
-            return other
-
-        def step_part(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            call = len(seen.calls) - 1
-            output, sample = (_first(given[name]).detach().clone() for name in ("model_output", "sample"))
-            moment, part = float(given["timestep"]), 0
-            if seen.steps and seen.steps[-1].call == call:
-                last = seen.steps.pop()
-                part = len(last.sample)
-                if moment != last.timestep:
-                    raise ConfigError("parts of the sample are at different times")
-                output = torch.cat([last.output, output[None]])
-                sample = torch.cat([last.sample, sample[None]])
-            elif len(seen.steps) == steps:
-                raise _Stop
-            else:
-                output, sample = output[None], sample[None]
-            seen.steps.append(WatchedStep(call, output, moment, sample))
-            result = real(*args, **kwargs)
-            chosen = None if samples is None else samples(len(seen.steps) - 1)
-            return result if chosen is None else _stepped(result, chosen[part])
-
-        def decode(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # An autoencoder of images decodes a video frame by frame.
-            frames = latents.dim() == 4 and len(latents) > 1
-            seen.decoded = (latents.transpose(0, 1)[None] if frames else latents).detach().clone()
-            raise _Stop
-
-        def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-            key = repr(_keys_of({"args": args, "kwargs": kwargs}))
-            if key not in self._prompts:
-                self._prompts[key] = prompts.original(*args, **kwargs)
-            return self._prompts[key]
-
-        signature = inspect.signature(scheduler.step)
-        with ExitStack() as undo, torch.no_grad():
-            # Around the pipeline's own bookkeeping of its parts.
-            for name in ("transformer", SECOND):
-                model = getattr(self.pipe, name, None)
-                if model is not None:
-                    undo.callback(vars(self.pipe).__setitem__, name, model)
-                    vars(self.pipe)[name] = _StandIn(model, partial(forward, is_second=name == SECOND))
-            stepped = Patch(scheduler, "step", step)
-            undo.callback(stepped.undo)
-            if self.by_parts:
-                vars(scheduler)["__deepcopy__"] = copied
-                undo.callback(vars(scheduler).pop, "__deepcopy__")
-            decoder = next((getattr(self.pipe, name) for name in DECODERS if getattr(self.pipe, name, None)), None)
-            if decoder is not None:
-                undo.callback(Patch(decoder, "decode", decode).undo)
-            if callable(getattr(self.pipe, "encode_prompt", None)):
-                prompts = Patch(self.pipe, "encode_prompt", encode_prompt)
-                undo.callback(prompts.undo)
-            guider = getattr(self.pipe, "guider", None)
-            if guider is not None and getattr(guider, "_enabled", False):
-                guider.disable()
-                undo.callback(guider.enable)
-            training = self.model.training
-            undo.callback(self.model.train, training)
-            self.model.eval()
-            state = torch.random.get_rng_state()
-            undo.callback(torch.random.set_rng_state, state)
-            torch.manual_seed(7)
-            with suppress(_Stop):
-                self.pipe(**request)
-        return seen
-
-    def _moments(self, timestep: float) -> tuple[float, float, float]:
+    def moments(self, timestep: float) -> tuple[float, float, float]:
         """After a step: its timestep, and what samples before and after it are to be multiplied with."""
         if self.levels is None:
             return timestep, 1.0, 1.0
@@ -279,6 +174,146 @@ class PipelineWatcher:
         scheduler = self.pipe.scheduler
         now, later = (float(scheduler.sigmas[scheduler.step_index + shift]) for shift in (-1, 0))
         return self.levels.timestep(timestep, now), self.levels.factor(now), self.levels.factor(later)
+
+
+class _Run:
+    """One run of a pipeline, with functions in the place of its parts."""
+
+    def __init__(
+        self,
+        watcher: PipelineWatcher,
+        results: ResultOf | None,
+        samples: SampleOf | None,
+        calls: int | None,
+        steps: int | None,
+        gradients: bool,
+    ) -> None:
+        self.seen = ObservedRun()
+        self._watcher, self._pipe, self._scheduler = watcher, watcher.pipe, watcher.pipe.scheduler
+        self._results, self._samples, self._calls, self._steps = results, samples, calls, steps
+        self._gradients = gradients
+        self._signature = inspect.signature(self._scheduler.step)
+
+    def run(self, request: Mapping[str, Any]) -> None:
+        pipe, watcher = self._pipe, self._watcher
+        with ExitStack() as undo, torch.set_grad_enabled(self._gradients):
+            # Around the pipeline's own bookkeeping of its parts.
+            for name in ("transformer", SECOND):
+                model = getattr(pipe, name, None)
+                if model is not None:
+                    undo.callback(vars(pipe).__setitem__, name, model)
+                    vars(pipe)[name] = _StandIn(model, partial(self._forward, name == SECOND))
+            self._patch(undo)
+            guider = getattr(pipe, "guider", None)
+            if guider is not None and getattr(guider, "_enabled", False):
+                guider.disable()
+                undo.callback(guider.enable)
+            undo.callback(watcher.model.train, watcher.model.training)
+            watcher.model.eval()
+            call: Callable[..., Any] = type(pipe).__call__
+            if self._gradients:
+                # Below the decorator that switches them off.
+                call = inspect.unwrap(call)
+            else:
+                undo.callback(torch.random.set_rng_state, torch.random.get_rng_state())
+                torch.manual_seed(7)
+            with suppress(_Stop):
+                call(pipe, **request)
+
+    def _patch(self, undo: ExitStack) -> None:
+        """Put functions in the place of the scheduler's step, the decoder and the encoder of prompts."""
+        scheduler = self._scheduler
+        step = Patch(scheduler, "step", lambda *args, **kwargs: self._step(step.original, *args, **kwargs))
+        undo.callback(step.undo)
+        if self._watcher.by_parts:
+            vars(scheduler)["__deepcopy__"] = self._copied
+            undo.callback(vars(scheduler).pop, "__deepcopy__")
+        decoder = next((getattr(self._pipe, name) for name in DECODERS if getattr(self._pipe, name, None)), None)
+        if decoder is not None:
+            undo.callback(Patch(decoder, "decode", self._decode).undo)
+        if callable(getattr(self._pipe, "encode_prompt", None)):
+            prompts = Patch(self._pipe, "encode_prompt", lambda *a, **k: self._encoded(prompts.original, *a, **k))
+            undo.callback(prompts.undo)
+
+    def _forward(self, is_second: bool, *args: Any, **kwargs: Any) -> Any:
+        watcher, seen = self._watcher, self.seen
+        given = dict(zip(watcher.names, args, strict=False)) | kwargs | watcher.fixed
+        # Loops write into tensors that they have passed.
+        tensors = {path: (tensor if self._gradients else tensor.detach()).clone() for path, tensor in tensors_in(given)}
+        arguments = first_branch(replaced(given, tensors), watcher.branches)
+        number = len(seen.calls)
+        if self._calls is not None and number + 1 >= self._calls:
+            seen.calls.append(WatchedCall(arguments, torch.empty(0)))
+            raise _Stop
+        form = tuple(_forms_of(arguments))
+        if form not in watcher.forms:
+            watcher.forms[form] = watcher.model(**given)
+        output = watcher.forms[form]
+        stand_in = None if self._results is None else self._results(number, arguments)
+        if stand_in is not None:
+            output = _with_sample(output, stand_in, watcher.branches)
+        result = _first(_sample_of(output)).detach().clone()
+        seen.calls.append(WatchedCall(arguments, result, is_second))
+        return output
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given, steps, call = self._signature.bind(*args, **kwargs).arguments, self.seen.steps, len(self.seen.calls) - 1
+        number = len(steps)
+        # Solvers write into their arguments.
+        output, sample = (_first(given[name]).detach().clone() for name in ("model_output", "sample"))
+        result = original(*args, **kwargs)
+        moment, now, later = self._watcher.moments(float(given["timestep"]))
+        if steps and steps[-1].call == call:
+            # Some ask the scheduler for the latents that a result stands for, before they step.
+            number -= 1
+        else:
+            steps.append(WatchedStep(call, output, moment, now * sample))
+            if len(steps) == self._steps:
+                raise _Stop
+        chosen = None if self._samples is None else self._samples(number)
+        return result if chosen is None else _stepped(result, chosen / later)
+
+    def _copied(self, memo: dict[int, Any]) -> Any:
+        """A copy of the scheduler, of which each steps a part of the sample."""
+        held = {key: value for key, value in vars(self._scheduler).items() if key not in ("step", "__deepcopy__")}
+        other = copy.copy(self._scheduler)
+        vars(other).clear()
+        vars(other).update(copy.deepcopy(held, memo))
+        if "step" in vars(self._scheduler) and self._watcher.by_parts:
+            vars(other)["step"] = partial(self._step_part, other.step)
+        return other
+
+    def _step_part(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given, steps, call = self._signature.bind(*args, **kwargs).arguments, self.seen.steps, len(self.seen.calls) - 1
+        output, sample = (_first(given[name]).detach().clone() for name in ("model_output", "sample"))
+        moment, part = float(given["timestep"]), 0
+        if steps and steps[-1].call == call:
+            last = steps.pop()
+            part = len(last.sample)
+            if moment != last.timestep:
+                raise ConfigError("parts of the sample are at different times")
+            output = torch.cat([last.output, output[None]])
+            sample = torch.cat([last.sample, sample[None]])
+        elif len(steps) == self._steps:
+            raise _Stop
+        else:
+            output, sample = output[None], sample[None]
+        steps.append(WatchedStep(call, output, moment, sample))
+        result = original(*args, **kwargs)
+        chosen = None if self._samples is None else self._samples(len(steps) - 1)
+        return result if chosen is None else _stepped(result, chosen[part])
+
+    def _decode(self, latents: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # An autoencoder of images decodes a video frame by frame.
+        frames = latents.dim() == 4 and len(latents) > 1
+        self.seen.decoded = (latents.transpose(0, 1)[None] if frames else latents).detach().clone()
+        raise _Stop
+
+    def _encoded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        key, prompts = repr(_keys_of({"args": args, "kwargs": kwargs})), self._watcher.prompts
+        if key not in prompts:
+            prompts[key] = original(*args, **kwargs)
+        return prompts[key]
 
 
 def tensors_in(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,165 @@
+"""`ditmesh memory`: the memory of every rank, to generate or to train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ..errors import InputError
+from ..report.report import Report
+from ..request import parse_size
+from .options import (
+    AsJson,
+    AtOnce,
+    Branches,
+    ConfigFile,
+    ConfigOptions,
+    Frames,
+    ModelArgument,
+    PredictedDevices,
+    Size,
+    TextTokens,
+    WeightsDType,
+    common_option,
+    with_groups,
+)
+from .show import emit
+from .values import check_planned, config_or_devices
+
+if TYPE_CHECKING:
+    from ..config import ParallelConfig
+    from ..memory.phases import Components
+    from ..memory.sizes import Workload
+
+
+@with_groups
+def memory(
+    *,
+    model: ModelArgument = "",
+    hardware: Annotated[str, common_option(metavar="DEVICE", help="Predict for this device: h100, l40s, 4090 …")] = (
+        "cpu"
+    ),
+    size: Size = None,
+    devices: PredictedDevices = None,
+    config: ConfigFile = None,
+    parallel: ConfigOptions,
+    frames: Frames = None,
+    tokens: TextTokens = None,
+    pictures: AtOnce = 1,
+    guidance: Branches = None,
+    dtype: WeightsDType = "bfloat16",
+    as_json: AsJson = False,
+) -> None:
+    """Predict what every rank needs to load, encode, denoise and decode.
+
+    Of the YAML file of a training run: what it needs to train. Nothing is read but configurations.
+
+    [bold]Examples[/bold]
+
+    ditmesh memory flux.1-dev --devices 2 --tensor 2 --hardware 4090
+
+    ditmesh memory run.yaml --hardware 4090
+    """
+    settings = parallel.settings()
+    if Path(model).suffix in (".yaml", ".yml"):
+        from ..train.config import TrainConfig
+        from ..train.memory import predicted_training, training_report
+
+        if settings or config is not None or devices is not None:
+            raise InputError(f"{model!r} gives the configuration of its run; leave --config, --devices and degrees out")
+        emit(predicted_training(TrainConfig.read(model), hardware), as_json, training_report)
+        return
+    wanted = parse_size(size)
+    check_planned(model or "emoji-sd3")
+    chosen = config_or_devices(devices, config, settings)
+    request = _request(model, wanted, frames, tokens, pictures, guidance)
+    emit(_needed(request, chosen, dtype, hardware), as_json, _say)
+
+
+def _request(
+    model: str,
+    size: tuple[int, int] | None,
+    frames: int | None,
+    text: int | None,
+    pictures: int,
+    guidance: bool | None,
+) -> tuple[Components, Workload, bool, str]:
+    """The model's components, the request, whether guidance has two branches, and what ``generate --model`` takes."""
+    import diffusers
+
+    from .. import zoo
+    from ..engine import guided
+    from ..generate.model_info import find_model
+    from ..memory.catalogue import shapes
+    from ..memory.check import components_of, components_of_shape
+    from ..memory.sizes import workload_of
+
+    shape = shapes().get(model.lower())
+    if shape is None or Path(model).exists():
+        info = find_model(model or zoo.path())
+        workload = workload_of(info, size, text, pictures, guidance, frames)
+        branches = guided(getattr(diffusers, info.pipeline_class, None), info.transformer)
+        return components_of(info), workload, branches if guidance is None else guidance, model
+    workload = workload_of(shape, size, text, pictures, guidance, frames)
+    return components_of_shape(shape), workload, workload.branches > 1, shape.repository
+
+
+def _needed(
+    request: tuple[Components, Workload, bool, str], chosen: ParallelConfig | int, dtype: str, hardware: str
+) -> dict[str, Any]:
+    """The memory of every rank on a device, and the command to type, as plain data."""
+    import torch
+
+    from ..memory.cards import card
+    from ..memory.check import Demand, gigabytes
+    from ..memory.phases import needs
+
+    components, workload, guided, repository = request
+    part, kind = card(hardware), getattr(torch, dtype)
+    demand = Demand(
+        components,
+        workload,
+        workload,
+        kind,
+        part.kind,
+        images=workload.pictures,
+        branches=1 + guided,
+        runtime=part.runtime,
+    )
+    # What is free on a CPU is not known of a machine in a table.
+    room = float("inf") if part.kind == "cpu" else part.memory
+    note = None
+    if isinstance(chosen, int):
+        choice = demand.choose(chosen, room)
+        chosen, note = choice.config, choice.describe() if chosen > 1 else None
+    found = needs(components, chosen, workload, kind, part.runtime, part.kind)
+    most, exceeds = max(rank.peak.total for rank in found), None
+    options = chosen.options()
+    if most > room:
+        fitting = demand.fitting(chosen.world_size, room, limited=True)
+        exceeds = f"{gigabytes(most)} GB on a rank exceed the {gigabytes(room)} GB of {part.name}; {fitting.sentence}"
+        options = fitting.options
+    return {
+        "model": components.name,
+        "config": chosen.describe(),
+        "devices": chosen.world_size,
+        "size": [workload.width, workload.height],
+        "dtype": dtype,
+        "predicted": True,
+        "ranks": [one.as_data() for one in found],
+        "chosen": note,
+        "exceeds": exceeds,
+        "command": f'ditmesh generate "..." --model {repository or "emoji-sd3"} {options}' if options else None,
+    }
+
+
+def _say(result: dict[str, Any]) -> Report:
+    from ..report.memory import memory_report
+
+    width, height = result["size"]
+    lead = f"{result['model']}, {result['config']}, {width} x {height}, {result['dtype']}"
+    report = memory_report(lead, result["ranks"], ("weights", "activations", "kept", "shared", "process"))
+    for line in (result["chosen"], result["exceeds"], result["command"]):
+        if line is not None:
+            report.text(line)
+    return report

@@ -1,1 +1,0 @@
-"""Built on the engine: comparing configurations and studying stale strategies."""

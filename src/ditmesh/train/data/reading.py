@@ -1,0 +1,49 @@
+"""Reads a data set on disk: a folder of images or videos, WebDataset tars, or tables of the ``datasets`` package.
+
+A folder follows Hugging Face's imagefolder: a listing (``metadata.jsonl``, ``.csv`` or ``.parquet``, in any folder
+below) with ``file_name`` and a caption or label; or files of the same name beside each image. A tar follows WebDataset:
+files of one sample share their name up to the first dot. Only heads of files are read, and no image is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ...errors import InputError
+from ..config import TrainConfig
+from .captions import By
+from .collection import Collection
+from .folder import FolderReader
+from .samples import Samples
+from .tables import read_table, table_files
+from .tars import TarReader
+
+
+def read_samples(config: TrainConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
+    """Read the names, captions and sizes of a data set.
+
+    Args:
+        config: where it is.
+        by: ``"text"`` or ``"label"``.
+        advance: called with the number of samples that have been looked at so far.
+
+    Raises:
+        InputError: there is no such folder, no image in it, a listing that cannot be read, or no column of the
+            configured name.
+    """
+    if not Path(config.train_data_dir).is_dir():
+        raise InputError(f"train_data_dir={config.train_data_dir!r} is no folder")
+    collection = Collection(config, by, advance)
+    files = collection.files()
+    tars = [name for name in files if name.lower().endswith(".tar")]
+    tables = table_files(collection, files)
+    if tables is not None:
+        read_table(collection, tables)
+    elif tars:
+        collection.unread += [name for name in files if not name.lower().endswith(".tar")]
+        for name in tars:
+            TarReader(collection, name).read()
+    else:
+        FolderReader(collection, files).read()
+    return collection.samples()

@@ -1,0 +1,302 @@
+"""Curves, charts and pages."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from math import isnan, nan
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from ditmesh.errors import InputError
+from ditmesh.lab.pages import charts as figures
+from ditmesh.lab.pages import curves
+from ditmesh.lab.pages.html import LISTED, STYLE, as_html
+from ditmesh.lab.pages.page import Download, GridImage, Page, as_csv
+from ditmesh.report.report import StyledText
+from support.browser import browser, layouts
+from support.html import Reader
+
+
+def pair() -> tuple[np.ndarray, np.ndarray]:
+    """Two pictures (24, 40, 3) that anybody can make again."""
+    y, x = np.mgrid[:24, :40]
+    one = np.stack([np.sin(x / 5) ** 2, np.cos(y / 7) ** 2, (x * y % 17) / 16], -1)
+    return one, np.clip(one * 0.9 + 0.1 * np.cos(x / 3 + y)[..., None], 0, 1)
+
+
+# ---- curves
+
+
+def test_grid_keeps_order_and_leaves_gaps():
+    grid = curves.grid({("b", "1"): 1.0, ("a", "2"): 2.0}, columns=["1", "2"])
+    assert grid.rows == ("b", "a")
+    assert isnan(grid.values[0][1])
+    assert grid.values[1][1] == 2
+
+
+# ---- figures
+
+
+def numbers(svg: str, pattern: str) -> list[float]:
+    return [float(value) for value in re.findall(pattern, svg)]
+
+
+def test_line_chart_is_to_scale():
+    lines = [curves.Series("a", (1, 2, 3), (0.0, 5.0, 10.0)), curves.Series("b & <c>", (1, 2, 3), (nan, 1.0, nan))]
+    chart = figures.line_chart(lines, "A <title>", "step", "error")
+    drawing = ElementTree.fromstring(chart.svg)
+    assert drawing.find("title").text == "A <title>"
+    points = [pair.split(",") for pair in re.search(r'points="([^"]+)"', chart.svg)[1].split()]
+    xs, ys = zip(*[(float(x), float(y)) for x, y in points], strict=True)
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+    # Up is less, and the middle is in the middle.
+    assert ys[0] > ys[1] > ys[2]
+    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
+    assert chart.header == ("step", "a", "b & <c>")
+    assert chart.rows == (("1", "0", ""), ("2", "5", "1"), ("3", "10", ""))
+
+
+def test_a_logarithmic_axis_has_a_line_for_zero():
+    chart = figures.line_chart([curves.Series("a", (1, 2, 3), (0.0, 1e-6, 1e-2))], "t", "x", "y", log_y=True)
+    texts = [element.text for element in ElementTree.fromstring(chart.svg).iter("text")]
+    assert {"0", "1e-6", "0.01"} <= set(texts)
+    # Two runs that never differed can be drawn as well.
+    ElementTree.fromstring(figures.line_chart([curves.Series("a", (1,), (0.0,))], "t", "x", "y", log_y=True).svg)
+
+
+def test_error_bars_reach_from_low_to_high():
+    chart = figures.line_chart([curves.Series("a", (1, 2), (1.0, 2.0), (0.5, 1.5), (2.0, 3.0))], "t", "x", "y")
+    assert chart.svg.count("bar-line") == 2
+    assert "(0.5 to 2)" in chart.svg
+    bars = figures.bar_chart(["g", "h"], curves.Series("a", (0, 1), (1.0, 4.0), (0.5, 3), (2, 5)), "t", "y")
+    heights = numbers(bars.svg, r'class="bar s0"[^>]*height="([\d.]+)"')
+    assert heights[1] / heights[0] == pytest.approx(4, rel=0.02)
+    assert bars.rows == (("g", "1"), ("h", "4"))
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_heat_map_shades_follow_values(log):
+    grid = curves.ValueGrid(("r", "s"), ("1", "2"), ((1e-3, 1e-2), (nan, 1e-1)))
+    chart = figures.heat_map(grid, "t", "step", "block", log=log)
+    ElementTree.fromstring(chart.svg)
+    shades = numbers(chart.svg, r'fill-opacity="([\d.]+)"')
+    assert len(shades) == 3
+    assert shades == sorted(shades)
+    assert shades[-1] == 1
+    assert chart.rows[1] == ("s", "", "0.1")
+
+
+def test_a_difference_has_the_colours_of_its_scale():
+    one, other = pair()
+    apart = np.abs(one - other)
+    bright = figures.scale_maximum([apart, np.zeros_like(apart)])
+    # 99 of 100 pixels that differ lie below the bright end, and pixels without a difference do not count.
+    assert (apart.max(axis=2) <= bright).mean() == pytest.approx(0.99, abs=0.01)
+    assert figures.scale_maximum([np.zeros_like(apart)]) == figures.scale_maximum([]) == 0
+    ramp = np.array(figures.RAMP) / 255
+    for share, colour in zip(np.linspace(0, 1, len(ramp)), ramp, strict=True):
+        assert figures.coloured(np.full((2, 2, 3), 0.3 * share), 0.3) == pytest.approx(np.full((2, 2, 3), 1) * colour)
+    # Larger differences are brighter, in grey as well.
+    levels = figures.coloured(np.linspace(0, 1, 256)[None, :, None], 1.0) @ (0.2126, 0.7152, 0.0722)
+    assert (np.diff(levels[0]) > 0).all()
+    lined = figures.coloured(np.zeros((8, 8, 1)), 0.0, [0.5])
+    assert lined[4].any()
+    assert not np.delete(lined, 4, axis=0).any()
+
+
+def test_many_points_have_a_band_and_no_line_crosses_the_break_to_zero():
+    steps = tuple(range(1, 51))
+    line = curves.Series("a", steps, (0.0,) * 2 + (1e-3,) * 48, (0.0,) * 2 + (5e-4,) * 48, (0.0,) * 2 + (2e-3,) * 48)
+    chart = figures.line_chart([line], "t", "step", "error", log_y=True)
+    ElementTree.fromstring(chart.svg)
+    assert chart.svg.count("bar-line") == 0
+    assert chart.svg.count('class="band s0"') == 2
+    drawn = [one.split() for one in re.findall(r'<polyline[^>]*points="([^"]+)"', chart.svg)]
+    assert [len(points) for points in drawn] == [2, 48]
+    # Bars stand at their marks.
+    few = figures.line_chart([curves.Series(n, (1, 2), (1.0, 2.0), (0.5, 1), (2, 3)) for n in "ab"], "t", "x", "y")
+    bars = numbers(few.svg, r'class="bar-line s\d" d="M([\d.]+) ')
+    assert bars[:2] == bars[2:]
+
+
+def test_a_long_page_lists_its_sections():
+    page = Page("t")
+    for number in range(LISTED - 1):
+        page.section(f"part {number}")
+    assert "<nav" not in as_html(page)
+    page.section("the <last>")
+    html = as_html(page)
+    for number in range(1, LISTED + 1):
+        assert f'href="#section-{number}"' in html
+        assert f'<h2 id="section-{number}">' in html
+    assert "the &lt;last&gt;</a>" in html
+    Reader(html)  # every tag is closed
+
+
+# ---- pages
+
+
+def test_a_page_asks_for_nothing_and_says_what_it_shows(tmp_path: Path):
+    page = Page("A <b>title</b>", "lead & more")
+    page.section("One")
+    page.text("1 < 2")
+    page.table(("a", "b"), [("x", StyledText("no", "bad")), ("y", StyledText("many words", "words"))], "numbers")
+    page.chart(figures.line_chart([curves.Series("a", (1, 2), (1, 2))], "line", "x", "y"), "a line")
+    page.chart(figures.heat_map(curves.ValueGrid(("r",), ("c",), ((1.0,),)), "heat", "x", "y"), "shades")
+    one, other = pair()
+    page.pictures(
+        [[GridImage(one, 'the "one"'), GridImage(other, "other", "in words")], [GridImage(one[..., :1], "grey")]],
+        "grid",
+    )
+    html = page.write(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    reader = Reader(html)
+    assert "A &lt;b&gt;title" in html
+    assert "<b>" not in html
+    images = [attributes for tag, attributes in reader.tags if tag == "img"]
+    assert [image["alt"] for image in images] == ['the "one"', "in words", "grey"]
+    assert all(image["src"].startswith("data:image/png;base64,") for image in images)
+    # Nothing is fetched: no address but the pictures' own, no script, no style sheet.
+    addresses = [
+        value for _, attributes in reader.tags for name, value in attributes.items() if name in ("src", "href")
+    ]
+    assert len(addresses) == len(images)
+    assert not re.search(r"https?://|url\(|@import|<script|<link", html)
+    assert sum(tag == "figcaption" for tag, _ in reader.tags) == 6
+    assert sum(tag == "caption" for tag, _ in reader.tags) == 3
+    charts = [attributes for tag, attributes in reader.tags if tag == "svg" and "aria-hidden" not in attributes]
+    assert [(chart["role"], chart["aria-label"]) for chart in charts] == [("img", "line"), ("img", "heat")]
+    with pytest.raises(InputError, match="No such file"):
+        page.write(tmp_path / "none" / "page.html")
+
+
+# ---- charts and pages for readers
+
+
+def test_a_scatter_chart_marks_what_nothing_beats():
+    points = [
+        curves.Point("slow and good", "a", "one", 4.0, 40.0),
+        curves.Point("beaten", "b <&>", "one", 3.0, 29.0),
+        curves.Point("fast", "c", "two", 1.0, 30.0),
+        curves.Point("as good, slower", "d", "two", 2.0, 30.0),
+    ]
+    assert figures.pareto_front(points) == [2, 0]
+    chart = figures.scatter_chart(points, "worth", "seconds", "dB")
+    drawing = ElementTree.fromstring(chart.svg)
+    assert len([element for element in drawing.iter("circle") if element.get("class") == "ring"]) == 2
+    assert chart.rows[1] == ("2", "one, beaten", "3", "29", "no")
+    assert [row[4] for row in chart.rows] == ["yes", "no", "yes", "no"]
+    # Every point is there, labelled, and where it belongs.
+    found = [element for element in drawing.iter("path") if "mark" in (element.get("class") or "")]
+    marks = {mark.find("title").text.split(":")[0]: mark for mark in found}
+    assert sorted(marks) == ["1", "2", "3", "4"]
+    # A circle's path begins at its left edge.
+    xs = [float(re.match(r"M([\d.]+)", marks[number].get("d"))[1]) for number in ("1", "2")]
+    assert xs[0] - xs[1] == pytest.approx((figures.WIDTH - figures.LEFT - figures.RIGHT) / 4.2, abs=0.2)
+    texts = [element.text for element in drawing.iter("text")]
+    assert {"1 · a", "2 · b <&>", "3 · c", "4 · d"} <= set(texts)
+    # Where names have no room the numbers are left.
+    crowd = [curves.Point("p", "a long name of a point", "g", 1.0, 1.0 + n / 1000) for n in range(9)]
+    texts = [e.text for e in ElementTree.fromstring(figures.scatter_chart(crowd, "t", "x", "y").svg).iter("text")]
+    assert {str(n) for n in range(1, 10)} <= {(text or "").split(" ")[0] for text in texts}
+
+
+def test_a_column_without_entries_is_left_out():
+    page = Page("t")
+    page.table(("a", "never", "b"), [("x", "", "1"), ("y", StyledText(""), "")], "c")
+    assert re.findall(r'role="columnheader">([^<]*)', as_html(page)) == ["a", "b"]
+
+
+def test_what_a_user_wrote_is_text_everywhere():
+    nasty = '<script>alert("1")</script>'
+    page = Page(nasty, nasty)
+    page.section(nasty)
+    page.points([nasty], nasty)
+    page.table((nasty, "b"), [(nasty, StyledText(nasty, "words"))], nasty)
+    page.facts({nasty: {nasty: nasty}}, nasty)
+    page.downloads([Download('a"><script>.csv', nasty)])
+    page.charts([(figures.scatter_chart([curves.Point(nasty, nasty, nasty, 1, 2)], nasty, nasty, nasty), nasty)])
+    page.charts([(figures.line_chart([curves.Series(nasty, (1,), (2,))], nasty, nasty, nasty), nasty)])
+    page.charts([(figures.bar_chart([nasty], curves.Series(nasty, (1,), (2,)), nasty, nasty), nasty)])
+    page.charts([(figures.heat_map(curves.ValueGrid((nasty,), (nasty,), ((1.0,),)), nasty, nasty, nasty), nasty)])
+    page.pictures([[GridImage(pair()[0], nasty, nasty, 0.5)]], nasty)
+    reader = Reader(as_html(page))
+    assert "script" not in {tag for tag, _ in reader.tags}
+    assert not [name for _, attributes in reader.tags for name in attributes if name.startswith("on")]
+    assert nasty in {value for _, attributes in reader.tags for value in attributes.values()}
+
+
+def test_files_in_the_page_hold_the_data():
+    rows = [{"prompt": 'a, "b"\n', "psnr": None}, {"prompt": "é", "psnr": 1.5}]
+    page = Page("t")
+    page.downloads([Download("x.csv", as_csv(rows)), Download("x.json", '{"é": 1}')])
+    files = Reader(as_html(page)).files()
+    assert list(files) == ["x.csv", "x.json"]
+    assert list(csv.DictReader(io.StringIO(files["x.csv"], newline=""))) == [
+        {"prompt": 'a, "b"\n', "psnr": ""},
+        {"prompt": "é", "psnr": "1.5"},
+    ]
+    assert files["x.json"] == '{"é": 1}'
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2.2)."""
+    full = colour if len(colour) == 7 else "#" + "".join(2 * digit for digit in colour[1:])
+    parts = [int(full[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_stand_out(scheme):
+    """Text by 4.5 to 1, lines and marks by 3 to 1, as WCAG 2.2 has it."""
+    colours = dict(re.findall(r"--(\w+):(#\w+)", re.findall(r":root\{([^}]*)\}", STYLE)[scheme]))
+    paper = luminance(colours["paper"])
+    for name in ("ink", "soft", "good", "bad", "heat", *(f"c{n}" for n in range(6))):
+        light, dark = sorted((luminance(colours[name]), paper), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= (3 if name[0] == "c" else 4.5), name
+
+
+def full_page() -> Page:
+    """A page with everything that pages have, wider than a phone wherever it can be."""
+    words = "configuration with a long name, " * 3
+    page = Page("A page", words)
+    page.downloads([Download("figures.csv", "a\n1\n"), Download("figures.json", "{}")])
+    page.section("Tables")
+    page.table([f"column {n}" for n in range(14)], [[f"{words}", *["0.1234 ± 0.5678"] * 13]] * 3, words)
+    page.table(("what", "words"), [("x" * 80, StyledText(words * 3, "words"))], words)
+    page.facts({"command line": "ditmesh " + "x" * 300, "versions": {"python": "3"}}, "facts")
+    page.section("Charts")
+    blocks = [f"single_transformer_blocks.{n}" for n in range(40)]
+    shades = curves.ValueGrid(tuple(blocks), tuple(map(str, range(1, 51))), ((0.5,) * 50,) * 40)
+    points = [curves.Point(f"{n}", "N=16 first_last(2, 1)", "g", 10.0 * n, 40.0 + n) for n in range(16)]
+    page.charts(
+        [
+            (figures.heat_map(shades, "t", "step", "block"), words),
+            (figures.scatter_chart(points, "t", "time, s", "PSNR, dB"), words),
+            (
+                figures.bar_chart(
+                    [*map(str, range(50))], curves.Series("s", (0.0,) * 50, (1.0,) * 50), "t", "dB", x_label="step"
+                ),
+                words,
+            ),
+            (figures.line_chart([curves.Series(words, (0, 50), (1e-9, 1.0))] * 6, "t", "x", "y", log_y=True), words),
+        ]
+    )
+    page.section("Pictures")
+    page.pictures([[GridImage(pair()[0], words, "", 0.5)] * 6, [GridImage(None), GridImage(pair()[1], "x")]], words)
+    return page
+
+
+@pytest.mark.skipif(browser() is None, reason="no Chromium here: apt-get install chromium")
+def test_nothing_is_cut_off_at_any_width(tmp_path):
+    for found in layouts(as_html(full_page()), tmp_path):
+        assert found["page"] <= found["window"], found
+        assert found["outside"] == []
+        # What does not fit scrolls in a box that the keyboard reaches.
+        assert found["stuck"] == []

@@ -1,0 +1,619 @@
+"""The study: cells on disk, measures that do not disturb, figures, and what they say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+import shutil
+from math import log2, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ditmesh
+from ditmesh import zoo
+from ditmesh._version import source
+from ditmesh.cli.main import main
+from ditmesh.errors import ConfigError, InputError
+from ditmesh.generate.model_info import find_model
+from ditmesh.lab.study import analysis, maps, plan, running, samplers
+from ditmesh.lab.study.analysis import Mean, StudyResults
+from ditmesh.lab.study.page import write
+from ditmesh.lab.study.predicted import SIDE_FACTORS, CostModel
+from ditmesh.lab.study.store import Store
+from ditmesh.quality import perceptual
+from support.html import Reader
+from support.launchers import KeptRanks
+
+MODEL = "emoji-dit-s"
+OPTIONS = ["fox", "rose", "--model", MODEL, "--devices", "2", "--steps", "3", "--sampler", "ddim"]
+SMALL = [*OPTIONS, "--warmup", "0,1,3,adaptive(0.001)", "--strategy", "displaced,naive", "--which-steps"]
+
+
+def study(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> dict[str, Any]:
+    main_without_leaving(["study", *options, "--out", str(out), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def main_without_leaving(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert not left.value.code
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished study of one sampler, two strategies, four policies and single steps."""
+    out = tmp_path_factory.mktemp("study")
+    main_without_leaving(["study", *SMALL, "--out", str(out), "--json"])
+    return out
+
+
+def test_files(small):
+    data = json.loads((small / "results.json").read_text())
+    # One synchronous cell, 2 strategies x 4 policies, 3 sets of single steps: of three steps, one stale leaves two.
+    assert len(data["cells"]) == 1 + 8 + 3
+    assert len(data["table"]) == 8
+    rows = list(csv.DictReader((small / "results.csv").open()))
+    assert len(rows) == 2 * len(data["cells"])
+    assert all((small / "cells" / row["file"]).is_file() for row in rows)
+    page = (small / "report.html").read_text()
+    sections = (
+        "What the figures say",
+        "Quality",
+        "Pictures",
+        "Step by layer",
+        "Where in the picture",
+        "Which steps matter",
+    )
+    for section in sections:
+        assert f">{section}</h2>" in page
+    assert not re.findall(r'(?:src|href)="(?!data:|#section-)', page)
+    assert all(sentence in page.replace("&#x27;", "'") for sentence in data["findings"][:1])
+
+
+def test_the_page_holds_the_data_and_no_paths(small):
+    html = (small / "report.html").read_text(encoding="utf-8")
+    reader = Reader(html)
+    reader.check()
+    files = reader.files()
+    assert files == {name: (small / name).read_text(encoding="utf-8") for name in ("results.csv", "results.json")}
+    for text in (html, files["results.json"]):
+        assert str(zoo.path(MODEL)) not in text
+        assert str(small) not in text
+    circumstances = dict(reader.tables[-1])
+    assert circumstances["command line"] == shlex.join(["ditmesh", "study", *SMALL, "--out", small.name, "--json"])
+    assert circumstances["ditmesh"] == source()
+    assert circumstances["samplers"] == "ddim (DDIMScheduler)"
+    assert circumstances["prompts"] == "“fox”, “rose”"
+    assert circumstances["versions: ditmesh"] == ditmesh.__version__
+    measured = perceptual.available()
+    assert any(perceptual.METRIC in table[0] for table in reader.tables) == measured
+    # Under each picture that is not the synchronous one is how it differs, with its scale; of two strategies the first
+    # picture and the worst, beside one synchronous one each.
+    differences = html.count("<figcaption>difference, largest") + html.count("<figcaption>no difference")
+    grids = html.count("<figcaption>synchronous</figcaption>")
+    assert 2 <= grids <= 4
+    assert differences == html.count("<figcaption>N = 2, ") == 4 * grids
+    places = html.count("<figcaption>stale steps, largest")
+    assert html.count('<div class="scale">') - places == html.count("<figcaption>difference, largest") > 0
+    assert places == 2
+
+
+def test_quality_against_bytes(small):
+    """Every policy is a point, where the CSV has it; without real ranks there is no chart of times."""
+    html = (small / "report.html").read_text(encoding="utf-8")
+    rows = list(csv.DictReader((small / "results.csv").open(encoding="utf-8")))
+    expected = {}
+    for row in rows:
+        if row["strategy"] != plan.SYNCHRONOUS and not plan.has_given_steps(row["warmup"]):
+            at = f"{row['strategy']}, N = {row['devices']}, {row['warmup']}"
+            sent = sum(int(value) for name, value in row.items() if name.startswith("bytes_"))
+            expected.setdefault(at, (sent / 1e6, []))[1].append(analysis.capped(float(row["psnr"] or "inf")))
+    chart, waiting = [table for table in Reader(html).tables if table[0][-1] == "Pareto front"]
+    assert waiting[0][2] == "steps in which ranks wait, %"
+    assert {float(row[2]) for row in waiting[1:]} >= {0.0, 100.0}
+    assert chart[0][2:4] == ["sent by all ranks, MB", "PSNR, dB"]
+    assert {row[1]: (float(row[2]), float(row[3])) for row in chart[1:]} == {
+        at: (pytest.approx(sent, rel=1e-3), pytest.approx(sum(psnr) / len(psnr), rel=1e-3))
+        for at, (sent, psnr) in expected.items()
+    }
+    assert "no time was measured" in html
+    assert all(row["seconds"] == "" for row in rows)
+    # What the naive exchange keeps for itself it does not send.
+    assert expected["naive, N = 2, fixed(0)"][0] < expected["naive, N = 2, fixed(1)"][0]
+
+
+def test_quality(small):
+    """All steps synchronous: one device's picture. None: another one."""
+    table = json.loads((small / "results.json").read_text())["table"]
+    psnr = {(row["strategy"], row["warmup"]): row["psnr"]["value"] for row in table}
+    assert psnr["displaced", "fixed(3)"] > 90
+    assert psnr["naive", "fixed(3)"] > 90
+    assert psnr["displaced", "fixed(0)"] < psnr["displaced", "fixed(1)"] < 60
+    assert max(psnr["naive", "fixed(0)"], psnr["naive", "fixed(1)"]) < psnr["displaced", "fixed(1)"]
+    assert all(row["right"]["value"] is not None for row in table)
+    assert [row["synchronous"]["value"] for row in table[:3]] == [0, 1, 3]
+
+
+def test_measures_by_step(small):
+    cells = json.loads((small / "results.json").read_text())["cells"]
+    found = {(c["cell"]["strategy"], c["cell"]["warmup"]): c for c in cells}
+    one = found["displaced", "fixed(1)"]
+    # The synchronous step is right, on its own trajectory and on the same latents; the stale ones are not.
+    assert max(one["prediction_error"][0]) < 1e-4 < 1e-3 < min(one["prediction_error"][1])
+    assert one["same_latents"][0] < 1e-4 < 1e-3 < min(one["same_latents"][1:])
+    # By place in the latents: its mean square over all places is that of the whole prediction.
+    places = np.array(one["token_error"])
+    assert places.shape == (3, 16, 16)
+    assert places[0].max() < 1e-4 < 1e-3 < places[1].max()
+    whole = np.sqrt((places[1] ** 2).mean())
+    assert min(one["prediction_error"][1]) * 0.9 < whole < max(one["prediction_error"][1]) * 1.1
+    blocks = one["attention_error"]
+    assert len(blocks) == 6
+    assert all(set(steps) == {"1", "2"} for steps in blocks.values())
+    # The first block sees the latents alone; what it attends to is stale all the same.
+    assert all(1e-4 < error < 1 for steps in blocks.values() for error in steps.values())
+    assert found["displaced", "fixed(3)"]["attention_error"] == {}
+    assert set(one["steps"][1]["drift"]) == set(blocks)
+
+
+def test_single_steps(small):
+    (single,) = json.loads((small / "results.json").read_text())["single_steps"]
+    assert single["steps"] == [2, 3]
+    assert all(gain["value"] > 0 for gain in single["gain"])
+    assert all(20 < left["value"] < 90 for left in single["psnr_with_one_stale"])
+
+
+def test_resumes(small, capsys):
+    again = study(capsys, small, *SMALL)
+    assert again["ran"] == 0
+    lines = (small / "cells.jsonl").read_bytes().splitlines(keepends=True)
+    table = again["table"]
+    # Broken off while the last line was being written.
+    (small / "cells.jsonl").write_bytes(b"".join(lines[:-1]) + lines[-1][:50])
+    again = study(capsys, small, *SMALL)
+    assert again["ran"] == 1
+    assert again["table"] == table
+    # A picture that is gone is drawn again, and a line in the middle that is no cell is nobody's study.
+    next((small / "cells").glob("*.png")).unlink()
+    assert study(capsys, small, *SMALL)["ran"] == 1
+    (small / "cells.jsonl").write_bytes(b"not a cell\n" + b"".join(lines))
+    with pytest.raises(SystemExit) as left:
+        main(["study", *SMALL, "--out", str(small)])
+    assert left.value.code == 2
+    assert "line 1 holds no cell" in capsys.readouterr().err
+    (small / "cells.jsonl").write_bytes(b"".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--devices", "2,x"], "'x' is not a number of devices"),
+        (["--devices", "1"], "'1' is not a number of devices"),
+        (["--devices", "500"], "500 devices cannot share the 256 image tokens"),
+        (["--warmup", "soon"], "is not a warm-up policy"),
+        (["--warmup", ""], "is not a list"),
+        (["--strategy", "magic"], "'magic' is not a stale strategy; use displaced, pipefusion, naive"),
+        (["--sampler", "heun"], "does not go with a DDPM model"),
+        (["--model", "emoji-sd3", "--sampler", "ddim"], "does not go with a flow-matching model"),
+        (["--model", "./nowhere"], "no such folder"),
+        (["--images", "0"], "--images 0 is not possible; use --images 1"),
+        (["--steps", "0"], "--steps 0 is not possible; use --steps 1"),
+        (["--batch", "0"], "--batch 0 is not possible; use --batch 1"),
+        (["--jobs", "0"], "--jobs 0 is not possible; use --jobs 1"),
+        (["--seed", "-1"], "--seed -1 is not possible; use --seed 0"),
+        (["--size", "big"], "--size big: write WIDTHxHEIGHT, for example 1024x1024"),
+        (["--launcher", "ray"], "--launcher ray starts real ranks, and all are simulated; add --real"),
+    ],
+)
+def test_refuses(tmp_path, capsys, options, reason):
+    prompts = [] if "--model" in options else ["fox", "--model", MODEL]
+    with pytest.raises(SystemExit) as left:
+        main(["study", *prompts, "--out", str(tmp_path / "out"), *options])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert reason in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("strategy", ["displaced", "displaced-int8"])
+def test_simulated_is_real(tmp_path, capsys, monkeypatch, ranks, strategy):
+    """The study's simulation of two ranks draws what two ranks draw, to the bit; the ranks' times are told."""
+    # The ranks are those of the launcher that is named, and of no other.
+    monkeypatch.setenv("DITMESH_LAUNCHER", "support.launchers:Nothing")
+    monkeypatch.setattr(KeptRanks, "pools", ranks, raising=False)
+    options = [*OPTIONS, "--warmup", "1", "--strategy", strategy, "--real", "--no-detail"]
+    options += ["--launcher", "support.launchers:KeptRanks"]
+    data = study(capsys, tmp_path, *options)
+    results = json.loads((tmp_path / "results.json").read_text())
+    (real,) = [cell for cell in results["cells"] if cell["cell"]["real"]]
+    assert real["equal_to_simulation"]
+    assert len(real["ranks"]) == 2
+    assert all(0 < rank["in_collectives"] < rank["seconds"] for rank in real["ranks"])
+    for rank in real["ranks"]:
+        # The decoder works after the last step.
+        assert len(rank["steps"]) == 3
+        assert sum(step["seconds"] for step in rank["steps"]) < rank["seconds"]
+        assert all(0 < step["work_processor"] <= step["seconds"] for step in rank["steps"])
+        # Ranks also wait for each other before the first step and after the last one.
+        assert 0 < sum(step["in_collectives"] for step in rank["steps"]) <= rank["in_collectives"]
+    assert "Working by rank and step" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    # Every rank has half of the tokens.
+    assert {rank["bytes_sent"] for rank in real["ranks"]} == {real["ranks"][0]["bytes_sent"]}
+    assert any("has the same bits as the simulated one" in sentence for sentence in data["findings"])
+    # The simulation counts what the ranks send; times stand in the CSV and on the page.
+    rows = list(csv.DictReader((tmp_path / "results.csv").open(encoding="utf-8")))
+    seconds = max(rank["seconds"] for rank in real["ranks"])
+    assert {row["seconds"] for row in rows if row["real"] == "True"} == {str(seconds)}
+    assert {row["one_device_seconds"] for row in rows if row["real"] == "True"} == {str(real["one_device_seconds"])}
+    assert data["table"][0]["seconds"] == seconds
+    charts = [
+        table for table in Reader((tmp_path / "report.html").read_text()).tables if table[0][-1] == "Pareto front"
+    ]
+    assert [chart[0][2] for chart in charts] == [
+        "time of a request, s",
+        "sent by all ranks, MB",
+        "steps in which ranks wait, %",
+    ]
+    assert float(charts[0][1][2]) == pytest.approx(seconds, rel=1e-3)
+    (simulated,) = [c for c in results["cells"] if not c["cell"]["real"] and c["cell"]["strategy"] == strategy]
+    assert simulated["sent"] == real["sent"]
+    assert simulated["sent"]["ring"] > 0
+    assert [p["psnr"] for p in simulated["pictures"]] == pytest.approx([p["psnr"] for p in real["pictures"]], abs=0.01)
+
+
+def test_places_of_errors():
+    """Against the formula spelt out, for latents, packed tokens, and a number of them that is no square."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for shape, places in (
+        ((2, 3, 4, 6), (4, 6)),
+        ((2, 9, 5), (3, 3)),
+        ((2, 10, 5), (10, 1)),
+        ((1, 3, 2, 4, 4), (4, 4)),
+    ):
+        exact = torch.randn(shape, generator=generator)
+        ours = exact.clone()
+        # One wrong place, in the first picture only.
+        index = (0, slice(None), 1, 2) if len(shape) == 4 else (0, 5) if len(shape) == 3 else (0, slice(None), 0, 1, 2)
+        ours[index] += 1.0
+        (found,) = running.token_errors([ours], [exact], 1)
+        found = np.array(found)
+        assert found.shape == places
+        assert np.count_nonzero(found) == 1
+        squares = (found**2).mean() * float(exact[0].square().mean())
+        assert squares == pytest.approx(float((ours - exact)[0].square().mean()), rel=1e-3)
+        row = 1 if len(shape) != 3 else 5 // places[1]
+        assert found[row].any()
+    # A second row of guidance is no picture.
+    assert not np.any(running.token_errors([torch.stack([exact[0], ours[0]])], [exact.repeat(2, 1, 1, 1, 1)], 1))
+
+
+def test_errors_at_the_ranks_borders():
+    places = np.ones((16, 4))
+    places[[3, 4]] = 3.0
+    assert maps.seam_ratio(places, 4) == (pytest.approx(sqrt((2 * 9 + 4) / 6)), 1.0)
+    assert maps.seam_ratio(places, 2) == (1.0, pytest.approx(sqrt((2 * 9 + 12) / 14)))
+    # Shares of two rows have borders only.
+    assert maps.seam_ratio(places, 8) == (None, None)
+    assert maps.seam_ratio(places, 5) == (None, None)
+
+
+def test_predicted_costs(small, tmp_path, capsys):
+    """On other hardware: more devices and synchronous steps cost what the plan says; unknown parts are refused."""
+    results = loaded(small)
+    model = CostModel(results.plan.setup, "h100")
+    one, two = (model.cost("displaced", n, "fixed(1)", 1, 20, 16) for n in (1, 2))
+    assert one is not None
+    assert two is not None
+    # A picture of 65,536 tokens gains by a second device.
+    assert two.step < one.step
+    none, every = (model.cost("displaced", 2, "fixed(1)", synchronous, 20, 16) for synchronous in (0, 20))
+    assert none.seconds == pytest.approx(20 * two.step)
+    assert none.seconds <= two.seconds <= every.seconds
+    # Every rank keeps the keys of all tokens between steps.
+    assert one.memory < two.memory
+    shutil.copytree(small, tmp_path / "page")
+    data = write(results, tmp_path / "page", hardware="h100")["predicted"]
+    assert len(data["rows"]) == len(results.rows())
+    assert {(one["side"], one["devices"]) for one in data["sizes"]} == {
+        (side, n) for side in SIDE_FACTORS for n in (1, 2)
+    }
+    page = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+    assert "nothing of this section was measured" in page
+    with pytest.raises(SystemExit) as left:
+        main(["study", *OPTIONS, "--hardware", "h1000", "--out", str(tmp_path / "none")])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert said.count("\n") == 1
+    assert "h1000" in said
+    assert not (tmp_path / "none").exists()
+
+
+def loaded(folder: Path) -> StudyResults:
+    """A finished study, in a plan of its cells."""
+    cells = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    model = zoo.path(MODEL)
+    setup = plan.Setup(**(cells["setup"] | {"model": str(model), "name": MODEL}))
+    made = plan.StudyPlan(
+        setup, (), *(tuple(cells[axis]) for axis in ("devices", "warmups", "samplers", "strategies")), which=None
+    )
+    return StudyResults(made, cells["cells"])
+
+
+def test_taps_change_nothing(tmp_path):
+    folder = zoo.path(MODEL)
+    setup = plan.Setup(str(folder), MODEL, plan.weights_digest(folder), steps=2, guidance=3.0)
+    runner = running.Runner(setup, tmp_path)
+    cell = plan.Cell("ddim", ("fox",), (5,), (0,), "displaced", 2, "fixed(1)")
+    watched = plan.Cell(**{**vars(cell), "detail": True})
+    pipe = runner.pipe("ddim")
+    pictures, sent = [], []
+    for some in (cell, watched):
+        with running.stale(pipe, some) as engine:
+            taps = running.Taps(pipe, engine)
+            if some.detail:
+                with taps:
+                    pictures.append(running.run_cell(pipe, setup, some)[0])
+            else:
+                pictures.append(running.run_cell(pipe, setup, some)[0])
+            sent.append(dict(engine.mesh.traffic.bytes_sent))
+    assert sent[0] == sent[1]
+    assert np.array_equal(*pictures)
+    assert taps.attention_errors()
+    assert "forward" not in vars(pipe.transformer)
+    assert not pipe.transformer._forward_hooks
+    assert "step" not in vars(pipe.scheduler)
+
+
+def test_pipefusion(tmp_path, capsys):
+    """Patches in one process; the policy of single steps reaches them, and so does one that measures drift."""
+    options = [*OPTIONS, "--strategy", "pipefusion", "--warmup", "1,3,steps(0 2),adaptive(9)"]
+    data = study(capsys, tmp_path, *options)
+    one, every, given, adaptive = data["table"]
+    assert [row["synchronous"]["value"] for row in data["table"]] == [1, 3, 2, 1]
+    assert adaptive["psnr"]["value"] == one["psnr"]["value"]
+    assert one["psnr"]["value"] < given["psnr"]["value"] < 90 < every["psnr"]["value"]
+    cells = json.loads((tmp_path / "results.json").read_text())["cells"]
+    (first,) = [cell for cell in cells if cell["cell"]["warmup"] == "fixed(1)"]
+    assert first["same_latents"][0] < 1e-4 < 1e-3 < min(first["same_latents"][1:])
+    drifts = [step["drift"] for step in first["steps"]]
+    assert drifts[0] == {}
+    assert all(drifts[1:])
+
+
+@pytest.mark.matrix
+def test_two_processes(tmp_path, capsys):
+    options = [*OPTIONS, "--warmup", "1,2", "--strategy", "naive", "--no-detail"]
+    both = study(capsys, tmp_path / "two", *options, "--jobs", "2")
+    one = study(capsys, tmp_path / "one", *options)
+    assert both["ran"] == one["ran"] == 3
+    assert both["table"] == one["table"]
+
+
+def test_lists():
+    assert plan.split_list("1,sqrt(2),first_last(2, 1)", "--warmup") == ["1", "sqrt(2)", "first_last(2, 1)"]
+    assert plan.read_warmups("0,20,40,sqrt(2),20", 16) == ("fixed(0)", "fixed(16)", "sqrt(2)")
+    assert plan.read_warmups("steps(0 2)", 16) == ("steps(0 2)",)
+    assert plan.read_devices("2, 8") == (2, 8)
+    assert plan.read_strategies("naive, displaced-int4") == ("naive", "displaced-int4")
+    cell = plan.Cell("own", ("fox",), (5,), (), "displaced-int4", 2, "fixed(1)")
+    assert cell.config() == ditmesh.ParallelConfig(
+        ring=2, exchange="displaced", compress="int4", warmup="fixed(1)", predict="none"
+    )
+    with pytest.raises(InputError):
+        plan.split_list("1,,2", "--warmup")
+    with pytest.raises(ConfigError):
+        plan.read_warmups("steps(0, x)", 16)
+
+
+def test_keys_tell_settings_apart():
+    """Whatever changes the figures changes the key; where the model lies does not."""
+    setup = plan.Setup("/a", "a", "digest", steps=4)
+    cell = plan.Cell("ddim", ("fox",), (5,), (0,), "displaced", 2, "fixed(1)")
+    keys = {
+        cell.key(setup),
+        cell.key(plan.Setup("/a", "a", "other", steps=4)),
+        cell.key(plan.Setup("/a", "a", "digest", 5)),
+    }
+    for name, value in {"seeds": (6,), "devices": 4, "warmup": "fixed(2)", "strategy": "naive", "detail": True}.items():
+        keys.add(plan.Cell(**{**vars(cell), name: value}).key(setup))
+    assert len(keys) == 8
+    assert cell.key(plan.Setup("/b", "b", "digest", steps=4)) == cell.key(setup)
+
+
+@pytest.mark.parametrize("name", [*samplers.FLOW_SAMPLERS, *samplers.DDPM])
+def test_samplers(name):
+    """Every sampler can be set, keeps what the model was trained for, and `own` brings the model's own back."""
+    from types import SimpleNamespace
+
+    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+
+    plain = {
+        "emoji-sd3": FlowMatchEulerDiscreteScheduler(shift=3.0),
+        MODEL: DDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing"),
+    }
+    for model, scheduler in plain.items():
+        table = samplers.FLOW_SAMPLERS if model == "emoji-sd3" else samplers.DDPM
+        if name not in table:
+            with pytest.raises(InputError):
+                samplers.check_sampler(name, zoo.path(model))
+            continue
+        samplers.check_sampler(name, zoo.path(model))
+        pipe = SimpleNamespace(scheduler=scheduler)
+        samplers.set_sampler(pipe, name, scheduler)
+        assert type(pipe.scheduler).__name__ == table[name][0]
+        if table is samplers.DDPM:
+            assert pipe.scheduler.config.prediction_type == "v_prediction"
+        else:
+            assert 3.0 in (pipe.scheduler.config.get("shift"), pipe.scheduler.config.get("flow_shift"))
+        samplers.set_sampler(pipe, "own", scheduler)
+        assert pipe.scheduler is scheduler
+
+
+def test_fit():
+    a, b, residual = analysis.fit_power({n: 1.5 * n**0.7 for n in (2, 4, 8, 16)}) or (0, 0, 1)
+    assert (a, b) == (pytest.approx(1.5, abs=1e-6), pytest.approx(0.7, abs=1e-6))
+    assert residual < 1e-6
+    base, spread = analysis.fit_root({n: 3 * sqrt(n) for n in (2, 4, 8)})
+    assert base == pytest.approx(3)
+    assert spread == pytest.approx(0, abs=1e-12)
+    # w = N is no root: what is left is told.
+    _, spread = analysis.fit_root({2: 2, 4: 4, 8: 8})
+    assert spread is not None
+    assert spread > 0.5
+    assert analysis.fit_power({4: 2.0}) is None
+    assert analysis.fit_power({2: 0.0, 4: 0.0}) is None
+    assert analysis.fit_root({}) == (None, None)
+
+
+def test_curves():
+    curve = {0: 20.0, 2: 30.0, 4: 29.0, 8: 40.0}
+    assert analysis.first_reaching(curve, 25) == 1
+    assert analysis.first_reaching(curve, 20) == 0
+    assert analysis.first_reaching(curve, 40) == 8
+    assert analysis.first_reaching(curve, 41) is None
+    assert analysis.interpolate(curve, 1) == 25
+    assert analysis.interpolate(curve, 8) == 40
+    assert analysis.interpolate(curve, 9) is None
+    assert analysis.mean([1.0, 3.0, None]) == Mean(2.0, 1.0, 2)
+    assert analysis.mean([None]) == Mean(None, None, 0)
+    assert analysis.mean([5]).error is None
+
+
+def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> StudyResults:
+    """A study of one strategy and N = 4 whose figures are given."""
+
+    def result(warmup: str, numbers: list[float], strategy: str = "displaced") -> dict[str, Any]:
+        cell = plan.Cell("own", ("fox",), (0,), (), strategy, 4 if strategy == "displaced" else 1, warmup)
+        pictures = [
+            {"file": "", "prompt": "fox", "seed": seed, "equal": False, "psnr": p, "ssim": 1.0, "perceptual": None}
+            | {"right": True}
+            for seed, p in enumerate(numbers)
+        ]
+        steps = [{"step": step, "synchronous": step < synchronous.get(warmup, 0)} for step in range(12)]
+        return {"cell": vars(cell), "evaluations": 12, "pictures": pictures, "steps": steps, "prediction_error": []}
+
+    setup = plan.Setup("", "", "", 12)
+    exact = result("", [100.0] * 8, plan.SYNCHRONOUS)
+    cells = [exact, *(result(warmup, numbers) for warmup, numbers in psnr.items())]
+    return StudyResults(plan.StudyPlan(setup, (), (4,), tuple(psnr), ("own",), ("displaced",)), cells)
+
+
+def test_policies_against_fixed_warmups():
+    """Beside the fixed warm-up with as many synchronous steps, picture by picture, interpolated where need be."""
+    results = made_up(
+        {
+            "fixed(2)": [30.0, 40.0, 30.0, 40.0],
+            "fixed(4)": [34.0, 44.0, 34.0, 44.0],
+            "adaptive(0.1)": [35.0, 45.1, 35.0, 45.1],
+            "periodic(4)": [29.0, 39.2, 29.0, 38.8],
+        },
+        {"fixed(2)": 2, "fixed(4)": 4, "adaptive(0.1)": 3, "periodic(4)": 2},
+    )
+    adaptive, periodic = results.against_fixed()
+    assert adaptive["fixed_psnr"]["value"] == 37
+    assert adaptive["difference"]["value"] == pytest.approx(3.05)
+    assert periodic["difference"]["value"] == pytest.approx(-1)
+    said = "\n".join(analysis.findings(results, {}))
+    assert re.search(r"adaptive\(0.1\).*Difference \+3.05 ± 0.03 dB: better", said)
+    assert re.search(r"periodic\(4\).*Difference -1.00 ± 0.08 dB: worse", said)
+    assert "warm-up helped" in said
+    # Prompts differ by 10 dB, which is no difference between two ways to draw them.
+    level = made_up({"fixed(2)": [30.0, 40.0], "fixed(4)": [31.0, 39.0]}, {"fixed(2)": 2, "fixed(4)": 4})
+    assert "warm-up made no difference that can be told" in "\n".join(analysis.findings(level, {}))
+
+
+def test_adaptive_against_every_policy_with_as_many_steps():
+    """The others with as many synchronous steps, the best first; one that chose the same steps is told from a tie."""
+    results = made_up(
+        {
+            "fixed(3)": [30.0, 40.0, 30.0, 40.0],
+            "first_last(1, 2)": [33.0, 43.0, 33.0, 43.2],
+            "periodic(3)": [50.0, 50.0, 50.0, 50.0],
+            "adaptive(0.001, 3)": [34.0, 44.1, 34.0, 44.1],
+        },
+        {"fixed(3)": 3, "first_last(1, 2)": 3, "periodic(3)": 4, "adaptive(0.001, 3)": 3},
+    )
+    (adaptive,) = results.against_others()
+    assert [other["warmup"] for other in adaptive["others"]] == ["first_last(1, 2)", "fixed(3)"]
+    assert [other["difference"]["value"] for other in adaptive["others"]] == pytest.approx([1.0, 4.05])
+    assert all(other["same_steps"] for other in adaptive["others"])
+    assert [other["closer"] for other in adaptive["others"]] == [4, 4]
+    assert all(other["perceptual_difference"]["value"] is None for other in adaptive["others"])
+    for ours, picture in enumerate(results.by["own", "displaced", 4, "adaptive(0.001, 3)"][0]["pictures"]):
+        picture["perceptual"] = 0.1 * ours
+    for picture in results.by["own", "displaced", 4, "fixed(3)"][0]["pictures"][:2]:
+        picture["perceptual"] = 0.2
+    apart = results.against_others()[0]["others"][1]["perceptual_difference"]
+    assert apart == {"value": pytest.approx(-0.15), "error": pytest.approx(0.05), "count": 2}
+    (said,) = [sentence for sentence in analysis.findings(results, {}) if "best other policy" in sentence]
+    assert said.endswith("first_last(1, 2): +1.00 ± 0.04 dB: the same steps.")
+    last = results.by["own", "displaced", 4, "first_last(1, 2)"][0]["steps"]
+    last[1]["synchronous"], last[11]["synchronous"] = False, True
+    assert [o["same_steps"] for o in results.against_others()[0]["others"]] == [False, True]
+    assert any(sentence.endswith("+1.00 ± 0.04 dB: better.") for sentence in analysis.findings(results, {}))
+
+
+def rooted(level: dict[int, dict[int, float]], spread: float = 0.1) -> StudyResults:
+    """A study of fixed warm-ups, with the PSNR given by devices and warm-up, on eight pictures."""
+    cells = []
+    for devices, curve in level.items():
+        for warmup, psnr in curve.items():
+            one = made_up(
+                {f"fixed({warmup})": [psnr + spread * n for n in (-1, 0, 0, 1) * 2]}, {f"fixed({warmup})": warmup}
+            )
+            cells += one.cells[:1] if not cells else []
+            cells.append({**one.cells[1], "cell": {**one.cells[1]["cell"], "devices": devices}})
+    warmups = tuple(dict.fromkeys(f"fixed({w})" for curve in level.values() for w in curve))
+    setup = plan.Setup("", "", "", 12)
+    return StudyResults(plan.StudyPlan(setup, (), tuple(level), warmups, ("own",), ("displaced",)), cells)
+
+
+def test_the_rule_says_how_sure_it_is():
+    """Curves that rise by 1 dB a step and fall by 2 with four times the devices: two more steps, not twice as many."""
+    results = rooted({n: {w: 30.0 + w - log2(n) for w in (1, 2, 4, 8)} for n in (2, 4, 8, 16)})
+    rule = results.rule("own", "displaced", 32.0)
+    assert rule is not None
+    assert rule["needed"] == {str(n): pytest.approx(2 + log2(n)) for n in (2, 4, 8, 16)}
+    low, high = rule["fit"]["b_interval"]
+    assert low < rule["fit"]["b"] < high < low + 0.2
+    pairs = {(p["devices"], p["warmup"]): p["difference"]["value"] for p in results.root_pairs("own", "displaced")}
+    assert pairs == {(n, w): pytest.approx(w - 2) for n in (2, 4) for w in (1, 2, 4)}
+    said = analysis.findings(results, {("own", "displaced"): rule})
+    assert any("16 devices with 8 warm-up steps against 4 with 4" in s and s.endswith("closer.") for s in said)
+    # Two of three that need no warm-up determine no power law.
+    rule = rooted({2: {0: 33.0, 1: 34.0}, 4: {0: 32.5, 1: 33.0}, 8: {0: 31.0, 1: 31.5, 4: 33.0}}).rule(
+        "own", "displaced", 32.0
+    )
+    assert rule is not None
+    assert list(rule["needed"].values()).count(0.0) == 2
+    assert (rule["fit"], rule["sqrt"]["base"] if rule["sqrt"] else None) == (None, None)
+    assert "not determined" in analysis._rule_text("own", "displaced", rule)
+    # Too few pictures reach the target: nothing is said of how sure it is.
+    rule = rooted({n: {w: 30.0 + w - n for w in (1, 2)} for n in (2, 4, 8)}, 9.0).rule("own", "displaced", 29.0)
+    assert rule is not None
+    assert rule["fit"] is None or rule["fit"]["b_interval"] is None
+
+
+def test_a_run_that_went_astray(tmp_path):
+    """What is not a number is kept as nothing, and no picture of it passes for an equal one."""
+    store = Store(tmp_path)
+    store.add({"key": "x", "pictures": [], "prediction_error": [[float("nan"), 1.0]], 3: float("inf")})
+    (line,) = (tmp_path / "cells.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"key": "x", "pictures": [], "prediction_error": [[None, 1.0]], "3": None}
+    assert analysis.mean([None, 1.0]) == Mean(1.0, None, 1)
+
+
+def test_models_without_training_pictures(tmp_path):
+    assert running.nearest_matches_prompt(tmp_path, plan.Cell("own", ("fox",), (0,)), np.zeros((1, 8, 8, 3))) is None
+    info = find_model(zoo.path("emoji-sd3"))
+    cell = plan.Cell("own", ("something else",), (0,))
+    assert running.nearest_matches_prompt(info.files, cell, np.zeros((1, 64, 64, 3))) is None

@@ -1,0 +1,173 @@
+"""Distances, digests, and numbers and names for people."""
+
+from __future__ import annotations
+
+import subprocess
+from math import inf, log10, nan
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ditmesh import _version
+from ditmesh.core.digests import digest
+from ditmesh.core.files import without_folder
+from ditmesh.errors import InputError
+from ditmesh.quality import metrics, perceptual, pictures
+from ditmesh.report import formatting
+
+
+def pair() -> tuple[np.ndarray, np.ndarray]:
+    """Two pictures (24, 40, 3) that anybody can make again."""
+    y, x = np.mgrid[:24, :40]
+    one = np.stack([np.sin(x / 5) ** 2, np.cos(y / 7) ** 2, (x * y % 17) / 16], -1)
+    return one, np.clip(one * 0.9 + 0.1 * np.cos(x / 3 + y)[..., None], 0, 1)
+
+
+# ---- distances
+
+
+def test_ssim_and_psnr_are_those_of_scikit_image():
+    """Values of scikit-image 0.26 (Gaussian weights, sigma 1.5, population covariance, range 1, mean over channels)."""
+    one, other = pair()
+    assert metrics.ssim(other, one) == pytest.approx(0.9078853940386867, abs=1e-12)
+    assert metrics.psnr(other, one) == pytest.approx(20.74146347831818, abs=1e-10)
+
+
+def test_ssim_of_flat_pictures_is_the_formula():
+    """Without variance only the means are left: (2ab + C1) / (a² + b² + C1)."""
+    a, b, c1 = 0.2, 0.7, 0.01**2
+    flat = [np.full((16, 16, 3), value) for value in (a, b)]
+    assert metrics.ssim(*flat) == pytest.approx((2 * a * b + c1) / (a * a + b * b + c1))
+    assert metrics.ssim(flat[0], flat[0]) == 1
+    # A picture smaller than the window has one of its own.
+    assert metrics.ssim(flat[0][:6, :9], flat[1][:6, :9]) == pytest.approx((2 * a * b + c1) / (a * a + b * b + c1))
+
+
+def test_pictures_may_be_of_pil_of_eight_bits_or_floats():
+    bits = np.zeros((12, 12, 3), dtype=np.uint8)
+    bits[0, 0, 0] = 51
+    other = np.zeros((12, 12, 3), dtype=np.uint8)
+    found = metrics.compare(Image.fromarray(bits), other)
+    assert found.largest == pytest.approx(0.2)
+    assert found.mean == pytest.approx(0.2 / 432)
+    assert found.psnr == pytest.approx(-10 * log10(0.04 / 432))
+    assert not found.equal
+    same = metrics.compare(bits, bits.copy())
+    assert (same.equal, same.largest, same.psnr, same.ssim) == (True, 0, None, 1)
+    with pytest.raises(InputError, match=r"40x24x3 and 40x12x3"):
+        metrics.compare(pair()[0], pair()[0][:12])
+    with pytest.raises(InputError, match="4 dimensions"):
+        pictures.as_picture(np.zeros((1, 2, 3, 4)))
+
+
+def relative_error(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    largest, scale = metrics.absolute_error(tensor, reference)
+    return largest / scale if scale else (inf if largest else 0.0)
+
+
+def test_relative_error_minds_what_is_not_a_number():
+    reference = torch.tensor([1.0, -4.0, 2.0])
+    assert relative_error(torch.tensor([1.0, -4.0, 3.0]), reference) == 0.25
+    assert relative_error(torch.tensor([1.0, nan, 2.0]), reference) == inf
+    odd = torch.tensor([nan, inf, 2.0])
+    assert relative_error(odd.clone(), odd) == 0
+    assert relative_error(torch.tensor([nan, -inf, 2.0]), odd) == inf
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert relative_error(torch.ones(2), torch.zeros(2)) == inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8])
+def test_token_digests_see_every_bit_and_are_cut_like_tokens(dtype):
+    tensor = (torch.randn(2, 9, 33, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    digests = metrics.token_digests(tensor)
+    assert digests.shape == (2, 9)
+    assert len(set(digests.flatten().tolist())) == 18
+    assert torch.equal(metrics.token_digests(tensor[1:, 3:7]), digests[1:, 3:7])
+    # Every single bit of a row counts.
+    lanes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    for bit in range(tensor.element_size() * 8):
+        changed = tensor.clone()
+        changed[1, 4, 32:].view(lanes).bitwise_xor_(torch.tensor(1, dtype=lanes) << bit)
+        differs = metrics.token_digests(changed) != digests
+        assert differs.nonzero().tolist() == [[1, 4]], bit
+    # So does the order of values.
+    assert not torch.equal(metrics.token_digests(tensor.flip(-1)), digests)
+
+
+def test_digest_tells_bits_shapes_and_types():
+    values = torch.zeros(4)
+    same = {digest(values), digest(torch.zeros(4))}
+    others = {digest(x) for x in (-values, values.double(), values.view(2, 2), values.numpy())}
+    assert len(same) == 1
+    assert len(others | same) == 5
+
+
+def test_perceptual_distance_is_none_without_its_weights(monkeypatch):
+    monkeypatch.setattr(perceptual, "_file", lambda: None)
+    assert not perceptual.available()
+    assert metrics.compare(*pair(), perceptual=True).perceptual is None
+
+
+@pytest.mark.skipif(not perceptual.available(), reason=perceptual.HINT)
+def test_perceptual_distance_is_that_of_its_authors():
+    """Values of stlpips_pytorch 0.0.2's own `LPIPS(net="alex", variant="shift_tolerant")`."""
+    y, x = np.mgrid[:96, :128] / 64
+    one = np.stack([np.sin(3 * x) ** 2, np.cos(4 * y) ** 2, x * y / (x * y).max()], -1)
+    noise = np.random.default_rng(0).random((96, 128, 3))
+    assert perceptual.distance(one, np.roll(one, 3, 1)) == pytest.approx(0.015879465267062187, rel=1e-5)
+    assert perceptual.distance(noise, one) == pytest.approx(1.0340404510498047, rel=1e-5)
+    assert perceptual.distance(one, one) == 0
+    # A small picture is enlarged.
+    small = one[:32, :48]
+    assert perceptual.distance(small, small[:, ::-1]) > 0
+
+
+def test_numbers_are_formatted_for_people():
+    texts = {0.0: "0", 0.03125: "0.0312", 1.0: "1.00", 1234.5: "1,234", 3.2e-7: "3.20 × 10⁻⁷", 2.5e9: "2.50 × 10⁹"}
+    assert {value: formatting.number_text(value) for value in texts} == texts
+    assert (formatting.number_text(None), formatting.number_text(inf)) == ("", "infinite")
+    assert [formatting.size_text(size) for size in (17, 1234, 17_100_000)] == ["17 bytes", "1.23 kB", "17.1 MB"]
+    nested = {"a": {"b": 1, "c": {"d": True}}, "list": [{"x": 0.5}, {"x": None}], "words": ("u", "v"), "none": None}
+    assert list(formatting.flattened_pairs(nested)) == [
+        ("a: b", "1"),
+        ("a: c: d", "yes"),
+        ("list: 1: x", "0.5"),
+        ("words", "u, v"),
+    ]
+
+
+def test_of_absolute_paths_the_last_name_is_shown():
+    words = {
+        "/home/ada/models/x": "x",
+        "--html=/tmp/pages/v.html": "--html=v.html",
+        "~/models/x": "x",
+        "study": "study",
+    }
+    words |= {
+        "a/b": "a/b",
+        "/imagine": "/imagine",
+        "a fox and/or an owl": "a fox and/or an owl",
+        "C:\\Users\\ada\\x": "x",
+    }
+    assert {word: without_folder(word) for word in words} == words
+
+
+def test_the_source_is_the_commit_of_a_checkout_or_else_the_version(monkeypatch, tmp_path):
+    copied = tmp_path / "ditmesh" / "_version.py"
+    copied.parent.mkdir()
+    copied.write_bytes(Path(_version.__file__).read_bytes())
+    monkeypatch.setattr(_version, "__file__", str(copied))
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org")
+    # Somebody's checkout that does not hold the package, such as one with a virtual environment in it.
+    subprocess.run((*git, "init", "-q"), check=True)
+    assert _version.source() == f"version {_version.__version__}"
+    subprocess.run((*git, "add", "."), check=True)
+    subprocess.run((*git, "commit", "-qm", "x"), check=True)
+    commit = subprocess.run((*git, "rev-parse", "HEAD"), check=True, capture_output=True, text=True).stdout
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert _version.source() == f"commit {commit[:12]}"
+    copied.write_text("changed")
+    assert _version.source() == f"commit {commit[:12]}, changed since"
