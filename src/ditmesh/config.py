@@ -145,6 +145,8 @@ class ParallelConfig(BaseModel):
             diffusers (``"flash"``, ``"_flash_3"``, ``"sage"``, ``"flex"`` …); or one that
             `ditmesh.attention.kernels.register` has added on every rank. None: the backend that is set on the model.
             Ring attention supports those that return their log-sum-exp: see docs/attention.md.
+        precompute: compute modulation, embedders, and keys and values of the text once for all steps of a request, in
+            the first of them; on a GPU their weights wait in host memory until it ends. The same bits.
         shared_memory: send tensors between CPU ranks of one host through shared memory; False: through the
             process group, as between hosts.
         vae: parallelisation of the VAE. ``"bands"``: each rank decodes some rows of the image and receives border rows
@@ -286,6 +288,13 @@ class ParallelConfig(BaseModel):
             usual="the model's",
         ),
     ] = None
+    precompute: Annotated[
+        bool,
+        Setting(
+            "Compute what does not depend on the image once for all steps, without its weights afterwards.",
+            untrained="training draws timesteps; leave it out",
+        ),
+    ] = False
     shared_memory: Annotated[
         bool, Setting("Pass tensors between ranks on the CPUs of one host through shared memory.")
     ] = True
@@ -322,6 +331,11 @@ class ParallelConfig(BaseModel):
         self._check_speeds()
         self._check_stages()
         self._check_stale()
+        if self.precompute and (self.cuts_weights or self.stages_or_patches or self.compile is not None):
+            raise ConfigError(
+                f"precompute=True runs modules whole and as they are, which {self.describe()} does not leave them; "
+                "use it with ulysses, ring, cfg and data, without compile"
+            )
         if self.compile == "cudagraphs":
             raise ConfigError(
                 "compile='cudagraphs' would record what ranks send once and never send it again; use compile='inductor'"
@@ -543,6 +557,8 @@ class ParallelConfig(BaseModel):
             parts.append(f"vae={self.vae}")
         if self.text_encoder != "whole":
             parts.append(f"text_encoder={self.text_encoder}")
+        if self.precompute:
+            parts.append("precompute")
         if self.reproducible:
             parts.append("reproducible")
         return " ".join(parts)

@@ -28,6 +28,7 @@ from .strategies.text_encoders import TextEncoders
 from .strategies.tokens import KnownForms
 
 # Strategies that not every configuration asks for, with what of it they need at least.
+PRECOMPUTED = LaterStrategy("precomputed:Precomputed", lambda config: config.precompute)
 STALE_STEPS = LaterStrategy("stale.warmup:StaleSteps", lambda config: config.stale_exchange or config.stages_or_patches)
 GATHERED = LaterStrategy("gathered:GatheredSequence", lambda config: config.exchange == "gather")
 REPRODUCIBLE = LaterStrategy("reproducible:ReproducibleSequence", lambda config: config.reproducible)
@@ -39,6 +40,7 @@ BANDED_VAE = LaterStrategy("vae.parallel:BandedVae", lambda config: config.world
 
 # Each strategy, and why it stands where it does.
 LINES: dict[type[Strategy] | LaterStrategy, str] = {
+    PRECOMPUTED: "around the model's own modules, under all that cuts their arguments",
     TensorSlices: "weights first: everything after it sees a rank's slices as the model's own",
     PipelineStages: "then whole blocks: those of other stages are never compiled, only passed over",
     ShardedModels: "then pieces of what a rank has left; inside all else, so that each forward finds whole weights",

@@ -1,0 +1,281 @@
+"""A run of a module in which some tensors have no values: only what does not depend on them is computed.
+
+Partial evaluation (Jones, Gomard & Sestoft 1993) of torch's operators: one that sees a tensor without values gives
+tensors without values, at no cost; all others run as ever. Those that follow from chosen *inputs* are noted, so that
+they can be run again for other values of these inputs without the module's Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..errors import LayoutError
+from . import intercept
+
+
+class Unknown(Tensor):
+    """A tensor with shape, dtype and device, and no values."""
+
+    meta: Tensor
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device) -> Unknown:
+        unknown = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+        )
+        unknown.meta = meta
+        return unknown
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise LayoutError(f"{func} needs values of a tensor that has none")
+
+
+def unknown_like(tensor: Tensor) -> Unknown:
+    """A tensor of the same shape, strides, dtype and device, without values."""
+    return Unknown(_meta(tensor), tensor.device)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Unknown):
+        return tensor.meta
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a tensor that follows from the inputs, in a tape."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _NotedOperation:
+    function: Any
+    args: Any
+    kwargs: Any
+    # Numbers of the tensors that it returns, in their order.
+    results: tuple[int, ...]
+
+
+class Tape:
+    """The noted operators, for other values of the inputs.
+
+    Attributes:
+        obstacle: the reason why nothing can be replayed, a clause; empty: it can.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.obstacle = ""
+        self._operations: list[_NotedOperation] = []
+        self._inputs = len(inputs)
+        # Tensors that follow from the inputs, held so that their ids stay their own.
+        self._held: list[Tensor] = list(inputs)
+        self._slots = {id(tensor): number for number, tensor in enumerate(inputs)}
+        # Memory that an operator of the tape reads, and memory that it makes.
+        self._read: set[int] = set()
+        self._made: set[int] = set()
+
+    def follows(self, tensor: Tensor) -> bool:
+        """True if the tensor follows from the inputs."""
+        return id(tensor) in self._slots
+
+    def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator has run on tensors with values."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        written = written_by(function, args, kwargs)
+        if not any(self.follows(tensor) for tensor in given):
+            if any(_memory(tensor) in self._read for tensor in written):
+                self.obstacle = f"{function} writes to what was read before"
+            return
+        returned = tree_leaves(result)
+        if not all(isinstance(leaf, Tensor) for leaf in returned):
+            self.obstacle = f"{function} makes a number of it"
+            return
+        self._read |= {_memory(tensor) for tensor in given if not self.follows(tensor)}
+        if any(_memory(tensor) not in self._made for tensor in written):
+            self.obstacle = f"{function} writes it into memory that was there before"
+        results = []
+        for tensor in returned:
+            self._made.add(_memory(tensor))
+            results.append(self._slots.setdefault(id(tensor), len(self._held)))
+            self._held.append(tensor)
+        args, kwargs = tree_map(self._placed, (args, kwargs))
+        self._operations.append(_NotedOperation(function, args, kwargs, tuple(results)))
+
+    def _placed(self, leaf: Any) -> Any:
+        return _Slot(self._slots[id(leaf)]) if isinstance(leaf, Tensor) and self.follows(leaf) else leaf
+
+    def placed(self, tree: Any) -> Any:
+        """A tree with places in the stead of tensors that follow from the inputs."""
+        return tree_map(self._placed, tree)
+
+    def run(self, inputs: Sequence[Tensor], trees: Any) -> Any:
+        """Trees of `placed` with the tensors that follow from other values of the inputs.
+
+        Args:
+            inputs: of the shapes, dtypes and devices of those that were given.
+            trees: anything with places.
+        """
+        values = dict(enumerate(inputs))
+
+        def at(leaf: Any) -> Any:
+            return values[leaf.number] if isinstance(leaf, _Slot) else leaf
+
+        def filled(tree: Any) -> Any:
+            return tree_map(at, tree, is_leaf=lambda leaf: isinstance(leaf, _Slot))
+
+        with torch.no_grad():
+            for operation in self._operations:
+                result = operation.function(*filled(operation.args), **filled(operation.kwargs))
+                values |= zip(operation.results, tree_leaves(result), strict=True)
+        return filled(trees)
+
+    def release(self) -> None:
+        """Let go of the tensors of the run that was noted."""
+        self._held, self._slots = [], {}
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def written_by(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments that it writes to."""
+    schema = function._schema
+    if not schema.is_mutable:
+        return []
+    written = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
+class PartialRun(TorchDispatchMode):
+    """Inside, operators on `Unknown` tensors run on shapes alone, and all others as ever.
+
+    Args:
+        inputs: the operators that follow from them are noted in `tape`.
+    """
+
+    # Flex attention comes here, and is refused.
+    supports_higher_order_operators = True
+
+    def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.tape = Tape([*inputs])
+        # Told of the tensors that every operator sees.
+        self.listener: Callable[[Iterable[Tensor]], None] = lambda tensors: None
+        # Memory with values into which such without were written.
+        self._spoilt: dict[int, Any] = {}
+
+    def __enter__(self) -> PartialRun:
+        self._inside = ExitStack()
+        self._inside.enter_context(intercept.handled_by(_PartialAttention(self)))
+        # torch compiles flex attention by itself, and would keep what fails inside for later calls.
+        self._inside.enter_context(torch.compiler.set_stance("force_eager"))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inside.close()
+
+    def is_unknown(self, tensor: Tensor) -> bool:
+        """True if a tensor has no values, or has lost them."""
+        return isinstance(tensor, Unknown) or (bool(self._spoilt) and _memory(tensor) in self._spoilt)
+
+    def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Indices without masks: the places that those with values select."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            masks = index is not None and index.dtype in (torch.bool, torch.uint8) and not self.is_unknown(index)
+            found += index.nonzero().unbind(1) if masks and index is not None else [index]
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            raise LayoutError(f"{func} is no operator that runs on shapes alone")
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.listener(given)
+        # What is drawn at random is drawn anew in each step.
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if not drawn and not any(map(self.is_unknown, given)):
+            result = func(*args, **kwargs)
+            self.tape.note(func, args, kwargs, result)
+            return result
+        for tensor in written_by(func, args, kwargs):
+            if not isinstance(tensor, Unknown):
+                self._spoilt[_memory(tensor)] = tensor.untyped_storage()
+        device = next((tensor.device for tensor in given), torch.device(kwargs.get("device") or "cpu"))
+        shapes: dict[int, Tensor] = {}
+
+        def shape_of(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("meta")
+            if not isinstance(leaf, Tensor):
+                return leaf
+            shape = _meta(leaf)
+            shapes[id(shape)] = leaf
+            return shape
+
+        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default):
+            # The shape of what a mask selects is told by its values.
+            args = (args[0], self._places(args[1]), *args[2:])
+        args, kwargs = tree_map(shape_of, (args, kwargs))
+        if not given:
+            kwargs = kwargs | {"device": torch.device("meta")}
+        result = func(*args, **kwargs)
+
+        def unknown(leaf: Any) -> Any:
+            return shapes[id(leaf)] if id(leaf) in shapes else Unknown(leaf, device)
+
+        return tree_map(lambda leaf: unknown(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+class _PartialAttention:
+    """Attention of a partial run: kernels that are none of torch's get no tensors without values."""
+
+    takes_key_heads = True
+
+    def __init__(self, run: PartialRun) -> None:
+        self._run = run
+
+    def attend(
+        self,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        backend: str | None = None,
+    ) -> Tensor:
+        given = [tensor for tensor in (q_bhsd, k_bhsd, v_bhsd, mask) if tensor is not None]
+        if backend is not None and any(map(self._run.is_unknown, given)):
+            batch, heads, tokens, _ = q_bhsd.shape
+            # In the order in which torch's own kernels write it.
+            out_bshd = torch.empty((batch, tokens, heads, v_bhsd.shape[-1]), dtype=q_bhsd.dtype, device="meta")
+            return Unknown(out_bshd.transpose(1, 2), q_bhsd.device)
+        k_bhsd, v_bhsd = intercept.with_all_heads(q_bhsd, k_bhsd, v_bhsd)
+        if backend is not None:
+            return intercept.call_backend(backend, q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+        return intercept.original_attention()(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+
+    def left_out(self) -> None:
+        """Nothing is counted."""

@@ -1,0 +1,312 @@
+"""Values that do not depend on the image, computed ahead: the bits of the same configuration without it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+import ditmesh
+from ditmesh.config import ParallelConfig
+from ditmesh.core.arguments import Arguments, parameter_names
+from ditmesh.core.clock import CallClock
+from ditmesh.core.partial_run import PartialRun, Unknown, unknown_like
+from ditmesh.core.patching import CallChain
+from ditmesh.strategies.precomputed import PrecomputedModel
+from support.classes import images, others, videos
+from support.models import MAKERS, RAGGED, inputs, tiny
+from support.pipelines import MAKERS as PIPELINES
+from support.pipelines import arguments, draw
+
+CASES = {**images.CASES, **videos.CASES, **others.CASES}
+
+
+# --- a partial run -------------------------------------------------------------------------------------------
+
+
+class _Gated(nn.Module):
+    """A block with modulation, and a module that sees the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation, self.mixed = nn.Linear(4, 8), nn.Linear(4, 4)
+
+    def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        shift, scale = self.modulation(torch.nn.functional.silu(timestep)).chunk(2, dim=-1)
+        return self.mixed(hidden_states) * scale + shift
+
+
+def test_a_partial_run_gives_values_and_replays_them():
+    model, times = _Gated(), [torch.randn(1, 4) for _ in range(3)]
+    kept: list[Any] = []
+    handle = model.modulation.register_forward_hook(lambda *call: kept.append(call[-1]))
+    with torch.no_grad(), PartialRun([times[0]]) as run:
+        result = model(unknown_like(torch.randn(2, 5, 4)), times[0])
+    handle.remove()
+    assert isinstance(result, Unknown)
+    assert result.shape == (2, 5, 4)
+    assert not run.tape.obstacle
+    for time in times:
+        (value,) = run.tape.run([time], run.tape.placed(kept))
+        assert torch.equal(value, model.modulation(torch.nn.functional.silu(time)))
+
+
+@pytest.mark.parametrize("case", ["number", "constant"])
+def test_what_cannot_be_replayed_is_told(case):
+    time, table = torch.tensor([0.5]), torch.zeros(3)
+    with torch.no_grad(), PartialRun([time]) as run:
+        if case == "number":
+            assert float(time * 2) == 1.0
+        else:
+            table[0] = time[0]
+    assert run.tape.obstacle
+
+
+def test_what_is_written_into_has_no_values_any_more():
+    table, image = torch.zeros(4), unknown_like(torch.randn(2))
+    with torch.no_grad(), PartialRun() as run:
+        table[:2] = image
+        assert run.is_unknown(table[2:] + 1)
+        assert run.is_unknown(torch.randn(3))
+        assert not run.is_unknown(torch.ones(3))
+
+
+# --- every class ---------------------------------------------------------------------------------------------
+
+
+def precomputed(model: nn.Module, names: tuple[str, ...] = ()) -> PrecomputedModel:
+    """A transformer's part of the strategy, without ranks."""
+    clock = CallClock()
+    context = SimpleNamespace(clock=clock, mesh=SimpleNamespace(device=torch.device("cpu")), pipe=None)
+    parallel = SimpleNamespace(model=model, layout=None, chain=CallChain(model))
+    part = PrecomputedModel(parallel, context)  # type: ignore[arg-type]
+    part.begin(True)
+    return part
+
+
+def called(model: nn.Module, part: PrecomputedModel | None, call: dict[str, Any]) -> list[torch.Tensor]:
+    names = parameter_names(type(model).forward)
+    given = Arguments(names, (), call)
+
+    def proceed(arguments: Arguments) -> Any:
+        return model(*arguments.args, **arguments.kwargs)
+
+    with torch.no_grad():
+        output = proceed(given) if part is None else part.around_call(proceed, given)
+    return flat(output)
+
+
+def flat(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    return [tensor for item in items for tensor in flat(item)]
+
+
+def share(model: nn.Module, call: dict[str, Any]) -> tuple[float, tuple[str, ...]]:
+    """The share of the weights that goes ahead; with NaN in their place, the values are right for another image."""
+    part = precomputed(model)
+    truth = called(model, None, call)
+    first = called(model, part, call)
+    assert all(torch.equal(a, b) for a, b in zip(first, truth, strict=True))
+    image = parameter_names(type(model).forward)[0]
+    other = {**call, image: _other(call[image])}
+    truth = called(model, None, other)
+    weights = [each for path in part.modules for each in model.get_submodule(path).parameters()]
+    kept = [each.data for each in weights]
+    if part.note:
+        part.close()
+        return 0.0, ()
+    part._rows[0].batch.compares = 0
+    try:
+        for each in weights:
+            each.data = torch.full_like(each.data, torch.nan)
+        part._states = {path: part._state(path) for path in part.modules}
+        value = called(model, part, other)
+    finally:
+        for each, data in zip(weights, kept, strict=True):
+            each.data = data
+        part.close()
+    assert all(torch.equal(a, b) for a, b in zip(value, truth, strict=True))
+    total = sum(each.numel() for each in model.parameters())
+    return sum(each.numel() for each in weights) / total, part.modules
+
+
+def _other(value: Any) -> Any:
+    generator = torch.Generator().manual_seed(7)
+    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        return value
+    if isinstance(value, torch.Tensor):
+        return torch.randn(value.shape, generator=generator).to(value.dtype)
+    return [_other(item) for item in value]
+
+
+@pytest.mark.parametrize("name", ["SD3", "Flux", "QwenImage", "Wan", "ZImage", "PixArt", "LTX2"])
+def test_reviewed_classes(name):
+    part, modules = share(tiny(name), inputs(name, RAGGED))
+    assert modules
+    assert part > 0.05
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_reviewed_class(name):
+    assert share(tiny(name), inputs(name, RAGGED))[1]
+
+
+# Calls with caches, or that are decided by the image's values: they run as ever.
+AS_EVER = {
+    "GlmImageTransformer2DModel",
+    "HiDreamImageTransformer2DModel",
+    "AnyFlowFARTransformer3DModel",
+    "Kandinsky5Transformer3DModel nabla",
+    "Kandinsky6SRTransformer3DModel",
+    "SanaWMLTX2RefinerTransformer3DModel",
+    "Flux2Transformer2DModel + caches",
+    "QwenImage21Transformer2DModel",
+    "WanAnimate2Transformer3DModel",
+    "TransformerTemporalModel",
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "form"), [(name, form) for name, case in CASES.items() for form in case.calls])
+def test_every_other_class(name, form):
+    case = CASES[name]
+    _, modules = share(case.make(), case.calls[form]())
+    assert modules or name in AS_EVER
+
+
+# --- requests ------------------------------------------------------------------------------------------------
+
+
+def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -> tuple[bool, int, int]:
+    """Whether the latents are those without it, calls that were foreseen, and modules computed ahead."""
+    pipe = PIPELINES[name]()
+    calls = more.pop("calls", [{}])
+    with ditmesh.parallelized(pipe, config):
+        truth = [draw(pipe, arguments(name, [1, 2], **{**more, **call})) for call in calls]
+    with ditmesh.parallelized(pipe, {**config, "precompute": True}):
+        (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
+        part.frees_weights = frees
+        values = [draw(pipe, arguments(name, [1, 2], **{**more, **call})) for call in calls]
+        modules = len(part.modules)
+        assert all(parameter.numel() for parameter in pipe.transformer.parameters())
+    last = {**more, **calls[-1]}
+    assert torch.equal(
+        draw(pipe, arguments(name, [1, 2], **last)), draw(PIPELINES[name](), arguments(name, [1, 2], **last))
+    )
+    return all(torch.equal(a, b) for a, b in zip(values, truth, strict=True)), part.hits, modules
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"ulysses": 2},
+        {"cfg": 2},
+        {"data": 2},
+        {"ring": 2, "exchange": "gather"},
+        {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
+        {"ulysses": 2, "reproducible": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_latents_keep_their_bits_on_ranks(ranks, name, config):
+    for same, hits, modules in ranks(2).run(drawn, name, config):
+        assert same
+        assert "reproducible" in config or (hits > 1 and modules > 5)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_weights_leave_while_it_denoises(name):
+    same, hits, _ = drawn(name, {}, frees=True, steps=5, calls=[{}, {"seed": 3}, {"steps": 3}])
+    assert same
+    # All calls but the first of each branch.
+    assert hits == 2 * (1 + (name == "flux"))
+
+
+def at_step(step: int, change: Any) -> dict[str, Any]:
+    """A callback that changes the pipeline, or a call's tensors, when a step is over."""
+
+    def callback(pipe: Any, index: int, _: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {**tensors, **(change(pipe, tensors) or {})} if index == step else tensors
+
+    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+
+
+def _stronger(pipe: Any, _: Any) -> None:
+    with torch.no_grad():
+        pipe.transformer.transformer_blocks[0].norm1.linear.weight.mul_(2.0)
+
+
+def _weaker(pipe: Any, _: Any) -> None:
+    with torch.no_grad():
+        pipe.transformer.transformer_blocks[0].norm1.linear.weight.div_(2.0)
+
+
+@pytest.mark.parametrize("change", ["prompt", "weights"])
+def test_a_change_inside_of_a_request_is_seen(change):
+    pipe = PIPELINES["sd3"]()
+    made = {"prompt": lambda _, tensors: {"prompt_embeds": tensors["prompt_embeds"] * 0.5}, "weights": _stronger}[
+        change
+    ]
+    results = []
+    for config in ({}, {"precompute": True}):
+        with ditmesh.parallelized(pipe, config):
+            results.append(draw(pipe, arguments("sd3", [1], steps=5, **at_step(1, made))))
+        if change == "weights":
+            _weaker(pipe, None)
+    plain = draw(pipe, arguments("sd3", [1], steps=5))
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], plain)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    ["FlowMatchHeunDiscreteScheduler", "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler"],
+)
+@pytest.mark.parametrize("more", [{}, {"guidance_scale": 1.0}], ids=str)
+def test_samplers_and_guidance(scheduler, more):
+    pipe = PIPELINES["sd3"]()
+    kind = getattr(diffusers, scheduler)
+    flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"} if "UniPC" in scheduler else {}
+    pipe.scheduler = kind(**flow)
+    truth = draw(pipe, arguments("sd3", [1], steps=6, **more))
+    with ditmesh.parallelized(pipe, {"precompute": True}):
+        assert torch.equal(draw(pipe, arguments("sd3", [1], steps=6, **more)), truth)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_wrong_value_is_seen_in_the_first_calls(monkeypatch, row):
+    found = PrecomputedModel._computed
+
+    def wrong(self: PrecomputedModel, *call: Any) -> Any:
+        rows = found(self, *call)
+        rows[row].row[self.modules[-1]][0].add_(1e-3)
+        return rows
+
+    monkeypatch.setattr(PrecomputedModel, "_computed", wrong)
+    pipe = PIPELINES["sd3"]()
+    with (
+        ditmesh.parallelized(pipe, {"precompute": True}),
+        pytest.raises(ditmesh.LayoutError, match=r"norm.*computed ahead.*leave precompute out"),
+    ):
+        draw(pipe, arguments("sd3", [1]))
+
+
+@pytest.mark.parametrize(
+    "setting", [{"tensor": 2}, {"pipe": 2}, {"ulysses": 2, "shard": 2}, {"compile": "eager"}], ids=str
+)
+def test_what_does_not_go_together_is_refused(setting):
+    with pytest.raises(ditmesh.ConfigError, match="precompute=True"):
+        ParallelConfig(**setting, precompute=True)
+
+
+def test_a_bare_transformer_is_refused():
+    with pytest.raises(ditmesh.ConfigError, match="parallelize the pipeline"):
+        ditmesh.parallelize(tiny("SD3"), {"precompute": True})
