@@ -168,7 +168,7 @@ class Environment:
         (self.work / "run.yaml").write_text(RUN_FILE, encoding="utf-8")
         text = self.own_lines("ditmesh", "train", "run.yaml", "--devices", "2")
         words = ["--devices", "2", "--steps", "2", "--out", "adapted"]
-        return text + self.call("ditmesh", "generate", "an emoji", "--lora", "run/lora", *words)
+        return text + self.own_lines("ditmesh", "generate", "an emoji", "--lora", "run/lora", *words)
 
     def try_serve(self) -> str:
         log = self.work / "serve.log"

@@ -419,6 +419,7 @@ def test_chatter_is_left_out_and_warnings_are_not(caplog: pytest.LogCaptureFixtu
                 "`CLIPImageProcessor` requires torchvision (not installed); falling back",
                 "x",
             ),
+            ("transformers.utils.import_utils", "`Siglip2ImageProcessorFast` is deprecated. The", "`x` is deprecated"),
         ):
             caplog.clear()
             logger = logging.getLogger(name)

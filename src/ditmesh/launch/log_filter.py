@@ -24,8 +24,11 @@ CHATTER: dict[str, tuple[str, ...]] = {
     "torch.utils._pytree": (r"%s is an Enum subclass",),
     # Of tensors that later releases of torchao have no more.
     "diffusers.quantizers.torchao.torchao_quantizer": (r"Unable to import `torchao` Tensor objects",),
-    # An image processor without torchvision, which does the same in Pillow.
-    "transformers.utils.import_utils": (r"`\w+` requires torchvision \(not installed\); falling back",),
+    # An image processor without torchvision, which does the same in Pillow; and one that diffusers 0.40 imports.
+    "transformers.utils.import_utils": (
+        r"`\w+` requires torchvision \(not installed\); falling back",
+        r"`\w+Fast` is deprecated",
+    ),
     # A faster kernel that would be fetched from the hub.
     "bitsandbytes.backends.cpu.ops": (r"Failed to load CPU gemm_4bit_forward",),
     # An adapter for the transformer alone has none for the text encoders.
