@@ -55,12 +55,16 @@ def test_a_partial_run_gives_values_and_replays_them():
         assert torch.equal(value, model.modulation(torch.nn.functional.silu(time)))
 
 
-@pytest.mark.parametrize("case", ["number", "constant"])
+@pytest.mark.parametrize("case", ["number", "list", "array", "constant"])
 def test_what_cannot_be_replayed_is_told(case):
     time, table = torch.tensor([0.5]), torch.zeros(3)
     with torch.no_grad(), PartialRun([time]) as run:
         if case == "number":
             assert float(time * 2) == 1.0
+        elif case == "list":
+            assert (time * 2).tolist() == [1.0]
+        elif case == "array":
+            assert (time * 2).numpy() == 1.0
         else:
             table[0] = time[0]
     assert run.tape.obstacle

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -189,6 +190,7 @@ class PartialRun(TorchDispatchMode):
         self._inside.enter_context(intercept.handled_by(_PartialAttention(self)))
         # torch compiles flex attention by itself, and would keep what fails inside for later calls.
         self._inside.enter_context(torch.compiler.set_stance("force_eager"))
+        self._inside.enter_context(_NumbersRead(self.tape))
         super().__enter__()
         return self
 
@@ -247,6 +249,19 @@ class PartialRun(TorchDispatchMode):
             return shapes[id(leaf)] if id(leaf) in shapes else Unknown(leaf, device)
 
         return tree_map(lambda leaf: unknown(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+class _NumbersRead(TorchFunctionMode):
+    """Sees values that follow from the inputs leave torch where no operator does: ``tolist()``, ``numpy()``."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and self._tape.follows(args[0]):
+            self._tape.obstacle = f"{func.__name__} reads it"
+        return func(*args, **(kwargs or {}))
 
 
 class _PartialAttention:

@@ -125,7 +125,7 @@ class PrecomputedModel:
 
     def end(self) -> None:
         """End the request: weights come back, and values are dropped."""
-        self._rows, self._row, self._surprises, self._open = [], {}, 0, False
+        self._rows, self._row, self._states, self._surprises, self._open = [], {}, {}, 0, False
         self._bring_all()
 
     def close(self) -> None:
