@@ -76,7 +76,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("generate x --memory-limit much", "--memory-limit much is not possible; use gigabytes from 0.001 up, or none"),
         ("verify ulysses=2 --address a:1", "write it behind the launcher: --launcher ray@HOST:PORT"),
         ("generate x --set vae=band", "vae='band' is not possible: none of auto, bands, whole; did you mean 'bands'?"),
-        ("generate x --set exchange=displacd", "none of exact, displaced, naive; did you mean 'displaced'?"),
+        ("generate x --set exchange=displacd", "none of exact, gather, displaced, naive; did you mean 'displaced'?"),
         ("generate x --ulyses 2", "generate has no option --ulyses; did you mean '--ulysses'?"),
         ("generate x --nope", "generate has no option --nope; see ditmesh generate --help"),
         ("generate x --seed", "--seed has no value; write one behind it"),
@@ -153,7 +153,7 @@ def test_words_that_are_alike_are_all_offered() -> None:
         ("--set output_dir=run.yaml", "choose another one with output_dir"),
         ("--set cache_dir=run.yaml", "choose another one with cache_dir"),
         ("--set pretrained_model_name_or_path=./none", "no such folder"),
-        ("--set pretrained_model_name_or_path=strange", "DiTPipeline cannot be trained: it takes no prompt"),
+        ("--set pretrained_model_name_or_path=strange", "DDPMPipeline cannot be trained: it takes no prompt"),
         ("--cfg 2", "cfg=2 is not for training"),
         ("--set parallel.patches=2", "patches=2 is not for training"),
         ("--shard 2 --data 2", "shard=2 is not for training"),
@@ -177,7 +177,7 @@ def test_training_is_refused_before_ranks_start(more: str, says: str, nothing_st
     for folder in ("data", "empty", "strange/transformer"):
         Path(folder).mkdir(parents=True)
     Path("data/0.png").write_bytes(b"")
-    index = {"_class_name": "DiTPipeline", "transformer": ["diffusers", "LatteTransformer3DModel"]}
+    index = {"_class_name": "DDPMPipeline", "transformer": ["diffusers", "LatteTransformer3DModel"]}
     Path("strange/model_index.json").write_text(json.dumps(index))
     Path("strange/transformer/config.json").write_text(json.dumps({"_class_name": "LatteTransformer3DModel"}))
     assert says in said_by(capsys, "train", "run.yaml", "--device", "cpu", *more.split())

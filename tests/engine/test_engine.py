@@ -328,8 +328,8 @@ def test_queries_that_see_nothing():
 def test_strategies_that_are_imported_later_are_those_that_a_configuration_wants():
     every = [line.load() if isinstance(line, LaterStrategy) else line for line in RECIPE]
     axes = ({}, {"ring": 2}, {"ulysses": 2}, {"cfg": 2}, {"pipe": 2}, {"patches": 4}, {"tensor": 2}, {"data": 2})
-    exchanges = ({}, {"exchange": "displaced"}, {"exchange": "naive"})
-    others = ({}, {"reproducible": True}, {"vae": "whole"}, {"vae": "bands"})
+    exchanges = ({}, {"exchange": "gather"}, {"exchange": "displaced"}, {"exchange": "naive"})
+    others = ({}, {"reproducible": True}, {"vae": "whole"}, {"vae": "bands"}, {"precompute": True})
     chosen = []
     for settings in product(axes, exchanges, others):
         try:

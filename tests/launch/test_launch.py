@@ -410,7 +410,7 @@ def test_a_launcher_of_another_package_runs_a_job(tmp_path: Path) -> None:
     command += ["--threads", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    (picture,) = json.loads(done.stdout)["pictures"]
+    (picture,) = json.loads(done.stdout)["images"]
     assert Path(picture["path"]).is_file()
     assert "one rank, in this process" in done.stderr
     refused = subprocess.run([*command, "--devices", "2"], env=environment, capture_output=True, text=True, check=False)

@@ -199,9 +199,9 @@ def test_prompts_run_side_by_side_as_each_does_alone(tmp_path: Path, capfd: pyte
     code, out, err = said(capfd, *words, "--devices", "1", "--out", str(tmp_path / "one"))
     assert code == 0, err
     alone = json.loads(out)
-    names = [[Path(picture["path"]).name for picture in result["pictures"]] for result in (shared, alone)]
+    names = [[Path(picture["path"]).name for picture in result["images"]] for result in (shared, alone)]
     assert names[0] == names[1]
-    for one, other in zip(shared["pictures"], alone["pictures"], strict=True):
+    for one, other in zip(shared["images"], alone["images"], strict=True):
         assert Path(one["path"]).stat().st_size > 0
         assert one["config"] == other["config"]
         assert np.array_equal(*(np.asarray(Image.open(each["path"])) for each in (one, other)))

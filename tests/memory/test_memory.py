@@ -245,7 +245,7 @@ def test_generate_says_what_was_taken_and_inspect_what_is_needed(tmp_path: Path,
     result = json.loads(capsys.readouterr().out)
     assert [sorted(one) for one in result["peak_memory"]] == [["decode", "denoise", "encode", "load"]] * 2
     assert all(most > 1e7 for one in result["peak_memory"] for most in one.values())
-    assert read_receipt(result["pictures"][0]["path"]).peak_memory == result["peak_memory"]
+    assert read_receipt(result["images"][0]["path"]).peak_memory == result["peak_memory"]
     command(["memory", MODEL, "--tensor", "2", "--dtype", "float32", "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert facts["devices"] == 2

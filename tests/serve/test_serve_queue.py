@@ -1165,7 +1165,7 @@ def test_a_full_disk_refuses_jobs_and_loses_none(tmp_path: Path) -> None:
 def test_what_is_accepted_or_written_is_on_the_disk(opened: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """A power cut takes what is in memory alone: the row of a job, and a result that has its name already."""
     queue = opened()
-    assert queue._db.execute("PRAGMA synchronous").fetchone()[0] == 2
+    assert queue._database.connection.execute("PRAGMA synchronous").fetchone()[0] == 2
     done: list[str] = []
     sync, replace = os.fsync, Path.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.readlink(f"/proc/self/fd/{file}")), sync(file)))

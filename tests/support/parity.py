@@ -44,7 +44,10 @@ def parity(name: str, config: dict[str, Any], size: Size, masks: bool = True) ->
 
 def without_exchange(name: str, config: dict[str, Any], size: Size) -> float:
     """Error of `parity` when no rank sees another's keys."""
-    with mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", NoExchange):
+    with (
+        mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", NoExchange),
+        mock.patch("ditmesh.strategies.gathered.GatheredSequence.kind", NoExchange),
+    ):
         return parity(name, config, size)["error"]
 
 

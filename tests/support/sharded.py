@@ -299,7 +299,7 @@ def encoded(how: str, config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
         truth = [of_words(pipe, prompt, steps) for prompt in prompts]
     ditmesh.parallelize(pipe, {**config, "text_encoder": how})
     found: dict[str, Any] = {
-        "pictures": all(torch.equal(of_words(pipe, p, steps), t) for p, t in zip(prompts, truth, strict=True))
+        "images": all(torch.equal(of_words(pipe, p, steps), t) for p, t in zip(prompts, truth, strict=True))
     }
     placed = [each for _, each, _ in ditmesh.engine_of(pipe).context.get(TextEncoders)._placed.values()]
     held = sum(map(bytes_of, encoders)) + sum(one.held for one in placed if isinstance(one, ShardedWeights))

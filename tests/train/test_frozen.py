@@ -152,9 +152,10 @@ def test_weights_on_the_host_train_the_same_bits(ranks, root, tmp_path, precisio
         assert same
 
 
-def test_ddp_beside_weights_on_the_host_is_refused(root, tmp_path):
-    more = {"parallel": {"data": 2}, "sharding": "ddp", "base_offload": 0.5}
-    with pytest.raises(ditmesh.ConfigError, match=r"base_offload=0\.5: sharding: ddp .*leave sharding out"):
+@pytest.mark.parametrize("base", [{"base_offload": 0.5}, {"base_precision": "nf4"}], ids=str)
+def test_ddp_beside_a_changed_base_is_refused(root, tmp_path, base):
+    more = {"parallel": {"data": 2}, "sharding": "ddp", **base}
+    with pytest.raises(ditmesh.ConfigError, match=r"base_\w+=(0\.5|nf4): sharding: ddp .*leave sharding out"):
         TrainConfig.read(run_of(root, tmp_path / "1", **more))
 
 
@@ -180,13 +181,13 @@ def test_other_weights_on_another_host_are_refused(ranks, root, tmp_path):
 
 RUNS: list[tuple[str, dict[str, Any]]] = [
     ("nf4", {"parallel": {"ulysses": 2}}),
-    ("nf4", {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True}),
+    ("nf4", {"parallel": {"data": 2}, "gradient_checkpointing": True}),
     ("nf4", {"parallel": {"data": 2}, "sharding": "fsdp", "gradient_checkpointing": True}),
     ("int8", {"parallel": {"ring": 2}}),
     ("int8", {"parallel": {"ring": 2}, "sharding": "fsdp"}),
     ("fp8", {"parallel": {"data": 2}}),
     ("bf16", {"parallel": {"ulysses": 2}, "sharding": "fsdp"}),
-    ("fp16", {"parallel": {"ring": 2}, "sharding": "ddp"}),
+    ("fp16", {"parallel": {"ring": 2}}),
 ]
 
 

@@ -373,7 +373,7 @@ def test_virtual_ranks_show_their_pieces_too(tmp_path):
     writer = TraceWriter(tmp_path, 1e9, 4)
     draw(writer)
     comparer = TraceComparer(Trace(tmp_path), 0)
-    with ditmesh.engine.simulated(pipe, {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"}):
+    with ditmesh.simulated(pipe, {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"}):
         draw(comparer)
     compared = merge(comparer.trace, comparer.parts)
     assert all(one.seen == 1 for one in compared)

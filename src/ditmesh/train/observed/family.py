@@ -267,6 +267,8 @@ class ObservedFamily:
     def _check_encoders(self, pipe: Any, length: int | None, picture: Image | None) -> None:
         """Refuse encoders to train on which no condition depends."""
         encoders = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+        if unknown := [name for name in self._encoders if name not in encoders]:
+            raise ConfigError(f"train_modules: {type(pipe).__name__} has no module {unknown[0]!r}")
         weights = [weight for part in encoders.values() for weight in part.parameters()]
         trained = [weight.requires_grad for weight in weights]
         try:
