@@ -1,7 +1,7 @@
 """What does not depend on the image is computed once for all steps: modulation, embedders, the text's keys and values.
 
 A third of the weights of FLUX.1, Stable Diffusion 3.5 or Qwen-Image sees the timestep and the text alone, and every
-rank reads all of it in every step. A partial run (`core.partial_run`) of the first call finds these modules in any
+rank holds all of it. A partial run (`core.partial_run`) of the first call finds these modules in any
 transformer: nothing goes by names. Their values for all further timesteps follow by a replay of the few operators
 behind the timestep. From then on the modules return these values, and on a GPU their weights wait in host memory for
 the end of the request. A call whose arguments are others than foreseen is computed when it comes.
