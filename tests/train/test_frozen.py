@@ -152,13 +152,6 @@ def test_weights_on_the_host_train_the_same_bits(ranks, root, tmp_path, precisio
         assert same
 
 
-@pytest.mark.parametrize("base", [{"base_offload": 0.5}, {"base_precision": "nf4"}], ids=str)
-def test_ddp_beside_a_changed_base_is_refused(root, tmp_path, base):
-    more = {"parallel": {"data": 2}, "sharding": "ddp", **base}
-    with pytest.raises(ditmesh.ConfigError, match=r"base_\w+=(0\.5|nf4): sharding: ddp .*leave sharding out"):
-        TrainConfig.read(run_of(root, tmp_path / "1", **more))
-
-
 def unlike(given: dict[str, Any]) -> str:
     """What is said of ranks with other weights in host memory."""
     config, pipe = TrainConfig.read(given), pipeline_of(given)
@@ -278,7 +271,7 @@ def test_a_quantised_checkpoint_is_a_base(ranks, root, tmp_path):
     alone, same, _ = outcome(given)
     assert same
     for number, more in enumerate(
-        ({"parallel": {"ulysses": 2}}, {"parallel": {"data": 2}, "gradient_checkpointing": True})
+        ({"parallel": {"ulysses": 2}}, {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True})
     ):
         for losses, same, _ in ranks(2).run(outcome, {**given, **more, "output_dir": str(tmp_path / f"2-{number}")}):
             assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-5, more

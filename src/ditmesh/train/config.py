@@ -165,8 +165,7 @@ class TrainConfig(BaseModel):
         data_speeds: relative speeds of the data ranks, by which micro-batches are distributed: numbers, or ``auto``
             (measured over the last steps); None: equal. The distribution changes only the rounding of the curve.
         sharding: ``ddp`` (DistributedDataParallel) or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none``
-            (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode and
-            with ``base_precision`` or ``base_offload`` ``none``.
+            (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode ``none``.
         reproducible: bit-identical weights on any number of ranks, with a ``global_batch_size``; the same as
             ``parallel: {reproducible: true}``.
         gradient_checkpointing: recompute blocks in the backward pass.

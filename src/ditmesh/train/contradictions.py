@@ -81,12 +81,6 @@ def _problems_of_ranks(config: TrainConfig) -> Iterator[str]:
             f"compile={config.compile}: compiled blocks have no gradient of attention across ranks and choose "
             "kernels by themselves; of parallel use data alone, and leave reproducible out, or leave compile out"
         )
-    if config.sharding == "ddp" and (config.base_precision or config.base_offload):
-        cause = "base_offload" if config.base_offload else "base_precision"
-        yield (
-            f"{cause}={getattr(config, cause)}: sharding: ddp looks for unused weights in the graph, which has crashed "
-            "torch beside quantised weights; leave sharding out, and gradients are averaged after the backward pass"
-        )
     if config.data_speeds is not None and config.sharding == "fsdp":
         yield (
             "data_speeds: each forward of sharding: fsdp is a collective of all data ranks, which have as many; "

@@ -18,7 +18,7 @@ from .gradients.sync import GradientSync, TensorSlicesOf
 from .model.adapters import add_adapters
 from .model.compiling import compile_blocks_of
 from .model.dropout import TokenDropout, dropout_refusal, dropping
-from .model.frozen import FrozenLinear, freeze, host_digest
+from .model.frozen import freeze, host_digest
 
 
 def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
@@ -97,14 +97,7 @@ class ParallelTraining:
             undo.callback(TokenDropout(model, mesh).close)
         if config.compile:
             compile_blocks_of(model, config, undo)
-        sharding = config.sharding
-        if any(isinstance(module, FrozenLinear) for module in model.modules()):
-            if sharding == "ddp":
-                raise ConfigError(
-                    "sharding: ddp looks for unused weights in the graph, which has crashed torch beside quantised "
-                    "weights; leave sharding out, and gradients are averaged after the backward pass"
-                )
-            sharding = "none" if sharding == "auto" else sharding
-        self.sync = GradientSync(trained, mesh, sharding, self.slices)
+        self.sync = GradientSync(trained, mesh, config.sharding, self.slices)
+        undo.callback(self.sync.close)
         # FSDP2 replaces the parameters.
         self.slices.follow(trained.named_parameters())
