@@ -111,6 +111,8 @@ def changed_settings(settings: Mapping[str, Any], changes: Sequence[str]) -> dic
             raise ConfigError(f"--set {text!r}: {name} is given twice; leave one out")
         text_allowed = str in (kind := ParallelConfig.model_fields[name].annotation, *get_args(kind))
         changed[name] = value if text_allowed else _value(value)
+    if "tiles" in changed and "reproducible" not in changed:
+        raise ConfigError(f"--set tiles={changed['tiles']} counts in reproducible mode only; add --reproducible")
     return changed
 
 

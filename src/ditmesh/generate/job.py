@@ -55,7 +55,6 @@ class PictureJob(PictureRequest):
         variant: of the weights' files, such as ``"fp16"``.
         offload: which components are on the device only while they work, see `offload.offload`.
         scheduler: class of the scheduler that takes the place of the pipeline's own; None: that one stays.
-        sampled: `Loaded` is to hold the weights' `sampled_fingerprint`, for a receipt of an earlier version.
         number: from 2 up, part of all the files' names: files of these names without it are there already.
         check_memory: refuse what does not fit, before anything is read.
         memory_limit: bytes that a rank may take; None: what its device has left.
@@ -77,7 +76,6 @@ class PictureJob(PictureRequest):
     variant: str | None = None
     offload: Offload = "none"
     scheduler: str | None = None
-    sampled: bool = False
     number: int = 1
     check_memory: bool = True
     memory_limit: float | None = None
@@ -137,13 +135,11 @@ class Loaded:
     Attributes:
         seconds: that it took.
         steps: that every image will take.
-        sampled: fingerprint of the weights, if asked for.
         config: of all ranks, as plain data.
     """
 
     seconds: float
     steps: int
-    sampled: str | None = None
     config: dict[str, Any] | None = None
 
 

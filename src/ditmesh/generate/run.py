@@ -49,7 +49,7 @@ def generate(job: PictureJob, *, report: MessageSink | None = None) -> float:
     runner = PipelineRunner.open(job, say)
     pipe = runner.pipe
     steps, config = denoising_steps(job, runner.parameters), engine_of(pipe).config.model_dump()
-    say(Loaded(runner.load_seconds, steps, runner.sampled, config))
+    say(Loaded(runner.load_seconds, steps, config))
     pictures = pictures_of(job.files, None if "num_frames" in runner.parameters else job.frames)
     if pictures and job.size is not None:
         _note(say, stretched(pictures, job.size, find_model(job.model).size_multiple))

@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from ..recipe import Recipe
 
 
-# More frames than models of videos make when they are not told, for a first look at whether a job fits.
-MOST_USUAL_FRAMES = 200
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A prepared call of a pipeline.
@@ -89,7 +85,7 @@ class PipelineRunner:
     Attributes:
         pipe, kind, device: as given.
         facts: what receipts say that only the run knows; of weights and environment rank 0's.
-        load_seconds, sampled: see `Loaded`.
+        load_seconds: see `Loaded`.
         notes: on LoRA files of which a part is left out, by path.
         group: where groups of ranks make calls of their own, the number of this rank's, how many there are, and how
             many ranks each has; else ``(0, 1, 1)``.
@@ -106,7 +102,7 @@ class PipelineRunner:
 
         self.pipe, self.device, self.kind = pipe, device or torch.device("cpu"), kind or type(pipe)
         self.parameters, self.facts = call_parameters(self.kind), dict(facts or {})
-        self.load_seconds, self.sampled = 0.0, None
+        self.load_seconds = 0.0
         self.notes: dict[str, str] = {}
         self.group = 0, 1, 1
         self._peaks: Peaks | None = None
@@ -124,7 +120,6 @@ class PipelineRunner:
         """
         from ..comm.backends import device_of_rank
         from ..comm.mesh import Mesh
-        from ..core.digests import sampled_fingerprint
         from ..memory.peaks import Peaks
 
         device, started = device_of_rank(), time.perf_counter()
@@ -142,7 +137,6 @@ class PipelineRunner:
         for note in runner.notes.values():
             report(UserNote(note))
         runner.facts, runner._peaks = receipt_facts(job.config, runner.pipe, device, share), peaks
-        runner.sampled = sampled_fingerprint(runner.pipe) if job.sampled and rank_of_process() == 0 else None
         runner.parallelize(job, mesh)
         runner.load_seconds = time.perf_counter() - started
         return runner
@@ -392,8 +386,7 @@ def share_of(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | Non
     """The mesh if ranks can read only their share of the transformers; otherwise the reason why they cannot."""
     from .loading import partial_read_refusal
 
-    # Samples of former receipts are of weights that are whole.
-    if mesh is None or job.sampled or not mesh.config.cuts_weights:
+    if mesh is None or not mesh.config.cuts_weights:
         return None, None
     why = partial_read_refusal(find_model(job.model), job.variant)
     return (mesh, None) if why is None else (None, why)
@@ -504,49 +497,6 @@ def _demand_options(job: PictureJob, side_by_side: bool) -> dict[str, Any]:
         "guidance": guidance,
         "calls": job.calls if side_by_side else 1,
     }
-
-
-def settled(
-    job: PictureJob, info: ModelInfo, world_size: int, kind: Literal["cpu", "cuda"]
-) -> tuple[PictureJob, str | None]:
-    """`configured` and `check_job_memory`, in the process that is to start ranks on this machine.
-
-    Where the job certainly fits, or the free memory is not known here, the ranks do both, and nothing is imported.
-
-    Raises:
-        InputError: it does not fit.
-    """
-    from ..memory.available import far_from, free_memory_before_ranks, stored_bytes
-
-    room = free_memory_before_ranks(kind, world_size) if job.memory_limit is None else job.memory_limit
-    width, height = job.size or info.default_size or (1024, 1024)
-    frames = job.frames or info.default_frames or (1 if info.frame_step is None else MOST_USUAL_FRAMES)
-    pixels = width * height * frames * max(job.call(number).images for number in range(job.calls))
-    if not job.check_memory or room is None or far_from(room, stored_bytes(info), job.dtype == "float32", pixels):
-        return job, None
-    import torch
-
-    from ..errors import DitmeshError
-    from ..layout import known_models
-    from ..memory.check import Demand
-
-    if info.transformer_class not in known_models():
-        return job, None
-    quieten()
-    dtype, note = getattr(torch, job.dtype), None
-    demand = Demand.of(info, dtype, kind, job_workload(job, info), **_demand_options(job, True))
-    try:
-        if isinstance(job.config, str):
-            choice = demand.choose(world_size, room)
-            job, note = job.changed(config=choice.config), choice.describe() if world_size > 1 else None
-        assert not isinstance(job.config, str)
-        sentence = demand.refusal(job.config, room, job.memory_limit is not None)
-    except (DitmeshError, OSError):
-        # What cannot be predicted is left to the ranks.
-        return job, note
-    if sentence is not None:
-        raise InputError(sentence)
-    return job, note
 
 
 def quieten() -> None:
