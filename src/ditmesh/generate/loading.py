@@ -46,7 +46,6 @@ from ..strategies.sharded import (
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_layer_of, plan_slices
 from .components import read_saved, refuse_missing
-from .conversions import Conversions
 from .model_info import ModelInfo, find_model
 from .one_copy import shareable_components, shared_components
 
@@ -193,46 +192,12 @@ def read_pipeline(
 
     # Options of from_pretrained may change the loaded weights.
     plain = set(components) <= set(info.index)
-    found = shareable_components(info, components) if plain else []
     # Ranks that wait for the first one do their imports meanwhile.
     with suppress(Exception):
         getattr(diffusers, info.pipeline_class)
-    known = mesh.hosts if mesh is not None and mesh.world_size == dist.get_world_size() else None
-
-    def first(plan: Conversions) -> Any:
-        return whole(**_transformers(info, components, torch_dtype, variant, plan))
-
-    pipe, shared = shared_components(found, first, known)
+    hosts = mesh.hosts if mesh is not None and mesh.world_size == dist.get_world_size() else None
+    pipe, shared = shared_components(shareable_components(info, components) if plain else [], whole, hosts)
     return whole(**shared) if pipe is None else pipe
-
-
-def _transformers(
-    info: ModelInfo, without: Collection[str], dtypes: Dtypes, variant: str | None, plan: Conversions
-) -> dict[str, Any]:
-    """The transformers of reviewed classes, as from_pretrained loads them: mapped from their files or converted."""
-    found: dict[str, Any] = {}
-    for name, kind in _denoisers_in(info).items():
-        dtype, folder = dtype_of(dtypes, name), info.files / name
-        if name not in without and dtype is not None and kind.__name__ in known_models():
-            with suppress(InputError):
-                found[name] = _read_once(kind, folder, dtype, variant, plan)
-    return found
-
-
-def _read_once(kind: type[Any], folder: Path, dtype: torch.dtype, variant: str | None, plan: Conversions) -> nn.Module:
-    """A transformer with weights that are pages of its files, or places in the plan."""
-    model = build_empty(kind, folder, dtype, tables=False)
-    made = {name: one.dtype for name, one in model.state_dict().items()}
-
-    def wanted(name: str, stored: torch.dtype) -> torch.dtype:
-        return _dtype_of(model, name, made[name], dtype) if name in made else stored
-
-    converted = plan.plan(weight_files(folder, variant), wanted)
-
-    def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
-        return converted[name] if name in converted else stored[...].to(dtype)
-
-    return fill_weights(model, folder, dtype, variant, "cpu", read)
 
 
 def dtype_of(dtypes: Dtypes, name: str) -> torch.dtype | None:
@@ -629,13 +594,12 @@ def _read(
     return value
 
 
-def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None, tables: bool = True) -> Any:
+def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None) -> Any:
     """The model without memory for its weights; small tables that are computed, not saved, are there.
 
     Args:
         folder: with its configuration.
         dtype: of weights without one of their own.
-        tables: compute those that are saved with the weights as well; a table of positions takes longer than all else.
     """
     from accelerate import init_empty_weights
 
@@ -649,41 +613,10 @@ def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None, tables
     try:
         if dtype is not None:
             torch.set_default_dtype(dtype)
-        if not tables:
-            # A class may compute with its new tensors, which have no values then.
-            with suppress(Exception), torch.device("meta"):
-                model = kind.from_config(settings)
-                if not _has_tables(model):
-                    return model
         with init_empty_weights():
             return kind.from_config(settings)
     finally:
         torch.set_default_dtype(before)
-
-
-def _has_tables(model: nn.Module) -> bool:
-    """True if a model has tensors that are not saved with its weights."""
-    saved = model.state_dict()
-    if any(name not in saved for name, _ in (*model.named_parameters(), *model.named_buffers())):
-        return True
-    return any(
-        _holds_tensors(value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in ("_parameters", "_buffers", "_modules")
-    )
-
-
-def _holds_tensors(value: Any, depth: int = 4) -> bool:
-    if isinstance(value, Tensor) or depth == 0:
-        return isinstance(value, Tensor)
-    if isinstance(value, (nn.Module, type)) or callable(value):
-        return False
-    parts = (*value, *value.values()) if isinstance(value, Mapping) else value
-    parts = (
-        parts if isinstance(parts, (list, tuple, set)) else vars(value).values() if hasattr(value, "__dict__") else ()
-    )
-    return any(_holds_tensors(part, depth - 1) for part in parts)
 
 
 def _denoisers_in(info: ModelInfo) -> dict[str, type[Any]]:
