@@ -235,7 +235,7 @@ def test_a_reproducible_picture_is_drawn_alone_a_fast_one_with_its_neighbours(tm
 
 def test_the_nearest_configuration_for_other_devices():
     def near(devices: int, **settings: Any) -> ParallelConfig:
-        return resized(ParallelConfig(**settings), devices, keep="strategy", heads=8)
+        return resized(ParallelConfig(**settings), devices, heads=8)
 
     assert near(2, cfg=2) == ParallelConfig(cfg=2)
     assert near(4, cfg=2) == ParallelConfig(ulysses=4)
@@ -247,7 +247,7 @@ def test_the_nearest_configuration_for_other_devices():
         pipe=2, patches=4, reproducible=True
     )
     assert near(2, pipe=4) == ParallelConfig(pipe=2, patches=4)
-    assert resized(ParallelConfig(), 3, keep="strategy") == ParallelConfig(ring=3)
+    assert resized(ParallelConfig(), 3) == ParallelConfig(ring=3)
     with pytest.raises(ConfigError, match="cannot share tiles=2"):
         near(4, ring=2, reproducible=True, tiles=2)
 

@@ -153,13 +153,13 @@ def generate(
 def _checked(
     job: PictureJob, info: ModelInfo, ranks: RankOptions, world_size: int
 ) -> tuple[PictureJob, Literal["cpu", "cuda"]]:
-    """The job with its dtype, its model's folder and free names for its files; and the ranks' type of device.
+    """The job with its dtype and its model's folder, and the ranks' type of device.
 
     Raises:
         InputError: the model, the ranks or this machine cannot do it.
     """
     from ..generate.job import check_job
-    from ..generate.run import PRELOAD, with_free_names
+    from ..generate.run import PRELOAD
     from ..generate.runner import quieten
     from ..media.videos import check_video_library
 
@@ -173,7 +173,7 @@ def _checked(
     torchrun = torchrun_rank()
     kind = ranks.kind(world_size if torchrun is None else torchrun.local_size)
     check_offload(job.offload, kind)
-    return with_free_names(fetched(job.changed(dtype=ranks.dtype_on(kind)), info)), kind
+    return fetched(job.changed(dtype=ranks.dtype_on(kind)), info), kind
 
 
 def _tell_apart(prompts: Sequence[str]) -> None:
@@ -247,12 +247,12 @@ def _compared(
     seconds: float,
 ) -> dict[str, Any]:
     """Run the job on one device in the same mode, and compare with the result of several."""
-    from ..resizing import resized
+    from ..resizing import on_one_device
 
-    reproducible = not isinstance(job.config, str) and job.config.reproducible
-    config = resized(ParallelConfig.read(job.config), 1) if reproducible else ParallelConfig()
+    strict = not isinstance(job.config, str) and job.config.reproducible
+    config = on_one_device(ParallelConfig.read(job.config)) if strict else ParallelConfig()
     with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
-        alone, facts = generated(job.changed(config=config, out=folder, number=1), ranks, "one device")
+        alone, facts = generated(job.changed(config=config, out=folder), ranks, "one device")
         difference = max(map(_largest_difference, made, alone))
     return {
         "one_device_seconds": facts["seconds"],

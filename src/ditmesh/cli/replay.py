@@ -78,7 +78,7 @@ def replay(
     info = receipt_model(was, model)
     own, chosen = receipt_config(was), parse_config(config) if config is not None else None
     kind, count = _ranks(was, device, devices, chosen)
-    chosen = chosen or resized(own, count, keep="strategy", heads=info.heads)
+    chosen = chosen or resized(own, count, info.heads)
     check_folder(out)
     with guarded_folder("ditmesh-replay-") as folder:
         job = job_of(was, info, chosen, folder, timeout, image.parent)

@@ -55,7 +55,6 @@ class PictureJob(PictureRequest):
         variant: of the weights' files, such as ``"fp16"``.
         offload: which components are on the device only while they work, see `offload.offload`.
         scheduler: class of the scheduler that takes the place of the pipeline's own; None: that one stays.
-        number: from 2 up, part of all the files' names: files of these names without it are there already.
         check_memory: refuse what does not fit, before anything is read.
         memory_limit: bytes that a rank may take; None: what its device has left.
     """
@@ -76,7 +75,6 @@ class PictureJob(PictureRequest):
     variant: str | None = None
     offload: Offload = "none"
     scheduler: str | None = None
-    number: int = 1
     check_memory: bool = True
     memory_limit: float | None = None
 

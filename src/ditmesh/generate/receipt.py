@@ -193,10 +193,8 @@ def text_chunk(receipt: Receipt) -> PngInfo:
     return info
 
 
-def write_free(
-    made: PipelineOutput, path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1
-) -> Path:
-    """Write an image or video under the first of its names, from number ``start`` on, that is free.
+def write_free(made: PipelineOutput, path: str | Path, receipt: Receipt, overwrite: bool = False) -> Path:
+    """Write an image or video under the first of its names that is free.
 
     Args:
         made: the image or video, of PIL images.
@@ -206,7 +204,7 @@ def write_free(
     Returns:
         The path.
     """
-    for free in free_names(path, start):
+    for free in free_names(path):
         with suppress(FileExistsError):
             replace = overwrite and holds_receipt(free)
             if isinstance(made, VideoFrames):
