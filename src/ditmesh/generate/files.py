@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from io import BytesIO
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import Field, FiniteFloat
 
 from ..core.files import digest_of_file
 from ..errors import InputError, first_line, reason_of, shortened
@@ -64,7 +66,7 @@ CONTROLNET_FILES = ("config.json", "*.safetensors")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of a job, or a ControlNet's folder.
+    """A file of a job, or a ControlNet's folder; its bounds hold in the receipts of strangers.
 
     Attributes:
         role: its use.
@@ -74,9 +76,9 @@ class InputFile:
     """
 
     role: Role
-    path: str
-    digest: str
-    scale: float = 1.0
+    path: Annotated[str, Field(max_length=4096)]
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    scale: FiniteFloat = 1.0
 
 
 def input_picture(role: Role, path: str | Path) -> InputFile:

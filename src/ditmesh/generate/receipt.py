@@ -19,7 +19,7 @@ from ..errors import InputError, reason_of
 from ..media.images import MOST_PIXELS
 from ..media.videos import MOST_VIDEO_PIXELS
 from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count, added_fields
-from .files import Role
+from .files import InputFile
 from .outputs import PipelineOutput, VideoFrames
 from .video import FPS, is_video, metadata_of, write_mp4
 
@@ -36,17 +36,6 @@ VARIANT = r"^[A-Za-z0-9_-]{1,64}$"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Offload = Literal["none", "model", "group", "sequential"]
-
-
-class ReceiptFile(BaseModel):
-    """An input image or an adapter; see `files.InputFile`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    role: Role
-    path: str = Field(max_length=4096)
-    digest: str = Field(pattern="^[0-9a-f]{64}$")
-    scale: FiniteFloat = 1.0
 
 
 if TYPE_CHECKING:
@@ -111,7 +100,7 @@ class Receipt(AddedFields):
     label: int | None = Field(default=None, ge=0, lt=2**31)
     together: int = Field(default=1, ge=1, le=MOST_TOGETHER)
     place: int = Field(default=0, ge=0)
-    files: list[ReceiptFile] = Field(default_factory=list, max_length=64)
+    files: list[InputFile] = Field(default_factory=list, max_length=64)
     strength: FiniteFloat | None = Field(default=None, gt=0, le=1)
     variant: str | None = Field(default=None, pattern=VARIANT)
     offload: Offload = "none"

@@ -18,7 +18,7 @@ from ..request import PictureRequest, added_fields, request_fields
 from .files import InputFile, find_input_file
 from .job import PictureJob, job_for
 from .model_info import ModelInfo, cached, find_model, is_hub_id
-from .receipt import Receipt, ReceiptFile
+from .receipt import Receipt
 from .video import is_video, read_frames
 
 # Settings that images hold under another name: receipts outlive names.
@@ -155,7 +155,7 @@ def job_of(
         per_call=receipt.together,
         dtype=receipt.dtype,
         timeout=timeout,
-        files=tuple(find_input_file(InputFile(**one.model_dump()), Path(beside)) for one in receipt.files),
+        files=tuple(find_input_file(file, Path(beside)) for file in receipt.files),
         variant=receipt.variant,
         offload=receipt.offload if receipt.device == "cuda" else "none",
         scheduler=receipt.scheduler,
@@ -199,7 +199,7 @@ def compare_replay(old: np.ndarray, new: np.ndarray, was: Receipt, now: Receipt)
     return Replay(promised, equal, int(apart.max()), float((apart.max(axis=2) > 0).mean()), ratio, changes)
 
 
-def _file_names(files: Sequence[ReceiptFile]) -> str:
+def _file_names(files: Sequence[InputFile]) -> str:
     return ", ".join(f"{file.role} {file.digest[:16]} at {file.scale:g}" for file in files) or "none"
 
 
@@ -215,7 +215,8 @@ def changes_of(was: Receipt, now: Receipt) -> list[Change]:
         return "unknown" if value is None else str(value)
 
     # Receipts from before 0.1.0 have fewer fields; the missing ones may have changed.
-    compare("weights", was.weights_digest, now.weights_digest, text=known)
+    weights = was.weights_digest, now.weights_digest
+    compare("weights", *weights, text=known)
     before, after = was.environment, now.environment or {}
     if before is None:
         before = {**was.versions, "device": was.device}
@@ -230,7 +231,7 @@ def changes_of(was: Receipt, now: Receipt) -> list[Change]:
     for name in (*texts, *added_fields()):
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
     # Their paths may be others.
-    used, given = ([file.model_copy(update={"path": ""}) for file in receipt.files] for receipt in (was, now))
+    used, given = ([replace(file, path="") for file in receipt.files] for receipt in (was, now))
     compare("input files", used, given, text=_file_names)
     compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")
     compare("frames", was.frames, now.frames, text=known)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,7 @@ from .files import load_adapters, load_controlnet, pictures_of, pipeline_for
 from .job import PictureCall, PictureJob, UserNote
 from .model_info import ModelInfo, find_model
 from .outputs import PipelineOutput, VideoFrames, outputs_of
-from .receipt import Receipt, ReceiptFile
+from .receipt import Receipt
 from .schedulers import scheduler_named
 from .video import FPS, frames_digest
 
@@ -323,7 +323,7 @@ class PipelineRunner:
             versions=library_versions(),
             label=job.labels[call.prompt] if job.labels else None,
             together=call.images,
-            files=[ReceiptFile(**asdict(file)) for file in job.files],
+            files=list(job.files),
             variant=job.variant,
             offload=job.offload,
             scheduler=job.scheduler,
