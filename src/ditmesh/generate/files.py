@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
@@ -110,7 +110,7 @@ def adapter(role: Role, text: str) -> InputFile:
         try:
             scale = float(last)
         except ValueError:
-            raise InputError(f"--{role} {text!r}: the scale {last!r} is not a number; write it as NAME:0.8") from None
+            scale = nan
         if not isfinite(scale):
             raise InputError(f"--{role} {text!r}: the scale {last!r} is not a number; write it as NAME:0.8")
     else:
@@ -165,8 +165,9 @@ def _from_hub(role: Role, name: str, fetch: Callable[[], str]) -> Path:
     try:
         return Path(fetch())
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        said = f"--{role} {name!r} is no file or folder here, and the hub says: {first_line(error)}"
-        raise InputError(said) from None
+        raise InputError(
+            f"--{role} {name!r} is no file or folder here, and the hub says: {first_line(error)}"
+        ) from None
 
 
 def _file(role: str, path: Path) -> Path:
@@ -374,14 +375,15 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     fitting = next((kind for kind in kinds if wanted.keys() <= takes[kind].keys()), None)
     if fitting is None:
         raise _takes_no(kinds[-1].__name__, takes[kinds[-1]], wanted)
-    for file in files:
-        if file.role in ADAPTER_LOADERS and not _takes_adapter(fitting, file.role):
-            raise InputError(f"--{file.role}: {fitting.__name__} has no {ADAPTER_LOADERS[file.role][0]}; leave it out")
+    for role in {file.role for file in files} & ADAPTER_LOADERS.keys():
+        _check_takes_adapter(fitting, role)
     return fitting.__name__
 
 
-def _takes_adapter(kind: type[Any], role: str) -> bool:
-    return takes_loras(kind) if role == "lora" else hasattr(kind, ADAPTER_LOADERS[role][0])
+def _check_takes_adapter(kind: type[Any], role: str) -> None:
+    method = ADAPTER_LOADERS[role][0]
+    if not (takes_loras(kind) if role == "lora" else hasattr(kind, method)):
+        raise InputError(f"--{role}: {kind.__name__} has no {method}; leave it out")
 
 
 def _takes_no(pipeline: str, parameters: Mapping[str, Any], wanted: Mapping[str, str]) -> InputError:

@@ -103,11 +103,6 @@ class PictureJob(PictureRequest):
         start = part * self.per_call
         return PictureCall(prompt, prompt * self.n + start, min(self.per_call, self.n - start))
 
-    def call_of(self, index: int) -> int:
-        """The number of the call that generates image ``index``."""
-        prompt, place = divmod(index, self.n)
-        return prompt * (self.calls // len(self.prompts)) + place // self.per_call
-
 
 @dataclass(frozen=True)
 class PictureCall:
@@ -221,10 +216,17 @@ def _check_video(job: PictureJob, model: ModelInfo) -> None:
         # Most models generate images, and nothing is asked here that needs a pipeline class. Importing diffusers takes
         # seconds, and makes every later collection of garbage twice as long.
         return
+    import diffusers
+
     name = pipeline_for(model.pipeline_class, job.files, job.strength)
+    kind: Any = getattr(diffusers, name, None)
     videos = makes_videos(name)
     if videos:
-        _check_cleaning(name)
+        try:
+            # Some pipelines clean prompts with ftfy without declaring it.
+            getattr(sys.modules.get(kind.__module__), "prompt_clean", str)("a")
+        except NameError:
+            raise InputError(not_installed(f"{name}, which cleans prompts,", "ftfy", "video")) from None
     for field, value in (("frames", job.frames), ("fps", job.fps)):
         if value is not None and videos is False:
             why = "{" + field + "} {:g}: {} generates images; leave {" + field + "} out"
@@ -232,7 +234,7 @@ def _check_video(job: PictureJob, model: ModelInfo) -> None:
     if job.frames is not None:
         model.check_frames(job.frames)
     for file in job.files:
-        if file.role == "video" and not says_frames(name):
+        if file.role == "video" and "num_frames" not in inspect.signature(kind.__call__).parameters:
             _check_input_frames(job, model, file)
         if file.role in ("image", "video") and videos and min(job.n, job.per_call) > 1:
             why = "{" + file.role + "}: such videos are generated one by one; leave {batch} {} out"
@@ -262,17 +264,6 @@ def _check_kind(model: ModelInfo) -> None:
             check_output(model.pipeline_class, inspect.signature(kind.__call__).parameters)
 
 
-def _check_cleaning(pipeline: str) -> None:
-    """Reject a pipeline that would fail on prompts: some diffusers pipelines need ftfy without declaring it."""
-    import diffusers
-
-    module = sys.modules.get(getattr(diffusers, pipeline).__module__)
-    try:
-        getattr(module, "prompt_clean", str)("a")
-    except NameError:
-        raise InputError(not_installed(f"{pipeline}, which cleans prompts,", "ftfy", "video")) from None
-
-
 def makes_videos(pipeline: str) -> bool | None:
     """True if a pipeline class generates videos; None: it is not a diffusers class."""
     import diffusers
@@ -281,13 +272,6 @@ def makes_videos(pipeline: str) -> bool | None:
     if not isinstance(kind, type):
         return None
     return video_call(inspect.signature(kind.__call__).parameters)
-
-
-def says_frames(pipeline: str) -> bool:
-    """True if a pipeline class takes a number of frames; otherwise the input determines it."""
-    import diffusers
-
-    return "num_frames" in inspect.signature(getattr(diffusers, pipeline).__call__).parameters
 
 
 def check_layout(model: ModelInfo) -> None:

@@ -521,16 +521,12 @@ def fill_weights(
     return model.eval()
 
 
-def _exact(model: nn.Module) -> tuple[str, ...]:
-    """Names of modules that stay in float32."""
-    return tuple(getattr(type(model), "_keep_in_fp32_modules", None) or ())
-
-
 def _dtype_of(model: nn.Module, name: str, made: torch.dtype, torch_dtype: torch.dtype | None) -> torch.dtype:
     """The final dtype of a weight that was created with another dtype."""
     if torch_dtype is None or not made.is_floating_point:
         return made
-    return torch.float32 if any(part in name.split(".") for part in _exact(model)) else torch_dtype
+    exact = getattr(type(model), "_keep_in_fp32_modules", None) or ()
+    return torch.float32 if any(part in name.split(".") for part in exact) else torch_dtype
 
 
 def weight_files(folder: Path, variant: str | None = None) -> list[Path]:

@@ -123,11 +123,9 @@ class PipelineRunner:
         from ..memory.peaks import Peaks
 
         device, started = device_of_rank(), time.perf_counter()
-        job, note = configured(job, device, side_by_side=True)
+        job, note = fitting_job(job, device, side_by_side=True)
         if note is not None:
             report(UserNote(note))
-        if job.check_memory:
-            check_job_memory(job, device)
         peaks = Peaks(device)
         mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
         share, why = share_of(job, mesh)
@@ -439,64 +437,46 @@ def job_workload(job: PictureJob, info: ModelInfo) -> Workload:
     return workload_of(info, job.size, job.max_sequence_length, images, guided, job.frames)
 
 
-def check_job_memory(job: PictureJob, device: torch.device) -> None:
-    """Reject a job that does not fit into memory, before anything is read. Every rank calls this alike.
-
-    Raises:
-        InputError: it does not fit.
-    """
-    import torch
-
-    from ..memory.check import check_memory
-
-    if isinstance(job.config, str):
-        # Of a class that is not reviewed.
-        return
-    quieten()
-    info = find_model(job.model)
-    dtype, offloaded = getattr(torch, job.dtype), job.offload != "none"
-    check_memory(info, job.config, dtype, device, job_workload(job, info), job.memory_limit, offloaded=offloaded)
-
-
-def configured(job: PictureJob, device: torch.device, side_by_side: bool = False) -> tuple[PictureJob, str | None]:
+def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = False) -> tuple[PictureJob, str | None]:
     """The job with the configuration of ``"auto"``, and what to say about it. Every rank calls this alike.
 
-    Where the class has no reviewed layout, ``"auto"`` is left to the engine.
+    Nothing is read but the model's JSON files. ``"auto"`` is left to the engine where the class has no reviewed layout.
 
     Args:
         side_by_side: whether groups of ranks may make calls of their own.
+
+    Raises:
+        InputError: the job does not fit into memory, and asks for this look.
     """
     import torch
 
-    from ..memory.check import choose_for_ranks
+    from ..memory.check import check_memory, choose_for_ranks
 
+    if not isinstance(job.config, str) and side_by_side:
+        job = job.changed(config=job.config.for_calls(job.call(0).images, job.calls))
+    if not (isinstance(job.config, str) or job.check_memory):
+        return job, None
+    quieten()
+    info, dtype, offloaded, note = find_model(job.model), getattr(torch, job.dtype), job.offload != "none", None
+    workload = job_workload(job, info)
     if isinstance(job.config, str):
-        quieten()
-        info = find_model(job.model)
         choice = choose_for_ranks(
             info,
-            getattr(torch, job.dtype),
+            dtype,
             device,
-            job_workload(job, info),
+            workload,
             job.memory_limit,
             memory=job.check_memory,
-            **_demand_options(job, side_by_side),
+            offloaded=offloaded,
+            guidance=None if job.guidance is None else job.guidance > 1,
+            calls=job.calls if side_by_side else 1,
         )
         if choice is None:
             return job, None
-        return job.changed(config=choice.config), choice.describe() if choice.config.world_size > 1 else None
-    if side_by_side:
-        job = job.changed(config=job.config.for_calls(job.call(0).images, job.calls))
-    return job, None
-
-
-def _demand_options(job: PictureJob, side_by_side: bool) -> dict[str, Any]:
-    guidance = None if job.guidance is None else job.guidance > 1
-    return {
-        "offloaded": job.offload != "none",
-        "guidance": guidance,
-        "calls": job.calls if side_by_side else 1,
-    }
+        job, note = job.changed(config=choice.config), choice.describe() if choice.config.world_size > 1 else None
+    if job.check_memory and not isinstance(job.config, str):
+        check_memory(info, job.config, dtype, device, workload, job.memory_limit, offloaded=offloaded)
+    return job, note
 
 
 def quieten() -> None:
