@@ -163,7 +163,8 @@ class PipelineRunner:
         import diffusers
         import torch
 
-        from .loading import dtype_option, whole_shapes
+        from .loading import dtype_option
+        from .shares import whole_shapes
 
         # Before the class is imported, which may fail for missing optional packages.
         quieten()
@@ -400,7 +401,7 @@ def receipt_facts(
     """
     from ..core.digests import weights_fingerprint
     from ..strategies.determinism import deterministic
-    from .loading import fingerprint
+    from .shares import fingerprint
 
     spread = None if share is None else fingerprint(pipe, share)
     if rank_of_process() > 0:
