@@ -25,14 +25,6 @@ def grids(devices: int, most: Mapping[str, int], axes: Sequence[str] = AXES) -> 
             yield from ({axis: degree, **rest} for rest in grids(devices // degree, most, others))
 
 
-def on_one_device(config: ParallelConfig) -> ParallelConfig:
-    """The configuration of one device with the bits of a reproducible one: tiles and patches stay."""
-    # As many patches as there were stages.
-    patches = config.pipe if config.pipe > 1 and config.patches is None else config.patches
-    one = dict.fromkeys(AXES, 1) | {"shard": 1, "stages": "estimated", "speeds": None, "patches": patches}
-    return ParallelConfig(**{**config.model_dump(), **one})
-
-
 def resized(config: ParallelConfig, devices: int, heads: int | None = None) -> ParallelConfig:
     """The configuration for another number of devices that comes closest to a given one, on all of them.
 

@@ -248,6 +248,9 @@ def test_the_nearest_configuration_for_other_devices():
     )
     assert near(2, pipe=4) == ParallelConfig(pipe=2, patches=4)
     assert resized(ParallelConfig(), 3) == ParallelConfig(ring=3)
+    # One device with the bits of several.
+    assert near(1, ulysses=2, ring=2, **strict) == ParallelConfig(**strict)
+    assert near(1, pipe=2, reproducible=True) == ParallelConfig(patches=2, reproducible=True)
     with pytest.raises(ConfigError, match="cannot share tiles=2"):
         near(4, ring=2, reproducible=True, tiles=2)
 

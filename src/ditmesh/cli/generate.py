@@ -247,10 +247,10 @@ def _compared(
     seconds: float,
 ) -> dict[str, Any]:
     """Run the job on one device in the same mode, and compare with the result of several."""
-    from ..resizing import on_one_device
+    from ..resizing import resized
 
     strict = not isinstance(job.config, str) and job.config.reproducible
-    config = on_one_device(ParallelConfig.read(job.config)) if strict else ParallelConfig()
+    config = resized(ParallelConfig.read(job.config), 1) if strict else ParallelConfig()
     with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
         alone, facts = generated(job.changed(config=config, out=folder), ranks, "one device")
         difference = max(map(_largest_difference, made, alone))

@@ -48,9 +48,7 @@ def parallel_config(
     """The number of ranks and their configuration (None: the engine chooses), from the given options.
 
     Args:
-        devices: number of ranks; None: the product of the degrees, or the ranks that torchrun has started.
-        file: YAML file of a `ParallelConfig`.
-        settings: those of `ParallelConfig` that were given.
+        devices: None: the product of the degrees, or the ranks that torchrun has started.
         heads: attention heads of the model, when known.
 
     Raises:

@@ -202,12 +202,9 @@ def _check_adapter(role: str, path: Path) -> None:
 
 
 def file_digest(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal; of a ControlNet's folder that of its files' names and digests.
+    """SHA-256 of a file's bytes; of several files together that of their names and digests.
 
-    So it is of weights that peft has saved, whose strength is in another file beside them.
-
-    Raises:
-        InputError: it cannot be read.
+    Several belong together in a ControlNet's folder, and where peft has saved the strength of weights beside them.
     """
     try:
         path = Path(path)
@@ -327,14 +324,7 @@ def encoder_folder(file: InputFile) -> Path | None:
 
 
 def check_encoder(files: Iterable[InputFile], index: Mapping[str, Any]) -> None:
-    """Reject an IP-Adapter without an encoder for its image.
-
-    Args:
-        index: ``model_index.json`` of the pipeline.
-
-    Raises:
-        InputError: naming the adapter.
-    """
+    """Reject an IP-Adapter without an encoder for its image; ``index``: the pipeline's ``model_index.json``."""
     for file in files:
         if file.role == "ip-adapter" and not any(index.get("image_encoder") or ()) and encoder_folder(file) is None:
             raise InputError(
@@ -344,13 +334,7 @@ def check_encoder(files: Iterable[InputFile], index: Mapping[str, Any]) -> None:
 
 
 def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None = None) -> str:
-    """The pipeline class for input images: the model's own, or diffusers' image-to-image class for the model.
-
-    Args:
-        name: class of the saved pipeline.
-
-    Returns:
-        The name of the class in diffusers.
+    """The pipeline class for input images: the model's own, or diffusers' image-to-image class for the model, by name.
 
     Raises:
         InputError: there is none, or it cannot load an adapter.
@@ -398,15 +382,7 @@ def _takes_no(pipeline: str, parameters: Mapping[str, Any], wanted: Mapping[str,
 
 
 def check_mask_support(pipeline: str, files: Iterable[InputFile], channels: Any) -> None:
-    """Reject a mask that the pipeline class accepts but its transformer does not support.
-
-    Args:
-        pipeline: class of the pipeline, as of `pipeline_for`.
-        channels: of the transformer's input.
-
-    Raises:
-        InputError: naming the channels.
-    """
+    """Reject a mask that the pipeline class takes, but not a transformer of so many input channels."""
     fitting = MASK_CHANNELS.get(pipeline)
     if fitting and isinstance(channels, int) and channels not in fitting and any(one.role == "mask" for one in files):
         raise FieldError(
@@ -472,14 +448,7 @@ def pictures_of(files: Iterable[InputFile], frames: int | None = None) -> dict[s
 
 
 def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The job's ControlNet as a pipeline's component, by name; empty: there is none.
-
-    Args:
-        options: of diffusers' ``from_pretrained``.
-
-    Raises:
-        InputError: it has changed, or cannot be loaded.
-    """
+    """The job's ControlNet as a pipeline's component, by name, if it has one; ``options``: of ``from_pretrained``."""
     for file in files:
         if file.role != "controlnet":
             continue
@@ -511,9 +480,6 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
 
     Returns:
         Notes on files of which a part is left out, by path.
-
-    Raises:
-        InputError: one has changed, or does not fit the model.
     """
     names: dict[str, float] = {}
     notes: dict[str, str] = {}

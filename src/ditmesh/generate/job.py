@@ -279,10 +279,6 @@ def check_layout(model: ModelInfo) -> None:
 
     A class that the support table knows has a layout. Any other is probed here, with two blocks and random
     weights, as every rank will probe it with the real ones.
-
-    Raises:
-        LayoutError: the class has no reviewed layout and the probe failed.
-        InputError: the installed diffusers has no such class.
     """
     if model.transformer_class not in support.support_table():
         from ..layout import known_models
@@ -325,25 +321,14 @@ def check_config(
 
 
 def check_named(out: str | Path, option: str = "--out") -> None:
-    """Reject a path that is not a folder.
-
-    Raises:
-        InputError: naming the option.
-    """
+    """Reject a path that is not a folder."""
     if not str(out):
         raise InputError(f"{option} names no folder; write {option} . for the one you are in")
     check_text(str(out), option)
 
 
 def check_folder(out: str | Path, option: str = "--out") -> None:
-    """Create the folder, and reject one that cannot be written to.
-
-    Args:
-        option: of the command line that names it.
-
-    Raises:
-        InputError: naming the folder and the reason.
-    """
+    """Create the folder that an option names, and reject one that cannot be written to."""
     check_named(out, option)
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -392,11 +377,7 @@ def job_for(
 
 
 def class_numbers(prompts: Sequence[str], model: ModelInfo) -> tuple[int, ...]:
-    """Class numbers for the prompts of a class-conditional model; empty for any other.
-
-    Raises:
-        InputError: a prompt is not one of the model's classes.
-    """
+    """Class numbers for the prompts of a class-conditional model, which name its classes; empty for any other."""
     folded = {name.casefold(): number for name, number in model.labels.items()}
     for prompt in prompts if folded else ():
         if prompt.strip().casefold() not in folded:

@@ -128,13 +128,6 @@ class Receipt(AddedFields):
 def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = True) -> Path:
     """Write an image with its receipt inside; the file appears whole or not at all.
 
-    Args:
-        receipt: how the image was generated.
-        replace: a file of that name is replaced.
-
-    Returns:
-        The path.
-
     Raises:
         FileExistsError: there is a file of that name, and ``replace`` is False.
         InputError: the file cannot be written.
@@ -157,16 +150,7 @@ def _written(path: str | Path, replace: bool) -> Iterator[Path]:
 
 
 def write_video(frames: Sequence[Image], path: str | Path, receipt: Receipt, replace: bool = True) -> Path:
-    """Write a video as MP4 with its receipt inside.
-
-    Args:
-        frames: of the video, in order.
-        path, receipt, replace: as for `write_png`; the receipt names the frames per second.
-
-    Raises:
-        FileExistsError: there is a file of that name, and ``replace`` is False.
-        InputError: PyAV is not installed, or the file cannot be written.
-    """
+    """Write a video as MP4 with its receipt inside; errors as of `write_png`, and one where PyAV is not installed."""
     with _written(path, replace) as temporary:
         write_mp4(frames, temporary, receipt.fps or FPS, {PNG_KEYWORD: receipt.model_dump_json()})
     return Path(path)
@@ -183,15 +167,10 @@ def text_chunk(receipt: Receipt) -> PngInfo:
 
 
 def write_free(made: PipelineOutput, path: str | Path, receipt: Receipt, overwrite: bool = False) -> Path:
-    """Write an image or video under the first of its names that is free.
+    """Write an image or video, of PIL images, under the first of its names that is free; returns the path.
 
     Args:
-        made: the image or video, of PIL images.
-        path, receipt: as for `write_png` and `write_video`.
         overwrite: a file of such a name that ditmesh has written is replaced.
-
-    Returns:
-        The path.
     """
     for free in free_names(path):
         with suppress(FileExistsError):

@@ -73,9 +73,6 @@ def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
 
     A model embedded in ditmesh is found wherever ditmesh is installed. An image may come from a stranger: a hub model
     that it names is taken from the hub's cache, and never fetched because an image says so.
-
-    Raises:
-        InputError: it is not there.
     """
     if model is not None:
         return find_model(model)

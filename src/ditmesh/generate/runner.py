@@ -215,12 +215,6 @@ class PipelineRunner:
         """The runner of a pipeline of another class on the same components, and on the same ranks if there are any.
 
         Not made by diffusers' ``from_pipe``, which casts the components.
-
-        Args:
-            name: the class's name in diffusers.
-
-        Raises:
-            InputError: diffusers has no such pipeline, or it needs other components.
         """
         import diffusers
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -341,19 +335,11 @@ def load_pipeline(
     together: bool = False,
     **components: Any,
 ) -> Any:
-    """Load a diffusers pipeline onto its device, without a progress bar.
+    """Load a diffusers pipeline onto its device, or where it is, without a progress bar.
 
     Args:
-        name: as the user gave it.
-        dtype: of the weights, by name.
-        device: None: the pipeline stays where it is loaded to.
-        variant: of the weights' files.
-        kind: class of the pipeline; default: the saved one.
-        mesh, together: as for `read_pipeline`.
-        components: in the place of those that are saved with it.
-
-    Raises:
-        InputError: it cannot be loaded.
+        model, name: what is loaded, and what the user has called it.
+        kind, mesh, together, components: as for `read_pipeline`.
     """
     import torch
 

@@ -22,12 +22,7 @@ SCHEDULERS = (*FLOW_SCHEDULERS, *FLOW_BY_SETTING, *NOISE)
 
 
 def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
-    """A diffusers scheduler with the settings of the pipeline's scheduler.
-
-    Args:
-        name: its class.
-        own: class of the pipeline's own.
-        config: settings of the pipeline's own.
+    """A diffusers scheduler with the settings of the pipeline's own, whose class is ``own``.
 
     Raises:
         InputError: it is none of `SCHEDULERS`, or solves another equation than the model was trained for.

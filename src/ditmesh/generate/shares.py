@@ -93,14 +93,7 @@ def load_transformer(
 
 
 class _Pieces:
-    """This rank's shards of a sharded transformer; none without a reviewed layout.
-
-    Args:
-        model: without memory for its weights.
-        absent: names of parameters that other stages have.
-        shapes: of the others on this rank, by name.
-        torch_dtype: as for `load_transformer`.
-    """
+    """This rank's shards of a sharded transformer; none without a reviewed layout. Shapes are those on this rank."""
 
     def __init__(
         self,

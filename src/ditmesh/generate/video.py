@@ -32,12 +32,6 @@ _OPTIONS = {"movflags": "use_metadata_tags+faststart"}
 def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: dict[str, str]) -> None:
     """Write a video, H.264 in MP4; the same bytes for the same frames, metadata and release of PyAV.
 
-    Args:
-        frames: of one size.
-        path: the file, which is replaced.
-        fps: frames per second.
-        metadata: texts by name, kept in the container.
-
     Raises:
         InputError: PyAV is not installed.
         OSError: the file cannot be written.
@@ -62,17 +56,7 @@ def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: d
 
 
 def copy_mp4(content: bytes, path: str | Path, name: str, metadata: dict[str, str]) -> None:
-    """Copy a video with other metadata; its frames stay as they are compressed.
-
-    Args:
-        content: of the file.
-        name: of the video, for messages.
-        metadata: as for `write_mp4`.
-
-    Raises:
-        InputError: PyAV is not installed, or the content is not a video.
-        OSError: the file cannot be written.
-    """
+    """Copy a video with other metadata; its frames stay as they are compressed. Errors as of `write_mp4`."""
     check_video_library()
     import av
 

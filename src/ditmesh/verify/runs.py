@@ -34,7 +34,7 @@ from ..generate.job import PictureJob, check_config
 from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from ..launch import MessageSink
-from ..resizing import grids, on_one_device
+from ..resizing import grids, resized
 
 if TYPE_CHECKING:
     from ..generate.model_info import ModelInfo
@@ -47,7 +47,7 @@ LEAST_BUDGET = 64e6
 
 def reference_config(config: ParallelConfig) -> ParallelConfig | None:
     """The one-device reference: the same settings for a reproducible configuration, else None (plain diffusers)."""
-    return on_one_device(config) if config.reproducible else None
+    return resized(config, 1) if config.reproducible else None
 
 
 def config_name(config: ParallelConfig | None) -> str:
