@@ -308,14 +308,14 @@ def progress(
                 elif isinstance(message, UserNote):
                     _above(progress, message.text)
                 elif isinstance(message, StepDone):
-                    said = f"{what}, {message.note}" if message.note else what
+                    words = f"{what}, {message.note}" if message.note else what
                     # The schedule gives the number of steps: Heun has nearly twice the requested number.
-                    progress.update(task, description=said, total=message.of * job.total)
+                    progress.update(task, description=words, total=message.of * job.total)
                     progress.advance(task, message.pictures * message.steps)
                 elif isinstance(message, Generated):
                     # There may be many receipts: equal fields are stored once.
                     ours, first = message.receipt, made[0].receipt if made else message.receipt
-                    same = {one: value for one in SHARED if (value := getattr(first, one)) == getattr(ours, one)}
+                    same = {name: value for name in SHARED if (value := getattr(first, name)) == getattr(ours, name)}
                     made.append(replace(message, receipt=ours.model_copy(update=same)))
 
             yield report, made, facts
@@ -333,7 +333,6 @@ def _above(progress: Any, text: str) -> None:
 
 def short(result: dict[str, Any]) -> dict[str, Any]:
     """The result without fields that are the same for all images or are in their files: see --json=full."""
-    # Restarts only if there were any.
     always, sometimes = ("path", "prompt", "seed", "together", "place"), VIDEO
     settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
     return {
@@ -348,13 +347,13 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
 
 def total_peaks(receipts: Sequence[Receipt]) -> list[dict[str, int]]:
     """The peak memory of every rank over several images, by phase."""
-    every = [receipt.peak_memory or [] for receipt in receipts]
-    found: list[dict[str, int]] = [{} for _ in range(max(map(len, every), default=0))]
-    for one in every:
-        for most, phases in zip(found, one, strict=False):
+    measured = [receipt.peak_memory or [] for receipt in receipts]
+    peaks: list[dict[str, int]] = [{} for _ in range(max(map(len, measured), default=0))]
+    for ranks in measured:
+        for peak, phases in zip(peaks, ranks, strict=False):
             for phase, taken in phases.items():
-                most[phase] = max(taken, most.get(phase, 0))
-    return found
+                peak[phase] = max(taken, peak.get(phase, 0))
+    return peaks
 
 
 def _say(result: dict[str, Any]) -> Report:

@@ -105,10 +105,10 @@ def _save_all(
 def _save(runner: PipelineRunner, prepared: Prepared, made: Sequence[PipelineOutput], report: MessageSink) -> None:
     """Write the images or videos of a call with their receipts, and report them."""
     job = prepared.job
-    for place, (one, index) in enumerate(zip(made, prepared.call.indices, strict=True)):
-        receipt = runner.receipt(prepared, place, one)
-        path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, isinstance(one, VideoFrames))
-        report(Generated(str(write_free(one, path, receipt, job.overwrite)), receipt))
+    for place, (output, index) in enumerate(zip(made, prepared.call.indices, strict=True)):
+        receipt = runner.receipt(prepared, place, output)
+        path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, isinstance(output, VideoFrames))
+        report(Generated(str(write_free(output, path, receipt, job.overwrite)), receipt))
 
 
 def file_name(index: int, prompt: str, seed: int, video: bool = False) -> str:

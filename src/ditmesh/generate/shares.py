@@ -113,9 +113,9 @@ class _Pieces:
             return
         dtypes = {name: final_dtype(model, name, p.dtype, torch_dtype) for name, p in model.named_parameters()}
         for group in groups_of(model, layout):
-            there = [name for name in group.parameters if name not in absent]
-            sizes = [prod(shapes[name]) * dtypes[name].itemsize for name in there]
-            names = tuple(there[number] for number in balanced_order(sizes, mesh.shard.size))
+            present = [name for name in group.parameters if name not in absent]
+            sizes = [prod(shapes[name]) * dtypes[name].itemsize for name in present]
+            names = tuple(present[number] for number in balanced_order(sizes, mesh.shard.size))
             if names:
                 specs = tuple((tuple(shapes[name]), dtypes[name]) for name in names)
                 packed, number = Packed(specs, mesh.shard.size), len(self._made)
@@ -192,15 +192,15 @@ def _elsewhere(model: nn.Module, config: ParallelConfig, mesh: Mesh, shapes: Map
 
 def _slices(pipe: Any, mesh: Mesh) -> dict[int, tuple[int | None, Partition | None]]:
     """The dimension and its cut, as `Plan.parameters` has them, of parameters (by id) that are this rank's slices."""
-    found: dict[int, tuple[int | None, Partition | None]] = {}
+    slices: dict[int, tuple[int | None, Partition | None]] = {}
     for model in denoisers(pipe) if mesh.tensor.size > 1 else ():
         cut = already_cut(model, mesh.tensor.size)
         for site in plan_slices(model, mesh.tensor.size).sites:
             for name, parameter in base_layer_of(model.get_submodule(site.path)).named_parameters(recurse=False):
                 if f"{site.path}.{name}" in cut:
                     dim = site.dim_of(name)
-                    found[id(parameter)] = dim, None if dim is None else site.cut
-    return found
+                    slices[id(parameter)] = dim, None if dim is None else site.cut
+    return slices
 
 
 def _whole_shape(parameter: Tensor, dim: int | None, cut: Partition | None) -> tuple[int, ...]:
@@ -245,8 +245,8 @@ def fingerprint(pipe: Any, mesh: Mesh) -> str:
             runs = whole if cut is None else cut.runs(link.rank)
             value = digest_of_parts(tensor, _whole_shape(tensor, dim, cut), dim or 0, runs, link.all_reduce)
         mine[name] = value.hex()[:16]
-    every: list[dict[str, str]] = mesh.pipe.all_gather_object(mine) if mesh.pipe.size > 1 else [mine]
-    return digest({name: value for one in reversed(every) for name, value in one.items()})
+    stages: list[dict[str, str]] = mesh.pipe.all_gather_object(mine) if mesh.pipe.size > 1 else [mine]
+    return digest({name: value for stage in reversed(stages) for name, value in stage.items()})
 
 
 def _held(pipe: Any, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:

@@ -33,7 +33,7 @@ def saved_denoisers(info: ModelInfo) -> dict[str, type[Any]]:
     """
     import diffusers
 
-    found: dict[str, type[Any]] = {}
+    kinds: dict[str, type[Any]] = {}
     for name in DENOISERS:
         library, kind = (info.index.get(name) or (None, None))[:2]
         if kind is None:
@@ -43,8 +43,8 @@ def saved_denoisers(info: ModelInfo) -> dict[str, type[Any]]:
                 f"the {name} of {info.name!r} is {library}.{kind}, which diffusers {diffusers.__version__} does not "
                 "have; load the pipeline yourself and call ditmesh.parallelize(...)"
             )
-        found[name] = getattr(diffusers, kind)
-    return found
+        kinds[name] = getattr(diffusers, kind)
+    return kinds
 
 
 def build_empty(kind: type[Any], folder: Path, dtype: torch.dtype | None) -> Any:
