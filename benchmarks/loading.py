@@ -4,7 +4,7 @@
     python benchmarks/loading.py --ranks 2 --repeats 5 --json loading.json
 
 Stable Diffusion 3's classes with random weights, `ulysses` on all ranks, in float32: once saved in float32, where
-ranks map the files, and once in bfloat16, where all ranks of the host convert a part into memory that all map.
+ranks map the files, and once in bfloat16, where the first rank of the host converts them into memory that all map.
 Processes are up and have imported everything, and files are in the page cache. Seconds are those of the slowest rank
 from a barrier to a pipeline whose every weight has been read once: pages that are mapped later would be paid for in
 the first step. One rank and several take turns, the best of each counts. Memory is what all ranks have of their own

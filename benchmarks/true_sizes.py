@@ -5,7 +5,7 @@ x 480 pixels and 17 frames, 7,800 image and 512 text tokens. Configurations are 
 DiT-XL/2 (675 million parameters, 256 tokens at 256 x 256 pixels, with --scale 2 1,024 at 512 x 512) is the paper's.
 Weights are made once, in bfloat16, in a temporary folder, and computed with in float32 (``--dtype``): matrices are
 N(0, 0.02), norms 1, and what scales and shifts in blocks N(0, 0.5), so that no block is without consequence. A rank
-reads its part of them (`ditmesh.generate.loading.load_transformer`), every form in processes of its own, one thread
+reads its part of them (`ditmesh.generate.shares.load_transformer`), every form in processes of its own, one thread
 each.
 
 Of every form: the largest difference from one rank's output over that output's largest magnitude, which must be 1e-4 at
@@ -112,7 +112,7 @@ def save(case: Case, folder: Path) -> int:
     """Write a transformer with random weights as diffusers does, a file at a time; its parameters."""
     from safetensors.torch import save_file
 
-    from ditmesh.generate.loading import WEIGHTS
+    from ditmesh.generate.weight_files import WEIGHTS
     from ditmesh.layout.describe import meta_model
 
     model: Any = meta_model(case.transformer, case.settings)
@@ -173,7 +173,7 @@ def measured(case: Case, folder: str, form: str, dtype: torch.dtype, timeout: fl
     import ditmesh
     from ditmesh.comm.mesh import Mesh
     from ditmesh.core.alive import LiveBytes
-    from ditmesh.generate.loading import load_transformer
+    from ditmesh.generate.shares import load_transformer
     from ditmesh.strategies.sharded import ShardedWeights
 
     config = config_of_form(form)

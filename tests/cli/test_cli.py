@@ -452,8 +452,8 @@ def test_no_file_is_replaced_and_pictures_come_in_batches(
     assert run(*common, "--json") == 0
     pictures = json.loads(capfd.readouterr().out)["images"]
     assert [one["together"] for one in pictures] == [3, 3, 3]
-    # One number for all pictures of a run.
-    assert [Path(one["path"]).name for one in pictures] == [name.replace(".png", "-3.png") for name in names]
+    numbered = [name.replace(".png", f"-{number}.png") for name, number in zip(names, (2, 3, 2), strict=True)]
+    assert [Path(one["path"]).name for one in pictures] == numbered
     assert {name: (out / name).read_bytes() for name in before} == before
     assert before[names[1]] == b"not ours"
 

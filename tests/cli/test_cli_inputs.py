@@ -349,12 +349,13 @@ def test_offloaded_components_compute_the_same(how, monkeypatch):
 
 
 def test_a_receipt_that_names_strange_files_is_refused(picture, tmp_path, capsys):
-    from ditmesh.generate.receipt import Receipt, ReceiptFile
+    from ditmesh.generate.files import InputFile
+    from ditmesh.generate.receipt import Receipt
 
     said = {"width": 64, "height": 64, "model": "emoji-sd3", "pipeline": "x", "dtype": "float32", "device": "cpu"}
     said |= {"prompt": FOX, "seed": 0, "index": 0, "steps": 1, "guidance": 1.0, "devices": 1, "seconds": 1.0}
     for role, words in (("image", "is missing"), ("program", "cannot be read (wrong: files.0.role)")):
-        strange = ReceiptFile.model_construct(role=role, path="/dev/zero", digest="0" * 64, scale=1.0)
+        strange = InputFile(role, "/dev/zero", "0" * 64)
         receipt = Receipt(**said).model_copy(update={"files": [strange]})
         path = write_png(Image.open(picture), tmp_path / "strange.png", receipt)
         assert run("replay", path) == 2

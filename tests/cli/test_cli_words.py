@@ -266,11 +266,11 @@ def test_a_table_of_80_columns_cuts_no_word() -> None:
             stream = io.StringIO()
             print_table(Console(file=stream, width=width), header[:count], rows, title="a title of two words")
             said = stream.getvalue()
-            is_whole(said, [*header[:count], *(cell for row in rows for cell in row), "a title of two words"])
+            is_whole(said, [*header[1:count], *(cell for row in rows for cell in row), "a title of two words"])
     long = [["w" * 60, "12345", "67890"]]
     stream = io.StringIO()
     print_table(Console(file=stream, width=40), ("name", "first", "second"), long)
-    assert f"1: {'w' * 60}" in stream.getvalue()
+    assert stream.getvalue().splitlines() == ["w" * 60, "  first  12345", "  second  67890"]
 
 
 def test_the_table_of_verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

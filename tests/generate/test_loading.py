@@ -25,9 +25,9 @@ from ditmesh.cli.main import main
 from ditmesh.generate.components import left_random, missing_weights_refused
 from ditmesh.generate.files import adapter, load_controlnet
 from ditmesh.generate.job import PictureJob
-from ditmesh.generate.loading import build_empty, fill_weights
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.runner import PipelineRunner, load_pipeline
+from ditmesh.generate.weight_files import build_empty, fill_weights
 from ditmesh.train import TrainConfig
 from ditmesh.train.observed.check import loaded_pipeline
 from ditmesh.train.run import train
@@ -88,7 +88,7 @@ def counted(name, folder, config, dtype):
 
     from ditmesh.comm.mesh import Mesh
     from ditmesh.core.digests import weights_fingerprint
-    from ditmesh.generate import loading
+    from ditmesh.generate import loading, shares
     from ditmesh.generate.model_info import find_model
 
     read = {}
@@ -125,9 +125,9 @@ def counted(name, folder, config, dtype):
         # The bias of a row-parallel linear is zero, not read, on all ranks but one.
         "kept": {key: p.numel() for key, p in pipe.transformer.named_parameters() if p.numel() and p.any()},
         "whole": {key: p.numel() for key, p in whole.transformer.named_parameters()},
-        "same": loading.fingerprint(pipe, mesh) == weights_fingerprint(whole),
+        "same": shares.fingerprint(pipe, mesh) == weights_fingerprint(whole),
     }
-    with loading.whole_shapes(pipe, mesh):
+    with shares.whole_shapes(pipe, mesh):
         found["shapes"] = [p.shape for p in pipe.transformer.parameters()] == [
             p.shape for p in whole.transformer.parameters()
         ]
@@ -168,11 +168,10 @@ def test_every_class_in_another_dtype(tmp_path, name, dtype):
     model = tiny(name)
     model.save_pretrained(tmp_path)
     theirs = bits(type(model).from_pretrained(tmp_path, torch_dtype=dtype))
-    for tables in (True, False):
-        empty = build_empty(type(model), tmp_path, dtype, tables)
-        ours = bits(fill_weights(empty, tmp_path, dtype, None, "cpu", lambda _, stored, kind: stored[...].to(kind)))
-        assert same_bits(theirs, ours)
-        assert {key: one.dtype for key, one in theirs.items()} == {key: one.dtype for key, one in ours.items()}
+    empty = build_empty(type(model), tmp_path, dtype)
+    ours = bits(fill_weights(empty, tmp_path, dtype, None, "cpu", lambda _, stored, kind: stored[...].to(kind)))
+    assert same_bits(theirs, ours)
+    assert {key: one.dtype for key, one in theirs.items()} == {key: one.dtype for key, one in ours.items()}
 
 
 def in_dtype(name, folder, dtype):

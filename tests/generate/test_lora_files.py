@@ -265,6 +265,7 @@ OTHER_KINDS = {
     "transformer.transformer_blocks.0.attn.to_q.hada_w1_a": "LoHa",
     "lora_unet_double_blocks_0_img_attn_qkv.lora_mid.weight": "LoCon",
     "transformer.transformer_blocks.0.attn.to_q.oft_blocks": "OFT",
+    "lora_unet_double_blocks_0_img_attn_proj.lokr_w1": "LoKr",
 }
 
 
@@ -272,13 +273,6 @@ OTHER_KINDS = {
 def test_other_kinds_of_adapters_are_named(name: str, tmp_path: Path) -> None:
     made = Written({name: torch.randn(4, 4)})
     assert OTHER_KINDS[name] in refused("Flux", made, tmp_path)
-
-
-def test_lokr_of_lycoris_is_named(tmp_path: Path) -> None:
-    base = "lora_unet_double_blocks_0_img_attn_proj"
-    made = Written({f"{base}.lokr_w1": torch.randn(4, 4), f"{base}.lokr_w2": torch.randn(32, 32)})
-    made.tensors[f"{base}.alpha"] = torch.tensor(1.0)
-    assert "LoKr under LyCORIS's names" in refused("Flux", made, tmp_path)
 
 
 def test_half_a_pair_is_refused(tmp_path: Path) -> None:

@@ -63,24 +63,14 @@ def test_replay_has_the_same_pixels(picture: Path, tmp_path: Path, capsys: pytes
     other = elsewhere()
     assert left.value.code == 0 or other, told
     changed = {change["what"]: change for change in json.loads(told.out)["changes"]}
-    assert "weights" not in changed, changed
+    # These images are from before 0.1.0, when receipts held samples of the weights.
+    assert changed["weights"]["was"] == "unknown", changed
     (again,) = tmp_path.glob("*.png")
     before, after = pixels(picture), pixels(again)
     if other:
         assert psnr(before, after) >= (PSNR_BFLOAT16 if picture.stem == "bfloat16" else PSNR), other
     else:
         assert np.array_equal(before, after), f"{psnr(before, after):.1f} dB: {told.out}"
-
-
-@pytest.mark.usefixtures("kept_ranks")
-def test_other_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The embedded model was trained anew: a picture of reproducible mode is not what it was."""
-    (picture,) = (one for one in PICTURES if one.stem == "reproducible")
-    with pytest.raises(SystemExit) as left:
-        main(["replay", str(picture), "--threads", "1", "--out", str(tmp_path), "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert "weights" in {change["what"] for change in told["changes"]}
-    assert (told["equal"], told["promised"], left.value.code) == (False, False, 0)
 
 
 def test_the_pictures_differ() -> None:

@@ -17,7 +17,7 @@ from ditmesh.core.files import digest_of_file
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt, read_receipt, write_png
-from ditmesh.generate.replay import changes_of, compare_replay, job_of, place_of, receipt_config, receipt_model
+from ditmesh.generate.replay import changes_of, compare_replay, drawn_alone, job_of, receipt_config, receipt_model
 from ditmesh.resizing import resized
 from support.tiny import save_tiny_sd3
 
@@ -95,7 +95,6 @@ def test_a_receipt_holds_what_a_replay_needs(fast: Path, reproducible: Path):
     said = read_receipt(fast)
     assert (said.seed, said.together, said.place, said.devices) == (5, 2, 1, 2)
     assert said.weights_digest
-    assert said.weights is None
     assert {"torch", "CPU", "CPU instructions", "threads", "BLAS", "device"} <= set(said.environment or {})
     assert said.environment["threads"] == "1"
     # Reproducible mode has settings of its own, and the receipt names those in force.
@@ -160,15 +159,19 @@ def test_what_differs_is_said(reproducible: Path, tmp_path: Path, capfd: pytest.
 # ---- what is compared
 
 
-def picture(value: int = 0) -> Image.Image:
-    return Image.fromarray(np.full((4, 5, 3), value, dtype=np.uint8))
+def values(level: int = 0) -> np.ndarray:
+    return np.full((4, 5, 3), level, dtype=np.uint8)
+
+
+def picture(level: int = 0) -> Image.Image:
+    return Image.fromarray(values(level))
 
 
 def test_what_a_promise_needs():
-    same = compare_replay(picture(), picture(), receipt(), receipt(devices=4))
+    same = compare_replay(values(), values(), receipt(), receipt(devices=4))
     assert (same.promised, same.equal, same.psnr) == (True, True, None)
-    other = compare_replay(picture(), picture(3), receipt(), receipt())
-    assert (other.promised, other.equal, other.largest, other.pixels) == (True, False, 3, 1.0)
+    other = compare_replay(values(), values(3), receipt(), receipt())
+    assert (other.promised, other.equal, other.largest_difference, other.differing_pixels) == (True, False, 3, 1.0)
     for now in (
         receipt(weights_digest="other"),
         receipt(environment={**NEW["environment"], "torch": "2.14.0"}),
@@ -177,14 +180,12 @@ def test_what_a_promise_needs():
         receipt(config={**NEW["config"], "ring": 1, "patches": 2}),
         receipt(steps=3),
     ):
-        found = compare_replay(picture(), picture(), receipt(), now)
+        found = compare_replay(values(), values(), receipt(), now)
         assert not found.promised
         assert sum(change.decides for change in found.changes) == 1
-    assert not compare_replay(
-        picture(), picture(), receipt(config=OLD["config"]), receipt(config=OLD["config"])
-    ).promised
-    small = Image.fromarray(np.zeros((2, 5, 3), dtype=np.uint8))
-    assert compare_replay(picture(), small, receipt(), receipt()).largest is None
+    assert not compare_replay(values(), values(), receipt(config=OLD["config"]), receipt(config=OLD["config"])).promised
+    small = np.zeros((2, 5, 3), dtype=np.uint8)
+    assert compare_replay(values(), small, receipt(), receipt()).largest_difference is None
 
 
 def test_every_fact_of_a_receipt_is_in_its_job(tmp_path: Path):
@@ -210,18 +211,13 @@ def test_receipts_of_earlier_versions_can_be_read_and_replayed(tmp_path: Path):
     # As it was written: without what did not exist.
     was = Receipt.model_validate_json(json.dumps(OLD))
     assert read_receipt(path) == was
-    assert (was.weights, was.environment, was.together, was.place) == (None, None, 1, 0)
+    assert (was.weights_digest, was.environment, was.together, was.place) == (None, None, 1, 0)
     info = receipt_model(was)
     assert info.files == zoo.path("emoji-sd3")
     job = job_of(was, info, ParallelConfig(**was.config), tmp_path, 60.0)
     assert (job.prompts, job.seed, job.n, job.size) == (("a red fox",), 7, 1, (32, 32))
     texts = [change.describe() for change in changes_of(was, receipt(config=OLD["config"]))]
     assert "weights unknown -> abc" in texts
-    # What receipts once said of weights is compared with the same, and never with the digest of today.
-    sampled = was.model_copy(update={"weights": "123"})
-    for now, said in (("123", []), ("456", ["weights 123 -> 456"])):
-        texts = [change.describe() for change in changes_of(sampled, receipt(config=OLD["config"]), now)]
-        assert [text for text in texts if text.startswith("weights")] == said
     assert "torch 2.12.0 -> 2.13.0" in texts
     assert "environment not in the receipt -> known" in texts
     assert not any(text.startswith("threads") for text in texts)
@@ -232,14 +228,14 @@ def test_a_reproducible_picture_is_drawn_alone_a_fast_one_with_its_neighbours(tm
     info = receipt_model(was)
     strict = ParallelConfig(ring=2, reproducible=True)
     job = job_of(was, info, strict, tmp_path, 60.0)
-    assert (job.seed, job.n, place_of(was, strict)) == (12, 1, 0)
+    assert (job.seed, job.n, drawn_alone(was, strict)) == (12, 1, True)
     job = job_of(was, info, ParallelConfig(ring=2), tmp_path, 60.0)
-    assert (job.seed, job.n, place_of(was, ParallelConfig(ring=2))) == (9, 4, 3)
+    assert (job.seed, job.n, drawn_alone(was, ParallelConfig(ring=2))) == (9, 4, False)
 
 
 def test_the_nearest_configuration_for_other_devices():
     def near(devices: int, **settings: Any) -> ParallelConfig:
-        return resized(ParallelConfig(**settings), devices, keep="strategy", heads=8)
+        return resized(ParallelConfig(**settings), devices, heads=8)
 
     assert near(2, cfg=2) == ParallelConfig(cfg=2)
     assert near(4, cfg=2) == ParallelConfig(ulysses=4)
@@ -251,7 +247,10 @@ def test_the_nearest_configuration_for_other_devices():
         pipe=2, patches=4, reproducible=True
     )
     assert near(2, pipe=4) == ParallelConfig(pipe=2, patches=4)
-    assert resized(ParallelConfig(), 3, keep="strategy") == ParallelConfig(ring=3)
+    assert resized(ParallelConfig(), 3) == ParallelConfig(ring=3)
+    # One device with the bits of several.
+    assert near(1, ulysses=2, ring=2, **strict) == ParallelConfig(**strict)
+    assert near(1, pipe=2, reproducible=True) == ParallelConfig(patches=2, reproducible=True)
     with pytest.raises(ConfigError, match="cannot share tiles=2"):
         near(4, ring=2, reproducible=True, tiles=2)
 

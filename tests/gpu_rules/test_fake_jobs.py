@@ -145,8 +145,8 @@ def test_a_replay_has_the_same_pixels(folder, tmp_path):
     out.mkdir()
     again = made(job_of(was, find_model(fields["model"]), receipt_config(was), out, 100.0), True)
     found = compare_replay(
-        Image.fromarray(drawn.pictures[1].astype(np.uint8)),
-        Image.fromarray(again.pictures[0].astype(np.uint8)),
+        drawn.pictures[1].astype(np.uint8),
+        again.pictures[0].astype(np.uint8),
         was,
         again.receipts[0],
     )

@@ -130,14 +130,6 @@ def test_what_is_no_video_is_said_to_be_none(tmp_path: Path):
         read_receipt(tmp_path / "cut.mp4")
 
 
-def test_a_strip_has_the_first_and_the_last_frame():
-    page = video.strip(moving(17), count=3)
-    assert page.size == (96, 32)
-    first, last = (np.asarray(moving(17)[place]) for place in (0, -1))
-    assert np.array_equal(np.asarray(page)[:, :32], first)
-    assert np.array_equal(np.asarray(page)[:, 64:], last)
-
-
 def test_the_measures_of_a_video_are_those_of_its_frames():
     equal, other = Difference(True, 0.0, 0.0, None, 1.0), Difference(False, 0.5, 0.1, 20.0, 0.8)
     found = of_video([equal, other])
@@ -161,18 +153,12 @@ def test_a_prompt_becomes_an_mp4_that_can_be_generated_again(
     assert (receipt.frames, receipt.fps, receipt.pipeline) == (5, 8.0, "WanPipeline")
     assert receipt.frames_digest == made["images"][0]["frames_digest"]
     assert len(read_frames(path, str(path))) == 5
-    strip = path.with_suffix(".strip.png")
-    assert Image.open(strip).size == (5 * 32, 32)
     # It is compressed, but of these frames.
     assert apart(alone(model, num_frames=5), read_frames(path, str(path))) < 120
 
     again = run(capsys, "replay", path, "--devices", 1, "--out", tmp_path / "again")
     assert (again["promised"], again["equal"], again["largest_difference"]) == (True, True, 0)
     assert read_receipt(again["replayed"]).frames_digest == receipt.frames_digest
-    assert Path(again["replayed"]).with_suffix(".strip.png").exists()
-    with pytest.raises(SystemExit):
-        main(["replay", str(strip)])
-    assert "give the MP4 next to it" in capsys.readouterr().err
 
     other = run(capsys, "generate", *wanted, "--seed", 1, "--out", tmp_path, "--overwrite")
     assert other["images"][0]["frames_digest"] != receipt.frames_digest

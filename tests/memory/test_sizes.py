@@ -113,7 +113,7 @@ def test_all_count_what_the_transformer_is_called_with(
     job = PictureJob(model=str(tmp_path), name="tiny", pipeline_class=info.pipeline_class, prompts=("a",), out=".")
     job = job.changed(config=ParallelConfig())
     width, height = size or (None, None)
-    runner.check_job_memory(job.changed(width=width, height=height, frames=frames), torch.device("cpu"))
+    runner.fitting_job(job.changed(width=width, height=height, frames=frames), torch.device("cpu"))
     assert checked[0].image == there
     # Of one more latent frame there are as many tokens more as a frame has.
     grid, more = info.token_grid(*size, frames), info.token_grid(*size, frames + (info.frame_step or 1))

@@ -144,7 +144,7 @@ def test_the_official_client_gets_the_pipelines_frames(
 
 
 def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """The command's files: MP4s with receipts, and their strips."""
+    """The command's files: MP4s with receipts."""
     common = ["generate", "a fox", "--server", str(http.base_url), "--seed", "5", "--steps", str(STEPS)]
     common += ["--guidance", "3", "--size", "64x32", "--frames", str(FRAMES), "--out", str(tmp_path), "--json=full"]
     assert run(*common, "--fps", str(FPS), "--num-images", "2") == 0
@@ -155,8 +155,6 @@ def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.
         assert receipt == Receipt.model_validate(one)
         assert (receipt.index, receipt.frames, receipt.fps) == (number, FRAMES, FPS)
         assert len(read_frames(one["path"], "video")) == FRAMES
-        with Image.open(Path(one["path"]).with_suffix(".strip.png")) as strip:
-            assert strip.height == SIZE[1]
     # As in the file that the server keeps, but for the rounding of a call of two videos, which MP4 makes larger.
     asked = {**ASKED, "size": "64x32", "frames": FRAMES}
     job = finished(http, http.post("/v1/jobs", json=asked).json()["id"])

@@ -169,7 +169,7 @@ def test_configurations():
     assert resized(config, 3).shard == 3
     assert resized(config, 2).shard == 2
     assert resized(config, 1).shard == 1
-    assert resized(ParallelConfig(ring=4, shard=4, exchange="displaced"), 2, "strategy").shard == 2
+    assert resized(ParallelConfig(ring=4, shard=4, exchange="displaced"), 2).shard == 2
 
 
 CONFIGS_TO_LOAD = [

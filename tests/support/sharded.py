@@ -22,7 +22,7 @@ from ditmesh.comm import PeerError
 from ditmesh.comm.mesh import Mesh
 from ditmesh.config import ParallelConfig
 from ditmesh.core.digests import weights_fingerprint
-from ditmesh.generate import loading
+from ditmesh.generate import loading, shares
 from ditmesh.generate.model_info import find_model
 from ditmesh.layout import layout_of
 from ditmesh.parts.part import whole_of
@@ -271,9 +271,9 @@ def fingerprints(folder: str, config: dict[str, Any], options: dict[str, Any]) -
     """Of a pipeline in pieces before and after parallelize, and of the whole one."""
     mesh = Mesh(ParallelConfig(**config))
     pipe = loading.read_pipeline(find_model(folder), mesh.config, mesh, **options)
-    found = [loading.fingerprint(pipe, mesh)]
+    found = [shares.fingerprint(pipe, mesh)]
     ditmesh.parallelize(pipe, config, mesh=mesh)
-    found.append(loading.fingerprint(pipe, mesh))
+    found.append(shares.fingerprint(pipe, mesh))
     ditmesh.restore(pipe)
     mesh.close()
     whole = type(pipe).from_pretrained(folder, **options)

@@ -36,7 +36,6 @@ TYPES: dict[str, dict[str, Any]] = {
     "lora": {"alpha": 8.0},
     "rslora": {"rslora": True, "rank": 4},
     "dora": {"type": "dora", "alpha": 8.0},
-    "lokr": {"type": "lokr", "alpha": 6.0},
 }
 
 
@@ -198,7 +197,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("flux", {"lora": {"rank": 2, "alpha": 8.0}}),
     "rslora, all": ("flux", {"lora": {"rank": 4, "rslora": True, "target_modules": "all-linear"}}),
     "dora": ("flux", {"lora": {"rank": 2, "type": "dora", "target_modules": r".*\.attn\.(to|add)_[qkv](_proj)?"}}),
-    "lokr": ("flux", {"lora": {"rank": 2, "type": "lokr", "decompose_factor": 4}}),
     "lora without methods": ("dit", {"lora": {"rank": 2}}),
     "lora of the text encoder": ("flux", {"lora": {"rank": 2}, "train_modules": ["transformer", "text_encoder"]}),
 }
@@ -214,8 +212,6 @@ def test_a_trained_adapter_draws_the_trainers_picture(root, tmp_path, what):
     fresh = loaded(root / name)
     if name == "dit":
         fresh.register_modules(transformer=PeftModel.from_pretrained(fresh.transformer, str(folder)).get_base_model())
-    elif more["lora"].get("type") == "lokr":
-        fresh.transformer.load_lora_adapter(str(folder), weight_name=WEIGHTS, prefix="transformer")
     else:
         fresh.load_lora_weights(str(folder))
     assert torch.allclose(drawn(fresh), wanted, atol=1e-6)
@@ -230,9 +226,8 @@ def test_a_trained_adapter_draws_the_trainers_picture(root, tmp_path, what):
         assert all(p.abs().max() > 0 for p in moved)
 
 
-@pytest.mark.parametrize("lora", [{"type": "dora"}, {"type": "lokr"}], ids=["dora", "lokr"])
-def test_all_ranks_train_one_adapter(ranks, root, tmp_path, lora):
-    given = run_of(root, tmp_path / "alone", lora={"rank": 2, **lora}, max_train_steps=3, learning_rate=3e-2)
+def test_all_ranks_train_one_adapter(ranks, root, tmp_path):
+    given = run_of(root, tmp_path / "alone", lora={"rank": 2, "type": "dora"}, max_train_steps=3, learning_rate=3e-2)
     alone = losses_of(given)
     untrained = losses_of({**given, "output_dir": str(tmp_path / "still"), "learning_rate": 1e-12})
     assert abs(alone[2] / untrained[2] - 1) > 1e-3
@@ -253,9 +248,8 @@ def bits_of(given: dict[str, Any]) -> tuple[list[str], str]:
         return [loss.hex() for loss in trainer.run().losses.values()], trainer.state.weights_digest()
 
 
-@pytest.mark.parametrize("kind", ["dora", "lokr"])
-def test_reproducible_adapters_have_one_ranks_bits(ranks, root, tmp_path, kind):
-    given = run_of(root, tmp_path / "1", lora={"rank": 2, "type": kind}, reproducible=True)
+def test_reproducible_adapters_have_one_ranks_bits(ranks, root, tmp_path):
+    given = run_of(root, tmp_path / "1", lora={"rank": 2, "type": "dora"}, reproducible=True)
     alone = bits_of(given)
     for number, axis in enumerate(("ulysses", "data")):
         more = {"parallel": {axis: 2}, "output_dir": str(tmp_path / f"2-{number}")}
@@ -291,8 +285,6 @@ def test_a_new_adapter_above_a_frozen_one(root, tmp_path, fused):
 
 def test_adapters_that_do_not_fit_are_refused(root, tmp_path):
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("flux", {"lora": {"type": "lokr", "dropout": 0.1}}, "dropout=0.1 is not for type='lokr'"),
-        ("flux", {"lora": {"decompose_factor": 4}}, "decompose_factor=4 is for type='lokr'"),
         ("flux", {"lora": {"target_modules": "to_q"}}, "is the whole name of no linear layer .* attn.to_q"),
         ("flux", {"lora": {"target_modules": "("}}, "is no regular expression"),
         ("flux", {"lora": {"type": "dora", "comfyui": True}}, "comfyui=True is for type='lora'"),
@@ -395,8 +387,7 @@ def test_tensor_ranks_train_the_adapter_of_one_device(ranks, root, tmp_path):
     fresh.load_lora_weights(result["pipeline"])
 
 
-@pytest.mark.parametrize("kind", ["dora", "lokr"])
-def test_tensor_ranks_cut_plain_lora_alone(root, tmp_path, kind):
-    given = run_of(root, tmp_path, lora={"type": kind}, parallel={"tensor": 2})
+def test_tensor_ranks_cut_plain_lora_alone(root, tmp_path):
+    given = run_of(root, tmp_path, lora={"type": "dora"}, parallel={"tensor": 2})
     with pytest.raises(ditmesh.ConfigError, match="tensor=2 cuts plain LoRA alone"):
         check_settings(TrainConfig.read(given))

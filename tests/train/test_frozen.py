@@ -118,7 +118,7 @@ def base_bits(model: nn.Module) -> dict[str, Tensor]:
     return {
         name.replace(".base_layer", ""): (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in found.items()
-        if "lora_" not in name and "lokr_" not in name
+        if "lora_" not in name
     }
 
 
@@ -203,7 +203,7 @@ def test_ranks_train_on_the_same_base(ranks, root, tmp_path, precision):
     assert abs(still[1] / alone[1] - 1) > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_of_every_kind_above_nf4(ranks, root, tmp_path, kind):
     """In reproducible mode: the same bits on one rank and on two."""
     needs("nf4")

@@ -88,28 +88,28 @@ class RunOptions:
         return fields if self.batch is None else fields | {"per_call": self.batch}
 
 
+Prompts = Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Generate an image of each prompt.")]
+Model = Annotated[
+    str | None,
+    common_option(
+        "--model",
+        "-m",
+        help="Load this model: folder or hub id of a diffusers pipeline, or an embedded model.",
+        show_default="emoji-sd3",
+    ),
+]
+Out = Annotated[str, common_option("--out", "-o", metavar="DIR", help="Write the PNGs or MP4s into this folder.")]
+
+
 @with_groups
 def generate(
     context: typer.Context,
     *,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROMPT...", help="Generate an image of each prompt."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        common_option(
-            "--model",
-            "-m",
-            help="Load this model: folder or hub id of a diffusers pipeline, or an embedded model.",
-            show_default="emoji-sd3",
-        ),
-    ] = None,
+    prompts: Prompts = None,
+    model: Model = None,
     devices: Devices = None,
     pictures: PictureOptions,
-    out: Annotated[
-        str, common_option("--out", "-o", metavar="DIR", help="Write the PNGs or MP4s into this folder.")
-    ] = "pictures",
+    out: Out = "pictures",
     inputs: InputOptions,
     parallel: ConfigOptions,
     ranks: RankOptions,
@@ -139,15 +139,11 @@ def generate(
     else:
         began, settings = time.perf_counter(), parallel.settings()
         asked = read_prompts(prompts, pictures.prompts_file)
-        if "tiles" in settings and "reproducible" not in settings:
-            raise InputError(f"--set tiles={settings['tiles']} counts in reproducible mode only; add --reproducible")
         job, info = picture_job(model, asked, pictures, ranks.timeout, out, **inputs.of_job(), **run.of_job())
         world_size, chosen = parallel_config(devices, run.config, settings, info.heads)
         _check_launch(ranks, world_size, run.compare)
         job, kind = _checked(job.changed(config=chosen or "auto"), info, ranks, world_size)
         _tell_apart(prompts or [])
-        if torchrun_rank() is None:
-            job = _settled(job, info, ranks, world_size, kind)
         result = _on_ranks(job, ranks, world_size, kind, run.compare, began)
     if result is not None:
         shown = short(result) if run.as_json and not run.json_full else result
@@ -157,13 +153,13 @@ def generate(
 def _checked(
     job: PictureJob, info: ModelInfo, ranks: RankOptions, world_size: int
 ) -> tuple[PictureJob, Literal["cpu", "cuda"]]:
-    """The job with its dtype, its model's folder and free names for its files; and the ranks' type of device.
+    """The job with its dtype and its model's folder, and the ranks' type of device.
 
     Raises:
         InputError: the model, the ranks or this machine cannot do it.
     """
     from ..generate.job import check_job
-    from ..generate.run import PRELOAD, with_free_names
+    from ..generate.run import PRELOAD
     from ..generate.runner import quieten
     from ..media.videos import check_video_library
 
@@ -174,10 +170,10 @@ def _checked(
     check_job(job, info, world_size)
     if videos_of(info):
         check_video_library()
-    there = torchrun_rank()
-    kind = ranks.kind(world_size if there is None else there.local_size)
+    torchrun = torchrun_rank()
+    kind = ranks.kind(world_size if torchrun is None else torchrun.local_size)
     check_offload(job.offload, kind)
-    return with_free_names(fetched(job.changed(dtype=ranks.dtype_on(kind)), info)), kind
+    return fetched(job.changed(dtype=ranks.dtype_on(kind)), info), kind
 
 
 def _tell_apart(prompts: Sequence[str]) -> None:
@@ -185,25 +181,6 @@ def _tell_apart(prompts: Sequence[str]) -> None:
     if 1 < len(prompts) <= MAX_LISTED and not any(" " in prompt for prompt in prompts):
         listed = ", ".join(map(repr, prompts))
         print(f"ditmesh: {len(prompts)} prompts: {listed} (quote a prompt of several words)", file=sys.stderr)
-
-
-def _settled(
-    job: PictureJob, info: ModelInfo, ranks: RankOptions, world_size: int, kind: Literal["cpu", "cuda"]
-) -> PictureJob:
-    """The job with a configuration that fits, where that can be known before ranks of this machine start.
-
-    Raises:
-        InputError: it does not fit.
-    """
-    from ..generate.model_info import find_model
-    from ..generate.runner import settled
-
-    if ranks.launcher not in (None, "local"):
-        return job
-    job, note = settled(job, info if info.local else find_model(job.model), world_size, kind)
-    if note is not None:
-        print(f"ditmesh: {note}", file=sys.stderr)
-    return job
 
 
 def _check_launch(ranks: RankOptions, world_size: int, compare: bool) -> None:
@@ -238,7 +215,7 @@ def _on_ranks(
     name = "torchrun" if torchrun_rank() is not None else ranks.launcher
     with launcher(name, world_size, kind, ranks.threads, job.timeout) as started:
         start_seconds = time.perf_counter() - began
-        made, facts = _generated(job, started)
+        made, facts = generated(job, started)
         facts["start_seconds"] = start_seconds
         # The same for one device and for N: the ratio is then one of devices.
         threads = started.threads
@@ -272,12 +249,11 @@ def _compared(
     """Run the job on one device in the same mode, and compare with the result of several."""
     from ..resizing import resized
 
-    config = ParallelConfig()
-    if not isinstance(job.config, str) and job.config.reproducible:
-        config = resized(job.config, 1)
+    strict = not isinstance(job.config, str) and job.config.reproducible
+    config = resized(ParallelConfig.read(job.config), 1) if strict else ParallelConfig()
     with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
-        alone, facts = _generated(job.changed(config=config, out=folder, number=1), ranks, "one device")
-        difference = _largest_difference(made, alone)
+        alone, facts = generated(job.changed(config=config, out=folder), ranks, "one device")
+        difference = max(map(_largest_difference, made, alone))
     return {
         "one_device_seconds": facts["seconds"],
         "ratio": facts["seconds"] / seconds,
@@ -285,7 +261,19 @@ def _compared(
     }
 
 
-def _generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tuple[list[Generated], dict[str, Any]]:
+def _largest_difference(ours: Generated, theirs: Generated) -> int:
+    """The largest difference of any channel of any pixel, of 255; for videos, of the compressed frames unless equal."""
+    from ..generate.replay import pixels_of
+
+    digest = ours.receipt.frames_digest
+    if digest is not None and digest == theirs.receipt.frames_digest:
+        return 0
+    largest = int(abs(pixels_of(ours.path).astype(int) - pixels_of(theirs.path)).max())
+    return largest if digest is None else max(1, largest)
+
+
+def generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tuple[list[Generated], dict[str, Any]]:
+    """Run a job on ranks, with a progress bar; its images, and facts such as times."""
     from ..generate.run import generate
 
     with progress(job, what, ranks.is_reporter) as (report, made, facts):
@@ -314,22 +302,20 @@ def progress(
             def report(message: Any) -> None:
                 if isinstance(message, Loaded):
                     facts.setdefault("load_seconds", message.seconds)
-                    if message.sampled is not None:
-                        facts["sampled"] = message.sampled
                     if message.config is not None:
                         facts["config"] = message.config
                     progress.update(task, description=what, total=message.steps * job.total)
                 elif isinstance(message, UserNote):
                     _above(progress, message.text)
                 elif isinstance(message, StepDone):
-                    said = f"{what}, {message.note}" if message.note else what
+                    words = f"{what}, {message.note}" if message.note else what
                     # The schedule gives the number of steps: Heun has nearly twice the requested number.
-                    progress.update(task, description=said, total=message.of * job.total)
+                    progress.update(task, description=words, total=message.of * job.total)
                     progress.advance(task, message.pictures * message.steps)
                 elif isinstance(message, Generated):
                     # There may be many receipts: equal fields are stored once.
                     ours, first = message.receipt, made[0].receipt if made else message.receipt
-                    same = {one: value for one in SHARED if (value := getattr(first, one)) == getattr(ours, one)}
+                    same = {name: value for name in SHARED if (value := getattr(first, name)) == getattr(ours, name)}
                     made.append(replace(message, receipt=ours.model_copy(update=same)))
 
             yield report, made, facts
@@ -347,7 +333,6 @@ def _above(progress: Any, text: str) -> None:
 
 def short(result: dict[str, Any]) -> dict[str, Any]:
     """The result without fields that are the same for all images or are in their files: see --json=full."""
-    # Restarts only if there were any.
     always, sometimes = ("path", "prompt", "seed", "together", "place"), VIDEO
     settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
     return {
@@ -362,34 +347,13 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
 
 def total_peaks(receipts: Sequence[Receipt]) -> list[dict[str, int]]:
     """The peak memory of every rank over several images, by phase."""
-    every = [receipt.peak_memory or [] for receipt in receipts]
-    found: list[dict[str, int]] = [{} for _ in range(max(map(len, every), default=0))]
-    for one in every:
-        for most, phases in zip(found, one, strict=False):
+    measured = [receipt.peak_memory or [] for receipt in receipts]
+    peaks: list[dict[str, int]] = [{} for _ in range(max(map(len, measured), default=0))]
+    for ranks in measured:
+        for peak, phases in zip(peaks, ranks, strict=False):
             for phase, taken in phases.items():
-                most[phase] = max(taken, most.get(phase, 0))
-    return found
-
-
-def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:
-    """The largest difference of any channel of any pixel, of 255; for videos, of the compressed frames unless equal."""
-    import numpy
-    from PIL import Image
-
-    from ..media.videos import read_frames
-
-    largest = 0
-    for ours, theirs in zip(made, alone, strict=True):
-        if ours.receipt.frames is not None:
-            if ours.receipt.frames_digest != theirs.receipt.frames_digest:
-                pairs = zip(read_frames(ours.path, ours.path), read_frames(theirs.path, theirs.path), strict=True)
-                arrays = ([numpy.asarray(one, dtype=numpy.int16) for one in pair] for pair in pairs)
-                largest = max(largest, 1, *(int(abs(left - right).max()) for left, right in arrays))
-            continue
-        with Image.open(ours.path) as one, Image.open(theirs.path) as other:
-            left, right = (numpy.asarray(image.convert("RGBA"), dtype=numpy.int16) for image in (one, other))
-        largest = max(largest, int(abs(left - right).max()))
-    return largest
+                peak[phase] = max(taken, peak.get(phase, 0))
+    return peaks
 
 
 def _say(result: dict[str, Any]) -> Report:

@@ -172,10 +172,10 @@ def _written(
 
 def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> Iterator[tuple[str, Receipt]]:
     """Write the results of a succeeded job, the first with number ``index``; returns paths and receipts."""
-    from ..generate.receipt import PNG_KEYWORD, STRIP, Receipt, copy_to_free_name, write_free, write_png
+    from ..generate.receipt import PNG_KEYWORD, Receipt, copy_to_free_name, write_free
     from ..generate.run import file_name
-    from ..generate.video import copy_mp4, strip
-    from ..media.videos import check_video_library, read_frames
+    from ..generate.video import copy_mp4
+    from ..media.videos import check_video_library
 
     receipts = [Receipt.model_validate(one.receipt) for one in job.images]
     named = [
@@ -194,5 +194,4 @@ def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> I
         with tempfile.TemporaryDirectory(prefix="ditmesh-video-") as folder:
             source = Path(folder) / path.name
             copy_mp4(client.file(job.id, place), source, job.id, {PNG_KEYWORD: receipt.model_dump_json()})
-            write_png(strip(read_frames(source, job.id)), source.with_suffix(STRIP), receipt)
             yield str(copy_to_free_name(source, path, overwrite)), receipt

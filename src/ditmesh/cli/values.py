@@ -48,9 +48,7 @@ def parallel_config(
     """The number of ranks and their configuration (None: the engine chooses), from the given options.
 
     Args:
-        devices: number of ranks; None: the product of the degrees, or the ranks that torchrun has started.
-        file: YAML file of a `ParallelConfig`.
-        settings: those of `ParallelConfig` that were given.
+        devices: None: the product of the degrees, or the ranks that torchrun has started.
         heads: attention heads of the model, when known.
 
     Raises:
@@ -111,6 +109,8 @@ def changed_settings(settings: Mapping[str, Any], changes: Sequence[str]) -> dic
             raise ConfigError(f"--set {text!r}: {name} is given twice; leave one out")
         text_allowed = str in (kind := ParallelConfig.model_fields[name].annotation, *get_args(kind))
         changed[name] = value if text_allowed else _value(value)
+    if "tiles" in changed and "reproducible" not in changed:
+        raise ConfigError(f"--set tiles={changed['tiles']} counts in reproducible mode only; add --reproducible")
     return changed
 
 

@@ -457,17 +457,3 @@ def _samples(tensors: list[Tensor]) -> list[bytes]:
 def weights_fingerprint(pipe: Any) -> str:
     """Digest of all weights of a pipeline (or module): every name, shape, dtype and bit."""
     return digest({name: value for name, (value, _) in WeightDigests(pipe).look().items()})
-
-
-def sampled_fingerprint(pipe: Any) -> str:
-    """Digest of names, shapes, dtypes and some values of a pipeline's weights, as receipts once had it."""
-    state = hashlib.sha256()
-    for component, module in getattr(pipe, "components", {}).items():
-        for name, weight in module.state_dict().items() if isinstance(module, nn.Module) else ():
-            state.update(f"{component}.{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            for path, part in strided_leaves(weight):
-                flat = part.reshape(-1)
-                sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
-                state.update(path.encode())
-                state.update(b"" if part.is_meta else sample.to("cpu", torch.float32).numpy().tobytes())
-    return state.hexdigest()[:16]

@@ -124,10 +124,10 @@ def digest_of_file(path: str | Path) -> str:
     return state.hexdigest()
 
 
-def free_names(path: str | Path, start: int = 1) -> Iterator[Path]:
-    """The names that a file may have, in order: ``a.png``, ``a-2.png``, ``a-3.png``, …, from number ``start`` on."""
+def free_names(path: str | Path) -> Iterator[Path]:
+    """The names that a file may have, in order: ``a.png``, ``a-2.png``, ``a-3.png``, …"""
     path = Path(path)
-    return (path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(start))
+    return (path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
 
 
 def finite(value: Any) -> Any:

@@ -8,7 +8,7 @@ opened by the others (CUDA IPC) and copied to their own GPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from typing import Any, NamedTuple
@@ -59,11 +59,7 @@ class Parcel(NamedTuple):
 
 @contextmanager
 def pack_parcel(
-    value: Any,
-    device: str,
-    modules: dict[int, int] | None = None,
-    rooms: Sequence[Place] = (),
-    place_of: Callable[[Tensor], tuple[int, int] | None] | None = None,
+    value: Any, device: str, modules: dict[int, int] | None = None, *, moved: bool = False
 ) -> Iterator[Parcel]:
     """An object for other processes of this machine, which `open_parcel` it within the ``with`` block.
 
@@ -71,9 +67,8 @@ def pack_parcel(
         value: anything that can be pickled, modules with all their weights included.
         device: type of the device of the ranks; tensors on one come to be on each rank's own.
         modules: numbers of modules that the others have, by id.
-        rooms: memory that some tensors lie in already.
-        place_of: the number of the room of such a tensor, and its first byte in there. With it tensors that are pages
-            of a file are opened there, too; without it all are copied.
+        moved: the tensors of this process move into the memory that the others map, one after the other; those that are
+            pages of a file stay there, and are opened there. Without it they stay as they are, and all are copied.
 
     Raises:
         InputError: it cannot be pickled.
@@ -90,39 +85,30 @@ def pack_parcel(
     except Exception as error:
         said = f"this {type(value).__name__} cannot be copied to other processes ({first_line(error)})"
         raise InputError(said) from error
-    there = {} if place_of is None else _there(tensors.found, place_of)
+    of_files = zip(tensors.found, files_of(tensors.found) if moved else (), strict=False)
+    there = {id(tensor): place for tensor, place in of_files if place is not None}
     with ExitStack() as files:
         size = sum(rounded_up(t.nbytes) for t in tensors.found if id(t) not in there and not _is_far(t, device))
         room = MemoryFile(files)
         room.grow(size)
-        paths = list(dict.fromkeys(path for path, _ in there.values() if isinstance(path, str)))
+        memory = map_place(room.place) if moved and size else None
+        paths = list(dict.fromkeys(path for path, _ in there.values()))
         places: list[_Place] = []
         for tensor in tensors.found:
             near, file = tensor.device.type == device, 0
             start = handle = None
             if id(tensor) in there:
-                where, start = there[id(tensor)]
-                file = 1 + (len(rooms) + paths.index(where) if isinstance(where, str) else where)
+                path, start = there[id(tensor)]
+                file = 1 + paths.index(path)
             elif (handle := _opened(tensor) if _is_far(tensor, device) else None) is None:
                 start = room.put(tensor.cpu())
+                if memory is not None:
+                    tensor.data = from_bytes(memory[start : start + tensor.nbytes], tuple(tensor.shape), tensor.dtype)
             parameter = isinstance(tensor, nn.Parameter)
             places.append(_Place(start, tuple(tensor.shape), tensor.dtype, near, parameter, handle, file))
         room.finish()
         named = [Place(0, path, os.stat(path).st_size, file_state(path)) for path in paths]
-        yield Parcel(data, places, [room.place, *rooms, *named])
-
-
-def _there(
-    tensors: list[Tensor], place_of: Callable[[Tensor], tuple[int, int] | None]
-) -> dict[int, tuple[int | str, int]]:
-    """By the id of a tensor where it is already: the number of its room, or its file, and its first byte in there."""
-    there: dict[int, tuple[int | str, int]] = {}
-    for tensor, found in zip(tensors, files_of(tensors), strict=True):
-        # Rooms are files, too, which other processes open by number.
-        known = place_of(tensor) or found
-        if known is not None:
-            there[id(tensor)] = known
-    return there
+        yield Parcel(data, places, [room.place, *named])
 
 
 def _is_far(tensor: Tensor, device: str) -> bool:

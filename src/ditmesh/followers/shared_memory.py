@@ -29,8 +29,6 @@ HUGE, STEP = 1 << 21, 1 << 23
 SLOW, LONGEST = 1.5e-3, 16
 # Of madvise(2): make huge pages of a range now, whatever the system's settings for later are.
 _COLLAPSE = 25
-# Values that are converted at a time where there are no huge pages: few enough to stay in a CPU's cache.
-_CHUNK = 1 << 17
 
 
 class Place(NamedTuple):
@@ -69,7 +67,6 @@ class MemoryFile:
         self._huge: list[bool] = []
         self._pause, self._slow = 0, 0
         self._size = 0
-        self._buffer: Tensor | None = None
         self._shared: Tensor | None = None
         files.callback(self.finish)
 
@@ -85,25 +82,22 @@ class MemoryFile:
         if size >= HUGE and isinstance(self._file, int) and sys.platform == "linux":
             self._shared = _mapped(self._number, self._size, True, mmap.MAP_SHARED)
 
-    def put(self, values: Tensor, dtype: torch.dtype | None = None) -> int:
-        """Append a copy of a tensor, as another dtype if one is given; returns where it begins."""
-        dtype = dtype or values.dtype
-        start, end = self._used, self._used + values.numel() * dtype.itemsize
+    def put(self, values: Tensor) -> int:
+        """Append a copy of a tensor; returns where it begins."""
+        start, end = self._used, self._used + values.nbytes
         if end > self._size:
             raise ValueError(f"{end - start} bytes do not fit behind {start} of {self._size}")
         self._used = rounded_up(end)
         self._make_huge(end)
-        values, place = (values.resolve_conj().resolve_neg().contiguous().view(-1), start)
+        content, place = as_bytes(values.resolve_conj().resolve_neg().contiguous().view(-1)), start
         while place < end:
             number = place // STEP
             last = min(end, (number + 1) * STEP)
-            part = values[(place - start) // dtype.itemsize : (last - start) // dtype.itemsize]
+            part = content[place - start : last - start]
             if self._shared is not None and self._huge[number]:
-                self._shared[place:last].view(dtype).copy_(part)
-            elif dtype == values.dtype:
-                self._write(place, as_bytes(part))
+                self._shared[place:last].copy_(part)
             else:
-                self._convert(place, part, dtype)
+                self._write(place, part)
             place = last
         return start
 
@@ -112,7 +106,7 @@ class MemoryFile:
         if self._size > self._used:
             self._size = max(1, self._used)
             os.ftruncate(self._number, self._size)
-        self._shared = self._buffer = None
+        self._shared = None
 
     def _make_huge(self, end: int) -> None:
         """Make huge pages of the steps up to a place, as long as that is quick."""
@@ -136,14 +130,6 @@ class MemoryFile:
             self._slow = self._slow + 1 if slow else 0
             self._pause = min(2**self._slow, LONGEST) if slow else 0
 
-    def _convert(self, start: int, values: Tensor, dtype: torch.dtype) -> None:
-        if self._buffer is None:
-            self._buffer = torch.empty(_CHUNK * 8, dtype=torch.uint8)
-        for part in values.split(_CHUNK):
-            converted = self._buffer[: part.numel() * dtype.itemsize].view(dtype)
-            self._write(start, as_bytes(converted.copy_(part)))
-            start += part.numel() * dtype.itemsize
-
     def _write(self, start: int, values: Tensor) -> None:
         """Write bytes, (n,) uint8: twice as fast as into a mapping of ordinary pages, of which each costs a fault."""
         left = memoryview(cast(Any, values.cpu().numpy()))
@@ -152,18 +138,14 @@ class MemoryFile:
             left, start = left[count:], start + count
 
 
-def address_of(place: Place) -> str:
-    """The path by which a process opens a file."""
-    return place.file if isinstance(place.file, str) else f"/proc/{place.process}/fd/{place.file}"
-
-
 def map_place(place: Place) -> Tensor:
     """A private view of a file or of another process's `MemoryFile`: (size,) uint8.
 
     Raises:
         OSError: it is not there, or another one under its name.
     """
-    number = os.open(address_of(place), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    path = place.file if isinstance(place.file, str) else f"/proc/{place.process}/fd/{place.file}"
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
         if place.state and file_state(number) != place.state:
             raise OSError(f"{str(place.file)!r} has changed meanwhile")

@@ -100,13 +100,7 @@ def _of_videos(job: PictureJob, parameters: Mapping[str, Any]) -> dict[str, Any]
 
 
 def sizes(parameters: Mapping[str, Any], size: tuple[int, int] | None, text_tokens: int | None) -> dict[str, Any]:
-    """The arguments of a pipeline's call for the image's width and height and the text's length, if it takes them.
-
-    Args:
-        parameters: of the pipeline's call.
-        size: width and height in pixels; None: the pipeline's.
-        text_tokens: None: the pipeline's.
-    """
+    """A call's arguments for width and height and the text's length, where it takes them; None: the pipeline's own."""
     given: dict[str, int] = {}
     if size is not None:
         given["width"], given["height"] = size
@@ -158,15 +152,7 @@ def check_options(name: str, parameters: Any, request: PictureRequest, size: tup
 
 
 def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
-    """Reject a pipeline that generates neither images nor silent videos, before anything is computed.
-
-    Args:
-        pipeline: name of its class.
-        parameters: of its call.
-
-    Raises:
-        InputError: it makes sound, or images in layers.
-    """
+    """Reject a pipeline that makes sound, or images in layers, before anything is computed."""
     if "audio_latents" in parameters:
         raise InputError(f"{pipeline} makes sound too, which is not written; call it from Python")
     if any(name in parameters for name in AUDIO):

@@ -143,14 +143,11 @@ def _checked(before: Any, thread: int) -> Any:
 
 
 def refuse_missing(model: nn.Module, missing: Collection[str], folder: Path) -> None:
-    """Refuse a loaded model if some of its weights are in none of its files.
+    """Refuse a loaded model of which a parameter, or learned statistics, are in no file and would be left at random.
 
     Args:
         missing: names of weights without a value in the files. Tied weights and computed tables may be among them.
         folder: of the files, named after the component.
-
-    Raises:
-        InputError: a parameter, or learned statistics, would be left at random.
     """
     names = left_random(model, missing)
     if not names:

@@ -10,9 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import Field, FiniteFloat
 
 from ..core.files import digest_of_file
 from ..errors import InputError, first_line, reason_of, shortened
@@ -64,7 +66,7 @@ CONTROLNET_FILES = ("config.json", "*.safetensors")
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of a job, or a ControlNet's folder.
+    """A file of a job, or a ControlNet's folder; its bounds hold in the receipts of strangers.
 
     Attributes:
         role: its use.
@@ -74,9 +76,9 @@ class InputFile:
     """
 
     role: Role
-    path: str
-    digest: str
-    scale: float = 1.0
+    path: Annotated[str, Field(max_length=4096)]
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    scale: FiniteFloat = 1.0
 
 
 def input_picture(role: Role, path: str | Path) -> InputFile:
@@ -108,7 +110,7 @@ def adapter(role: Role, text: str) -> InputFile:
         try:
             scale = float(last)
         except ValueError:
-            raise InputError(f"--{role} {text!r}: the scale {last!r} is not a number; write it as NAME:0.8") from None
+            scale = nan
         if not isfinite(scale):
             raise InputError(f"--{role} {text!r}: the scale {last!r} is not a number; write it as NAME:0.8")
     else:
@@ -163,8 +165,9 @@ def _from_hub(role: Role, name: str, fetch: Callable[[], str]) -> Path:
     try:
         return Path(fetch())
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        said = f"--{role} {name!r} is no file or folder here, and the hub says: {first_line(error)}"
-        raise InputError(said) from None
+        raise InputError(
+            f"--{role} {name!r} is no file or folder here, and the hub says: {first_line(error)}"
+        ) from None
 
 
 def _file(role: str, path: Path) -> Path:
@@ -199,12 +202,9 @@ def _check_adapter(role: str, path: Path) -> None:
 
 
 def file_digest(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal; of a ControlNet's folder that of its files' names and digests.
+    """SHA-256 of a file's bytes; of several files together that of their names and digests.
 
-    So it is of weights that peft has saved, whose strength is in another file beside them.
-
-    Raises:
-        InputError: it cannot be read.
+    Several belong together in a ControlNet's folder, and where peft has saved the strength of weights beside them.
     """
     try:
         path = Path(path)
@@ -324,14 +324,7 @@ def encoder_folder(file: InputFile) -> Path | None:
 
 
 def check_encoder(files: Iterable[InputFile], index: Mapping[str, Any]) -> None:
-    """Reject an IP-Adapter without an encoder for its image.
-
-    Args:
-        index: ``model_index.json`` of the pipeline.
-
-    Raises:
-        InputError: naming the adapter.
-    """
+    """Reject an IP-Adapter without an encoder for its image; ``index``: the pipeline's ``model_index.json``."""
     for file in files:
         if file.role == "ip-adapter" and not any(index.get("image_encoder") or ()) and encoder_folder(file) is None:
             raise InputError(
@@ -341,13 +334,7 @@ def check_encoder(files: Iterable[InputFile], index: Mapping[str, Any]) -> None:
 
 
 def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None = None) -> str:
-    """The pipeline class for input images: the model's own, or diffusers' image-to-image class for the model.
-
-    Args:
-        name: class of the saved pipeline.
-
-    Returns:
-        The name of the class in diffusers.
+    """The pipeline class for input images: the model's own, or diffusers' image-to-image class for the model, by name.
 
     Raises:
         InputError: there is none, or it cannot load an adapter.
@@ -372,14 +359,15 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     fitting = next((kind for kind in kinds if wanted.keys() <= takes[kind].keys()), None)
     if fitting is None:
         raise _takes_no(kinds[-1].__name__, takes[kinds[-1]], wanted)
-    for file in files:
-        if file.role in ADAPTER_LOADERS and not _takes_adapter(fitting, file.role):
-            raise InputError(f"--{file.role}: {fitting.__name__} has no {ADAPTER_LOADERS[file.role][0]}; leave it out")
+    for role in {file.role for file in files} & ADAPTER_LOADERS.keys():
+        _check_takes_adapter(fitting, role)
     return fitting.__name__
 
 
-def _takes_adapter(kind: type[Any], role: str) -> bool:
-    return takes_loras(kind) if role == "lora" else hasattr(kind, ADAPTER_LOADERS[role][0])
+def _check_takes_adapter(kind: type[Any], role: str) -> None:
+    method = ADAPTER_LOADERS[role][0]
+    if not (takes_loras(kind) if role == "lora" else hasattr(kind, method)):
+        raise InputError(f"--{role}: {kind.__name__} has no {method}; leave it out")
 
 
 def _takes_no(pipeline: str, parameters: Mapping[str, Any], wanted: Mapping[str, str]) -> InputError:
@@ -394,15 +382,7 @@ def _takes_no(pipeline: str, parameters: Mapping[str, Any], wanted: Mapping[str,
 
 
 def check_mask_support(pipeline: str, files: Iterable[InputFile], channels: Any) -> None:
-    """Reject a mask that the pipeline class accepts but its transformer does not support.
-
-    Args:
-        pipeline: class of the pipeline, as of `pipeline_for`.
-        channels: of the transformer's input.
-
-    Raises:
-        InputError: naming the channels.
-    """
+    """Reject a mask that the pipeline class takes, but not a transformer of so many input channels."""
     fitting = MASK_CHANNELS.get(pipeline)
     if fitting and isinstance(channels, int) and channels not in fitting and any(one.role == "mask" for one in files):
         raise FieldError(
@@ -468,14 +448,7 @@ def pictures_of(files: Iterable[InputFile], frames: int | None = None) -> dict[s
 
 
 def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The job's ControlNet as a pipeline's component, by name; empty: there is none.
-
-    Args:
-        options: of diffusers' ``from_pretrained``.
-
-    Raises:
-        InputError: it has changed, or cannot be loaded.
-    """
+    """The job's ControlNet as a pipeline's component, by name, if it has one; ``options``: of ``from_pretrained``."""
     for file in files:
         if file.role != "controlnet":
             continue
@@ -507,9 +480,6 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> dict[str, str]:
 
     Returns:
         Notes on files of which a part is left out, by path.
-
-    Raises:
-        InputError: one has changed, or does not fit the model.
     """
     names: dict[str, float] = {}
     notes: dict[str, str] = {}

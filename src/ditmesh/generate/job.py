@@ -55,8 +55,6 @@ class PictureJob(PictureRequest):
         variant: of the weights' files, such as ``"fp16"``.
         offload: which components are on the device only while they work, see `offload.offload`.
         scheduler: class of the scheduler that takes the place of the pipeline's own; None: that one stays.
-        sampled: `Loaded` is to hold the weights' `sampled_fingerprint`, for a receipt of an earlier version.
-        number: from 2 up, part of all the files' names: files of these names without it are there already.
         check_memory: refuse what does not fit, before anything is read.
         memory_limit: bytes that a rank may take; None: what its device has left.
     """
@@ -77,8 +75,6 @@ class PictureJob(PictureRequest):
     variant: str | None = None
     offload: Offload = "none"
     scheduler: str | None = None
-    sampled: bool = False
-    number: int = 1
     check_memory: bool = True
     memory_limit: float | None = None
 
@@ -107,11 +103,6 @@ class PictureJob(PictureRequest):
         start = part * self.per_call
         return PictureCall(prompt, prompt * self.n + start, min(self.per_call, self.n - start))
 
-    def call_of(self, index: int) -> int:
-        """The number of the call that generates image ``index``."""
-        prompt, place = divmod(index, self.n)
-        return prompt * (self.calls // len(self.prompts)) + place // self.per_call
-
 
 @dataclass(frozen=True)
 class PictureCall:
@@ -137,13 +128,11 @@ class Loaded:
     Attributes:
         seconds: that it took.
         steps: that every image will take.
-        sampled: fingerprint of the weights, if asked for.
         config: of all ranks, as plain data.
     """
 
     seconds: float
     steps: int
-    sampled: str | None = None
     config: dict[str, Any] | None = None
 
 
@@ -227,10 +216,17 @@ def _check_video(job: PictureJob, model: ModelInfo) -> None:
         # Most models generate images, and nothing is asked here that needs a pipeline class. Importing diffusers takes
         # seconds, and makes every later collection of garbage twice as long.
         return
+    import diffusers
+
     name = pipeline_for(model.pipeline_class, job.files, job.strength)
+    kind: Any = getattr(diffusers, name, None)
     videos = makes_videos(name)
     if videos:
-        _check_cleaning(name)
+        try:
+            # Some pipelines clean prompts with ftfy without declaring it.
+            getattr(sys.modules.get(kind.__module__), "prompt_clean", str)("a")
+        except NameError:
+            raise InputError(not_installed(f"{name}, which cleans prompts,", "ftfy", "video")) from None
     for field, value in (("frames", job.frames), ("fps", job.fps)):
         if value is not None and videos is False:
             why = "{" + field + "} {:g}: {} generates images; leave {" + field + "} out"
@@ -238,7 +234,7 @@ def _check_video(job: PictureJob, model: ModelInfo) -> None:
     if job.frames is not None:
         model.check_frames(job.frames)
     for file in job.files:
-        if file.role == "video" and not says_frames(name):
+        if file.role == "video" and "num_frames" not in inspect.signature(kind.__call__).parameters:
             _check_input_frames(job, model, file)
         if file.role in ("image", "video") and videos and min(job.n, job.per_call) > 1:
             why = "{" + file.role + "}: such videos are generated one by one; leave {batch} {} out"
@@ -268,17 +264,6 @@ def _check_kind(model: ModelInfo) -> None:
             check_output(model.pipeline_class, inspect.signature(kind.__call__).parameters)
 
 
-def _check_cleaning(pipeline: str) -> None:
-    """Reject a pipeline that would fail on prompts: some diffusers pipelines need ftfy without declaring it."""
-    import diffusers
-
-    module = sys.modules.get(getattr(diffusers, pipeline).__module__)
-    try:
-        getattr(module, "prompt_clean", str)("a")
-    except NameError:
-        raise InputError(not_installed(f"{pipeline}, which cleans prompts,", "ftfy", "video")) from None
-
-
 def makes_videos(pipeline: str) -> bool | None:
     """True if a pipeline class generates videos; None: it is not a diffusers class."""
     import diffusers
@@ -289,22 +274,11 @@ def makes_videos(pipeline: str) -> bool | None:
     return video_call(inspect.signature(kind.__call__).parameters)
 
 
-def says_frames(pipeline: str) -> bool:
-    """True if a pipeline class takes a number of frames; otherwise the input determines it."""
-    import diffusers
-
-    return "num_frames" in inspect.signature(getattr(diffusers, pipeline).__call__).parameters
-
-
 def check_layout(model: ModelInfo) -> None:
     """Reject a transformer without a derivable layout, before any rank loads its weights.
 
     A class that the support table knows has a layout. Any other is probed here, with two blocks and random
     weights, as every rank will probe it with the real ones.
-
-    Raises:
-        LayoutError: the class has no reviewed layout and the probe failed.
-        InputError: the installed diffusers has no such class.
     """
     if model.transformer_class not in support.support_table():
         from ..layout import known_models
@@ -347,25 +321,14 @@ def check_config(
 
 
 def check_named(out: str | Path, option: str = "--out") -> None:
-    """Reject a path that is not a folder.
-
-    Raises:
-        InputError: naming the option.
-    """
+    """Reject a path that is not a folder."""
     if not str(out):
         raise InputError(f"{option} names no folder; write {option} . for the one you are in")
     check_text(str(out), option)
 
 
 def check_folder(out: str | Path, option: str = "--out") -> None:
-    """Create the folder, and reject one that cannot be written to.
-
-    Args:
-        option: of the command line that names it.
-
-    Raises:
-        InputError: naming the folder and the reason.
-    """
+    """Create the folder that an option names, and reject one that cannot be written to."""
     check_named(out, option)
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
@@ -414,11 +377,7 @@ def job_for(
 
 
 def class_numbers(prompts: Sequence[str], model: ModelInfo) -> tuple[int, ...]:
-    """Class numbers for the prompts of a class-conditional model; empty for any other.
-
-    Raises:
-        InputError: a prompt is not one of the model's classes.
-    """
+    """Class numbers for the prompts of a class-conditional model, which name its classes; empty for any other."""
     folded = {name.casefold(): number for name, number in model.labels.items()}
     for prompt in prompts if folded else ():
         if prompt.strip().casefold() not in folded:

@@ -49,6 +49,7 @@ _ENDS = {
 }
 # Parts of names by which other kinds of adapters are known.
 _OTHER_KINDS = {
+    ".lokr_": "LoKr",
     ".hada_w": "LoHa",
     ".lora_mid.": "LoCon with a third matrix",
     ".oft_": "OFT",
@@ -67,8 +68,7 @@ _IDLE = {
     "rank_dropout", "rank_dropout_scale", "revision", "target_modules", "task_type",
 }  # fmt: skip
 _READ = {
-    "alpha", "alpha_pattern", "decompose_both", "decompose_factor", "lora_alpha", "r", "rank_pattern", "use_dora",
-    "use_effective_conv2d", "use_rslora",
+    "alpha_pattern", "lora_alpha", "r", "rank_pattern", "use_dora", "use_rslora",
 }  # fmt: skip
 # Keys of metadata in which trainers note an alpha of all layers: ComfyUI reads none, diffusers the first (MiniMax H3).
 _METADATA_ALPHAS = ("alpha", "lora_alpha", "network_alpha")
@@ -85,7 +85,6 @@ class Strength:
         ranks, alphas: by the end of a layer's name.
         rslora: the scale is alpha / sqrt(rank), not alpha / rank.
         dora: each layer has magnitudes.
-        lokr: those of a LoKr, as its configuration takes them.
     """
 
     rank: int
@@ -94,7 +93,6 @@ class Strength:
     alphas: Mapping[str, float] = field(default_factory=dict)
     rslora: bool = False
     dora: bool = False
-    lokr: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, layer: str, rank: int) -> float:
         """The scale of a layer.
@@ -139,7 +137,6 @@ class LoraContent:
     Attributes:
         path: the file.
         layers: with two matrices each, or with differences alone.
-        lokr: the names of the tensors of a LoKr; then there are no layers.
         others: names of tensors that are none of a layer.
         settings: by component; under "" those of all.
         component: the transformer that the file is for, where it says so.
@@ -148,7 +145,6 @@ class LoraContent:
 
     path: Path
     layers: list[LoraLayer]
-    lokr: list[str]
     others: list[str]
     settings: dict[str, Strength]
     component: str | None
@@ -177,7 +173,7 @@ def read_lora(path: Path) -> LoraContent:
     """What a LoRA file holds, without reading its tensors.
 
     Raises:
-        InputError: it is no safetensors file, holds no LoRA or LoKr, or settings that cannot be followed; the message
+        InputError: it is no safetensors file, holds no LoRA, or settings that cannot be followed; the message
             is for use behind the file's name.
     """
     from safetensors import SafetensorError, safe_open
@@ -188,14 +184,14 @@ def read_lora(path: Path) -> LoraContent:
     except (OSError, SafetensorError) as error:
         raise InputError(f"is not a safetensors file ({reason_of(error)}); save it as one") from None
     _check_names(names)
-    layers, lokr, others = _sorted_out(names)
-    if not lokr and not any("down" in layer.tensors for layer in layers):
+    layers, others = _sorted_out(names)
+    if not any("down" in layer.tensors for layer in layers):
         some = ", ".join(names[:3]) or "nothing"
         raise InputError(f"holds no LoRA (it has {some}); give the adapter's file")
     settings = _settings(path, metadata)
     told = bool(settings) or any("alpha" in layer.tensors for layer in layers)
     alphas = {} if told else {key: metadata[key] for key in _METADATA_ALPHAS if key in metadata}
-    return LoraContent(path, layers, lokr, others, settings, metadata.get(COMPONENT), alphas)
+    return LoraContent(path, layers, others, settings, metadata.get(COMPONENT), alphas)
 
 
 def _check_names(names: list[str]) -> None:
@@ -215,14 +211,8 @@ def _check_names(names: list[str]) -> None:
             )
 
 
-def _sorted_out(names: Iterable[str]) -> tuple[list[LoraLayer], list[str], list[str]]:
-    """Layers, the tensors of a LoKr, and other tensors."""
-    names = list(names)
-    if any(".lokr_" in name for name in names):
-        strange = [name for name in names if ".lokr_" not in name and not name.endswith(".alpha")]
-        if strange:
-            raise InputError(f"holds LoKr and other tensors ({strange[0]}), which are not read together")
-        return [], names, []
+def _sorted_out(names: Iterable[str]) -> tuple[list[LoraLayer], list[str]]:
+    """Layers, and other tensors."""
     layers: dict[str, LoraLayer] = {}
     others = []
     for name in names:
@@ -236,7 +226,7 @@ def _sorted_out(names: Iterable[str]) -> tuple[list[LoraLayer], list[str], list[
     for layer in layers.values():
         if ("down" in layer.tensors) != ("up" in layer.tensors):
             raise InputError(f"has one of the two matrices of {layer.name!r} alone; take a whole file")
-    return list(layers.values()), [], others
+    return list(layers.values()), others
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -288,7 +278,7 @@ def _strength(about: Mapping[str, Any]) -> Strength:
         InputError: a setting means something else, or is out of range.
     """
     kind = about.get("peft_type", "LORA")
-    if kind not in ("LORA", "LOKR"):
+    if kind != "LORA":
         raise InputError(f"is an adapter of peft's type {str(kind)[:40]!r}, which is not read; take a LoRA")
     for name, value in about.items():
         if name not in _IDLE and name not in _READ and value not in (None, False, {}, [], ""):
@@ -305,23 +295,15 @@ def _strength(about: Mapping[str, Any]) -> Strength:
     if about.get("bias") not in (None, "none"):
         raise InputError(f"has bias={str(about['bias'])[:40]!r}, whose biases are not read; train it with bias='none'")
     rank = _number(about, "r", 8)
-    alpha = _number(about, "lora_alpha" if kind == "LORA" else "alpha", 8)
-    ranks, alphas = _patterns(about, "rank_pattern"), _patterns(about, "alpha_pattern")
-    lokr: dict[str, Any] = {}
-    if kind == "LOKR" or "decompose_factor" in about:
-        lokr = {
-            "decompose_factor": int(_number(about, "decompose_factor", -1, least=-1)),
-            **{name: about.get(name) is True for name in ("decompose_both", "use_effective_conv2d")},
-        }
-    whole = {name: int(value) for name, value in ranks.items()}
-    return Strength(
-        int(rank), alpha, whole, alphas, about.get("use_rslora") is True, about.get("use_dora") is True, lokr
-    )
+    alpha = _number(about, "lora_alpha", 8)
+    ranks = {name: int(value) for name, value in _patterns(about, "rank_pattern").items()}
+    rslora, dora = (about.get(name) is True for name in ("use_rslora", "use_dora"))
+    return Strength(int(rank), alpha, ranks, _patterns(about, "alpha_pattern"), rslora, dora)
 
 
-def _number(about: Mapping[str, Any], name: str, otherwise: float, least: float = 0) -> float:
+def _number(about: Mapping[str, Any], name: str, otherwise: float) -> float:
     value = about.get(name, otherwise)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= LARGEST_NUMBER:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_NUMBER:
         raise InputError(f"has {name}={str(value)[:40]!r} in its settings, which is no such number; take another file")
     return value
 

@@ -138,10 +138,7 @@ def _component_of(layer: str) -> tuple[str, list[str]]:
 
 
 def fitted(pipe: Any, content: LoraContent, component: str) -> FittedLora:
-    """The adapter of a file for a pipeline, layer by layer.
-
-    Args:
-        component: the transformer that gets what the file has for one.
+    """The adapter of a file for a pipeline, layer by layer; ``component``: what gets the transformer's.
 
     Raises:
         InputError: a layer has another size than the pipeline's, or a part that changes the others cannot be used.
@@ -418,26 +415,3 @@ def _numbers_in(tensor: Tensor) -> set[int]:
         values = values.amax(-1)
     sides = [values.amax(side) for side in range(values.ndim)] if values.ndim == 2 else [values]
     return {int(number) for side in sides for number in side.unique().tolist()}
-
-
-# --- LoKr ---------------------------------------------------------------------------------------------------------
-
-
-def lokr_settings(model: nn.Module, weights: Mapping[str, Tensor], settings: Strength) -> dict[str, Any]:
-    """The settings for peft's ``LoKrConfig``: the layers are those of the weights, by their whole names.
-
-    Raises:
-        InputError: a layer is none of the model's.
-    """
-    layers = list(dict.fromkeys(name.partition(".lokr_")[0] for name in weights))
-    strange = next((layer for layer in layers if not _has(model, layer)), None)
-    if strange is not None:
-        raise InputError(f"adapts {strange!r}, which {type(model).__name__} does not have; take a LoKr of this model")
-    return {
-        **settings.lokr,
-        "r": settings.rank,
-        "alpha": settings.alpha,
-        "rank_pattern": settings.ranks,
-        "alpha_pattern": settings.alphas,
-        "target_modules": layers,
-    }

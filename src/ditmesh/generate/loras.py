@@ -1,4 +1,4 @@
-"""Adapters of any pipeline (LoRA, DoRA, LoKr), also where diffusers has no methods for them."""
+"""Adapters of any pipeline (LoRA and DoRA), also where diffusers has no methods for them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.patching import parts_readable
 from ..errors import InputError
-from .lora_files import LoraContent, read_lora
-from .lora_layers import FittedLora, as_diffusers_reads, fitted, lokr_settings
+from .lora_files import read_lora
+from .lora_layers import FittedLora, as_diffusers_reads, fitted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# Parts of the names of adapters' parameters.
-LAYERS = ("lora_", "lokr_")
+# The beginning of a part of the names of adapters' parameters.
+LAYERS = "lora_"
 
 
 def takes_loras(kind: type[Any]) -> bool:
@@ -51,8 +51,6 @@ def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) ->
     component = component or content.component or "transformer"
     if component != "transformer" and getattr(pipe, component, None) is None:
         raise InputError(f"is for the {component} of a pipeline with two, and {type(pipe).__name__} has none")
-    if content.lokr:
-        return _load_lokr(pipe, content, name, component)
     adapter = fitted(pipe, content, component)
     if adapter.left_out:
         # diffusers knows more families' names.
@@ -91,35 +89,6 @@ def _check_loaded(pipe: Any, adapter: FittedLora, name: str) -> None:
             layer = modules.get(path)
             if name not in getattr(layer, "lora_A", ()) or abs(layer.scaling[name] - 1) > 1e-6:  # type: ignore[union-attr]
                 raise InputError(f"was not loaded as it is: {path} of the {component} has another adapter, or none")
-
-
-def _load_lokr(pipe: Any, content: LoraContent, name: str, component: str) -> str | None:
-    model, weights = getattr(pipe, component), content.tensors
-    settings = content.settings.get("transformer") or content.settings.get("")
-    if settings is None:
-        if any(".lora_unet_" in f".{one}" or one.startswith("lycoris_") for one in content.lokr):
-            raise InputError(
-                "holds LoKr under LyCORIS's names, which is not read; merge it into the model's weights, or take a LoRA"
-            )
-        pipe.load_lora_weights(weights, adapter_name=name)
-    else:
-        plain = {key.removeprefix("base_model.model."): value for key, value in weights.items()}
-        own = {key.removeprefix("transformer."): value for key, value in plain.items()}
-        about = lokr_settings(model, own, settings)
-        if hasattr(model, "load_lora_adapter"):
-            given = {f"transformer.{key}": value for key, value in own.items()}
-            told = {f"transformer.{key}": value for key, value in about.items()}
-            model.load_lora_adapter(given, adapter_name=name, prefix="transformer", metadata=told)
-        else:
-            from peft import LoKrConfig
-
-            _inject(model, LoKrConfig(**about), own, name)
-    layers = {key.partition(".lokr_")[0] for key in content.lokr if ".lokr_" in key}
-    loaded = sum(
-        name in getattr(layer, "lokr_w1", ()) or name in getattr(layer, "lokr_w1_a", ()) for layer in model.modules()
-    )
-    lost, kind = len(layers) - loaded, type(pipe).__name__
-    return f"{lost} of the {len(layers)} layers of {content.path.name} are none of {kind}'s" if lost > 0 else None
 
 
 def _lora_config(weights: Mapping[str, Tensor]) -> Any:

@@ -204,12 +204,7 @@ class ModelInfo:
         return latents + -latents % self.frame_patch
 
     def token_grid(self, width: int, height: int, frames: int = 1) -> tuple[int, int, int]:
-        """Image tokens of a sample along time, height and width.
-
-        Args:
-            width, height: in pixels.
-            frames: of a video, as the pipeline's call counts them; 1: an image.
-        """
+        """Image tokens of a sample along time, height and width; ``frames``: as the call counts them, 1 of an image."""
         step = self.size_multiple
         return self.latent_frames(frames) // self.frame_patch, height // step, width // step
 
@@ -218,14 +213,10 @@ class ModelInfo:
         return prod(self.token_grid(width, height, frames))
 
     def size_like(self, width: int, height: int, most: int) -> tuple[int, int]:
-        """A size that the model can make, of the shape of an input image.
+        """A size that the model can make, of the shape of an input image: multiples of `size_multiple`.
 
         Args:
-            width, height: of the image, in pixels.
             most: pixels, about; a larger image is made smaller, and a smaller one keeps its size.
-
-        Returns:
-            Width and height: multiples of `size_multiple`, no side beyond `largest_side`.
         """
         step, limit = self.size_multiple, self.largest_side
         factor = min(1.0, (most / (width * height)) ** 0.5)

@@ -3,9 +3,8 @@
 The first rank of every host loads the pipeline, and the others take its components over as they are
 (`followers.objects`) instead of building and reading each for itself. Weights that are saved in the dtype in use are
 the pages of their files, which all ranks map. Weights that are converted (bfloat16 files used in float32) or unpickled
-would be memory of a process: they lie in memory that all ranks of the host map; those of transformers are converted by
-all ranks, each a part (`conversions`). What is mapped is private to a writer: a rank that changes a weight (a LoRA
-that is fused) gets pages of its own, and the others keep theirs.
+would be memory of a process: they move into memory that all ranks of the host map. What is mapped is private to a
+writer: a rank that changes a weight (a LoRA that is fused) gets pages of its own, and the others keep theirs.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from ..comm.objects import gather_objects
 from ..core.heap import return_free_memory
 from ..errors import InputError, shortened
 from ..followers.objects import Parcel, open_parcel, pack_parcel
-from ..followers.shared_memory import MemoryFile, Place
-from .conversions import Conversion, Conversions, convert
 from .model_info import ModelInfo
 
 log = logging.getLogger(__name__)
@@ -52,72 +49,54 @@ def shareable_components(info: ModelInfo, without: Collection[str] = ()) -> list
 
 
 def shared_components(
-    found: list[tuple[str, int]], load: Callable[[Conversions], Any], hosts: Hosts | None = None
+    components: list[tuple[str, int]], load: Callable[[], Any], hosts: Hosts | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Components of which all ranks of a host have one copy. Every rank calls this alike.
 
     Args:
-        found: the result of `shareable_components`; without the same one on all ranks nothing is shared: hosts may have
-            other files.
-        load: loads the pipeline; the first rank of each host calls it. Weights that it plans to convert have their
-            values when all ranks have returned from here.
+        components: the result of `shareable_components`; without the same one on all ranks nothing is shared: hosts may
+            have other files.
+        load: loads the pipeline; the first rank of each host calls it.
         hosts: of the ranks, if they are known.
 
     Returns:
-        The pipeline, where this rank has loaded it, with its components in the shared memory; else None, and the
-        components by name, to be loaded with. Nothing of both where reading has failed on a rank of the host: every
-        rank of it loads for itself, and fails alike.
+        The pipeline, where this rank has loaded it; else None, and the components by name, to be loaded with. Nothing
+        of both where this rank has to load for itself.
     """
     rank = dist.get_rank()
+    if any(other != components for other in gather_objects(components)) or not components:
+        return None, {}
+    near = sorted((hosts or find_hosts(None, True)).near[rank])
+    pipe, parcel = None, None
     with ExitStack() as files:
-        room = MemoryFile(files)
-        said: list[tuple[list[tuple[str, int]], Place]] = gather_objects((found, room.place))
-        if not found or any(other != found for other, _ in said):
-            return None, {}
-        near = (hosts or find_hosts(None, True)).near
-        here = sorted(near[rank])
-        pipe, parcel, plan = None, None, Conversions([said[one][1] for one in here])
-        if rank == here[0] and len(here) > 1:
-            pipe, parcel = _loaded([name for name, _ in found], load, plan, files)
-        every: list[tuple[Parcel | None, list[list[Conversion]], list[Place]]] = gather_objects(
-            (parcel, plan.jobs if parcel is not None else [[] for _ in here], plan.rooms)
-        )
-        theirs, jobs, rooms = every[here[0]]
-        own, failed = here.index(rank), False
-        try:
-            convert(jobs[own], room, rooms[own].size)
-        except Exception as error:
-            log.warning("every rank loads weights of its own: %s", shortened(error, with_kind=True))
-            failed = True
-        shared = {} if theirs is None or failed else _opened(theirs)
-        # Behind this all ranks have mapped the memory, which lives on without its file, and its values are there.
-        all_failed: list[bool] = gather_objects(failed)
-        if any(all_failed[one] for one in here):
-            return None, {}
+        if rank == near[0] and len(near) > 1:
+            pipe, parcel = _loaded([name for name, _ in components], load, files)
+        parcels: list[Parcel | None] = gather_objects(parcel)
+        theirs = parcels[near[0]]
+        shared = {} if theirs is None or rank == near[0] else _opened(theirs)
+        # Behind this all ranks have mapped the memory, which lives on without its file.
+        gather_objects(None)
     if pipe is not None:
-        pipe.register_modules(**shared)
         # Small weights leave holes between live blocks.
         return_free_memory()
     return pipe, shared
 
 
-def _loaded(
-    names: Collection[str], load: Callable[[Conversions], Any], plan: Conversions, files: ExitStack
-) -> tuple[Any, Parcel | None]:
+def _loaded(names: Collection[str], load: Callable[[], Any], files: ExitStack) -> tuple[Any, Parcel | None]:
     """The pipeline and its components as a parcel; None of each: it cannot be loaded; of the parcel: not sent."""
     try:
-        pipe = load(plan)
+        pipe = load()
     except Exception as error:
         # Ranks that load by themselves may not run into it: one process alone is out of memory, or of descriptors.
-        why = shortened(error, with_kind=True)
         log.warning(
-            "the first rank of this host could not load for all of its ranks, which load by themselves: %s", why
+            "the first rank of this host could not load for all of its ranks, which load by themselves: %s",
+            shortened(error, with_kind=True),
         )
         return None, None
-    own = {name: one for name in names if isinstance(one := getattr(pipe, name, None), nn.Module)}
-    gradients = {name: [p.requires_grad for p in one.parameters()] for name, one in own.items()}
+    modules = {name: module for name in names if isinstance(module := getattr(pipe, name, None), nn.Module)}
+    gradients = {name: [p.requires_grad for p in module.parameters()] for name, module in modules.items()}
     try:
-        return pipe, files.enter_context(pack_parcel((own, gradients), "meta", None, plan.rooms, plan.place_of))
+        return pipe, files.enter_context(pack_parcel((modules, gradients), "meta", moved=True))
     except (InputError, OSError) as error:
         log.info("every rank of this host holds weights of its own: %s", error)
         return pipe, None
@@ -125,11 +104,11 @@ def _loaded(
 
 def _opened(parcel: Parcel) -> dict[str, nn.Module]:
     try:
-        found, gradients = open_parcel(parcel, torch.device("cpu"))
+        modules, gradients = open_parcel(parcel, torch.device("cpu"))
     except Exception as error:
         log.info("this rank holds weights of its own: %s", error)
         return {}
-    for name, module in found.items():
+    for name, module in modules.items():
         for parameter, flag in zip(module.parameters(), gradients[name], strict=True):
             parameter.requires_grad_(flag)
-    return found
+    return modules

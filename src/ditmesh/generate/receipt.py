@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,9 +19,9 @@ from ..errors import InputError, reason_of
 from ..media.images import MOST_PIXELS
 from ..media.videos import MOST_VIDEO_PIXELS
 from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count, added_fields
-from .files import Role
+from .files import InputFile
 from .outputs import PipelineOutput, VideoFrames
-from .video import FPS, is_video, metadata_of, strip, write_mp4
+from .video import FPS, is_video, metadata_of, write_mp4
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 # The keyword of the PNG text chunk.
 PNG_KEYWORD = "ditmesh"
-# The ending of the strip's name beside a video.
-STRIP = ".strip.png"
-
 # Bytes of a receipt.
 MAX_RECEIPT_BYTES = 2**22
 # A part of file names.
@@ -39,17 +36,6 @@ VARIANT = r"^[A-Za-z0-9_-]{1,64}$"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Offload = Literal["none", "model", "group", "sequential"]
-
-
-class ReceiptFile(BaseModel):
-    """An input image or an adapter; see `files.InputFile`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    role: Role
-    path: str = Field(max_length=4096)
-    digest: str = Field(pattern="^[0-9a-f]{64}$")
-    scale: FiniteFloat = 1.0
 
 
 if TYPE_CHECKING:
@@ -82,12 +68,11 @@ class Receipt(AddedFields):
         variant: of the weights' files, when one was given.
         offload: which components were on the device only while they worked.
         scheduler: class of the scheduler that took the place of the pipeline's own, if one did.
-        weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None in receipts of earlier
-            versions, as may be the environment.
+        weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None in receipts from before
+            0.1.0, as may be the environment.
         environment: what else decides the last bits, by name (`hardware.environment`).
         frames, fps: of a video; None for images.
         frames_digest: of a video's frames before they were compressed (`video.frames_digest`).
-        weights: in receipts of earlier versions only: digest of samples of the weights (`digests.sampled_fingerprint`).
         peak_memory: of every rank, the most bytes that it has taken by phase (``load``, ``encode``, ``denoise``,
             ``decode``): tensors on a GPU, on a CPU what the process has resident; None where it was not measured.
         cut: tokens of the prompt or the negative prompt that a tokenizer left out, a sentence; None: there are none.
@@ -115,7 +100,7 @@ class Receipt(AddedFields):
     label: int | None = Field(default=None, ge=0, lt=2**31)
     together: int = Field(default=1, ge=1, le=MOST_TOGETHER)
     place: int = Field(default=0, ge=0)
-    files: list[ReceiptFile] = Field(default_factory=list, max_length=64)
+    files: list[InputFile] = Field(default_factory=list, max_length=64)
     strength: FiniteFloat | None = Field(default=None, gt=0, le=1)
     variant: str | None = Field(default=None, pattern=VARIANT)
     offload: Offload = "none"
@@ -125,7 +110,6 @@ class Receipt(AddedFields):
     frames: Count | None = None
     fps: float | None = Field(default=None, gt=0, le=1000)
     frames_digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    weights: str | None = None
     peak_memory: list[dict[str, int]] | None = Field(default=None, max_length=4096)
     cut: str | None = Field(default=None, max_length=1000)
 
@@ -144,50 +128,32 @@ class Receipt(AddedFields):
 def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = True) -> Path:
     """Write an image with its receipt inside; the file appears whole or not at all.
 
-    Args:
-        receipt: how the image was generated.
-        replace: a file of that name is replaced.
-
-    Returns:
-        The path.
-
     Raises:
         FileExistsError: there is a file of that name, and ``replace`` is False.
         InputError: the file cannot be written.
     """
-    path = Path(path)
+    with _written(path, replace) as temporary:
+        image.save(temporary, format="PNG", pnginfo=text_chunk(receipt))
+    return Path(path)
+
+
+@contextmanager
+def _written(path: str | Path, replace: bool) -> Iterator[Path]:
+    """`written_whole`, with an `InputError` for a file that cannot be written."""
     try:
         with written_whole(path, replace) as temporary:
-            image.save(temporary, format="PNG", pnginfo=text_chunk(receipt))
+            yield temporary
     except FileExistsError:
         raise
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r} ({reason_of(error)}); choose another folder") from error
-    return path
 
 
 def write_video(frames: Sequence[Image], path: str | Path, receipt: Receipt, replace: bool = True) -> Path:
-    """Write a video as MP4 with its receipt inside, and beside it a strip of its frames, ``NAME.strip.png``.
-
-    Args:
-        frames: of the video, in order.
-        path, receipt, replace: as for `write_png`; the receipt names the frames per second.
-
-    Raises:
-        FileExistsError: there is a file of that name, and ``replace`` is False.
-        InputError: PyAV is not installed, or the file cannot be written.
-    """
-    path, beside = Path(path), Path(path).with_suffix(STRIP)
-    try:
-        with written_whole(path, replace) as temporary:
-            write_mp4(frames, temporary, receipt.fps or FPS, {PNG_KEYWORD: receipt.model_dump_json()})
-        if not beside.exists() or holds_receipt(beside):
-            write_png(strip(frames), beside, receipt)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise InputError(f"cannot write {str(path)!r} ({reason_of(error)}); choose another folder") from error
-    return path
+    """Write a video as MP4 with its receipt inside; errors as of `write_png`, and one where PyAV is not installed."""
+    with _written(path, replace) as temporary:
+        write_mp4(frames, temporary, receipt.fps or FPS, {PNG_KEYWORD: receipt.model_dump_json()})
+    return Path(path)
 
 
 def text_chunk(receipt: Receipt) -> PngInfo:
@@ -200,20 +166,13 @@ def text_chunk(receipt: Receipt) -> PngInfo:
     return info
 
 
-def write_free(
-    made: PipelineOutput, path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1
-) -> Path:
-    """Write an image or video under the first of its names, from number ``start`` on, that is free.
+def write_free(made: PipelineOutput, path: str | Path, receipt: Receipt, overwrite: bool = False) -> Path:
+    """Write an image or video, of PIL images, under the first of its names that is free; returns the path.
 
     Args:
-        made: the image or video, of PIL images.
-        path, receipt: as for `write_png` and `write_video`.
         overwrite: a file of such a name that ditmesh has written is replaced.
-
-    Returns:
-        The path.
     """
-    for free in free_names(path, start):
+    for free in free_names(path):
         with suppress(FileExistsError):
             replace = overwrite and holds_receipt(free)
             if isinstance(made, VideoFrames):
@@ -223,15 +182,11 @@ def write_free(
 
 
 def copy_to_free_name(source: str | Path, path: str | Path, overwrite: bool = False) -> Path:
-    """A video and its strip under the first of its names that is free; arguments and errors as for `write_free`."""
-    source = Path(source)
+    """Copy an image or video to the first of its names that is free; arguments and errors as for `write_free`."""
     for free in free_names(path):
         with suppress(FileExistsError):
-            with written_whole(free, overwrite and holds_receipt(free)) as temporary:
+            with _written(free, overwrite and holds_receipt(free)) as temporary:
                 shutil.copyfile(source, temporary)
-            beside = free.with_suffix(STRIP)
-            if not beside.exists() or holds_receipt(beside):
-                shutil.copyfile(source.with_suffix(STRIP), beside)
             return free
     raise AssertionError("names do not end")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from ..request import PictureRequest, added_fields, request_fields
 from .files import InputFile, find_input_file
 from .job import PictureJob, job_for
 from .model_info import ModelInfo, cached, find_model, is_hub_id
-from .receipt import Receipt, ReceiptFile
+from .receipt import Receipt
+from .video import is_video, read_frames
 
 # Settings that images hold under another name: receipts outlive names.
 _RECORDED_AS = {"weights": "speeds"}
@@ -53,29 +54,18 @@ class Replay:
         promised: the same pixels were promised: both are of reproducible mode and nothing that decides has
             changed.
         equal: the pixels are the same.
-        largest: largest difference of any channel, of 255; None when the sizes differ.
-        pixels: share of pixels that differ.
+        largest_difference: of any channel, of 255; None when the sizes differ.
+        differing_pixels: share of the pixels.
         psnr: in dB; None when equal or of another size.
         changes: differences of versions and settings.
     """
 
     promised: bool
     equal: bool
-    largest: int | None
-    pixels: float
+    largest_difference: int | None
+    differing_pixels: float
     psnr: float | None
     changes: tuple[Change, ...]
-
-    def as_data(self) -> dict[str, Any]:
-        """Its fields as `ditmesh replay --json` has them."""
-        return {
-            "promised": self.promised,
-            "equal": self.equal,
-            "largest_difference": self.largest,
-            "differing_pixels": self.pixels,
-            "psnr": self.psnr,
-            "changes": [asdict(change) for change in self.changes],
-        }
 
 
 def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
@@ -83,9 +73,6 @@ def receipt_model(receipt: Receipt, model: str | None = None) -> ModelInfo:
 
     A model embedded in ditmesh is found wherever ditmesh is installed. An image may come from a stranger: a hub model
     that it names is taken from the hub's cache, and never fetched because an image says so.
-
-    Raises:
-        InputError: it is not there.
     """
     if model is not None:
         return find_model(model)
@@ -133,7 +120,7 @@ def job_of(
     timeout: float,
     beside: str | Path = ".",
 ) -> PictureJob:
-    """The job of which image `place_of` is the receipt's.
+    """The job that generates the receipt's image: as its only one where it is `drawn_alone`, else at its old place.
 
     Input files that are not where they were are looked for in the folder ``beside``.
 
@@ -145,7 +132,7 @@ def job_of(
     kind = getattr(diffusers, model.pipeline_class, None)
     # A class of diffusers' own shows what its call takes.
     unguided = isinstance(kind, type) and "guidance_scale" not in inspect.signature(kind.__call__).parameters
-    alone = _alone(receipt, config)
+    alone = drawn_alone(receipt, config)
     asked = {name: getattr(receipt, name) for name, field in request_fields().items() if field.spelt is not None}
     asked |= {"n": 1 if alone else receipt.together, "seed": receipt.seed if alone else receipt.seed - receipt.place}
     if unguided:
@@ -165,62 +152,56 @@ def job_of(
         per_call=receipt.together,
         dtype=receipt.dtype,
         timeout=timeout,
-        files=tuple(find_input_file(InputFile(**one.model_dump()), Path(beside)) for one in receipt.files),
+        files=tuple(find_input_file(file, Path(beside)) for file in receipt.files),
         variant=receipt.variant,
         offload=receipt.offload if receipt.device == "cuda" else "none",
         scheduler=receipt.scheduler,
-        sampled=receipt.weights_digest is None and receipt.weights is not None,
     )
 
 
-def place_of(receipt: Receipt, config: ParallelConfig) -> int:
-    """The place of the receipt's image among those of `job_of`."""
-    return 0 if _alone(receipt, config) else receipt.place
-
-
-def _alone(receipt: Receipt, config: ParallelConfig) -> bool:
-    """True if the image comes out the same without the others of its call."""
+def drawn_alone(receipt: Receipt, config: ParallelConfig) -> bool:
+    """True if the image comes out the same without the others of its call, and `job_of` is for it alone."""
     return config.reproducible and all(file.role != "control" for file in receipt.files)
 
 
-def compare_replay(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: str | None = None) -> Replay:
-    """Two images (PIL images), or the frames of two videos, and their receipts.
+def pixels_of(path: str | Path) -> np.ndarray:
+    """The 8-bit RGB values of an image, (H, W, 3), or of a video's frames, one below the other."""
+    from PIL import Image
+
+    if is_video(path):
+        frames = read_frames(path, str(path))
+    else:
+        with Image.open(path) as image:
+            frames = [image.convert("RGB")]
+    return np.concatenate([np.asarray(frame.convert("RGB")) for frame in frames])
+
+
+def compare_replay(old: np.ndarray, new: np.ndarray, was: Receipt, now: Receipt) -> Replay:
+    """The pixels of an image from before and of the one generated again (see `pixels_of`), and their receipts.
 
     Videos are equal when what was compressed is; how far others are apart is measured after compression.
-
-    Args:
-        picture, was: the image from before, and its receipt.
-        replayed, now: the image generated again, and its receipt.
-        sampled: `digests.sampled_fingerprint` of the weights now, for a receipt of an earlier version.
     """
-    changes = tuple(changes_of(was, now, sampled))
-    old, new = (_values(made) for made in (picture, replayed))
+    changes = tuple(changes_of(was, now))
     promised = (
         receipt_config(was).reproducible
         and was.environment is not None
-        and (was.weights_digest or was.weights) is not None
+        and was.weights_digest is not None
         and not any(change.decides for change in changes)
     )
     if old.shape != new.shape:
         return Replay(promised, False, None, 1.0, None, changes)
-    apart = abs(old - new)
+    apart = abs(old.astype(int) - new)
     equal = not apart.any() if was.frames is None else was.frames_digest == now.frames_digest
-    ratio = metrics.psnr(new.astype(np.uint8), old.astype(np.uint8)) if apart.any() else None
+    ratio = metrics.psnr(new, old) if apart.any() else None
     return Replay(promised, equal, int(apart.max()), float((apart.max(axis=2) > 0).mean()), ratio, changes)
 
 
-def _values(made: Any) -> np.ndarray:
-    """(H, W, 3) of an image; of a video its frames, one below the other."""
-    frames = made if isinstance(made, list) else [made]
-    return np.concatenate([np.asarray(frame.convert("RGB")) for frame in frames]).astype(int)
-
-
-def _file_names(files: Sequence[ReceiptFile]) -> str:
+def _file_names(files: Sequence[InputFile]) -> str:
     return ", ".join(f"{file.role} {file.digest[:16]} at {file.scale:g}" for file in files) or "none"
 
 
-def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[Change]:
-    """Everything that two receipts of one image do not share, what decides first; ``sampled``: see `compare_replay`."""
+def changes_of(was: Receipt, now: Receipt) -> list[Change]:
+    """Everything that two receipts of one image do not share, what decides first."""
     changes: list[Change] = []
 
     def compare(what: str, old: Any, new: Any, decides: bool = True, text: Callable[[Any], str] = str) -> None:
@@ -230,12 +211,9 @@ def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[C
     def known(value: Any) -> str:
         return "unknown" if value is None else str(value)
 
-    # Receipts of earlier versions have fewer fields; the missing ones may have changed.
+    # Receipts from before 0.1.0 have fewer fields; the missing ones may have changed.
     weights = was.weights_digest, now.weights_digest
-    if was.weights_digest is None and sampled is not None:
-        # Like with like; unless it was the whole digest that stood there.
-        weights = was.weights, now.weights_digest if was.weights == now.weights_digest else sampled
-    compare("weights", weights[0], weights[1], text=known)
+    compare("weights", *weights, text=known)
     before, after = was.environment, now.environment or {}
     if before is None:
         before = {**was.versions, "device": was.device}
@@ -250,7 +228,7 @@ def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[C
     for name in (*texts, *added_fields()):
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
     # Their paths may be others.
-    used, given = ([file.model_copy(update={"path": ""}) for file in receipt.files] for receipt in (was, now))
+    used, given = ([replace(file, path="") for file in receipt.files] for receipt in (was, now))
     compare("input files", used, given, text=_file_names)
     compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")
     compare("frames", was.frames, now.frames, text=known)

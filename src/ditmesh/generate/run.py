@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,7 +48,7 @@ def generate(job: PictureJob, *, report: MessageSink | None = None) -> float:
     runner = PipelineRunner.open(job, say)
     pipe = runner.pipe
     steps, config = denoising_steps(job, runner.parameters), engine_of(pipe).config.model_dump()
-    say(Loaded(runner.load_seconds, steps, runner.sampled, config))
+    say(Loaded(runner.load_seconds, steps, config))
     pictures = pictures_of(job.files, None if "num_frames" in runner.parameters else job.frames)
     if pictures and job.size is not None:
         _note(say, stretched(pictures, job.size, find_model(job.model).size_multiple))
@@ -106,21 +105,10 @@ def _save_all(
 def _save(runner: PipelineRunner, prepared: Prepared, made: Sequence[PipelineOutput], report: MessageSink) -> None:
     """Write the images or videos of a call with their receipts, and report them."""
     job = prepared.job
-    for place, (one, index) in enumerate(zip(made, prepared.call.indices, strict=True)):
-        receipt = runner.receipt(prepared, place, one)
-        path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, isinstance(one, VideoFrames))
-        report(Generated(str(write_free(one, path, receipt, job.overwrite, job.number)), receipt))
-
-
-def with_free_names(job: PictureJob) -> PictureJob:
-    """The job with a file number so that none of its files exists yet; the owner of the ranks calls this."""
-    pattern = re.compile(r"(.*?)(?:-(\d+))?\.(?:png|mp4)")
-    there = [match for name in os.listdir(job.out) if (match := pattern.fullmatch(name))]
-    if job.overwrite or not there:
-        return job
-    first = {file_name(i, job.prompts[i // job.n], job.seed + i)[: -len(".png")] for i in range(job.total)}
-    taken = [int(match[2] or 1) for match in there if match[1] in first]
-    return job.changed(number=max(taken, default=0) + 1)
+    for place, (output, index) in enumerate(zip(made, prepared.call.indices, strict=True)):
+        receipt = runner.receipt(prepared, place, output)
+        path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, isinstance(output, VideoFrames))
+        report(Generated(str(write_free(output, path, receipt, job.overwrite)), receipt))
 
 
 def file_name(index: int, prompt: str, seed: int, video: bool = False) -> str:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,7 @@ from .files import load_adapters, load_controlnet, pictures_of, pipeline_for
 from .job import PictureCall, PictureJob, UserNote
 from .model_info import ModelInfo, find_model
 from .outputs import PipelineOutput, VideoFrames, outputs_of
-from .receipt import Receipt, ReceiptFile
+from .receipt import Receipt
 from .schedulers import scheduler_named
 from .video import FPS, frames_digest
 
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from ..memory.peaks import Peaks
     from ..memory.sizes import Workload
     from ..recipe import Recipe
-
-
-# More frames than models of videos make when they are not told, for a first look at whether a job fits.
-MOST_USUAL_FRAMES = 200
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ class PipelineRunner:
     Attributes:
         pipe, kind, device: as given.
         facts: what receipts say that only the run knows; of weights and environment rank 0's.
-        load_seconds, sampled: see `Loaded`.
+        load_seconds: see `Loaded`.
         notes: on LoRA files of which a part is left out, by path.
         group: where groups of ranks make calls of their own, the number of this rank's, how many there are, and how
             many ranks each has; else ``(0, 1, 1)``.
@@ -106,7 +102,7 @@ class PipelineRunner:
 
         self.pipe, self.device, self.kind = pipe, device or torch.device("cpu"), kind or type(pipe)
         self.parameters, self.facts = call_parameters(self.kind), dict(facts or {})
-        self.load_seconds, self.sampled = 0.0, None
+        self.load_seconds = 0.0
         self.notes: dict[str, str] = {}
         self.group = 0, 1, 1
         self._peaks: Peaks | None = None
@@ -124,15 +120,12 @@ class PipelineRunner:
         """
         from ..comm.backends import device_of_rank
         from ..comm.mesh import Mesh
-        from ..core.digests import sampled_fingerprint
         from ..memory.peaks import Peaks
 
         device, started = device_of_rank(), time.perf_counter()
-        job, note = configured(job, device, side_by_side=True)
+        job, note = fitting_job(job, device, side_by_side=True)
         if note is not None:
             report(UserNote(note))
-        if job.check_memory:
-            check_job_memory(job, device)
         peaks = Peaks(device)
         mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
         share, why = share_of(job, mesh)
@@ -142,7 +135,6 @@ class PipelineRunner:
         for note in runner.notes.values():
             report(UserNote(note))
         runner.facts, runner._peaks = receipt_facts(job.config, runner.pipe, device, share), peaks
-        runner.sampled = sampled_fingerprint(runner.pipe) if job.sampled and rank_of_process() == 0 else None
         runner.parallelize(job, mesh)
         runner.load_seconds = time.perf_counter() - started
         return runner
@@ -171,7 +163,8 @@ class PipelineRunner:
         import diffusers
         import torch
 
-        from .loading import dtype_option, whole_shapes
+        from .loading import dtype_option
+        from .shares import whole_shapes
 
         # Before the class is imported, which may fail for missing optional packages.
         quieten()
@@ -222,12 +215,6 @@ class PipelineRunner:
         """The runner of a pipeline of another class on the same components, and on the same ranks if there are any.
 
         Not made by diffusers' ``from_pipe``, which casts the components.
-
-        Args:
-            name: the class's name in diffusers.
-
-        Raises:
-            InputError: diffusers has no such pipeline, or it needs other components.
         """
         import diffusers
         from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -329,7 +316,7 @@ class PipelineRunner:
             versions=library_versions(),
             label=job.labels[call.prompt] if job.labels else None,
             together=call.images,
-            files=[ReceiptFile(**asdict(file)) for file in job.files],
+            files=list(job.files),
             variant=job.variant,
             offload=job.offload,
             scheduler=job.scheduler,
@@ -348,19 +335,11 @@ def load_pipeline(
     together: bool = False,
     **components: Any,
 ) -> Any:
-    """Load a diffusers pipeline onto its device, without a progress bar.
+    """Load a diffusers pipeline onto its device, or where it is, without a progress bar.
 
     Args:
-        name: as the user gave it.
-        dtype: of the weights, by name.
-        device: None: the pipeline stays where it is loaded to.
-        variant: of the weights' files.
-        kind: class of the pipeline; default: the saved one.
-        mesh, together: as for `read_pipeline`.
-        components: in the place of those that are saved with it.
-
-    Raises:
-        InputError: it cannot be loaded.
+        model, name: what is loaded, and what the user has called it.
+        kind, mesh, together, components: as for `read_pipeline`.
     """
     import torch
 
@@ -392,8 +371,7 @@ def share_of(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | Non
     """The mesh if ranks can read only their share of the transformers; otherwise the reason why they cannot."""
     from .loading import partial_read_refusal
 
-    # Samples of former receipts are of weights that are whole.
-    if mesh is None or job.sampled or not mesh.config.cuts_weights:
+    if mesh is None or not mesh.config.cuts_weights:
         return None, None
     why = partial_read_refusal(find_model(job.model), job.variant)
     return (mesh, None) if why is None else (None, why)
@@ -409,7 +387,7 @@ def receipt_facts(
     """
     from ..core.digests import weights_fingerprint
     from ..strategies.determinism import deterministic
-    from .loading import fingerprint
+    from .shares import fingerprint
 
     spread = None if share is None else fingerprint(pipe, share)
     if rank_of_process() > 0:
@@ -446,106 +424,45 @@ def job_workload(job: PictureJob, info: ModelInfo) -> Workload:
     return workload_of(info, job.size, job.max_sequence_length, images, guided, job.frames)
 
 
-def check_job_memory(job: PictureJob, device: torch.device) -> None:
-    """Reject a job that does not fit into memory, before anything is read. Every rank calls this alike.
-
-    Raises:
-        InputError: it does not fit.
-    """
-    import torch
-
-    from ..memory.check import check_memory
-
-    if isinstance(job.config, str):
-        # Of a class that is not reviewed.
-        return
-    quieten()
-    info = find_model(job.model)
-    dtype, offloaded = getattr(torch, job.dtype), job.offload != "none"
-    check_memory(info, job.config, dtype, device, job_workload(job, info), job.memory_limit, offloaded=offloaded)
-
-
-def configured(job: PictureJob, device: torch.device, side_by_side: bool = False) -> tuple[PictureJob, str | None]:
+def fitting_job(job: PictureJob, device: torch.device, side_by_side: bool = False) -> tuple[PictureJob, str | None]:
     """The job with the configuration of ``"auto"``, and what to say about it. Every rank calls this alike.
 
-    Where the class has no reviewed layout, ``"auto"`` is left to the engine.
+    Nothing is read but the model's JSON files. ``"auto"`` is left to the engine where the class has no reviewed layout.
 
     Args:
         side_by_side: whether groups of ranks may make calls of their own.
+
+    Raises:
+        InputError: the job does not fit into memory, and asks for this look.
     """
     import torch
 
-    from ..memory.check import choose_for_ranks
+    from ..memory.check import check_memory, choose_for_ranks
 
+    if not isinstance(job.config, str) and side_by_side:
+        job = job.changed(config=job.config.for_calls(job.call(0).images, job.calls))
+    if not (isinstance(job.config, str) or job.check_memory):
+        return job, None
+    quieten()
+    info, dtype, offloaded, note = find_model(job.model), getattr(torch, job.dtype), job.offload != "none", None
+    workload = job_workload(job, info)
     if isinstance(job.config, str):
-        quieten()
-        info = find_model(job.model)
         choice = choose_for_ranks(
             info,
-            getattr(torch, job.dtype),
+            dtype,
             device,
-            job_workload(job, info),
+            workload,
             job.memory_limit,
             memory=job.check_memory,
-            **_demand_options(job, side_by_side),
+            offloaded=offloaded,
+            guidance=None if job.guidance is None else job.guidance > 1,
+            calls=job.calls if side_by_side else 1,
         )
         if choice is None:
             return job, None
-        return job.changed(config=choice.config), choice.describe() if choice.config.world_size > 1 else None
-    if side_by_side:
-        job = job.changed(config=job.config.for_calls(job.call(0).images, job.calls))
-    return job, None
-
-
-def _demand_options(job: PictureJob, side_by_side: bool) -> dict[str, Any]:
-    guidance = None if job.guidance is None else job.guidance > 1
-    return {
-        "offloaded": job.offload != "none",
-        "guidance": guidance,
-        "calls": job.calls if side_by_side else 1,
-    }
-
-
-def settled(
-    job: PictureJob, info: ModelInfo, world_size: int, kind: Literal["cpu", "cuda"]
-) -> tuple[PictureJob, str | None]:
-    """`configured` and `check_job_memory`, in the process that is to start ranks on this machine.
-
-    Where the job certainly fits, or the free memory is not known here, the ranks do both, and nothing is imported.
-
-    Raises:
-        InputError: it does not fit.
-    """
-    from ..memory.available import far_from, free_memory_before_ranks, stored_bytes
-
-    room = free_memory_before_ranks(kind, world_size) if job.memory_limit is None else job.memory_limit
-    width, height = job.size or info.default_size or (1024, 1024)
-    frames = job.frames or info.default_frames or (1 if info.frame_step is None else MOST_USUAL_FRAMES)
-    pixels = width * height * frames * max(job.call(number).images for number in range(job.calls))
-    if not job.check_memory or room is None or far_from(room, stored_bytes(info), job.dtype == "float32", pixels):
-        return job, None
-    import torch
-
-    from ..errors import DitmeshError
-    from ..layout import known_models
-    from ..memory.check import Demand
-
-    if info.transformer_class not in known_models():
-        return job, None
-    quieten()
-    dtype, note = getattr(torch, job.dtype), None
-    demand = Demand.of(info, dtype, kind, job_workload(job, info), **_demand_options(job, True))
-    try:
-        if isinstance(job.config, str):
-            choice = demand.choose(world_size, room)
-            job, note = job.changed(config=choice.config), choice.describe() if world_size > 1 else None
-        assert not isinstance(job.config, str)
-        sentence = demand.refusal(job.config, room, job.memory_limit is not None)
-    except (DitmeshError, OSError):
-        # What cannot be predicted is left to the ranks.
-        return job, note
-    if sentence is not None:
-        raise InputError(sentence)
+        job, note = job.changed(config=choice.config), choice.describe() if choice.config.world_size > 1 else None
+    if job.check_memory and not isinstance(job.config, str):
+        check_memory(info, job.config, dtype, device, workload, job.memory_limit, offloaded=offloaded)
     return job, note
 
 

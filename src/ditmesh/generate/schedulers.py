@@ -22,12 +22,7 @@ SCHEDULERS = (*FLOW_SCHEDULERS, *FLOW_BY_SETTING, *NOISE)
 
 
 def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
-    """A diffusers scheduler with the settings of the pipeline's scheduler.
-
-    Args:
-        name: its class.
-        own: class of the pipeline's own.
-        config: settings of the pipeline's own.
+    """A diffusers scheduler with the settings of the pipeline's own, whose class is ``own``.
 
     Raises:
         InputError: it is none of `SCHEDULERS`, or solves another equation than the model was trained for.
@@ -47,19 +42,15 @@ def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
         more = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
         return kind.from_config(plain, **more)
     fitting = FLOW_SCHEDULERS + FLOW_BY_SETTING if flows else NOISE + FLOW_BY_SETTING
-    related = name in FLOW_SCHEDULERS if own in FLOW_SCHEDULERS else name in {one.__name__ for one in _compatible(own)}
+    if own in FLOW_SCHEDULERS:
+        related = name in FLOW_SCHEDULERS
+    else:
+        declared = getattr(getattr(diffusers, own, None), "_get_compatibles", list)()
+        related = name in {other.__name__ for other in declared}
     if name not in fitting or not related:
-        others = [one for one in fitting if one != own]
+        others = [other for other in fitting if other != own]
         what = "a flow" if flows else "noise"
         raise InputError(
             f"scheduler {name} is not for a model that predicts {what}, as {own} is; use {', '.join(others)}"
         )
     return kind.from_config(plain)
-
-
-def _compatible(own: str) -> list[type[Any]]:
-    """The diffusers schedulers that a scheduler declares as compatible."""
-    import diffusers
-
-    kind: Any = getattr(diffusers, own, None)
-    return kind._get_compatibles() if hasattr(kind, "_get_compatibles") else []

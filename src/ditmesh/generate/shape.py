@@ -41,14 +41,7 @@ def input_size(model: ModelInfo, files: Sequence[InputFile], strength: float | N
 
 
 def check_mask_shape(image: tuple[int, int], mask: tuple[int, int]) -> None:
-    """Reject a mask of another shape than its image; a mask of the same shape and another size is scaled.
-
-    Args:
-        image, mask: width and height in pixels.
-
-    Raises:
-        InputError: they have two shapes.
-    """
+    """Reject a mask of another shape than its image; one of the same shape and another size is scaled."""
     if not _alike(mask, image):
         raise InputError(
             f"the mask has {mask[0]}x{mask[1]} pixels and the image {image[0]}x{image[1]}, which is another shape; "
@@ -60,8 +53,6 @@ def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> 
     """A sentence about input images with another shape than the output; None: the shapes are equal.
 
     Args:
-        pictures: images, or frames of a video, by the argument of the pipeline's call.
-        size: width and height of the output.
         step: sides are multiples of it.
     """
     for role in SHAPING:

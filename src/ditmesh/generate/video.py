@@ -1,4 +1,4 @@
-"""Videos as files: MP4 with metadata, and strips of frames. Frames are read by `ditmesh.media.videos`.
+"""Videos as files: MP4 with metadata. Frames are read by `ditmesh.media.videos`.
 
 The frames of an MP4 are compressed. `frames_digest` identifies the frames before compression.
 """
@@ -27,18 +27,10 @@ QUALITY = "16"
 _ENCODER = {"crf": QUALITY, "preset": "medium", "x264-params": "mbtree=0"}
 # Of MP4: texts of any name stand in the container under that name, and before the frames.
 _OPTIONS = {"movflags": "use_metadata_tags+faststart"}
-# Frames of a strip, and its height in pixels, at most.
-IN_STRIP, STRIP_HEIGHT = 8, 128
 
 
 def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: dict[str, str]) -> None:
     """Write a video, H.264 in MP4; the same bytes for the same frames, metadata and release of PyAV.
-
-    Args:
-        frames: of one size.
-        path: the file, which is replaced.
-        fps: frames per second.
-        metadata: texts by name, kept in the container.
 
     Raises:
         InputError: PyAV is not installed.
@@ -64,17 +56,7 @@ def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: d
 
 
 def copy_mp4(content: bytes, path: str | Path, name: str, metadata: dict[str, str]) -> None:
-    """Copy a video with other metadata; its frames stay as they are compressed.
-
-    Args:
-        content: of the file.
-        name: of the video, for messages.
-        metadata: as for `write_mp4`.
-
-    Raises:
-        InputError: PyAV is not installed, or the content is not a video.
-        OSError: the file cannot be written.
-    """
+    """Copy a video with other metadata; its frames stay as they are compressed. Errors as of `write_mp4`."""
     check_video_library()
     import av
 
@@ -117,18 +99,3 @@ def frames_digest(frames: Sequence[Image]) -> str:
     for frame in frames:
         state.update(frame.convert("RGB").tobytes())
     return state.hexdigest()
-
-
-def strip(frames: Sequence[Image], count: int = IN_STRIP, height: int = STRIP_HEIGHT) -> Image:
-    """Evenly spaced frames of a video side by side, including the first and the last."""
-    from PIL import Image
-
-    count = min(count, len(frames))
-    shown = [frames[round(place * (len(frames) - 1) / max(1, count - 1))].convert("RGB") for place in range(count)]
-    if shown[0].height > height:
-        width = max(1, round(shown[0].width * height / shown[0].height))
-        shown = [frame.resize((width, height), Image.Resampling.LANCZOS) for frame in shown]
-    page = Image.new("RGB", (sum(frame.width for frame in shown), shown[0].height))
-    for number, frame in enumerate(shown):
-        page.paste(frame, (number * shown[0].width, 0))
-    return page

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,14 +9,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ..generate.model_info import ModelInfo
-from .cards import parts
 
 if TYPE_CHECKING:
     import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
-# Seconds for the driver's tool to answer.
-QUERY_LIMIT = 10.0
 # More than an image's activations take, in bytes a pixel and sample: sizes far from the limit are not predicted.
 MAX_PIXEL_BYTES = 16e3
 
@@ -37,30 +32,6 @@ def free_memory(device: torch.device, ranks_here: int = 1) -> float:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + cached)
     return _free_on_host() / ranks_here
-
-
-def free_memory_before_ranks(kind: str, ranks: int) -> float | None:
-    """Bytes that a rank of this machine may take once it has started; None: not known.
-
-    Asks the driver's tool about GPUs: a process that owns ranks makes no CUDA context of its own.
-
-    Args:
-        kind: ``"cpu"`` or ``"cuda"``.
-        ranks: that will share the host.
-    """
-    if kind == "cpu":
-        return _free_on_host() / ranks
-    which = os.environ.get("CUDA_VISIBLE_DEVICES")
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        asked = subprocess.run(
-            command + (["-i", which] if which else []), capture_output=True, text=True, timeout=QUERY_LIMIT, check=True
-        )
-        mebibytes = [float(line) for line in asked.stdout.split()]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    # Ranks have a CUDA context each.
-    return min(mebibytes) * 2**20 - float(parts()["shares"]["runtime"]) if mebibytes else None
 
 
 def far_from(room: float, stored: float, float32: bool, pixels: float) -> bool:

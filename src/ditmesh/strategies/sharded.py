@@ -170,7 +170,7 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
             f"{path}.{name}": parameter
             for name, parameter in module.named_parameters(recurse=block is not None)
             # Not an adapter's.
-            if id(parameter) not in taken and not any(part.startswith(("lora_", "lokr_")) for part in name.split("."))
+            if id(parameter) not in taken and not any(part.startswith("lora_") for part in name.split("."))
         }
         if block is not None:
             own = {n: p for n, p in own.items() if all(other.startswith(f"{path}.") for other in holders[id(p)])}

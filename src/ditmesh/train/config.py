@@ -36,13 +36,12 @@ class LoraConfig(BaseModel):
     """Adapters in place of full fine-tuning.
 
     Attributes:
-        type: ``lora`` (Hu et al. 2021, arXiv:2106.09685), ``dora`` (with magnitudes, Liu et al. 2024,
-            arXiv:2402.09353) or ``lokr`` (Kronecker products, Yeh et al. 2023, arXiv:2309.14859).
+        type: ``lora`` (Hu et al. 2021, arXiv:2106.09685) or ``dora`` (with magnitudes, Liu et al. 2024,
+            arXiv:2402.09353).
         rank: rank of the update matrices.
         alpha: the update is scaled by ``alpha / rank``; None: ``rank``.
         rslora: scale the update by ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732).
-        dropout: dropout of the adapters' inputs; not for ``lokr``.
-        decompose_factor: for ``lokr``, the side of the left factor; -1: about the square root.
+        dropout: dropout of the adapters' inputs.
         target_modules: names of the transformer's linear layers with an adapter, ``all-linear``, or a regular
             expression for whole names; a class without the default names has them on its attention projections, and
             so have text encoders.
@@ -53,12 +52,11 @@ class LoraConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    type: Literal["lora", "dora", "lokr"] = "lora"
+    type: Literal["lora", "dora"] = "lora"
     rank: Annotated[int, Field(ge=1, le=2**16)] = 4
     alpha: Annotated[float, Field(gt=0)] | None = None
     rslora: bool = False
     dropout: BelowOne = 0.0
-    decompose_factor: int = -1
     target_modules: tuple[str, ...] | str = ("to_q", "to_k", "to_v", "to_out.0")
     base_lora: Annotated[tuple[str, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = ()
     fuse_base_lora: bool = False
@@ -66,13 +64,8 @@ class LoraConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> LoraConfig:
-        if self.type == "lokr" and (self.dropout or self.rslora):
-            what = f"dropout={self.dropout:g}" if self.dropout else "rslora=True"
-            raise ValueError(f"{what} is not for type='lokr'; leave it out")
         if self.comfyui and self.type != "lora":
             raise ValueError(f"comfyui=True is for type='lora', not {self.type!r}; leave it out")
-        if self.type != "lokr" and self.decompose_factor != -1:
-            raise ValueError(f"decompose_factor={self.decompose_factor} is for type='lokr'; leave it out")
         return self
 
 

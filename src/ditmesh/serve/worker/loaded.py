@@ -30,8 +30,7 @@ from ...generate.receipt import Receipt
 from ...generate.runner import (
     PipelineRunner,
     Prepared,
-    check_job_memory,
-    configured,
+    fitting_job,
     rank_of_process,
     receipt_facts,
     share_of,
@@ -139,9 +138,7 @@ class LoadedModel:
         # An embedded or class-conditional model accepts only some prompts.
         request = PictureRequest(prompt=next(iter(self.info.labels), "a picture"))
         self._job = job_for(self.info, request, "", config=spec.config, files=self._files, **self._options)
-        self._job, _ = configured(self._job, self.device)
-        if self._job.check_memory:
-            check_job_memory(self._job, self.device)
+        self._job, _ = fitting_job(self._job, self.device)
 
     def _open_mesh(self, undo: ExitStack) -> Mesh | None:
         """The mesh of a given configuration; None: the engine chooses one."""

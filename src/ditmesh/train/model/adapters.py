@@ -167,18 +167,12 @@ def peft_config(lora: LoraConfig, targets: list[str] | str) -> Any:
         InputError: peft is not installed.
     """
     try:
-        from peft import LoKrConfig
         from peft import LoraConfig as PeftConfig
     except ImportError:
         raise InputError(not_installed("lora", "peft", "train")) from None
-    alpha = cast(int, lora.rank if lora.alpha is None else lora.alpha)
-    if lora.type == "lokr":
-        return LoKrConfig(
-            r=lora.rank, alpha=alpha, decompose_factor=lora.decompose_factor, target_modules=cast(Any, targets)
-        )
     return PeftConfig(
         r=lora.rank,
-        lora_alpha=alpha,
+        lora_alpha=cast(int, lora.rank if lora.alpha is None else lora.alpha),
         lora_dropout=lora.dropout,
         init_lora_weights="gaussian",
         use_dora=lora.type == "dora",
@@ -396,9 +390,7 @@ def save_adapters(pipe: Any, weights: Mapping[str, Tensor], config: TrainConfig,
 
 
 def _with_scale(weights: Mapping[str, Tensor], about: dict[str, Any]) -> Mapping[str, Tensor]:
-    """The weights of a LoRA with its scale in them, and the settings changed to a scale of 1; a LoKr as it is."""
-    if "lora_alpha" not in about:
-        return weights
+    """The weights of a LoRA with its scale in them, and the settings changed to a scale of 1."""
     rank = about["r"]
     scale = about["lora_alpha"] / (sqrt(rank) if about["use_rslora"] else rank)
     about |= {"lora_alpha": rank, "use_rslora": False}

@@ -25,8 +25,8 @@ from ...core.digests import digest, tensor_digest
 from ...core.staging import onto
 from ...errors import ConfigError, InputError
 from ...generate.components import read_saved
-from ...generate.loading import build_empty, fill_weights, weight_files
 from ...generate.model_info import ModelInfo
+from ...generate.weight_files import build_empty, fill_weights, weight_files
 from ...requirements import not_installed
 from ..config import SECOND, TrainConfig
 
