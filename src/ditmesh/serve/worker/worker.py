@@ -32,6 +32,7 @@ from .batching import Batcher
 from .coroutines import PendingCall, PipelineTask
 from .loaded import LoadedModel
 from .model_cache import ModelCache
+from .priority import give_way
 from .protocol import (
     Beat,
     Cancel,
@@ -127,6 +128,8 @@ class RankWorker:
     def run(self, specs: Sequence[ModelSpec]) -> None:
         """Serve until a `Stop` command."""
         ranks, models, scheduler = self._ranks, self._models, self._scheduler
+        if self._models.device.type == "cpu":
+            give_way()
         models.waiting = [Load(spec, len(specs)) for spec in specs]
         while True:
             busy = bool(scheduler.tasks or models.next_load(scheduler.needed))
