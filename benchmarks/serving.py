@@ -35,7 +35,6 @@ from ditmesh.serve.worker.protocol import (
     Beat,
     Finished,
     ModelReady,
-    PictureTask,
     Start,
     Stop,
     TaskBegan,
@@ -50,7 +49,7 @@ from machine import describe_machine
 def request(number: int, steps: int) -> JobRequest:
     """What picture ``number`` is to be."""
     captions = zoo.captions()
-    return JobRequest(prompt=captions[number % len(captions)], seed=number, steps=steps, guidance=2.0)
+    return JobRequest(model="model", prompt=captions[number % len(captions)], seed=number, steps=steps, guidance=2.0)
 
 
 def call_of(number: int, steps: int) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def serve(pool: RankPool, config: dict[str, Any], pictures: int, steps: int, cli
     def ask() -> None:
         nonlocal asked
         if asked < pictures:
-            pool.reply(Start(PictureTask(str(asked), "model", request(asked, steps), 0)))
+            pool.reply(Start(str(asked), request(asked, steps), 0))
             asked += 1
 
     def hear(rank: int, message: Any) -> None:

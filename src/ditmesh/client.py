@@ -9,7 +9,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,54 +134,21 @@ def _unreachable(url: str, error: Exception) -> ServerError | InputError:
     return ServerError(f"the server at {url} does not answer ({str(error) or type(error).__name__}); ask again")
 
 
-@dataclass
-class EventReader:
-    """Reads a stream of events, and resumes it after a lost connection."""
+def _event(fields: Mapping[str, str]) -> Event | None:
+    """The event of a block of lines; None: none, or one of a newer server.
 
-    url: str
-    after: int
-    patience: float
-    over: bool = False
-    lost_since: float | None = None
-    fields: dict[str, str] = field(default_factory=dict)
-
-    def refused(self, response: httpx.Response) -> None:
-        """Raise the error of a response that is not a stream, unless a retry may help."""
-        if _wait(response, 0.0, self.patience) is None:
-            _check(response)
-
-    def feed(self, line: str) -> Event | None:
-        """The event that a line completes; None: none."""
-        self.lost_since = None
-        if line:
-            name, _, value = line.partition(":")
-            self.fields[name] = value.removeprefix(" ")
-            return None
-        fields, self.fields = self.fields, {}
-        if "data" not in fields:
-            return None
-        data = json.loads(fields["data"])
-        if fields.get("event") == "error":
-            raise ServerError(data["error"]["message"], code=data["error"]["code"])
-        try:
-            event = Event(id=int(fields.get("id", 0)), event=fields["event"], data=data)  # type: ignore[arg-type]
-        except (KeyError, ValueError):
-            # An event of a newer server.
-            return None
-        self.after, self.over = max(self.after, event.id), event.event in ENDED
-        return event
-
-    def pause(self, error: Exception | None) -> float:
-        """The seconds to wait after a lost connection.
-
-        Raises:
-            DitmeshError: it has been lost for longer than one is willing to wait.
-        """
-        now = time.monotonic()
-        self.lost_since = self.lost_since or now
-        if now - self.lost_since >= self.patience:
-            raise _unreachable(self.url, error or httpx.RemoteProtocolError("the stream ended early"))
-        return min(PAUSE, self.patience)
+    Raises:
+        ServerError: the server says that its stream has failed.
+    """
+    if "data" not in fields:
+        return None
+    data = json.loads(fields["data"])
+    if fields.get("event") == "error":
+        raise ServerError(data["error"]["message"], code=data["error"]["code"])
+    try:
+        return Event(id=int(fields.get("id", 0)), event=fields["event"], data=data)  # type: ignore[arg-type]
+    except (KeyError, ValueError):
+        return None
 
 
 # --- the client
@@ -308,23 +274,35 @@ class Client:
 
     def events(self, id: str, after: int = 0) -> Iterator[Event]:
         """The events of a job after number ``after``, to its end; lost connections are renewed."""
-        reader = EventReader(self.url, after, self._patience)
+        lost_since = None
         while True:
-            error = None
+            error: Exception = httpx.RemoteProtocolError("the stream ended early")
+            headers, fields = {"Last-Event-ID": str(after)} if after else {}, dict[str, str]()
             try:
-                with self._stream(id, reader) as response:
+                url = f"/v1/jobs/{id}/events"
+                with self._http.stream("GET", url, headers=headers, timeout=self._silence) as response:
                     if not response.is_success:
                         response.read()
-                        reader.refused(response)
-                    else:
-                        for line in response.iter_lines():
-                            if (event := reader.feed(line)) is not None:
-                                yield event
-                                if reader.over:
-                                    return
+                        if _wait(response, 0.0, self._patience) is None:
+                            _check(response)
+                    for line in response.iter_lines() if response.is_success else ():
+                        lost_since = None
+                        if line:
+                            name, _, value = line.partition(":")
+                            fields[name] = value.removeprefix(" ")
+                            continue
+                        event, fields = _event(fields), {}
+                        if event is not None:
+                            after = max(after, event.id)
+                            yield event
+                            if event.event in ENDED:
+                                return
             except httpx.TransportError as lost:
                 error = lost
-            time.sleep(reader.pause(error))
+            lost_since = lost_since or time.monotonic()
+            if time.monotonic() - lost_since >= self._patience:
+                raise _unreachable(self.url, error)
+            time.sleep(min(PAUSE, self._patience))
 
     def models(self) -> list[ModelCard]:
         """The models of the server; the first is the default."""
@@ -365,8 +343,3 @@ class Client:
                     return response
             waited += wait
             time.sleep(wait)
-
-    def _stream(self, id: str, reader: EventReader) -> contextlib.AbstractContextManager[httpx.Response]:
-        reader.fields = {}
-        headers = {"Last-Event-ID": str(reader.after)} if reader.after else {}
-        return self._http.stream("GET", f"/v1/jobs/{id}/events", headers=headers, timeout=self._silence)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from string import Formatter
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -66,7 +65,6 @@ class RequestField:
         common: whether help shows it among the common options.
         usual: the default, in words.
         wrong: the message about a value out of bounds, as `FieldError` takes it.
-        images: its name in bodies of the images API; None: it is not there.
         argument: of a pipeline's call, which is given the value as it is. A pipeline without it refuses the field.
         widget: of ComfyUI.
         spelt: whether `Receipt` spells the field out, with bounds of its own; it is given all others as they are, see
@@ -78,7 +76,6 @@ class RequestField:
     common: bool = False
     usual: str | None = PIPELINES
     wrong: str | None = None
-    images: str | None = None
     argument: str | None = None
     widget: Widget | None = None
     spelt: bool | None = False
@@ -119,7 +116,6 @@ class PictureRequest(BaseModel):
             "Say what the images should not show.",
             ("--negative",),
             usual=None,
-            images="negative_prompt",
             argument="negative_prompt",
             spelt=True,
         ),
@@ -159,7 +155,6 @@ class PictureRequest(BaseModel):
             "Set the number of denoising steps.",
             ("--steps", "-s"),
             common=True,
-            images="steps",
             widget=Widget("steps", 0, "Denoising steps. 0: the model's own.", most=MOST_STEPS),
             spelt=True,
         ),
@@ -171,7 +166,6 @@ class PictureRequest(BaseModel):
             ("--guidance", "-g"),
             common=True,
             wrong="guidance {} is not a number; use one such as {guidance} 3.5",
-            images="guidance_scale",
             argument="guidance_scale",
             widget=Widget("guidance", -1.0, "-1: the model's own.", -1.0, 100.0, 0.1),
             spelt=True,
@@ -191,7 +185,6 @@ class PictureRequest(BaseModel):
             "Set the seed of the first image; image i has seed + i. With -1 it is random.",
             ("--seed",),
             common=True,
-            images="seed",
             widget=Widget(
                 "seed",
                 0,
@@ -251,18 +244,6 @@ def added_fields() -> dict[str, Any]:
     """The fields of a request that receipts add to their own, as `pydantic.create_model` takes them."""
     known = PictureRequest.model_fields
     return {name: (known[name].annotation, known[name]) for name, of in request_fields().items() if of.spelt is False}
-
-
-def image_fields() -> dict[str, Any]:
-    """The fields of a request that bodies of the images API may have, as `pydantic.create_model` takes them."""
-    found: dict[str, Any] = {}
-    for name, of in request_fields().items():
-        if of.images is not None:
-            field = copy(PictureRequest.model_fields[name])
-            field.default = None
-            kind: Any = field.annotation
-            found[of.images] = (kind | None, field)
-    return found
 
 
 def plain_type(name: str) -> Any:

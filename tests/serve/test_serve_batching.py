@@ -34,7 +34,6 @@ from ditmesh.serve.worker.protocol import (
     Load,
     ModelFailed,
     ModelReady,
-    Paused,
     Preview,
     Stop,
     TaskBegan,
@@ -231,23 +230,6 @@ def test_cancelled_tasks_leave_no_object_on_the_ranks(ranks):
         assert len(counts) >= 4
         assert counts[-1] == counts[-3], counts
     assert {type(one) for one in ended} == {Cancelled, TaskFailed}
-
-
-def test_a_task_is_paused_for_a_more_urgent_one_and_goes_on_where_it_was(ranks):
-    def script(message: Any, send: Any) -> None:
-        at_once(task("0", PROMPTS[0]))(message, send)
-        if isinstance(message, TaskStepped) and (message.id, message.step) == ("0", 2):
-            send(task("1", PROMPTS[1], seed=1, priority=3))
-
-    said = Owner(script, 2).serve(ranks(1), [spec(together=1)])
-    (paused,) = of(said, Paused)
-    assert paused.id == "0"
-    steps = [(one.id, one.step) for one in of(said, TaskStepped)]
-    urgent = steps.index(("1", 1))
-    assert steps[urgent : urgent + STEPS] == [("1", n + 1) for n in range(STEPS)]
-    assert [step for id, step in steps if id == "0"] == [1, 2, 3, 4, 5]
-    for n in (0, 1):
-        assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1
 
 
 def test_adapters_are_on_for_their_own_requests_alone(ranks, tmp_path):

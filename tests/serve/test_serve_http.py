@@ -163,7 +163,7 @@ def test_models_with_the_official_client(client: openai.OpenAI):
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        ({"prompt": ""}, openai.BadRequestError, "prompt: it has too few characters; use 1 or more"),
+        ({"prompt": ""}, openai.BadRequestError, "prompt: string should have at least 1 character, not ''"),
         ({"n": 17}, openai.BadRequestError, "n: 17 results are more than this server's 16"),
         ({"size": "4096x4096"}, openai.BadRequestError, "size 4096x4096 has more than this server's 4194304 pixels"),
         ({"size": "33x32"}, openai.BadRequestError, "33 pixels are no multiple of 8"),
@@ -309,7 +309,7 @@ def test_a_request_that_is_sent_again_with_its_key_is_one_job(http: httpx.Client
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_a_client_with_a_key_may_come_back(stream: bool):
-    """Its job goes on without it for a while, and is cancelled if nobody comes."""
+    """Its job goes on without it, and is that of the same request."""
     backend = FakeBackend()
 
     def leave(http: httpx.Client, key: str) -> None:
@@ -322,7 +322,7 @@ def test_a_client_with_a_key_may_come_back(stream: bool):
             assert next(answer.iter_lines()).startswith(":")
 
     with (
-        serving(backend, ApiSettings(keep_alive=0.2, come_back=1.0)) as url,
+        serving(backend, ApiSettings(keep_alive=0.2)) as url,
         httpx.Client(base_url=url, timeout=20) as http,
         httpx.Client(base_url=url, timeout=20) as other,
     ):
@@ -343,16 +343,6 @@ def test_a_client_with_a_key_may_come_back(stream: bool):
         assert answers[0].status_code == 200
         assert ("image_generation.completed" in answers[0].text) is stream
         assert len(asyncio.run(backend.jobs("", 9))) == 1
-        backend.hold(True)
-        leave(other, "gone")
-        (job, _) = asyncio.run(backend.jobs("", 9))
-        assert job.status == "running"
-        assert until(lambda: job.status == "cancelled")
-        # And begun anew for who comes still.
-        backend.hold(False)
-        late = http.post("/v1/images/generations", json={"prompt": "gone", "stream": stream}, headers=keyed("gone"))
-        assert late.status_code == 200
-        assert len(asyncio.run(backend.jobs("", 9))) == 3
 
 
 # --- jobs
@@ -433,7 +423,7 @@ def test_inputs_as_data_urls(http: httpx.Client, backend: FakeBackend):
         refused = submitted(data)
         assert refused.status_code == 400, data
         assert words in error_of(refused)["message"]
-        assert error_of(refused)["param"] == "inputs.0.data"
+        assert error_of(refused)["param"] == "image"
 
 
 def test_cancelling_and_unknown_jobs(http: httpx.Client, backend: FakeBackend):
@@ -584,15 +574,12 @@ def test_a_route_from_outside():
 
 
 def test_answers_carry_what_browsers_heed(http: httpx.Client):
-    for path in ("/", "/docs", "/openapi.json", "/v1/models", "/nothing"):
+    for path in ("/", "/openapi.json", "/v1/models", "/nothing"):
         headers = http.get(path).headers
         assert headers["x-content-type-options"] == "nosniff"
         assert "default-src 'self'" in headers["content-security-policy"]
         assert "frame-ancestors 'none'" in headers["content-security-policy"]
         assert "access-control-allow-origin" not in headers
-    page = http.get("/docs").text
-    assert "POST /v1/images/generations" in page
-    assert "src=" not in page
 
 
 def test_unknown_paths_and_methods(http: httpx.Client):
@@ -638,7 +625,7 @@ def test_edits_that_cannot_be(http: httpx.Client):
     image, small = file_of(Image.new("RGB", (32, 32))), file_of(Image.new("L", (16, 16)))
     for data, files, words in (
         ({"prompt": "a"}, {}, "an edit needs a picture"),
-        ({}, {"image": image}, "prompt: it is missing; send it"),
+        ({}, {"image": image}, "prompt: field required"),
         ({"prompt": "a"}, {"image": image, "mask": small}, "use one size"),
         ({"prompt": "a", "image": "http://example.org/a.png"}, {}, "image: extra inputs"),
         ({"prompt": "a"}, {"image": image, "other": image}, "other: an edit takes the files image and mask"),
@@ -695,7 +682,7 @@ def test_keys(tmp_path: Path):
             assert http.post("/v1/jobs", json={"prompt": "a"}, headers=mine).status_code == 202
         with pytest.raises(openai.RateLimitError, match="more than 3 jobs a minute") as limited:
             client.images.generate(prompt="a")
-        assert 1 <= int(limited.value.response.headers["retry-after"]) <= 20
+        assert 1 <= int(limited.value.response.headers["retry-after"]) <= 60
         assert http.post("/v1/jobs", json={"prompt": "a"}, headers=other).status_code == 202
         # A page that may ask is told so before it sends its key.
         asked = http.options(
@@ -771,10 +758,10 @@ def test_the_limiter_fills_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("time.monotonic", lambda: now)
     limiter = Limiter(60)
     assert [limiter.wait("a") for _ in range(60)] == [0.0] * 60
-    assert limiter.wait("a") == pytest.approx(1.0)
+    assert limiter.wait("a") == pytest.approx(60.0)
     assert limiter.wait("b") == 0.0
-    now += 2.0
-    assert [limiter.wait("a") > 0 for _ in range(3)] == [False, False, True]
+    now += 60.0
+    assert [limiter.wait("a") > 0 for _ in range(61)] == [*[False] * 60, True]
     assert not any(Limiter(0).wait("a") for _ in range(1000))
 
 

@@ -39,7 +39,6 @@ from ditmesh.serve.queue.storage import storage_error
 from ditmesh.serve.service import Service
 from ditmesh.serve.settings import ServiceSettings
 from ditmesh.serve.types import Input, JobError, JobImage, JobRequest
-from ditmesh.serve.worker.protocol import running_indices
 from support.faults import held, more_than
 from support.queues import OTHERS, QueueProcess
 from support.serve import PNG, assert_right, ended, picture, serving, until
@@ -188,7 +187,7 @@ def test_one_owner_with_many_jobs_does_not_hold_up_another(opened: Any, first: s
     assert [one[:5] for one in order[:10]].count("light") == 5
     assert [id for id in order if id.startswith("light")] == [f"light{number}" for number in range(5)]
     # Places are what then happens.
-    assert sorted(places, key=lambda id: places[id].position) == order
+    assert sorted(places, key=lambda id: places[id]) == order
 
 
 def test_shares_are_of_work_and_by_weight(opened: Any) -> None:
@@ -215,7 +214,7 @@ def test_a_priority_orders_the_jobs_of_its_owner(opened: Any) -> None:
     order = begun(queue)
     # Owners take turns, whatever they call urgent; of two that have had as much the more urgent job goes first.
     assert order == ["b-urgent0", "a-usual", "b-urgent1", "a-late", "b-urgent2", "b-usual"]
-    assert sorted(places, key=lambda id: places[id].position) == order
+    assert sorted(places, key=lambda id: places[id]) == order
 
 
 def test_a_deadline_orders_the_jobs_of_its_owner_and_priority(opened: Any) -> None:
@@ -234,7 +233,7 @@ def test_a_deadline_orders_the_jobs_of_its_owner_and_priority(opened: Any) -> No
     assert [id for id in order if id[0] == "b"] == ["b-2", "b-1", "b-0"]
     # Owners take turns, whatever their deadlines are.
     assert sorted(id[0] for id in order[:2]) == sorted(id[0] for id in order[2:4]) == ["a", "b"]
-    assert sorted(places, key=lambda id: places[id].position) == order
+    assert sorted(places, key=lambda id: places[id]) == order
 
 
 def test_a_late_job_waits_like_a_patient_one(opened: Any) -> None:
@@ -259,15 +258,6 @@ def test_one_owner_who_asks_for_the_highest_priority_again_and_again_starves_no_
         queue.submit(f"greedy{number}", request(priority=10), "b", 1.0)
         order += begun(queue, 1)
     assert "modest" in order[:2]
-
-
-def test_a_more_urgent_task_pauses_those_of_its_owner_alone() -> None:
-    # Two at a time: nothing of a pauses for b.
-    assert running_indices([("a", 0), ("b", 0), ("b", 10)], 2) == [0, 2]
-    assert running_indices([("a", 0), ("a", 5), ("b", 10)], 2) == [0, 1]
-    assert running_indices([("b", 0), ("b", 0), ("b", 10), ("b", 10), ("b", 10)], 2) == [2, 3]
-    assert running_indices([("", 0), ("", 3), ("", 1)], 2) == [1, 2]
-    assert running_indices([("", 0), ("", 0)], 4) == [0, 1]
 
 
 def test_jobs_of_a_later_version_fail_and_the_others_go_on(opened: Any, tmp_path: Path) -> None:
@@ -320,6 +310,13 @@ def test_jobs_of_a_model_that_is_gone_fail_at_the_start(tmp_path: Path, caplog: 
     assert "1 jobs of models that this server does not have ('two') have failed" in caplog.text
 
 
+def sqlite_error(code: int) -> sqlite3.Error:
+    """An error as SQLite raises it."""
+    error = sqlite3.OperationalError("as SQLite says it")
+    error.sqlite_errorcode = code
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "words", "status"),
     [
@@ -328,9 +325,9 @@ def test_jobs_of_a_model_that_is_gone_fail_at_the_start(tmp_path: Path, caplog: 
         (OSError(errno.EACCES, "Permission denied"), "give the server's user the right", 500),
         (OSError(errno.EIO, "Input/output error"), "check the disk for errors", 500),
         (OSError(errno.EEXIST, "File exists"), "give another folder", 500),
-        (sqlite3.OperationalError("database is locked"), "end the other process", 503),
-        (sqlite3.OperationalError("database or disk is full"), "make room on the disk", 507),
-        (sqlite3.DatabaseError("database disk image is malformed"), "start the server again", 500),
+        (sqlite_error(sqlite3.SQLITE_BUSY), "end the other process", 503),
+        (sqlite_error(sqlite3.SQLITE_FULL), "make room on the disk", 507),
+        (sqlite_error(sqlite3.SQLITE_CORRUPT), "start the server again", 500),
     ],
 )
 def test_errors_of_the_system_keep_their_names(error: Any, words: str, status: int) -> None:
@@ -399,7 +396,7 @@ def test_what_a_damaged_queue_cannot_take_fails(tmp_path: Path, monkeypatch: pyt
             job = await service.submit(JobRequest(prompt="fox", steps=20), "")
 
             def damaged(*arguments: Any) -> None:
-                raise storage_error("cannot write", sqlite3.DatabaseError("database disk image is malformed"))
+                raise storage_error("cannot write", sqlite_error(sqlite3.SQLITE_CORRUPT))
 
             monkeypatch.setattr(service.queue, "finish", damaged)
             failed = await ended(service, job)
@@ -449,23 +446,20 @@ def test_a_picture_that_is_reported_twice_counts_once(opened: Any) -> None:
     assert queue.finish("a", 1, "1.png", image(1)).status == "succeeded"
 
 
-def test_bounds_and_an_honest_time_to_ask_again(opened: Any) -> None:
+def test_bounds_of_the_queue(opened: Any) -> None:
     queue = opened(max_queue=10, max_per_owner=4)
     queue.submit("a", request(3), "a", 2.0)
     with pytest.raises(QueueFull, match="3 images of yours wait already, and 4 may") as caught:
-        queue.submit("b", request(3), "a", 2.0, rate=0.5)
-    # Two pictures of work 2 have to be done first, by ranks that do half a unit in a second.
-    assert caught.value.retry_after == 8.0
+        queue.submit("b", request(3), "a", 2.0)
+    assert caught.value.retry_after == 5.0
     with pytest.raises(InputError, match="n 5 is more than the 4 images that may wait; use n 4 at most"):
         queue.submit("b", request(5), "a", 1.0)
     # Nobody's name is everybody's.
     queue.submit("c", request(6), "", 2.0)
-    with pytest.raises(QueueFull, match="9 images wait already, and 10 may") as caught:
-        queue.submit("d", request(2), "", 2.0, rate=0.5)
-    assert caught.value.retry_after == 4.0
-    with pytest.raises(QueueFull) as caught:
+    with pytest.raises(QueueFull, match="9 images wait already, and 10 may"):
+        queue.submit("d", request(2), "", 2.0)
+    with pytest.raises(QueueFull, match="9 images wait already, and 10 may"):
         queue.submit("d", request(2), "b", 2.0)
-    assert caught.value.retry_after == 5.0
     # What is done makes room.
     queue.begin("c")
     queue.finish("c", 0, "0.png", image(0))
@@ -956,21 +950,6 @@ def test_input_pictures_of_refused_jobs_are_removed(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_urgent_jobs_do_not_wait_for_a_place(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(tmp_path, max_batch=2) as service:
-            slow = await service.submit(JobRequest(prompt="slow", steps=400, n=3), "")
-            await until(lambda: service.live_jobs[slow.id].progress.get(1, 0) > 3)
-            assert len(service._dispatcher.slots[0].running) == 2
-            urgent = await service.submit(JobRequest(prompt="urgent", priority=1), "")
-            await assert_right(service, await ended(service, urgent))
-            # No place had become free meanwhile.
-            assert [one.url for one in (await service.job(slow.id, "")).images] == [None] * 3
-            await service.cancel(slow.id, "")
-
-    asyncio.run(main())
-
-
 def test_models_are_loaded_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [ModelSpec("a", "emoji-sd3"), ModelSpec("b", "emoji-dit-s"), ModelSpec("c", "emoji-sd3")]
 
@@ -1094,15 +1073,10 @@ def test_bounds_of_the_service(tmp_path: Path) -> None:
         async with serving(tmp_path, max_queue=6, max_per_owner=4) as service:
             await ended(service, await service.submit(JobRequest(prompt="fox"), ""))
             jobs = [await service.submit(JobRequest(prompt="slow", steps=200, n=2), "a") for _ in range(2)]
-            with pytest.raises(QueueFull) as caught:
+            with pytest.raises(QueueFull):
                 await service.submit(JobRequest(prompt="one too many"), "a")
-            after = caught.value.retry_after
-            assert 1.0 <= after < 60
-            began = time.monotonic()
             for job in jobs:
                 await ended(service, job, "a")
-            # It said so.
-            assert after / 8 < time.monotonic() - began + 1 < 8 * after
             await ended(service, await service.submit(JobRequest(prompt="now"), "a"), "a")
 
     asyncio.run(main())

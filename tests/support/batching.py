@@ -28,7 +28,6 @@ from ditmesh.serve.worker.protocol import (
     Finished,
     ModelFailed,
     ModelReady,
-    PictureTask,
     Start,
     Stop,
     TaskFailed,
@@ -91,8 +90,10 @@ def deadlines_of_loaded(spec: ModelSpec) -> list[float | None]:
 
 def task(id: str, prompt: str, model: str = "emoji", seed: int = 0, files: Any = None, **more: Any) -> Start:
     """A command to draw a picture of `STEPS` steps."""
-    request = JobRequest(**{"prompt": prompt, "steps": STEPS, "guidance": GUIDANCE, "seed": seed, **more})
-    return Start(PictureTask(id, model, request, 0, files or {}))
+    request = JobRequest(
+        **{"model": model, "prompt": prompt, "steps": STEPS, "guidance": GUIDANCE, "seed": seed, **more}
+    )
+    return Start(id, request, 0, files or {})
 
 
 def at_once(*starts: Start) -> Callable[[Any, Send], None]:
@@ -178,13 +179,13 @@ def staggered(name: str, config: dict[str, Any], counts: Sequence[int], truth: s
         with ditmesh.parallelized(pipe, config):
             truths = truths or [draw(call()) for call in made]
             world = ditmesh.engine_of(pipe).mesh.world
-            batcher = Batcher(pipe, template, world.all_gather_object, world.rank, world.size)
+            batcher = Batcher(pipe, template, world.all_gather_object)
             runs = [PipelineTask(copied(template), call(), n, torch.device("cpu")) for n, call in enumerate(made)]
             rounds, waited = 0, []
             while not all(run.ended for run in runs):
                 active = [run for n, run in enumerate(runs) if 2 * n <= rounds and not run.ended]
                 waited += [run.batch for run in active if not run.begun]
-                trouble = batcher.round(active, {})
+                trouble = batcher.round(active)
                 assert trouble is None, trouble
                 rounds += 1
             batcher.close()

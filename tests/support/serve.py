@@ -27,7 +27,6 @@ from ditmesh.serve.worker.protocol import (
     Load,
     ModelFailed,
     ModelReady,
-    PictureTask,
     Preview,
     Start,
     Stop,
@@ -51,7 +50,7 @@ def picture(prompt: str, seed: int, steps: int = 4) -> bytes:
 class Running:
     """A task under way."""
 
-    def __init__(self, task: PictureTask) -> None:
+    def __init__(self, task: Start) -> None:
         request = task.request
         self.task, self.step, self.steps = task, 0, request.steps or 4
         self.seed = (request.seed or 0) + task.index
@@ -156,7 +155,7 @@ def _obey(command: Any, loaded: dict[str, ModelSpec], running: dict[str, Running
         loaded.pop(command.spec.name, None)
         unloaded = tuple(list(loaded)[: max(0, len(loaded) + 1 - command.most)])
         for name in unloaded:
-            assert not any(one.task.model == name for one in running.values())
+            assert not any(one.task.request.model == name for one in running.values())
             del loaded[name]
         if command.spec.dtype == "bfloat16":
             say(ModelFailed(command.spec.name, "this model is broken", unloaded))
@@ -165,8 +164,8 @@ def _obey(command: Any, loaded: dict[str, ModelSpec], running: dict[str, Running
         card = {"pipeline": "Fake", "batching": True, "steps": 4, "inputs": ["image"]}
         say(ModelReady(command.spec.name, card, {"ulysses": 2}, "ulysses=2", unloaded))
     elif isinstance(command, Start):
-        task = command.task
-        assert task.model in loaded
+        task = command
+        assert task.request.model in loaded
         if task.request.prompt.startswith("! refuse"):
             say(TaskFailed(task.id, "invalid_request", "the pipeline cannot do that"))
             return

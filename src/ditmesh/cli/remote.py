@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import typer
 from ..errors import DitmeshError, InputError
 from ..generate.outputs import Picture
 from ..report.formatting import count
+from ..serve.types import ENDED
 from .options import InputOptions, PictureOptions
 from .show import bar
 from .values import read_prompts
@@ -31,9 +31,8 @@ TAKEN = {
     *("image", "strength", "mask", "control", "ip_image", "lora"),
     *("out", "overwrite", "as_json", "json_full", "server"),
 }
-# Images of a job; jobs that are submitted ahead of the one that is waited for; seconds for which a full server is
-# asked again.
-TOGETHER, AHEAD, PATIENCE = 8, 8, 3600.0
+# Images of a job; seconds for which a full server is asked again.
+TOGETHER, PATIENCE = 8, 3600.0
 
 
 def check_options(context: typer.Context) -> None:
@@ -148,26 +147,22 @@ def _written(
     overwrite: bool,
     tell: Any,
 ) -> tuple[list[tuple[str, Any]], list[Job]]:
-    """Submit jobs, a few ahead; returns paths and receipts of the files, and the jobs."""
+    """Submit all jobs, and wait for one after the other; returns paths and receipts of the files, and the jobs."""
     written: list[tuple[str, Any]] = []
-    waiting: deque[tuple[int, Job]] = deque()
-    done: list[Job] = []
-    left = list(reversed(parts))
+    jobs: list[Job] = []
     try:
-        while left or waiting:
-            while left and len(waiting) < AHEAD:
-                index, prompt, images = left.pop()
-                waiting.append((index, client.submit(prompt, n=images, seed=seed + index, **fields)))
-            index, job = waiting[0]
-            done.append(client.wait(job.id, tell))
-            written += _files(client, done[-1], index, out, overwrite)
-            waiting.popleft()
+        for index, prompt, images in parts:
+            jobs.append(client.submit(prompt, n=images, seed=seed + index, **fields))
+        for place, (index, _, _) in enumerate(parts):
+            jobs[place] = client.wait(jobs[place].id, tell)
+            written += _files(client, jobs[place], index, out, overwrite)
     except BaseException:
-        for _, job in waiting:
-            with contextlib.suppress(DitmeshError):
-                client.cancel(job.id)
+        for job in jobs:
+            if job.status not in ENDED:
+                with contextlib.suppress(DitmeshError):
+                    client.cancel(job.id)
         raise
-    return written, done
+    return written, jobs
 
 
 def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> Iterator[tuple[str, Receipt]]:

@@ -35,7 +35,7 @@ class ModelSpec:
         text_tokens: longest prompt in tokens; None: the pipeline's own.
         check_memory: refuse to load the model if one image of its usual size does not fit.
         memory_limit: bytes that a rank may take; None: what its device has left.
-        together: limit of the images in one call of the transformer; beyond it, less urgent ones wait or are paused.
+        together: limit of the images in one call of the transformer.
         log_prompts: libraries may quote prompts in the log.
     """
 
@@ -131,9 +131,7 @@ class ServedModel:
                 raise InputError(
                     f"{self.spec.name} takes no input of role {one.role!r} (it takes {takes}); leave it out"
                 )
-        if (request.frames or request.fps) and not self.card.video:
-            raise InputError(f"{self.spec.name} generates images, not videos; leave frames and fps out")
-        check_format(request, self.card)
+        check_output(request, self.card)
 
     def work(self, request: JobRequest) -> float:
         """Estimated work of one image, in steps × megapixels × frames."""
@@ -141,12 +139,16 @@ class ServedModel:
         return (request.steps or self.card.steps or STEPS) * side[0] * side[1] / 1e6 * (request.frames or 1)
 
 
-def check_format(request: JobRequest, card: ModelCard) -> None:
+def check_output(request: JobRequest, card: ModelCard) -> None:
     """Reject a file format, or a number of frames, that the model does not generate: pipelines would change it.
+
+    The server does so for a model that is loaded, and the ranks in any case: before, the card is not known.
 
     Raises:
         InputError: one sentence.
     """
+    if (request.frames or request.fps) and not card.video:
+        raise InputError(f"{card.id} generates images, not videos; leave frames and fps out")
     if request.format == ("jpeg" if card.video else "mp4"):
         made, use = ("videos", "mp4, png or webp") if card.video else ("images", "png, jpeg or webp")
         raise InputError(f"{card.id} makes {made}, which are no {request.format.upper()}; ask for format {use}")

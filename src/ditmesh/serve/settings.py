@@ -41,7 +41,6 @@ class ApiSettings(BaseModel):
         max_input_pixels: of an input image.
         rate: jobs a minute that a key (without keys: an address) may submit; 0: any number.
         cancel_on_disconnect: a client of the OpenAI endpoints that goes away cancels its job.
-        come_back: seconds for which a job of a request with an ``Idempotency-Key`` goes on without its client.
         keep_alive: seconds of silence after which a stream says that it is alive.
         state_interval: seconds between two states of a stream of server states, at least.
         retry_after: seconds after which a client of a server that is not ready may ask again.
@@ -69,7 +68,6 @@ class ApiSettings(BaseModel):
     max_input_pixels: int = Field(default=2**24, ge=1)
     rate: float = Field(default=0.0, ge=0)
     cancel_on_disconnect: bool = True
-    come_back: float = Field(default=10.0, ge=0)
     keep_alive: float = Field(default=15.0, gt=0)
     state_interval: float = Field(default=0.25, gt=0)
     retry_after: float = Field(default=5.0, gt=0)
@@ -87,7 +85,7 @@ class ServiceSettings(BaseModel):
         device, threads, timeout: as of `RankPool`; ``threads`` default: all cores shared out to all ranks.
         launcher: by name; see `launch.launcher`. It has to be `Conversing`.
         max_queue: images that wait; max_per_owner, weights: see `Queue`.
-        max_batch: tasks that a replica runs at a time, and as many that pause for more urgent ones.
+        max_batch: tasks that a replica runs at a time.
         max_loaded: models that a replica holds at a time.
         keep: seconds for which results are kept.
         max_history: ended jobs that are remembered, with their results; the oldest are forgotten early beyond that.

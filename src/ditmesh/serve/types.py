@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, PictureRequest
+from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, FieldError, PictureRequest, parse_size
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 # A job with one of these statuses has ended.
@@ -29,13 +29,30 @@ class Adapter(BaseModel):
 
 
 class Input(BaseModel):
-    """An input image or video that the server stores under its SHA-256."""
+    """An input image: sent as a data URL, or on the server already, which stores it under its SHA-256."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: InputRole
-    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    digest: str = Field(default="", pattern="^([0-9a-f]{64})?$")
+    data: str = Field(
+        default="", exclude=True, repr=False, description="A data URL: `data:image/png;base64,…` (or jpeg, webp)"
+    )
     scale: FiniteFloat = 1.0
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Input:
+        if bool(self.digest) == bool(self.data):
+            raise ValueError("an input has either data or a digest; send one of them")
+        return self
+
+
+# "auto": the size of the input image, else the pipeline's default.
+Size = Annotated[
+    str,
+    # Only described: `parse_size` reads it, as for the command line.
+    Field(examples=["1024x1024"], json_schema_extra={"pattern": "^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"}),
+]
 
 
 class JobRequest(PictureRequest):
@@ -49,7 +66,8 @@ class JobRequest(PictureRequest):
         model: one of the server's; empty: its first.
         loras: adapters that are on for this job alone.
         inputs: input images.
-        priority: of jobs with the same key those of a higher one go first, and pause lower ones at the next step.
+        size: ``"1024x768"`` stands for width and height.
+        priority: of jobs with the same key those of a higher one begin first.
         deadline_ms: milliseconds from its acceptance in which its results are wanted: of jobs with the same key and
             priority the one with the earliest deadline begins first, until that has passed. None: it is patient.
         previews: every how many steps a preview is made; 0: never.
@@ -67,6 +85,25 @@ class JobRequest(PictureRequest):
     deadline_ms: int | None = Field(default=None, ge=1, le=MOST_DEADLINE)
     previews: int = Field(default=0, ge=0, le=MOST_STEPS)
     format: Format = "png"
+    size: Size | None = Field(
+        default=None, exclude=True, description="WIDTHxHEIGHT, in the place of `width` and `height`"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_size(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict) or not isinstance(size := fields.get("size"), str):
+            return fields
+        rest = {name: value for name, value in fields.items() if name != "size"}
+        if size == "auto":
+            return rest
+        try:
+            width, height = parse_size(size) or (None, None)
+        except FieldError as error:
+            raise FieldError("size", "{}", error.spelled(lambda _: "size")) from None
+        if rest.get("width", width) != width or rest.get("height", height) != height:
+            raise FieldError("size", "size {!r} contradicts width and height; leave one of them out", size)
+        return rest | {"width": width, "height": height}
 
 
 class JobImage(BaseModel):
@@ -100,7 +137,7 @@ class Job(BaseModel):
         created, started, finished, expires: seconds since 1970; ``expires``: when its results are deleted.
         position: number of jobs before it while it is queued, from 0.
         step, steps: denoising steps of all its images that are done, and that there are.
-        eta: seconds until it is done, as far as that can be told.
+        eta: seconds until it is done, while it runs.
         attempt: from 1; ranks that fail in the middle of a job begin it again once.
     """
 

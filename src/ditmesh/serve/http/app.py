@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import html
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -15,18 +14,18 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from ..._version import __version__
 from ...errors import DitmeshError
 from ..settings import ApiSettings
-from ..types import EventName, Job, ModelCard, ServerState, Status
+from ..types import EventName, Job, JobRequest, ModelCard, ServerState, Status
 from . import openai, videos
-from .bodies import Bodies, JsonRoute
+from .bodies import Bodies, add_schemas, body_schema, read_body
 from .errors import Refused, described, error_response, wait_header
 from .guard import RequestGuard
-from .intake import IdempotencyHeader, JobBody, JobId, Server, file_response, logged_job_id, result_file
+from .intake import IdempotencyHeader, JobId, Server, file_response, logged_job_id, result_file
 from .keys import Keys, Limiter
 from .logs import JobWatch
 from .metrics import Metrics
@@ -71,13 +70,19 @@ def stream_of(*names: str) -> dict[int | str, dict[str, Any]]:
 
 # --- jobs
 
-jobs = APIRouter(prefix="/v1", tags=["jobs"], route_class=JsonRoute)
+jobs = APIRouter(prefix="/v1", tags=["jobs"])
 
 
-@jobs.post("/jobs", status_code=202, responses=OF_SUBMISSION, summary="Submit a job")
-async def post_job(request: Request, body: JobBody, key: IdempotencyHeader = None) -> Job:
+@jobs.post(
+    "/jobs",
+    status_code=202,
+    responses=OF_SUBMISSION,
+    summary="Submit a job",
+    openapi_extra=body_schema(JobRequest),
+)
+async def post_job(request: Request, key: IdempotencyHeader = None) -> Job:
     """Submit a job and return immediately. An accepted job is on disk and survives a restart."""
-    return await request.app.state.server.submitted(body, request, key=key)
+    return await request.app.state.server.accept(await read_body(request, JobRequest), request, key=key)
 
 
 @jobs.get("/jobs", responses=described(401), summary="Jobs")
@@ -227,28 +232,6 @@ async def get_metrics(request: Request) -> Response:
     return Response(request.app.state.server.metrics.page(), media_type="text/plain; version=1.0.0; charset=utf-8")
 
 
-@about.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> HTMLResponse:
-    """The endpoints as a page, made from /openapi.json without anything from elsewhere."""
-    return HTMLResponse(_as_html(request.app.openapi()))
-
-
-def _as_html(schema: dict[str, Any]) -> str:
-    lines = []
-    for path, operations in schema["paths"].items():
-        for method, operation in operations.items():
-            said = html.escape(operation.get("description", ""))
-            statuses = ", ".join(sorted(operation["responses"]))
-            lines.append(
-                f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{said}</p><p>Answers: {statuses}</p>"
-            )
-    title = f"ditmesh {html.escape(schema['info']['version'])}"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>'
-        f'<p>All of it, with every field: <a href="/openapi.json">/openapi.json</a></p>{"".join(lines)}</html>'
-    )
-
-
 # --- the application
 
 
@@ -341,6 +324,7 @@ def _openapi(app: FastAPI, keys: bool) -> dict[str, Any]:
                     operation["security"] = [{"key": []}]
         for unused in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(unused, None)
+        add_schemas(schema["components"]["schemas"], JobRequest, openai.ImageRequest, videos.VideoRequest)
         if keys:
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         app.openapi_schema = schema

@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
-from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope
 
 from ...errors import did_you_mean
 from ...report.formatting import enumerated
 from ..settings import ApiSettings
-from .errors import Refused, wait_header
+from .errors import Refused, refusal_response, wait_header
+
+Model = TypeVar("Model", bound=BaseModel)
 
 # Maximum bytes of JSON without images.
 MOST_OF_WORDS = 1024 * 1024
 # Characters that make a parser allocate: 3 million small fields take gigabytes and a minute. Of a request's own fields
 # there are hundreds; texts may have any number of them, quoted.
 STRUCTURE, OWN = b'",[{\\', 4096
-# Maximum members of an object or a list.
-MOST_MEMBERS = 64
 # Maximum number of unknown fields that an error names.
 MAX_NAMED_FIELDS = 3
-
-
-# Fields with a limit set by the operator: the setting, and the counted value.
-LIMITED = {
-    "n": ("max_images", "results"),
-    "steps": ("max_steps", "steps"),
-    "frames": ("max_frames", "frames"),
-    "prompt": ("max_prompt", "characters"),
-    "negative_prompt": ("max_prompt", "characters"),
-}
 
 
 class Bodies:
@@ -75,34 +61,29 @@ class Bodies:
             del self._of[who]
 
 
-def max_structure(settings: ApiSettings) -> int:
-    """Maximum `STRUCTURE` characters of a request: its own, and those of two prompts with any escapes."""
-    return OWN + 2 * 4 * settings.max_prompt
-
-
-async def read_json(request: Request, known: Collection[str], most: int, settings: ApiSettings) -> dict[str, Any]:
+async def read_body(request: Request, kind: type[Model]) -> Model:
     """The object in a request's body.
 
-    Args:
-        request: with a body that has not been read yet.
-        known: names of its fields.
-        most: bytes of it.
-
     Raises:
-        Refused: it is too large, no JSON object, or has fields that are not known.
+        Refused: it is too large, no JSON object, or a field is wrong.
     """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        message = f"the body is {kind[:80]!r}; send one JSON object with Content-Type: application/json"
+    settings: ApiSettings = request.app.state.server.settings
+    known = kind.model_fields
+    most = settings.max_body if "inputs" in known else min(MOST_OF_WORDS, settings.max_body)
+    media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
+        message = f"the body is {media[:80]!r}; send one JSON object with Content-Type: application/json"
         raise Refused(400, message, "invalid_json")
     data, structure = bytearray(), 0
+    # A request's own marks, and those of two prompts with any escapes.
+    most_structure = OWN + 2 * 4 * settings.max_prompt
     try:
         async for piece in request.stream():
             data += piece
             structure += sum(piece.count(one) for one in STRUCTURE)
             if len(data) > most:
                 raise Refused(413, f"the request's body has more than {most} bytes; send a smaller one")
-            if structure > max_structure(settings):
+            if structure > most_structure:
                 raise Refused(400, "the body has more fields and marks than any request; send fewer", "invalid_json")
     except ClientDisconnect:
         raise Refused(400, "the body did not come whole; send it again") from None
@@ -110,30 +91,40 @@ async def read_json(request: Request, known: Collection[str], most: int, setting
     fields = _parsed(data) if len(data) < MOST_OF_WORDS else await asyncio.to_thread(_parsed, data)
     if not isinstance(fields, dict):
         raise Refused(400, "the body is no JSON object; send one", "invalid_json")
-    unknown = [name for name in fields if name not in known]
-    if unknown:
-        raise unknown_fields(unknown, known)
-    _check_members(fields)
-    # Before the fields' own limits, which are wider and do not mention this server.
-    check_limits(fields, settings)
-    return fields
+    # Before pydantic, which makes an error of each.
+    if unknown := [name for name in fields if name not in known]:
+        raise _unknown_fields(unknown, known)
+    return validated(kind, fields)
 
 
-def check_limits(fields: Mapping[str, Any], settings: ApiSettings) -> None:
-    """Reject values beyond the operator's limits, in a request's fields or in its JSON.
+def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
+    """A model from those fields that are not None.
 
     Raises:
-        Refused: naming the field.
+        Refused: a field is wrong.
     """
-    for name, (setting, what) in LIMITED.items():
-        asked, most = fields.get(name), getattr(settings, setting)
-        asked = len(asked) if isinstance(asked, str) else asked
-        if isinstance(asked, int) and asked > most:
-            raise Refused(400, f"{name}: {asked} {what} are more than this server's {most}; use fewer", param=name)
+    try:
+        return kind.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise refusal_response(error) from None
 
 
-def unknown_fields(unknown: Collection[str], known: Collection[str]) -> Refused:
-    """The error message for fields that do not exist."""
+def body_schema(kind: type[BaseModel], form: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The OpenAPI description of a request body in JSON, or as a form; `add_schemas` describes the fields."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}Body"}}}
+    forms = {} if form is None else {"multipart/form-data": {"schema": form}}
+    return {"requestBody": {"required": True, "content": content | forms}}
+
+
+def add_schemas(components: dict[str, Any], *kinds: type[BaseModel]) -> None:
+    """Add the fields of request bodies to an OpenAPI description: answers may have models of the same names."""
+    for kind in kinds:
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}Body")
+        models = schema.pop("$defs", {}) | {kind.__name__: schema}
+        components.update({f"{name}Body": model for name, model in models.items()})
+
+
+def _unknown_fields(unknown: Collection[str], known: Collection[str]) -> Refused:
     names = enumerated((repr(name[:80]) for name in unknown), MAX_NAMED_FIELDS, "more")
     first = next(iter(unknown))[:80]
     means = did_you_mean(first, known) if len(unknown) == 1 else ""
@@ -146,57 +137,3 @@ def _parsed(data: bytes | bytearray) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         raise Refused(400, "the body is not JSON; send one JSON object", "invalid_json") from None
-
-
-def _check_members(fields: Mapping[str, Any]) -> None:
-    """Reject a value that would produce an error for each of its members."""
-    left: list[tuple[str, Any]] = [*fields.items()]
-    while left:
-        name, value = left.pop()
-        if isinstance(value, (dict, list)):
-            if len(value) > MOST_MEMBERS:
-                raise Refused(400, f"{name}: it has {len(value)} members; use {MOST_MEMBERS} at most", param=name)
-            left += [(name, one) for one in (value.values() if isinstance(value, dict) else value)]
-
-
-class JsonRoute(APIRoute):
-    """A route with an optional body that `read_json` reads."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """As FastAPI's."""
-        handler, body = super().get_route_handler(), _body_of(self.endpoint)
-        if body is None:
-            return handler
-        known = body.model_fields
-
-        async def read(request: Request) -> Response:
-            settings: ApiSettings = request.app.state.server.settings
-            most = settings.max_body if "inputs" in known else min(MOST_OF_WORDS, settings.max_body)
-            fields = await read_json(request, known, most, settings)
-            return await handler(ReadRequest(request.scope, request.receive, fields))
-
-        return read
-
-
-def _body_of(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
-    """The model of an endpoint's body."""
-    hints = typing.get_type_hints(endpoint)
-    found = (hint for name, hint in hints.items() if name != "return" and isinstance(hint, type))
-    return next((hint for hint in found if issubclass(hint, BaseModel)), None)
-
-
-class ReadRequest(Request):
-    """A request with its JSON read."""
-
-    def __init__(self, scope: Scope, receive: Receive, fields: dict[str, Any]) -> None:
-        headers = [one for one in scope["headers"] if one[0] != b"content-type"]
-        super().__init__({**scope, "headers": [*headers, (b"content-type", b"application/json")]}, receive)
-        self._fields = fields
-
-    async def body(self) -> bytes:
-        """A nonempty placeholder: `json` returns the parsed body."""
-        return b"{}"
-
-    async def json(self) -> Any:
-        """The object."""
-        return self._fields

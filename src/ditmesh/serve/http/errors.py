@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from ...errors import DitmeshError, InputError
+from ...request import FieldError
 from ..errors import KeyReused, NoRanks, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
 
 
@@ -64,8 +65,6 @@ MEANINGS: dict[int, tuple[str, str, str]] = {
     408: ("The request did not come in time", "invalid_request_error", "timeout"),
     409: ("The job was cancelled, or the Idempotency-Key belongs to another request", "conflict_error", "cancelled"),
     413: ("The request's body is too large", "invalid_request_error", "body_too_large"),
-    431: ("The request's header is too large", "invalid_request_error", "header_too_large"),
-    505: ("Another version of HTTP", "invalid_request_error", "http_version"),
     429: ("Too many jobs; Retry-After says when to ask again", "rate_limit_error", "rate_limit_exceeded"),
     500: ("The server or the job has failed; the code names the cause", "server_error", "internal"),
     503: ("Not ready, or about to stop; Retry-After says when to ask again", "server_error", "unavailable"),
@@ -128,45 +127,15 @@ def wait_header(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
-# Pydantic's message about a field, as a sentence that ends with the way out; {input} is what was sent.
-FIELD_ERRORS = {
-    "missing": "it is missing; send it",
-    "extra_forbidden": "there is no such field; leave it out",
-    "greater_than_equal": "{input} is too small; use {ge} or more",
-    "greater_than": "{input} is too small; use more than {gt}",
-    "less_than_equal": "{input} is too large; use {le} or less",
-    "less_than": "{input} is too large; use less than {lt}",
-    "string_too_short": "it has too few characters; use {min_length} or more",
-    "string_too_long": "it has too many characters; use {max_length} or fewer",
-    "too_long": "it has too many entries; use {max_length} or fewer",
-    "int_type": "{input} is not a whole number; use one",
-    "int_parsing": "{input} is not a whole number; use one",
-    "int_from_float": "{input} is not a whole number; use one",
-    "float_type": "{input} is not a number; use one",
-    "float_parsing": "{input} is not a number; use one",
-    "finite_number": "{input} is not a finite number; use one",
-    "string_type": "{input} is not a text; use one",
-    "literal_error": "{input} is none of {expected}; use one of them",
-    "model_attributes_type": "the body is not JSON; send one JSON object with Content-Type: application/json",
-}
-
-
-def _sentence(problem: Any) -> str:
-    known = FIELD_ERRORS.get(problem["type"])
-    if known is not None:
-        given = repr(problem.get("input"))
-        given = given if len(given) <= 80 else f"{given[:77]}..."
-        return known.format(**(problem.get("ctx") or {}), input=given)
-    said = problem["msg"].removeprefix("Value error, ")
-    return f"{said[:1].lower()}{said[1:]}"[:1000]
-
-
 def _invalid(problems: Sequence[Any]) -> Refused:
     first = problems[0]
-    if first["type"] == "json_invalid":
-        return Refused(400, "the body is not JSON; send one JSON object", "invalid_json")
+    if isinstance(error := (first.get("ctx") or {}).get("error"), FieldError):
+        return Refused(400, error.spelled(lambda name: name), param=error.field)
     # The location in the body, and the alternative of a union, do not help a client.
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
-    param = ".".join(part for part in place if not part.startswith(("tuple[", "Input")))[:200]
-    said = _sentence(first)
-    return Refused(400, f"{param}: {said}" if param else said, param=param or None)
+    param = ".".join(place)[:200]
+    message, value = first["msg"].removeprefix("Value error, "), repr(first.get("input"))
+    message = f"{message[:1].lower()}{message[1:]}"[:1000]
+    if first["type"] not in ("missing", "value_error", "too_long"):
+        message = f"{message}, not {value if len(value) <= 80 else f'{value[:77]}...'}"
+    return Refused(400, f"{param}: {message}" if param else message, param=param or None)

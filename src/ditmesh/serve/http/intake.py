@@ -6,50 +6,41 @@ import asyncio
 import hashlib
 import os
 import re
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Header, Path
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from ...errors import DitmeshError, InputError
-from ...request import FieldError, parse_size
+from ...errors import DitmeshError
 from ..errors import IdempotencyKey, UnknownJob
 from ..queue.storage import storage_error
 from ..settings import ApiSettings
-from ..types import Input, InputRole, Job, JobRequest, ModelCard
-from .bodies import LIMITED, check_limits
+from ..types import Input, Job, JobRequest, ModelCard
 from .errors import Refused, refusal_response, wait_header
 from .keys import Limiter
 from .logs import JobWatch
 from .metrics import Metrics
-from .streams import ended
 from .uploads import Uploads, from_data_url
 
 if TYPE_CHECKING:
     from ..service import Service
 
-Model = TypeVar("Model", bound=BaseModel)
-
 # A file in OpenAPI.
 FILE = {"type": "string", "format": "binary"}
+# Fields with a limit set by the operator: the setting, and the counted value.
+LIMITED = {
+    "n": ("max_images", "results"),
+    "steps": ("max_steps", "steps"),
+    "frames": ("max_frames", "frames"),
+    "prompt": ("max_prompt", "characters"),
+    "negative_prompt": ("max_prompt", "characters"),
+}
 JOB_ID = re.compile(r"job_[0-9a-f]{32}")
 JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
-# "auto": the size of the input image, else the pipeline's default.
-Size = Annotated[
-    str,
-    # Only described: `sized` parses it, as the command line does.
-    Field(examples=["1024x1024"], json_schema_extra={"pattern": "^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"}),
-]
-
-
 IdempotencyHeader = Annotated[
     str | None,
     Header(
@@ -59,23 +50,6 @@ IdempotencyHeader = Annotated[
         "for as long as that is remembered",
     ),
 ]
-
-
-class InputData(BaseModel):
-    """An input image in the request."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    role: InputRole
-    data: str = Field(description="A data URL: `data:image/png;base64,…` (or jpeg, webp)")
-    scale: FiniteFloat = 1.0
-
-
-class JobBody(JobRequest):
-    """A `JobRequest` that also accepts the size as ``"1024x768"`` and images as data URLs."""
-
-    size: Size | None = Field(default=None, description="WIDTHxHEIGHT, in the place of `width` and `height`")
-    inputs: tuple[Input | InputData, ...] = Field(default=(), max_length=8)  # type: ignore[assignment]
 
 
 @dataclass
@@ -96,9 +70,6 @@ class Server:
     grace: float = 0.0
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: bool = False
-    # Requests that wait for a job's end, by its id; and tasks that cancel jobs without a waiting client.
-    _waiting: Counter[str] = field(default_factory=Counter)
-    _leaving: set[asyncio.Future[None]] = field(default_factory=set)
     _stopped: asyncio.Future[None] | None = None
 
     async def stop(self, grace: float | None = None) -> None:
@@ -116,8 +87,6 @@ class Server:
             await self.backend.stop(grace)
         finally:
             self.closing.set()
-            for task in list(self._leaving):
-                await ended(task)
             await self.watch.close()
 
     def model(self, name: str) -> ModelCard:
@@ -140,19 +109,14 @@ class Server:
         request: JobRequest,
         caller: Request,
         videos: bool | None = None,
-        inputs: Callable[[list[str]], Awaitable[tuple[Input, ...]]] | None = None,
         key: str | None = None,
-        usual_format: bool = False,
     ) -> Job:
         """Submit a job, or find the job of a repeated request.
 
         Args:
             caller: the HTTP request.
             videos: the endpoint is for videos alone, for images alone, or (None) for both.
-            inputs: decodes and keeps the input images, when all else is allowed; called with a list that takes the
-                digests of those it keeps.
             key: the request's ``Idempotency-Key``.
-            usual_format: the format is the usual one, of videos MP4.
 
         Raises:
             Refused: it is not allowed.
@@ -161,13 +125,11 @@ class Server:
         owner: str = caller.state.owner
         kept: list[str] = []
         try:
-            card = self._allowed(request, caller, videos)
+            card = self._check(request, caller, videos)
             # The receipt, the metrics and the log use the model's real name.
-            more: dict[str, Any] = {"model": card.id}
-            if usual_format and (videos or card.video):
+            more: dict[str, Any] = {"model": card.id, "inputs": await self._stored(request.inputs, kept)}
+            if "format" not in request.model_fields_set and (videos or card.video):
                 more["format"] = "mp4"
-            if inputs is not None:
-                more["inputs"] = await inputs(kept)
             request = request.model_copy(update=more)
             repeatable = None
             if key is not None:
@@ -189,7 +151,7 @@ class Server:
         caller.state.received()
         return job
 
-    def _allowed(self, request: JobRequest, caller: Request, videos: bool | None) -> ModelCard:
+    def _check(self, request: JobRequest, caller: Request, videos: bool | None) -> ModelCard:
         """The card of the model of a request that the server's limits allow."""
         if self.stopping:
             raise Refused(503, "the server is about to stop; ask again", headers=wait_header(self.settings.retry_after))
@@ -199,112 +161,51 @@ class Server:
             made, other = ("videos", "/v1/videos") if card.video else ("images", "/v1/images/generations")
             message = f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs"
             raise Refused(400, message, "wrong_model", "model")
-        self._check(request, card)
+        self._check_limits(request, card)
         if wait := self.limiter.wait(caller.state.owner or (caller.client.host if caller.client else "")):
             message = f"more than {self.settings.rate:g} jobs a minute; ask again in {wait:.0f} seconds"
             raise Refused(429, message, headers=wait_header(wait))
         return card
 
-    @asynccontextmanager
-    async def waiting(self, job: Job) -> AsyncIterator[None]:
-        """Register a request that waits for a job's end."""
-        self._waiting[job.id] += 1
-        try:
-            yield
-        finally:
-            self._waiting[job.id] -= 1
-            if not self._waiting[job.id]:
-                del self._waiting[job.id]
-
-    async def client_gone(self, job: Job, owner: str, key: str | None) -> None:
-        """Cancel a job after its client has disconnected.
-
-        With an ``Idempotency-Key`` it may come back to it: the job is cancelled when no client has after a while.
-        """
-        if not self.settings.cancel_on_disconnect or self.stopping:
-            return
-        if key is None:
-            await self.backend.cancel(job.id, owner)
-            return
-        task = asyncio.ensure_future(self._cancel_unless_back(job, owner))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
-
-    async def _cancel_unless_back(self, job: Job, owner: str) -> None:
-        await asyncio.sleep(self.settings.come_back)
-        if job.id not in self._waiting:
-            # It may have expired; a full disk lets it run.
-            with suppress(DitmeshError):
-                await self.backend.cancel(job.id, owner)
-
-    async def submitted(
-        self, body: JobBody, caller: Request, videos: bool | None = None, key: str | None = None
-    ) -> Job:
-        """Submit a job from its JSON form; see `accept`."""
-        fields = sized(body.size, body.model_dump(exclude={"size", "inputs"}, exclude_none=True))
-        request = validated(JobRequest, {name: fields[name] for name in fields if name in JobRequest.model_fields})
-        usual = "format" not in body.model_fields_set
-        return await self.accept(request, caller, videos, partial(self.inputs, body.inputs), key, usual)
-
-    def _check(self, request: JobRequest, card: ModelCard) -> None:
-        limits = self.settings
+    def _check_limits(self, request: JobRequest, card: ModelCard) -> None:
+        """Reject what the operator does not allow."""
+        for name, (setting, what) in LIMITED.items():
+            asked, most = getattr(request, name), getattr(self.settings, setting)
+            asked = len(asked) if isinstance(asked, str) else asked
+            if asked is not None and asked > most:
+                raise Refused(400, f"{name}: {asked} {what} are more than this server's {most}; use fewer", param=name)
         size = request.width or card.width or 0, request.height or card.height or 0
-        check_limits(request.model_dump(include=set(LIMITED)), limits)
         # The pipeline's own size is the operator's choice.
-        if (request.width or request.height) and prod(size) > limits.max_pixels:
-            raise Refused(
-                400,
-                f"size {size[0]}x{size[1]} has more than this server's {limits.max_pixels} pixels; use a smaller one",
-                param="size",
-            )
+        if (request.width or request.height) and prod(size) > self.settings.max_pixels:
+            most = self.settings.max_pixels
+            message = f"size {size[0]}x{size[1]} has more than this server's {most} pixels; use a smaller one"
+            raise Refused(400, message, param="size")
 
-    async def inputs(self, given: Sequence[Input | InputData], kept: list[str]) -> tuple[Input, ...]:
-        """A job's input images; images in the request are stored, with their digests in ``kept``.
+    async def _stored(self, given: Sequence[Input], kept: list[str]) -> tuple[Input, ...]:
+        """A job's inputs after images in the request are stored, whose digests go into ``kept``.
 
         Raises:
-            Refused: one of them is no image.
+            Refused: one of them is no image, or a mask has another size than its image.
         """
-        found = []
-        for number, one in enumerate(given):
-            if isinstance(one, InputData):
-                name = f"inputs.{number}.data"
-                png, _ = await self.uploads.png(from_data_url(one.data, name), name, one.role == "mask")
-                one = Input(role=one.role, digest=await self.backend.put_input(png), scale=one.scale)
-                kept.append(one.digest)
-            found.append(one)
-        return tuple(found)
+        stored: list[Input] = []
+        sizes: dict[str, tuple[int, int]] = {}
+        for sent in given:
+            if sent.data:
+                data = from_data_url(sent.data, sent.role)
+                png, sizes[sent.role] = await self.uploads.png(data, sent.role, sent.role == "mask")
+                kept.append(await self.backend.put_input(png))
+                sent = Input(role=sent.role, digest=kept[-1], scale=sent.scale)
+            stored.append(sent)
+        if len({sizes[role] for role in ("image", "mask") if role in sizes}) > 1:
+            (width, height), (across, down) = sizes["image"], sizes["mask"]
+            message = f"mask: it has {across}x{down} pixels and the image {width}x{height}; use one size"
+            raise Refused(400, message, param="mask")
+        return tuple(stored)
 
-
-def sized(size: str | None, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a request with the width and height of ``"1024x768"``.
-
-    Raises:
-        Refused: it is no size.
-        InputError: it says something else than these fields.
-    """
-    found = dict(request)
-    try:
-        given = None if size == "auto" else parse_size(size)
-    except FieldError as error:
-        raise Refused(400, error.spelled(lambda _: "size"), param="size") from None
-    if given is None:
-        return found
-    width, height = given
-    if found.get("width", width) != width or found.get("height", height) != height:
-        raise InputError(f"size {size!r} contradicts width and height; leave one of them out")
-    return found | {"width": width, "height": height}
-
-
-def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
-    """A model from those fields that are not None.
-
-    Raises:
-        Refused: a field is wrong.
-    """
-    try:
-        return kind.model_validate({name: value for name, value in fields.items() if value is not None})
-    except ValidationError as error:
-        raise refusal_response(error) from None
+    async def client_gone(self, job: Job, owner: str, key: str | None) -> None:
+        """Cancel a job whose client has disconnected. With an ``Idempotency-Key`` it may come back: the job goes on."""
+        if self.settings.cancel_on_disconnect and not self.stopping and key is None:
+            await self.backend.cancel(job.id, owner)
 
 
 def logged_job_id(id: str, request: Request) -> str:

@@ -7,8 +7,8 @@ import hmac
 import os
 import re
 import secrets
-import threading
 import time
+from collections import deque
 from pathlib import Path
 
 from ...core.files import written_whole
@@ -17,6 +17,8 @@ from ...errors import InputError
 # Keys are 256 random bits, too many to be tried out: one round of SHA-256 hides them as well as a slow hash would.
 PREFIX = "dm-"
 LINE = re.compile(r"(?P<hash>[0-9a-f]{64})(?:\s+(?P<name>\S.*))?")
+# Clients whose latest jobs are remembered before those of long ago are forgotten.
+MOST_CLIENTS = 10_000
 # Seconds between two checks whether the file has changed.
 RELOAD_SECONDS = 1.0
 
@@ -137,7 +139,7 @@ class Keys:
 
 
 class Limiter:
-    """A limit of jobs a minute per client: a token bucket with the jobs of one minute.
+    """A limit of jobs in any minute per client.
 
     Args:
         rate: jobs a minute; 0: any number.
@@ -145,26 +147,19 @@ class Limiter:
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
-        self._capacity = max(1.0, rate)
-        # Tokens left, and the time of that count.
-        self._buckets: dict[str, tuple[float, float]] = {}
-        self._lock = threading.Lock()
+        self._seconds = 60.0 if rate >= 1 or not rate else 60.0 / rate
+        # By client, when its latest jobs came.
+        self._times: dict[str, deque[float]] = {}
 
     def wait(self, who: str) -> float:
-        """Take one; 0 when there was one, else the seconds until there is."""
+        """Count a job, or return the seconds until there may be one."""
         if not self._rate:
             return 0.0
         now = time.monotonic()
-        with self._lock:
-            left = self._left(who, now)
-            if len(self._buckets) > 10_000:
-                # Full buckets are dropped.
-                self._buckets = {one: b for one, b in self._buckets.items() if self._left(one, now) < self._capacity}
-            if left < 1:
-                return (1 - left) * 60 / self._rate
-            self._buckets[who] = left - 1, now
-            return 0.0
-
-    def _left(self, who: str, now: float) -> float:
-        left, when = self._buckets.get(who, (self._capacity, now))
-        return min(self._capacity, left + (now - when) * self._rate / 60)
+        if len(self._times) > MOST_CLIENTS:
+            self._times = {one: times for one, times in self._times.items() if times[-1] > now - self._seconds}
+        times = self._times.setdefault(who, deque(maxlen=max(1, int(self._rate))))
+        if len(times) == times.maxlen and (wait := times[0] + self._seconds - now) > 0:
+            return wait
+        times.append(now)
+        return 0.0

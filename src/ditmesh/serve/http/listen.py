@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ...errors import InputError, ServerError
-from .connections import LONGEST_HEADER, Acceptor, ClientConnection, ConnectionLimits, Connections
+from .connections import BACKLOG, LONGEST_HEADER, ConnectionLimits, LimitedConnection, LimitedRequests
 from .intake import Server
 from .streams import ended
 
@@ -84,24 +85,27 @@ class HttpServer(uvicorn.Server):
         limits: ConnectionLimits | None = None,
         ready: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        self._server: Server = app.state.server
+        # Before the ranks start, because they inherit the process's descriptor limit.
+        self._limits = limits or ConnectionLimits.of_process(self._server.settings.max_connections)
+        protocol: Any = partial(LimitedConnection, self._limits)
         super().__init__(
             uvicorn.Config(
-                app,
+                LimitedRequests(app, self._limits),
                 # Not here: a start error of the backend is raised as it is, and the backend stops first.
                 lifespan="off",
                 log_config=log_config,
                 access_log=False,
                 server_header=False,
                 # Always h11, whichever parsers are installed: it limits headers and rejects ambiguous requests.
-                http=ClientConnection,
+                http=protocol,
                 h11_max_incomplete_event_size=LONGEST_HEADER,
+                backlog=self._limits.at_once,
                 ws="none",
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
             )
         )
-        self._server: Server = app.state.server
-        self._grace, self._up, self._leave = grace, up, leave
-        self._limits, self._ready = limits, ready
+        self._grace, self._up, self._leave, self._ready = grace, up, leave, ready
 
     async def run_on(self, listening: socket.socket) -> None:
         """Start the backend, serve on a bound socket, and stop.
@@ -122,11 +126,8 @@ class HttpServer(uvicorn.Server):
                 await asyncio.sleep(READY_POLL_SECONDS)
             self._ready(time.monotonic() - began)
 
-        # Before the ranks start, because they inherit the process's descriptor limit.
-        limits = self._limits or ConnectionLimits.of_process(self._server.settings.max_connections)
-        self._connections = Connections(limits)
         await backend.start()
-        watching = [asyncio.ensure_future(each) for each in (watch(), self._connections.watch(), tell_ready())]
+        watching = [asyncio.ensure_future(each) for each in (watch(), self._limits.watch(), tell_ready())]
         try:
             await self.serve(sockets=[listening])
         finally:
@@ -139,19 +140,10 @@ class HttpServer(uvicorn.Server):
             raise ServerError(failed)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which has asyncio accept connections without a bound."""
-        await self.lifespan.startup()
-
-        def make() -> ClientConnection:
-            return ClientConnection(
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-                registry=self._connections,
-            )
-
-        self.servers: list[Any] = [Acceptor(one, self._connections, make) for one in sockets or []]
-        self.started = True
+        """As uvicorn's; then the system may queue more connections than asyncio accepts at once."""
+        await super().startup(sockets)
+        for listening in sockets or []:
+            listening.listen(BACKLOG)
         self._up()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

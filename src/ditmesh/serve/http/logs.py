@@ -76,7 +76,7 @@ def log_config(form: LogFormat, level: str, prompts: bool = False) -> dict[str, 
         form, prompts: see `LineFormatter`.
         level: of our own messages.
     """
-    loggers = {"ditmesh": level, "uvicorn": "WARNING", "uvicorn.error": "WARNING", "asyncio": "WARNING"}
+    loggers = {"ditmesh": level, "uvicorn": "ERROR", "uvicorn.error": "ERROR", "asyncio": "WARNING"}
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -138,31 +138,21 @@ class JobWatch:
             self._metrics.restarts.inc()
             facts |= event.data | {"reason": self._unquoted(job, event.data.get("reason", ""))}
         elif event.event == "image":
-            self._tell_notes(job, event)
+            for note in event.data.get("notes", ()):
+                logger.info("%s", note, extra={"facts": facts})
         elif event.event in ENDED:
-            error = event.data.get("error") or {}
             self._metrics.ended.labels(event.event).inc()
             self._metrics.working.observe(seconds)
-            if "code" in error:
+            facts["seconds"] = round(seconds, 4)
+            if error := event.data.get("error"):
                 self._metrics.failures.labels(error["code"]).inc()
-            facts |= {"seconds": round(seconds, 4)}
-            facts |= self._error_facts(job, error)
+                facts["error_code"] = error["code"]
+                # What is wrong with a request may quote it.
+                if error["code"] != "invalid_request" or self._log_prompts:
+                    facts["error_message"] = self._unquoted(job, error["message"])
         if event.event not in ("queued", "step", "preview", "image"):
             level = logging.WARNING if event.event in ("failed", "restarted") else logging.INFO
             logger.log(level, "job %s", event.event, extra={"facts": facts})
-
-    @staticmethod
-    def _tell_notes(job: Job, event: Event) -> None:
-        for note in event.data.get("notes", ()):
-            logger.info("%s", note, extra={"facts": {"job": job.id}})
-
-    def _error_facts(self, job: Job, error: Mapping[str, str]) -> dict[str, str]:
-        """What the log says of a job's error."""
-        facts = {f"error_{name}": error[name] for name in ("code", "message") if name in error}
-        if error.get("code") == "invalid_request" and not self._log_prompts:
-            # It is about the request.
-            facts.pop("error_message", None)
-        return {name: self._unquoted(job, text) for name, text in facts.items()}
 
     def _unquoted(self, job: Job, text: str) -> str:
         """A text without what it quotes of a job's prompts, unless they may be logged."""

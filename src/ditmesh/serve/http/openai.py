@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Collection, Mapping
-from functools import partial
+from collections.abc import AsyncIterator, Collection
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
+from pydantic import BaseModel, Field, FiniteFloat, field_validator, model_validator
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...request import image_fields, request_fields
-from ..types import ENDED, MOST_DEADLINE, Adapter, Format, Input, Job, JobImage, JobRequest, ModelCard
-from .bodies import JsonRoute
+from ..types import ENDED, Format, Input, Job, JobImage, JobRequest, ModelCard
+from .bodies import body_schema, read_body, validated
 from .errors import ErrorDetail, Refused, described, wait_header
-from .intake import FILE, IdempotencyHeader, Server, Size, sized, validated
+from .intake import FILE, IdempotencyHeader, Server
 from .streams import EventStream, ended, event_schema, iterate_and_close, sse, wait_disconnect
+from .uploads import data_url
 
-router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
+router = APIRouter(prefix="/v1/images", tags=["images"])
 
 EditFile = Literal["image", "mask"]
 PictureFormat = Literal["png", "jpeg", "webp"]
@@ -43,20 +42,12 @@ NOT_HERE = {
 }
 
 
-if TYPE_CHECKING:
-
-    class ImageFields(BaseModel):
-        """Fields of a `PictureRequest` under OpenAI's names."""
-
-        steps: int | None = None
-else:
-    ImageFields = create_model("ImageFields", **image_fields())
+# Fields of a `JobRequest` under OpenAI's names.
+OPENAI_NAMES = {"guidance_scale": "guidance", "output_format": "format"}
 
 
-class ImageRequest(ImageFields):
-    """A request for images from a prompt.
-
-    OpenAI's API does not have: seed, steps, guidance_scale, negative_prompt, loras, priority, deadline_ms.
+class ImageRequest(JobRequest):
+    """A request for images from a prompt: a `JobRequest` with OpenAI's fields.
 
     Attributes:
         quality, background, moderation, style: only values that change nothing are taken; others are refused.
@@ -65,27 +56,25 @@ class ImageRequest(ImageFields):
         partial_images: of a stream: how many previews there are before each image, at most.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    guidance_scale: FiniteFloat | None = Field(default=None, exclude=True)
+    output_format: PictureFormat | None = Field(default=None, exclude=True)
+    response_format: Literal["b64_json", "url"] | None = Field(default=None, exclude=True)
+    stream: bool = Field(default=False, exclude=True)
+    partial_images: int = Field(default=0, ge=0, le=3, exclude=True)
+    quality: str | None = Field(default=None, max_length=32, exclude=True)
+    background: str | None = Field(default=None, max_length=32, exclude=True)
+    moderation: str | None = Field(default=None, max_length=32, exclude=True)
+    style: str | None = Field(default=None, max_length=32, exclude=True)
+    output_compression: int | None = Field(default=None, exclude=True)
+    user: str | None = Field(default=None, max_length=512, exclude=True)
+    safety_identifier: str | None = Field(default=None, max_length=512, exclude=True)
 
-    prompt: str = Field(min_length=1)
-    model: str | None = Field(default=None, max_length=256)
-    n: int | None = Field(default=None, ge=1)
-    seed: int | None = Field(default=None, ge=0)
-    size: Size | None = None
-    response_format: Literal["b64_json", "url"] | None = None
-    output_format: PictureFormat | None = None
-    stream: bool | None = None
-    partial_images: int | None = Field(default=None, ge=0, le=3)
-    loras: list[Adapter] | None = Field(default=None, max_length=8)
-    priority: int | None = Field(default=None, ge=-10, le=10)
-    deadline_ms: int | None = Field(default=None, ge=1, le=MOST_DEADLINE)
-    quality: str | None = Field(default=None, max_length=32)
-    background: str | None = Field(default=None, max_length=32)
-    moderation: str | None = Field(default=None, max_length=32)
-    style: str | None = Field(default=None, max_length=32)
-    output_compression: int | None = None
-    user: str | None = Field(default=None, max_length=512)
-    safety_identifier: str | None = Field(default=None, max_length=512)
+    @model_validator(mode="before")
+    @classmethod
+    def _read_names(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {OPENAI_NAMES.get(name, name): value for name, value in fields.items()}
 
     def check(self, aliases: Collection[str] = ()) -> None:
         """Reject values that would be ignored.
@@ -109,28 +98,18 @@ class ImageRequest(ImageFields):
         if self.partial_images and not self.stream:
             raise Refused(400, "partial_images needs stream=true", param="partial_images")
 
-    def fields(self, card: ModelCard) -> dict[str, Any]:
-        """The given fields, as those of a `JobRequest`."""
+    def with_previews(self, card: ModelCard) -> ImageRequest:
+        """The request with as many previews as partial images."""
+        if not self.partial_images:
+            return self
         steps = self.steps or card.steps or USUAL_STEPS
-        asked = {name: getattr(self, of.images) for name, of in request_fields().items() if of.images is not None}
-        found = asked | {
-            "model": self.model,
-            "prompt": self.prompt,
-            "n": self.n,
-            "loras": self.loras and tuple(self.loras),
-            "priority": self.priority,
-            "deadline_ms": self.deadline_ms,
-            "format": self.output_format,
-            "previews": ceil(steps / (self.partial_images + 1)) if self.partial_images else None,
-        }
-        return sized(self.size, {name: value for name, value in found.items() if value is not None})
+        return self.model_copy(update={"previews": ceil(steps / (self.partial_images + 1))})
 
 
 class EditRequest(ImageRequest):
-    """A request for images from a prompt and an image; strength (0 to 1): how much of the image is generated again."""
+    """A request for images from a prompt and an image."""
 
-    strength: Annotated[float, Field(gt=0, le=1)] | None = None
-    input_fidelity: str | None = Field(default=None, max_length=32)
+    input_fidelity: str | None = Field(default=None, max_length=32, exclude=True)
 
     @field_validator("loras", mode="before")
     @classmethod
@@ -206,13 +185,19 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.post("/generations", response_model=ImagesResponse, responses=ANSWERS, summary="Images from a prompt")
-async def generations(request: Request, body: ImageRequest, key: IdempotencyHeader = None) -> Response:
+@router.post(
+    "/generations",
+    response_model=ImagesResponse,
+    responses=ANSWERS,
+    summary="Images from a prompt",
+    openapi_extra=body_schema(ImageRequest),
+)
+async def generations(request: Request, key: IdempotencyHeader = None) -> Response:
     """Generate images and wait for them. If the client disconnects, its job is cancelled."""
     server: Server = request.app.state.server
+    body = await read_body(request, ImageRequest)
     body.check(server.settings.aliases)
-    fields = body.fields(server.model(body.model or ""))
-    job = await server.accept(validated(JobRequest, fields), request, videos=False, key=key)
+    job = await server.accept(body.with_previews(server.model(body.model)), request, videos=False, key=key)
     return await _answered(server, request, body, job, "image_generation", key)
 
 
@@ -220,6 +205,7 @@ def _edit_form() -> dict[str, Any]:
     """The form of an edit as OpenAPI has it: the request's fields, and two files."""
     schema = EditRequest.model_json_schema()
     schema.pop("$defs", None)
+    schema["properties"].pop("inputs")
     adapters = {"type": "string", "description": 'JSON: `[{"name": "oil", "scale": 0.8}]`'}
     schema["properties"] |= {"image": FILE, "mask": FILE, "loras": adapters}
     schema["required"] = ["image", "prompt"]
@@ -238,30 +224,13 @@ async def edits(request: Request, key: IdempotencyHeader = None) -> Response:
     server: Server = request.app.state.server
     async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
         body, files = _parts(form)
-        data: dict[EditFile, bytes] = {name: await file.read() for name, file in files.items()}
+        inputs = [Input(role=name, data=data_url(await file.read())) for name, file in files.items()]
     body.check(server.settings.aliases)
-    fields = body.fields(server.model(body.model or ""))
-    if "image" not in data:
+    if "image" not in files:
         raise Refused(400, "image: an edit needs an image; send it as the file `image`", param="image")
-    asked = validated(JobRequest, fields | {"strength": body.strength})
-    job = await server.accept(asked, request, False, partial(_kept, server, data), key)
+    asked = body.model_copy(update={"inputs": tuple(inputs)}).with_previews(server.model(body.model))
+    job = await server.accept(asked, request, videos=False, key=key)
     return await _answered(server, request, body, job, "image_edit", key)
-
-
-async def _kept(server: Server, data: Mapping[EditFile, bytes], kept: list[str]) -> tuple[Input, ...]:
-    """The images of an edit as inputs of a job; their digests in ``kept``."""
-    found: dict[EditFile, tuple[bytes, tuple[int, int]]] = {
-        role: await server.uploads.png(data[role], role, role == "mask") for role in data
-    }
-    if len({size for _, size in found.values()}) > 1:
-        (width, height), (across, down) = found["image"][1], found["mask"][1]
-        message = f"mask: it has {across}x{down} pixels and the image {width}x{height}; use one size"
-        raise Refused(400, message, param="mask")
-    inputs = []
-    for role, (png, _) in found.items():
-        inputs.append(Input(role=role, digest=await server.backend.put_input(png)))
-        kept.append(inputs[-1].digest)
-    return tuple(inputs)
 
 
 def _parts(form: FormData) -> tuple[EditRequest, dict[EditFile, UploadFile]]:
@@ -290,10 +259,9 @@ async def _answered(
     """The answer to a request with an accepted job; names of its events begin with ``kind``."""
     owner: str = request.state.owner
     if body.stream:
-        source = _events(server, job, owner, kind, body.partial_images or 0, key)
+        source = _events(server, job, owner, kind, body.partial_images, key)
         return EventStream(source, server.settings.keep_alive, server.closing)
-    async with server.waiting(job):
-        done = await _ended(server, request, job, owner, key)
+    done = await _ended(server, request, job, owner, key)
     if done is None:
         await server.client_gone(job, owner, key)
         # The client has gone.
@@ -363,7 +331,7 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int,
     """The events of a stream: for each image at most ``partial`` previews, then the image."""
     over, seen = False, dict.fromkeys(range(job.request.n), 0)
     try:
-        async with server.waiting(job), iterate_and_close(server.backend.events(job.id, owner)) as events:
+        async with iterate_and_close(server.backend.events(job.id, owner)) as events:
             async for event in events:
                 if event.event == "preview" and seen[event.data["image"]] < partial:
                     preview = StreamedImage(

@@ -20,6 +20,11 @@ UPLOAD_FORMATS = ("PNG", "JPEG", "MPO", "WEBP")
 TOGETHER = 2
 
 
+def data_url(data: bytes) -> str:
+    """A file in a data URL; its bytes show the format."""
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
 def from_data_url(text: str, param: str) -> bytes:
     """The bytes in a data URL.
 

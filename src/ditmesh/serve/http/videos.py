@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -12,21 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...generate.video import FPS
-from ..types import ENDED, Job, JobError, ModelCard
-from .bodies import read_json
+from ..types import ENDED, Input, Job, JobError, JobRequest, ModelCard
+from .bodies import body_schema, read_body, validated
 from .errors import Refused, described
-from .intake import (
-    FILE,
-    IdempotencyHeader,
-    InputData,
-    JobBody,
-    JobId,
-    Server,
-    file_response,
-    logged_job_id,
-    result_file,
-    validated,
-)
+from .intake import FILE, IdempotencyHeader, JobId, Server, file_response, logged_job_id, result_file
+from .uploads import data_url
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
@@ -41,13 +30,13 @@ VIDEO_STATUSES: dict[str, Literal["queued", "in_progress", "completed", "failed"
 }
 
 
-class VideoBody(JobBody):
-    """A `JobBody` of a video: ``seconds`` may replace ``frames``, and the default format is MP4.
+class VideoRequest(JobRequest):
+    """A `JobRequest` of a video: ``seconds`` may replace ``frames``, and the default format is MP4.
 
     OpenAI's API has prompt, model, seconds, size and input_reference; all else is more.
     """
 
-    seconds: Annotated[float, Field(gt=0, le=LONGEST)] | None = None
+    seconds: Annotated[float, Field(gt=0, le=LONGEST)] | None = Field(default=None, exclude=True)
 
 
 class Video(BaseModel):
@@ -85,14 +74,12 @@ class VideoList(BaseModel):
     last_id: str | None = None
 
 
-def _bodies() -> dict[str, Any]:
-    """The OpenAPI schema of the request body: JSON, or a form from OpenAI's clients."""
-    schema = VideoBody.model_json_schema(ref_template="#/components/schemas/{model}")
+def _video_form() -> dict[str, Any]:
+    """The form of OpenAI's clients."""
+    schema = VideoRequest.model_json_schema()
     schema.pop("$defs", None)
     fields = {name: one for name, one in schema["properties"].items() if name not in ("inputs", "loras")}
-    form = {**schema, "properties": fields | {"input_reference": FILE}}
-    content = {"application/json": {"schema": schema}, "multipart/form-data": {"schema": form}}
-    return {"requestBody": {"required": True, "content": content}}
+    return {**schema, "properties": fields | {"input_reference": FILE}}
 
 
 @router.post(
@@ -100,7 +87,7 @@ def _bodies() -> dict[str, Any]:
     status_code=202,
     responses=described(401, 403, 404, 409, 413, 429, 503, 507),
     summary="Submit a job of videos",
-    openapi_extra=_bodies(),
+    openapi_extra=body_schema(VideoRequest, _video_form()),
 )
 async def post_video(request: Request, key: IdempotencyHeader = None) -> Video:
     """Submit a job of a video model, and return immediately."""
@@ -113,10 +100,10 @@ async def post_video(request: Request, key: IdempotencyHeader = None) -> Video:
         fps, multiple = body.fps or card.fps or FPS, card.frame_multiple
         frames = 1 + max(1, round(body.seconds * fps / multiple)) * multiple
         body = body.model_copy(update={"frames": frames, "fps": fps})
-    return _video(await server.submitted(body, request, True, key), card)
+    return _video(await server.accept(body, request, True, key), card)
 
 
-async def _body(request: Request) -> VideoBody:
+async def _body(request: Request) -> VideoRequest:
     """The request's fields, from JSON or a form."""
     server: Server = request.app.state.server
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -128,12 +115,9 @@ async def _body(request: Request) -> VideoBody:
                     raise Refused(400, f"{name}: it is there twice, or no field of that kind", param=name)
                 fields[name] = await value.read() if isinstance(value, UploadFile) else value
         if (data := fields.pop("input_reference", None)) is not None:
-            # The bytes show the format.
-            url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-            fields["inputs"] = [InputData(role="image", data=url)]
-        return validated(VideoBody, fields)
-    fields = await read_json(request, VideoBody.model_fields, server.settings.max_body, server.settings)
-    return validated(VideoBody, fields)
+            fields["inputs"] = [Input(role="image", data=data_url(data))]
+        return validated(VideoRequest, fields)
+    return await read_body(request, VideoRequest)
 
 
 @router.get("", responses=described(401), summary="Videos")

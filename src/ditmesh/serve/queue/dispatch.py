@@ -22,14 +22,11 @@ from ..worker.protocol import (
     Load,
     ModelFailed,
     ModelReady,
-    Paused,
-    PictureTask,
     Preview,
     Start,
     TaskBegan,
     TaskFailed,
     TaskStepped,
-    running_indices,
 )
 from ..worker.replicas import MakeRanks, RanksDown, RanksUp, Replica, ReplicaReport
 from .jobs import JobState, JobStore
@@ -46,7 +43,7 @@ LOADS, STARTS, MOST_STARTS = 2, 3, 6
 # Why an image begins again whose ranks have been told to stop.
 STOPPING = "the server is stopping"
 
-TaskReport = TaskBegan | TaskStepped | Preview | Paused | Finished | TaskFailed | Cancelled
+TaskReport = TaskBegan | TaskStepped | Preview | Finished | TaskFailed | Cancelled
 
 
 @dataclass(eq=False)
@@ -180,19 +177,13 @@ class Dispatcher:
 
     async def _assign_next(self, slot: ReplicaSlot) -> bool:
         """Assign a replica its next task if there is one; whether it got one."""
-        if not slot.up or slot.loading or len(slot.running) >= 2 * self._most_running:
+        if not slot.up or slot.loading or len(slot.running) >= self._most_running:
             return False
         head = await self._jobs.on_disk(self._choose(slot))
         # Another replica may have taken the job for which this one was reserved.
         slot.reserved = slot.reserved and head is not None and head.again
         if head is None or (slot.reserved and slot.running):
             return False
-        if len(slot.running) >= self._most_running:
-            # Only for a job more urgent than a task of the same owner, which then pauses.
-            tasks = [(live.owner, live.job.request.priority) for live, _ in slot.running.values()]
-            tasks.append((self._jobs.live_jobs[head.id].owner, head.priority))
-            if len(tasks) - 1 not in running_indices(tasks, self._most_running):
-                return False
         if head.again:
             if not (slot.idle or slot.exclusive_job == head.id):
                 slot.reserved = True
@@ -243,7 +234,7 @@ class Dispatcher:
         slot.running[task] = (live, picture)
         paths = {one.digest: self._jobs.results.input(one.digest) for one in request.inputs}
         files = {digest: str(path) for digest, path in paths.items() if path is not None}
-        slot.replica.send(Start(PictureTask(task, live.model, request, picture, files, live.owner)))
+        slot.replica.send(Start(task, request, picture, files))
 
     # ---- from replicas
 
@@ -264,7 +255,7 @@ class Dispatcher:
                         await self._apply_task_report(slot, *slot.running[said.id], said)
             except Exception:
                 logger.exception("a message of %s could not be handled", slot.replica.name)
-            if not isinstance(said, (Beat, TaskBegan, TaskStepped, Preview, Paused)):
+            if not isinstance(said, (Beat, TaskBegan, TaskStepped, Preview)):
                 self._jobs.wake.set()
 
     async def _apply_rank_report(
@@ -302,7 +293,7 @@ class Dispatcher:
     async def _apply_task_report(self, slot: ReplicaSlot, live: JobState, picture: int, said: TaskReport) -> None:
         if isinstance(said, (Finished, TaskFailed, Cancelled)):
             del slot.running[said.id]
-            self._jobs.task_ended(live, picture)
+            del live.tasks[picture]
         if live.ended:
             return
         if isinstance(said, TaskBegan):
@@ -313,8 +304,6 @@ class Dispatcher:
         elif isinstance(said, Preview):
             shown = {"image": picture, "step": said.step, "width": said.width, "height": said.height}
             live.log.publish("preview", {**shown, "b64_json": base64.b64encode(said.jpeg).decode()})
-        elif isinstance(said, Paused):
-            live.log.publish("paused", {"reason": said.reason})
         elif isinstance(said, Finished):
             await self._finished(live, picture, said)
         elif isinstance(said, TaskFailed):
@@ -339,7 +328,6 @@ class Dispatcher:
             receipt=dict(said.receipt),
             notes=[said.receipt["cut"]] if said.receipt.get("cut") else [],
         )
-        self._jobs.throughput.done(live.work)
         queue, results = self._jobs.queue, self._jobs.results
 
         def change() -> Job | None:
@@ -400,7 +388,7 @@ class Dispatcher:
             logger.error("%s: %s", state.name, said.why, extra={"facts": {"replica": state.name}})
         lost: dict[JobState, list[int]] = {}
         for live, picture in tasks:
-            self._jobs.task_ended(live, picture)
+            del live.tasks[picture]
             if not live.ended:
                 lost.setdefault(live, []).append(picture)
         for live, pictures in lost.items():

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +23,7 @@ from ..types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
 from ..worker.protocol import Cancel
 from ..worker.replicas import Replica
 from .events import EventLog
-from .queue import Queue, QueuePlace
+from .queue import Queue
 from .results import ResultFiles
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ LOOK, SWEEP = 0.5, 60.0
 ENDED_KEPT, WITHOUT_RESULTS = 128, 10_000
 # Event numbers per run of the server: a client of an earlier run gets all events of this run.
 RUN = 2**32
-# Weight of the latest step in the mean of step times; number of images over which throughput is measured.
-LATEST, MEASURED = 0.2, 64
+# Weight of the latest step in the mean of step times.
+LATEST = 0.2
 
 
 @dataclass(eq=False)
@@ -43,7 +44,6 @@ class JobState:
     """A job in memory, with its state and events.
 
     Attributes:
-        work: of each image, see `Queue`.
         steps: of each image, as far as known.
         progress: steps that are done, by image; stepped: when the last one was, on the monotonic clock.
         tasks: where its images are under way.
@@ -52,7 +52,6 @@ class JobState:
 
     job: Job
     owner: str
-    work: float
     log: EventLog
     steps: int | None = None
     progress: dict[int, int] = field(default_factory=dict)
@@ -85,39 +84,6 @@ class JobState:
         return f"{self.id}/{picture}"
 
 
-class Throughput:
-    """The work per second of all ranks together, over the last images, without idle time."""
-
-    def __init__(self) -> None:
-        self._done: deque[tuple[float, float]] = deque(maxlen=MEASURED)
-        self._busy = 0.0
-        self._since: float | None = None
-        self._running = 0
-
-    def running(self, more: int) -> None:
-        """Count started (or ended) tasks."""
-        now = time.monotonic()
-        if self._since is not None:
-            self._busy += now - self._since
-        self._running += more
-        self._since = now if self._running else None
-
-    def done(self, work: float) -> None:
-        """Count a finished image."""
-        self.running(0)
-        self._done.append((self._busy, work))
-
-    @property
-    def rate(self) -> float | None:
-        """Work per second; None: no image is finished yet."""
-        if not self._done:
-            return None
-        # What came first took the time before it, which only of the very first is known.
-        known = list(self._done)[1:] or list(self._done)
-        began = self._done[0][0] if len(self._done) > 1 else 0.0
-        return sum(work for _, work in known) / max(self._done[-1][0] - began, 1e-3)
-
-
 class JobStore:
     """All jobs that have not ended, and the latest ended ones.
 
@@ -133,17 +99,15 @@ class JobStore:
         change: the lock of changes, and of reads for a change.
         wake: set when there may be something to do for replicas.
         live_jobs: jobs in memory, by id.
-        throughput: of all ranks together.
     """
 
     def __init__(self, served: Mapping[str, ServedModel], folder: str | Path, settings: ServiceSettings) -> None:
         """Prepare; `open` opens the queue and the files of results in a folder."""
         self._served, self._folder, self._settings = served, Path(folder), settings
         self.live_jobs: OrderedDict[str, JobState] = OrderedDict()
-        self.throughput = Throughput()
         # Seconds per step, by model.
         self._pace: dict[str, float] = {}
-        self._places: dict[str, QueuePlace] = {}
+        self._places: dict[str, int] = {}
         # By digest of an input image: requests that are neither accepted nor rejected yet.
         self._pending_inputs: Counter[str] = Counter()
         # Changes that are not on disk yet, in order, and the function to call after each.
@@ -229,7 +193,7 @@ class JobStore:
                 return self._seen(job)
             live = self._add_live(job, owner)
             await self._update_places()
-            live.position = self._places[id].position if id in self._places else 0
+            live.position = self._places.get(id, 0)
             live.log.publish("queued", {"position": live.position})
         self.wake.set()
         return self.view(live)
@@ -241,15 +205,13 @@ class JobStore:
             own = self._pending_inputs[one.digest] > 0 or not owner or self.queue.needs(one.digest, owner)
             if not own or self.results.input(one.digest) is None:
                 raise InputError(f"input {one.digest[:16]}… is not on the server any more; send the image again")
-        return self.queue.submit(id, request, owner, work, self.throughput.rate, key)
+        return self.queue.submit(id, request, owner, work, key)
 
     def _add_live(self, job: Job, owner: str) -> JobState:
-        model = self._served.get(job.request.model)
-        log = EventLog(self.first_event)
-        live = JobState(job, owner, model.work(job.request) if model else 1.0, log, job.request.steps)
+        live = JobState(job, owner, EventLog(self.first_event), job.request.steps)
         if job.status == "running":
             for name, data in _past(job):
-                log.publish(name, data)
+                live.log.publish(name, data)
         self.live_jobs[job.id] = live
         return live
 
@@ -305,12 +267,6 @@ class JobStore:
         live.progress.pop(picture, None)
         live.stepped.pop(picture, None)
         live.tasks[picture] = replica
-        self.throughput.running(1)
-
-    def task_ended(self, live: JobState, picture: int) -> None:
-        """Record that an image has left its replica."""
-        del live.tasks[picture]
-        self.throughput.running(-1)
 
     def stepped(self, live: JobState, picture: int, step: int, batch: int) -> None:
         """Record that an image has finished a step in a batch of ``batch`` rows."""
@@ -406,8 +362,7 @@ class JobStore:
             "steps": live.steps * job.request.n if live.steps else None,
         }
         if not live.ended:
-            place = self._places.get(job.id)
-            update["position"] = (place.position if place else 0) if job.status == "queued" else None
+            update["position"] = self._places.get(job.id, 0) if job.status == "queued" else None
             update["eta"] = self._eta(live)
         return job.model_copy(update=update)
 
@@ -416,19 +371,13 @@ class JobStore:
         return job if live is None else self.view(live)
 
     def _eta(self, live: JobState) -> float | None:
-        place, pace, rate = self._places.get(live.id), self._pace.get(live.model), self.throughput.rate
+        """Seconds until a running job is done if its images go on as many at a time as now."""
+        pace, running = self._pace.get(live.model), len(live.tasks)
+        if pace is None or not live.steps or not running:
+            return None
         undone = sum(image.url is None for image in live.job.images)
-        waiting = (place.work if place else 0.0) + (undone - len(live.tasks)) * live.work
-        seconds = 0.0
-        if waiting:
-            if rate is None:
-                return None
-            seconds = waiting / rate
-        if live.tasks:
-            if pace is None or not live.steps:
-                return None
-            seconds += pace * max(live.steps - live.progress.get(picture, 0) for picture in live.tasks)
-        return round(max(0.0, seconds), 2)
+        left = max(live.steps - live.progress.get(picture, 0) for picture in live.tasks)
+        return round(pace * (left + live.steps * ceil((undone - running) / running)), 2)
 
     async def _update_places(self) -> None:
         self._places = await self.on_disk(self.queue.places) if self.queue.queued else {}
@@ -483,9 +432,9 @@ class JobStore:
                     await self._update_places()
                     for id, place in self._places.items():
                         live = self.live_jobs.get(id)
-                        if live is not None and live.position != place.position and live.log.readers:
-                            live.position = place.position
-                            live.log.publish("queued", {"position": place.position})
+                        if live is not None and live.position != place and live.log.readers:
+                            live.position = place
+                            live.log.publish("queued", {"position": place})
                 if time.monotonic() - swept > SWEEP:
                     swept = time.monotonic()
                     await self.sweep()

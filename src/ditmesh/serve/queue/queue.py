@@ -27,8 +27,8 @@ from ..types import Job, JobError, JobImage, JobRequest, Status
 from .database import QueueDatabase
 from .rows import as_job, job_row, read_job
 
-# Seconds after which a client should retry: without measurements, and at least.
-UNMEASURED, SOONEST = 5.0, 1.0
+# Seconds after which a client should retry when too many images wait.
+RETRY_SECONDS = 5.0
 
 # Which image is next: of jobs that ranks have failed under; then of the owner who has had the least; of that owner
 # the most urgent (`_urgency`). Priorities and deadlines order their owner's jobs: any client may ask for the highest,
@@ -51,17 +51,8 @@ class NextJob:
 
     id: str
     model: str
-    priority: int
     again: bool
     since: float
-
-
-@dataclass(frozen=True)
-class QueuePlace:
-    """A queued job's position: the number of queued jobs before it, and their work."""
-
-    position: int
-    work: float
 
 
 class Queue:
@@ -158,7 +149,6 @@ class Queue:
         request: JobRequest,
         owner: str,
         work: float,
-        rate: float | None = None,
         key: IdempotencyKey | None = None,
     ) -> Job:
         """Accept a job: it is on disk when this returns. A repeated request returns its job.
@@ -166,7 +156,6 @@ class Queue:
         Args:
             request: with its model and seed.
             work: of one image, in any unit.
-            rate: of all ranks together, in work per second, as far as it has been measured.
             key: see `repeated`.
 
         Raises:
@@ -181,7 +170,7 @@ class Queue:
         with self._change() as db:
             if key is not None and (before := self._repeated(db, owner, key)) is not None:
                 return before
-            self._check_bounds(db, request.n, owner, rate)
+            self._check_bounds(db, request.n, owner)
             now = self._now()
             due = None if request.deadline_ms is None else now + request.deadline_ms / 1000
             number = db.execute(
@@ -219,27 +208,19 @@ class Queue:
             raise KeyReused(f"Idempotency-Key {key.key!r} came with another request before; use a new key for this one")
         return row and as_job(db, row)
 
-    def _check_bounds(self, db: sqlite3.Connection, n: int, owner: str, rate: float | None) -> None:
+    def _check_bounds(self, db: sqlite3.Connection, n: int, owner: str) -> None:
         live = (
             "SELECT coalesce(sum(n), 0) - (SELECT count(*) FROM pictures p JOIN jobs q ON q.number = p.job WHERE "
-            "p.file IS NOT NULL AND q.status IN ('queued', 'running') {also}) AS pictures, coalesce(avg(work), 0) AS "
-            "work, count(DISTINCT owner) AS owners FROM jobs q WHERE q.status IN ('queued', 'running') {also}"
+            "p.file IS NOT NULL AND q.status IN ('queued', 'running') {also}) "
+            "FROM jobs q WHERE q.status IN ('queued', 'running') {also}"
         )
-        everyone = db.execute(live.format(also="")).fetchone()
-        mine = db.execute(live.format(also="AND q.owner = ?"), (owner, owner)).fetchone()
-        over = everyone["pictures"] + n - self.most
-        over_mine = mine["pictures"] + n - self.most_per_owner if owner else 0
-        if over <= 0 and over_mine <= 0:
-            return
-        # Until enough of them are done: all jobs at the whole speed, the owner's at the speed of a share.
-        work = max(over * everyone["work"], over_mine * mine["work"] * everyone["owners"])
-        after = max(SOONEST, work / rate) if rate else UNMEASURED
-        mine_or_all, number, bound = (
-            ("", everyone["pictures"], self.most) if over > 0 else (" of yours", mine["pictures"], self.most_per_owner)
-        )
-        raise QueueFull(
-            f"{number} images{mine_or_all} wait already, and {bound} may; ask again in {after:.0f} s", round(after, 1)
-        )
+        everyone = db.execute(live.format(also="")).fetchone()[0]
+        mine = db.execute(live.format(also="AND q.owner = ?"), (owner, owner)).fetchone()[0] if owner else 0
+        if everyone + n > self.most:
+            raise QueueFull(f"{everyone} images wait already, and {self.most} may; ask again later", RETRY_SECONDS)
+        if owner and mine + n > self.most_per_owner:
+            message = f"{mine} images of yours wait already, and {self.most_per_owner} may; ask again later"
+            raise QueueFull(message, RETRY_SECONDS)
 
     def head(self, models: Collection[str] | None = None, job: str | None = None, again: bool = True) -> NextJob | None:
         """The job with the image that begins next.
@@ -249,7 +230,7 @@ class Queue:
             job: only this one.
             again: also those that ranks have failed under.
         """
-        query, values = f"SELECT j.id, j.model, j.priority, j.attempt, j.created {WAITING}", []
+        query, values = f"SELECT j.id, j.model, j.attempt, j.created {WAITING}", []
         if models is not None:
             query += f" AND j.model IN ({', '.join('?' * len(models))})"
             values += models
@@ -258,7 +239,7 @@ class Queue:
         if not again:
             query += " AND j.attempt = 1"
         for row in self._rows(f"{query} ORDER BY {ORDER}{_urgency(self._now())} LIMIT 1", *values):
-            return NextJob(row["id"], row["model"], row["priority"], row["attempt"] > 1, row["created"])
+            return NextJob(row["id"], row["model"], row["attempt"] > 1, row["created"])
         return None
 
     def begin(self, id: str) -> int | None:
@@ -391,35 +372,30 @@ class Queue:
         query = "SELECT p.file FROM pictures p JOIN jobs j ON j.number = p.job WHERE j.id = ? AND p.picture = ?"
         return next((row["file"] for row in self._rows(query, id, picture)), None)
 
-    def places(self) -> dict[str, QueuePlace]:
-        """The positions of the queued jobs, if no other jobs arrive."""
+    def places(self) -> dict[str, int]:
+        """How many queued jobs are before each queued job, if no other jobs arrive."""
         query = (
-            "SELECT j.id, j.owner, j.status, j.priority, j.attempt > 1 AS again, j.work, j.waiting, "
+            "SELECT j.id, j.owner, j.status, j.attempt > 1 AS again, j.work, j.waiting, "
             f"max(coalesce(o.used, 0), c.value) AS used {WAITING} "
             f"ORDER BY j.attempt > 1 DESC, {_urgency(self._now())}"
         )
         rows = self._rows(query)
         used = {row["owner"]: row["used"] for row in rows}
-        lines: dict[int, dict[str, deque[Any]]] = {}
-        for number, row in enumerate(rows):
-            line = lines.setdefault(-row["again"], {}).setdefault(row["owner"], deque())
-            line.append([number, row["waiting"], row])
-        places: dict[str, QueuePlace] = {}
-        before = 0.0
-        for _, owners in sorted(lines.items()):
-            heap = [(used[owner], line[0][0], owner) for owner, line in owners.items()]
+        places: dict[str, int] = {}
+        for again in (1, 0):
+            lines: dict[str, deque[tuple[int, sqlite3.Row]]] = {}
+            for number, row in enumerate(rows):
+                if row["again"] == again:
+                    lines.setdefault(row["owner"], deque()).extend([(number, row)] * row["waiting"])
+            heap = [(used[owner], line[0][0], owner) for owner, line in lines.items()]
             heapq.heapify(heap)
             while heap:
                 _, _, owner = heapq.heappop(heap)
-                line = owners[owner]
-                row = line[0][2]
-                if row["status"] == "queued" and row["id"] not in places:
-                    places[row["id"]] = QueuePlace(len(places), before)
-                before += row["work"]
+                line = lines[owner]
+                _, row = line.popleft()
+                if row["status"] == "queued":
+                    places.setdefault(row["id"], len(places))
                 used[owner] += row["work"] / self._weights.get(owner, 1.0)
-                line[0][1] -= 1
-                if not line[0][1]:
-                    line.popleft()
                 if line:
                     heapq.heappush(heap, (used[owner], line[0][0], owner))
         return places

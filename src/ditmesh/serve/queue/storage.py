@@ -7,19 +7,19 @@ import sqlite3
 
 from ..errors import NoSpace, StorageError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
-DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-PLACES = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
-
-# SQLite's primary codes by kind of failure; Python before 3.11 has only their texts.
-CODES = {
-    13: "full", 5: "locked", 6: "locked", 11: "broken", 26: "broken", 3: "rights", 8: "rights", 23: "rights",
-    14: "open", 10: "disk", 7: "memory",
+# Kinds of failures by the system's error number, and by SQLite's primary code.
+SYSTEM_CODES = {
+    errno.ENOSPC: "full", errno.EDQUOT: "full", errno.EFBIG: "full",
+    errno.EACCES: "rights", errno.EPERM: "rights", errno.EROFS: "rights",
+    errno.EMFILE: "descriptors", errno.ENFILE: "descriptors",
+    errno.ENOTDIR: "place", errno.EISDIR: "place", errno.EEXIST: "place", errno.ENAMETOOLONG: "place",
+    errno.ELOOP: "place",
 }  # fmt: skip
-TEXTS = {
-    "disk is full": "full", "locked": "locked", "malformed": "broken", "not a database": "broken",
-    "readonly": "rights", "unable to open": "open", "disk I/O": "disk",
+SQLITE_CODES = {
+    sqlite3.SQLITE_FULL: "full", sqlite3.SQLITE_BUSY: "locked", sqlite3.SQLITE_LOCKED: "locked",
+    sqlite3.SQLITE_CORRUPT: "broken", sqlite3.SQLITE_NOTADB: "broken", sqlite3.SQLITE_PERM: "rights",
+    sqlite3.SQLITE_READONLY: "rights", sqlite3.SQLITE_AUTH: "rights", sqlite3.SQLITE_CANTOPEN: "open",
+    sqlite3.SQLITE_IOERR: "disk", sqlite3.SQLITE_NOMEM: "memory",
 }  # fmt: skip
 WAYS_OUT = {
     "full": "make room on the disk",
@@ -37,29 +37,17 @@ TEMPORARY_FAILURES = ("descriptors", "locked", "memory")
 
 
 def failure_kind(error: OSError | sqlite3.Error) -> str | None:
-    """The kind of failure, a key of ``WAYS_OUT``; None: a mistake in a statement, not a system failure.
-
-    Args:
-        error: of the system or of SQLite.
-    """
+    """The kind of failure, a key of ``WAYS_OUT``; None: a mistake in a statement, not a system failure."""
     if isinstance(error, OSError):
-        named = {**dict.fromkeys(FULL, "full"), **dict.fromkeys(RIGHTS, "rights")}
-        named |= {**dict.fromkeys(DESCRIPTORS, "descriptors"), **dict.fromkeys(PLACES, "place")}
-        return named.get(error.errno or 0, "disk")
-    code = getattr(error, "sqlite_errorcode", None)
-    if code is not None:
-        return CODES.get(code & 0xFF)
-    return next((kind for text, kind in TEXTS.items() if text in str(error)), None)
+        return SYSTEM_CODES.get(error.errno or 0, "disk")
+    return SQLITE_CODES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
 
 
 def storage_error(what: str, error: OSError | sqlite3.Error) -> StorageError | None:
-    """The error for clients and the log.
+    """The error for clients and the log; None: it is a mistake in a statement.
 
     Args:
         what: that could not be done, such as ``"cannot write /x"``.
-
-    Returns:
-        None: it is a mistake in a statement.
     """
     kind = failure_kind(error)
     if kind is None:

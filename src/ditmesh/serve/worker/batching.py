@@ -7,9 +7,9 @@ that fit together (`Joiner`) run as one, with a row and a timestep for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...core.arguments import Arguments, parameter_names
@@ -47,14 +47,14 @@ class CallCounts:
         calls, rows: of transformers.
         batch: rows of the latest call.
         waited: seconds of the latest step in which the host waited for other ranks.
-        seconds: of the latest call of every component that has finished; ``""``: of the latest step.
+        seconds: of the latest step that has finished.
     """
 
     calls: int = 0
     rows: int = 0
     batch: int = 0
     waited: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class Batcher:
@@ -64,7 +64,6 @@ class Batcher:
         pipe: parallelised, with an engine that knows its layouts.
         template: the same pipeline as it was before; every `PipelineTask` calls a copy of it (`copied`).
         exchange: gives every rank's value, in rank order. A collective call.
-        rank: this rank; size: their number.
 
     Attributes:
         why: why its requests run one after the other, through the parallel pipeline itself, a sentence; empty: their
@@ -78,16 +77,14 @@ class Batcher:
         pipe: Any,
         template: Any,
         exchange: Callable[[Any], list[Any]] = lambda value: [value],
-        rank: int = 0,
-        size: int = 1,
         most: int = 8,
     ) -> None:
         self.engine: Engine = engine_of(pipe)
         self.most = most
         self._clock = DeviceClock(self.engine.mesh.device)
-        self.counts = CallCounts(seconds=self._clock.seconds)
+        self.counts = CallCounts()
         self.why = _why_alone(pipe, self.engine)
-        self._template, self._exchange, self._rank, self._size = template, exchange, rank, size
+        self._template = template
         self._interceptor = CallInterceptor(pipe, self._on_call)
         self._request = ExitStack()
         self._set_pipe: Callable[..., None] | None = None
@@ -96,8 +93,8 @@ class Batcher:
         self._joiner = Joiner(self.engine, exchange, self._begin_trial, self.close_request)
         # The only task of the batch: ranks run its guidance branches ahead.
         self._guided_task: PipelineTask | None = None
-        # Seconds of other components' calls since the latest step.
-        self._spent = 0.0
+        # Whether another component's call has run since the latest step.
+        self._between_steps = False
 
     def run_alone(self, why: str) -> None:
         """Run requests one after the other from here on."""
@@ -175,15 +172,13 @@ class Batcher:
 
     # --- a round -----------------------------------------------------------------------------------------------
 
-    def round(self, runs: Sequence[PipelineTask], seconds: Mapping[str, float]) -> FailedCalls | None:
-        """Run pending calls and resume their tasks: the calls of a step, or a few shorter calls.
+    def round(self, runs: Sequence[PipelineTask]) -> FailedCalls | None:
+        """Run pending calls and resume their tasks: the calls of a step, or one call of another component.
 
-        Text encoders and autoencoders do not hold up the steps of others: between two steps their calls take as long as
-        a step at most, or are one.
+        Text encoders and autoencoders do not hold up the steps of others: between two steps there is one call.
 
         Args:
             runs: in order; the same on every rank, as are their states.
-            seconds: what a call of every component takes, ``""``: a step; the same on every rank.
 
         Returns:
             What has failed here. Runs that are stuck were not resumed.
@@ -193,62 +188,29 @@ class Batcher:
                 run.resume()
         waiting = [run for run in runs if run.pending is not None]
         steps = [run for run in waiting if self.steps(run)]
-        encoder_calls = [run for run in waiting if not self.steps(run)]
+        others = [run for run in waiting if not self.steps(run)]
         failed = None
-        if chosen := self._choose_encoder_calls(encoder_calls, seconds, bool(steps)):
-            self._run_encoder_calls(chosen)
+        if others and not (steps and self._between_steps):
+            self._between_steps = True
+            self._run_component(others[0])
         else:
-            self._spent = 0.0
+            self._between_steps = False
             failed = self._run_steps(steps) if steps else None
         if self._guided_task is not None and self._guided_task.ended:
             self._end_guided_task()
         return failed
 
-    def _component_answer(
-        self, run: PipelineTask, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, Exception | None]:
-        """The result of a task's pending call of a component, or its error."""
-        pending = run.waits_for
-        self.adapt(run.adapters)
-        with self._clock.span(pending.name), run.generators.active():
-            try:
-                return pending.call(*args, **kwargs), None
-            except Exception as error:
-                return None, bare(error)
-
-    def _choose_encoder_calls(
-        self, encoder_calls: list[PipelineTask], seconds: Mapping[str, float], others: bool
-    ) -> list[PipelineTask]:
-        """The calls of text encoders and autoencoders that run before the next step."""
-        chosen: list[PipelineTask] = []
-        limit = seconds.get("", 0.0)
-        for run in encoder_calls:
-            cost = seconds.get(run.waits_for.name, limit)
-            if others and self._spent and self._spent + cost > limit:
-                break
-            if chosen and not others and len(chosen) >= self._size:
-                break
-            self._spent += max(cost, 1e-9)
-            chosen.append(run)
-        return chosen
-
-    def _run_encoder_calls(self, runs: list[PipelineTask]) -> None:
-        """Run calls of text encoders, VAEs and other components. Several calls are distributed over CPU ranks."""
+    def _run_component(self, run: PipelineTask) -> None:
+        """Run a call of a text encoder, an autoencoder or another component."""
         self._switch_to(self._current_pipe or self._template)
-        shared = self._size > 1 and len(runs) > 1 and self.engine.mesh.device.type == "cpu"
-        answers: dict[int, tuple[Any, Exception | None, Any]] = {}
-        for place, run in enumerate(runs):
-            if shared and place % self._size != self._rank:
-                continue
-            answer, error = self._component_answer(run, run.waits_for.args, run.waits_for.kwargs)
-            answers[place] = (answer, error, run.generators.states)
-        if shared:
-            for others in self._exchange(answers):
-                answers.update(others)
-        for place, run in enumerate(runs):
-            answer, error, states = answers[place]
-            run.generators.states = states
-            run.resume(answer, error)
+        self.adapt(run.adapters)
+        pending, answer, error = run.waits_for, None, None
+        with run.generators.active():
+            try:
+                answer = pending.call(*pending.args, **pending.kwargs)
+            except Exception as failed:
+                error = bare(failed)
+        run.resume(answer, error)
 
     def _run_steps(self, runs: list[PipelineTask]) -> FailedCalls | None:
         """Run calls of transformers; compatible calls run as one."""
@@ -268,6 +230,7 @@ class Batcher:
                     break
                 for (run, _), output in zip(group, outputs, strict=True):
                     answers[run], run.batch = output, self.counts.batch
+        self.counts.seconds = self._clock.seconds.get("", 0.0)
         self.counts.waited = self.engine.mesh.waited - waited
         for run in runs:
             if run in answers:

@@ -40,11 +40,11 @@ from ...generate.video import FPS
 from ...media.videos import check_video_library
 from ...recipe import BANDED_VAE, RECIPE
 from ...request import PictureRequest, size_of
-from ..offers import ModelSpec, check_format
+from ..offers import ModelSpec, check_output
 from ..types import JobRequest, ModelCard
 from .batching import Batcher
 from .coroutines import PipelineTask, copied
-from .protocol import PictureTask
+from .protocol import Start
 from .rendezvous import HostAllGather
 
 # Each rank decodes whole images: bands of one image would need all ranks at the same time.
@@ -183,7 +183,7 @@ class LoadedModel:
 
     def _open_batcher(self, runner: PipelineRunner, template: PipelineRunner) -> None:
         exchange, spec = self._exchange, self.spec
-        self.batcher = Batcher(runner.pipe, template.pipe, exchange, exchange.rank, exchange.size, spec.together)
+        self.batcher = Batcher(runner.pipe, template.pipe, exchange, spec.together)
         if spec.offload != "none" and not self.batcher.why:
             self.batcher.run_alone(f"offload={spec.offload!r} moves components between the calls of one request")
         self.batcher.adapt(())
@@ -225,7 +225,7 @@ class LoadedModel:
             while not run.ended and not batcher.why:
                 if batcher.steps(run):
                     batcher.check_joining(run)
-                trouble = None if batcher.why else batcher.round([run], {})
+                trouble = None if batcher.why else batcher.round([run])
                 self._agree(run.failure if trouble is None else trouble.error)
         run.leave()
         batcher.close_request()
@@ -288,24 +288,19 @@ class LoadedModel:
 
     # --- tasks -------------------------------------------------------------------------------------------------
 
-    def prepare(self, task: PictureTask) -> Prepared:
+    def prepare(self, task: Start) -> Prepared:
         """A task's call.
 
         Raises:
             InputError: the model cannot do it.
         """
         request, loras = task.request, list(self.spec.loras)
-        for one in request.loras:
-            if one.name not in loras:
-                known = ", ".join(map(repr, loras)) or "none"
-                raise InputError(f"model {self.spec.name!r} has no LoRA {one.name!r}; it has {known}")
+        check_output(request, ModelCard.model_validate({"id": self.spec.name, "created": 0, **self.card}))
         files = [replace(self._files[loras.index(one.name)], scale=one.scale) for one in request.loras]
         for one in request.inputs:
             if one.digest not in task.files:
                 raise InputError(f"the input image {one.digest[:16]}… ({one.role}) is not there; send it again")
             files.append(InputFile(one.role, task.files[one.digest], one.digest, one.scale))
-        if request.frames is not None and not self.card["video"]:
-            raise InputError(f"frames={request.frames}: {self.kind} generates images; leave frames out")
         # The seed is that of this image, whatever its index in the job.
         width, height = self._asked_size(request, files) or (None, None)
         asked = {
@@ -315,8 +310,6 @@ class LoadedModel:
             "height": height,
             "n": 1,
             "seed": (request.seed or 0) + task.index,
-            # Of an image it is not asked for.
-            "fps": request.fps if self.card["video"] else None,
         }
         job = job_for(
             self.info,
@@ -330,8 +323,6 @@ class LoadedModel:
         check_content(job, self.info, self.engine.config.world_size)
         runner, template = self._runners_for(job)
         check_call(job, runner.kind.__name__, runner.parameters)
-        card = ModelCard.model_validate({"id": self.spec.name, "created": 0, **self.card})
-        check_format(request, card)
         if request.format == "mp4":
             check_video_library()
         prepared = (runner if self.batcher.why else template).prepare(job)

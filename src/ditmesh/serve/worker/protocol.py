@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,48 +10,6 @@ from ..offers import ModelSpec
 from ..types import JobRequest, RankState
 
 FailureCode = Literal["invalid_request", "out_of_memory", "internal"]
-
-
-@dataclass(frozen=True)
-class PictureTask:
-    """The task of generating one image or video of a job.
-
-    Attributes:
-        id: the job's id, ``/``, and the image's number.
-        model: name of its `ModelSpec`.
-        request: the job's; image ``index`` has seed ``request.seed + index``.
-        files: input images on this machine, by digest.
-        owner: of the job; priorities count among the tasks of one owner.
-    """
-
-    id: str
-    model: str
-    request: JobRequest
-    index: int
-    files: Mapping[str, str] = field(default_factory=dict)
-    owner: str = ""
-
-
-def running_indices(tasks: Sequence[tuple[str, int]], most: int) -> list[int]:
-    """The indices of the tasks that take steps, if there are more tasks than places.
-
-    Tasks go on in the order in which they came. A later task takes the place of a less urgent one of the same owner:
-    of the least urgent one, and among equals of the latest.
-
-    Args:
-        tasks: owners and priorities, in the order in which they came.
-        most: tasks that take steps at a time.
-    """
-    chosen: list[int] = []
-    for place, (owner, priority) in enumerate(tasks):
-        if len(chosen) < most:
-            chosen.append(place)
-            continue
-        own = [one for one in chosen if tasks[one][0] == owner and tasks[one][1] < priority]
-        if own:
-            chosen.remove(min(own, key=lambda one: (tasks[one][1], -one)))
-            chosen.append(place)
-    return chosen
 
 
 # --- commands: rank 0 takes them and passes them on, so that all ranks obey before the same step
@@ -67,9 +25,18 @@ class Load:
 
 @dataclass(frozen=True)
 class Start:
-    """Begin a task at the next step."""
+    """Begin a task at the next step: one image or video of a job.
 
-    task: PictureTask
+    Attributes:
+        id: the job's id, ``/``, and the image's number.
+        request: the job's; image ``index`` has seed ``request.seed + index``.
+        files: input images on this machine, by digest.
+    """
+
+    id: str
+    request: JobRequest
+    index: int
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,14 +111,6 @@ class Preview:
 
 
 @dataclass(frozen=True)
-class Paused:
-    """A task waits for more urgent tasks and continues later from the same step."""
-
-    id: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Finished:
     """A task's image: the file's bytes in the requested format, with its receipt if the format can hold one."""
 
@@ -200,6 +159,4 @@ class Beat:
     drift: float | None = None
 
 
-Message = (
-    ModelReady | ModelFailed | TaskBegan | TaskStepped | Preview | Paused | Finished | TaskFailed | Cancelled | Beat
-)
+Message = ModelReady | ModelFailed | TaskBegan | TaskStepped | Preview | Finished | TaskFailed | Cancelled | Beat

@@ -23,8 +23,6 @@ from .protocol import Command, FailureCode, Message, Stop
 
 # Bytes of a rank's pickled message that travel in the first collective; a longer message takes a second one.
 INLINE_BYTES = 2048
-# Weight of a new measurement in the mean of a call's seconds.
-EWMA = 0.3
 # Characters of an error's text that are reported.
 MAX_MESSAGE = 500
 
@@ -142,14 +140,13 @@ class RoundMessage:
     """A rank's contribution to the all-gather before each round.
 
     Attributes:
-        commands, seconds: of rank 0: the owner's commands, and what calls take.
+        commands: the owner's, of rank 0.
         stuck: tasks with a call that has failed, and why.
         failed: tasks that have ended in an error.
         state: of the rank, now and then.
     """
 
     commands: tuple[Command, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
     stuck: dict[str, FailureReason] = field(default_factory=dict)
     failed: dict[str, FailureReason] = field(default_factory=dict)
     state: RankState | None = None
@@ -161,7 +158,6 @@ class RankRendezvous:
     Attributes:
         gather: every rank's value, in rank order (`HostAllGather`).
         message: this rank's contribution to the next round.
-        seconds: of calls, by component, ``""``: of a step. Rank 0 measures, all ranks go by its figures.
         states: of the ranks, by rank, as last told.
     """
 
@@ -170,11 +166,8 @@ class RankRendezvous:
         self.gather, self._votes = HostAllGather(), HostAllGather()
         self.rank, self.size = self.gather.rank, self.gather.size
         self.message = RoundMessage()
-        self.seconds: dict[str, float] = {}
         self.states: dict[int, RankState] = {}
         self._report, self._commands = report, CommandReader(report, kept=self.rank == 0)
-        self._measured: dict[str, float] = {}
-        self._told: dict[str, float] = {}
 
     def meet(self, wait: float, state: RankState | None) -> list[RoundMessage]:
         """Every rank's message, in rank order. A collective call.
@@ -187,15 +180,7 @@ class RankRendezvous:
         message.state = state
         if self.rank == 0:
             message.commands = self._commands.take(wait)
-            # Small changes are not sent.
-            message.seconds = {
-                name: seconds
-                for name, seconds in self._measured.items()
-                if abs(seconds - self._told.get(name, 0.0)) > 0.2 * seconds
-            }
-            self._told.update(message.seconds)
         messages = self.gather(message)
-        self.seconds.update(messages[0].seconds)
         self.states.update({one.state.rank: one.state for one in messages if one.state is not None})
         return messages
 
@@ -212,11 +197,6 @@ class RankRendezvous:
         """Report to the owner, unless `silent`."""
         if not self.silent:
             self._report(message)
-
-    def measure(self, name: str, seconds: float) -> None:
-        """Record the seconds of a call on this rank."""
-        before = self._measured.get(name)
-        self._measured[name] = seconds if before is None else before + EWMA * (seconds - before)
 
     def close(self) -> None:
         """Free the process groups."""

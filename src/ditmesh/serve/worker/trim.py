@@ -18,22 +18,16 @@ class MemoryTrimmer:
     Python starts a full collection by the number of objects, not by their size: the tensors of ended requests that are
     part of reference cycles would wait for thousands of other objects. glibc returns only what is free at the end of
     its heap, so that a block which lives on there keeps all free memory below it.
-
-    Args:
-        seconds: between two collections.
-        clock: in seconds; for tests.
     """
 
     def __init__(self, seconds: float = TRIM_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._clock = seconds, clock
-        self._latest = clock()
+        self._seconds, self._clock, self._latest = seconds, clock, clock()
 
     def trim_when_due(self) -> bool:
         """Collect and trim if the interval is over; the return value says if it was."""
-        now = self._clock()
-        if now - self._latest < self._seconds:
+        if self._clock() - self._latest < self._seconds:
             return False
-        self._latest = now
+        self._latest = self._clock()
         gc.collect()
         return_free_memory()
         return True

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from ...generate.runner import Prepared, quieten
 from ...launch.log_filter import hidden_texts
 from ..offers import ModelSpec
 from ..types import RankState
-from .batching import Batcher, FailedCalls
+from .batching import Batcher
 from .coroutines import PendingCall, PipelineTask
 from .loaded import LoadedModel
 from .model_cache import ModelCache
@@ -40,14 +40,12 @@ from .protocol import (
     Finished,
     Load,
     ModelFailed,
-    Paused,
-    PictureTask,
     Preview,
+    Start,
     Stop,
     TaskBegan,
     TaskFailed,
     TaskStepped,
-    running_indices,
 )
 from .rendezvous import FailureReason, RankRendezvous, RoundMessage, failure_of
 from .trim import MemoryTrimmer
@@ -95,26 +93,25 @@ class RunningTask:
         seen: the latest step, if its latents are to be shown; rank 0's.
     """
 
-    task: PictureTask
+    task: Start
     order: int
     prepared: Prepared | None = None
     run: PipelineTask | None = None
     step: int = 0
     steps: int = 0
     began: float = 0.0
-    paused: bool = False
     seen: SchedulerStep | None = None
     undo: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def model(self) -> str:
+        """Name of its model."""
+        return self.task.request.model
 
     @property
     def urgency(self) -> tuple[int, int]:
         """The sort key of tasks: smaller values go first."""
         return -self.task.request.priority, self.order
-
-    @property
-    def place(self) -> tuple[str, int]:
-        """Owner and priority, as `running_indices` takes them."""
-        return self.task.owner, self.task.request.priority
 
 
 class RankWorker:
@@ -146,7 +143,7 @@ class RankWorker:
                 elif isinstance(command, Cancel):
                     scheduler.cancel(command.id)
                 else:
-                    scheduler.add(command.task)
+                    scheduler.add(command)
             if (load := models.next_load(scheduler.needed)) is not None:
                 answer = models.load(load, scheduler.needed)
                 ranks.send(answer)
@@ -237,7 +234,7 @@ class TaskScheduler:
     @property
     def needed(self) -> set[str]:
         """Names of the models of all tasks."""
-        return {work.task.model for work in self.tasks.values()}
+        return {work.model for work in self.tasks.values()}
 
     def close(self) -> None:
         """Drop all tasks; finished images are still written."""
@@ -245,17 +242,17 @@ class TaskScheduler:
             self._leave(work)
         self._writer.shutdown()
 
-    def add(self, task: PictureTask) -> None:
+    def add(self, task: Start) -> None:
         """Accept a task; it begins in one of the next rounds."""
         if task.id in self.tasks:
             return
-        if task.model in self._models:
+        if task.request.model in self._models:
             self._models.clock += 1
             self.began = True
             self.tasks[task.id] = RunningTask(task, self._models.clock)
         else:
             self._report_failure(
-                task.id, FailureReason("invalid_request", f"model {task.model!r} is not loaded; load it first")
+                task.id, FailureReason("invalid_request", f"model {task.request.model!r} is not loaded; load it first")
             )
 
     def cancel(self, id: str) -> None:
@@ -268,7 +265,7 @@ class TaskScheduler:
 
     def refuse(self, failed: ModelFailed) -> None:
         """Fail the tasks of a model that could not be loaded."""
-        for work in [one for one in self.tasks.values() if one.task.model == failed.name]:
+        for work in [one for one in self.tasks.values() if one.model == failed.name]:
             self._drop(work)
             self._report_failure(work.task.id, FailureReason("invalid_request", failed.message))
 
@@ -322,7 +319,7 @@ class TaskScheduler:
     def _finish(self, work: RunningTask) -> None:
         assert work.run is not None
         assert work.prepared is not None
-        prepared, model, output = work.prepared, self._models.models[work.task.model], work.run.output
+        prepared, model, output = work.prepared, self._models.models[work.model], work.run.output
         self._drop(work)
         if self._ranks.silent:
             return
@@ -376,57 +373,33 @@ class TaskScheduler:
             self._batched_round(model)
 
     def _next_model(self) -> LoadedModel | None:
-        """The model of the most urgent task of one owner, or with several owners the least recently used model."""
-        waiting = [work for work in self.tasks.values() if work.task.model in self._models.models]
+        """The least recently used model that has tasks."""
+        waiting = [work for work in self.tasks.values() if work.model in self._models.models]
         for work in waiting:
             # Its request is open until it ends.
             if work.run is not None and not work.run.delegates:
-                return self._models.models[work.task.model]
+                return self._models.models[work.model]
 
-        # No owner may block the models of other owners.
-        alone = len({work.task.owner for work in waiting}) == 1
+        first = min(waiting, key=lambda work: (self._models.last_use(work.model), work.order), default=None)
+        return None if first is None else self._models.models[first.model]
 
-        def before(work: RunningTask) -> tuple[int, int, int]:
-            urgency = -work.task.request.priority if alone else 0
-            return urgency, self._models.last_use(work.task.model), work.order
-
-        first = min(waiting, key=before, default=None)
-        return None if first is None else self._models.models[first.task.model]
-
-    def _chosen(self, model: LoadedModel, most: int) -> tuple[list[RunningTask], list[RunningTask]]:
-        """A model's tasks in the order in which they came, and those that take steps, the most urgent first."""
-        came = sorted((w for w in self.tasks.values() if w.task.model == model.spec.name), key=lambda w: w.order)
-        chosen = [came[place] for place in running_indices([work.place for work in came], most)]
-        return came, sorted(chosen, key=lambda work: work.urgency)
+    def _tasks_of(self, model: LoadedModel) -> list[RunningTask]:
+        """A model's tasks, the most urgent first."""
+        return sorted((w for w in self.tasks.values() if w.model == model.spec.name), key=lambda work: work.urgency)
 
     def _batched_round(self, model: LoadedModel) -> None:
-        batcher = model.batcher
-        came, active = self._chosen(model, model.spec.together)
-        for work in came:
-            if work not in active and work.run is not None and not work.paused:
-                work.paused = True
-                self._ranks.send(Paused(work.task.id, f"{len(active)} images under way go first"))
-        for work in active:
-            work.paused = False
+        works = self._tasks_of(model)
+        for work in works:
             if work.run is None:
                 self._begin(work, model)
-        runs = self._open_runs(active)
-        self._run(batcher, runs, lambda: batcher.round([*runs], self._ranks.seconds))
+        self._run(model.batcher, {work.run: work for work in works if work.run is not None})
 
-    def _open_runs(self, works: Iterable[RunningTask]) -> dict[PipelineTask, RunningTask]:
-        return {work.run: work for work in works if work.run is not None}
-
-    def _run(
-        self, batcher: Batcher, runs: dict[PipelineTask, RunningTask], step: Callable[[], FailedCalls | None]
-    ) -> None:
+    def _run(self, batcher: Batcher, runs: dict[PipelineTask, RunningTask]) -> None:
         """Run calls of some tasks; the other ranks are told of failures in the next round."""
-        calls, known = batcher.counts.calls, dict(batcher.counts.seconds)
-        failed = step()
+        calls = batcher.counts.calls
+        failed = batcher.round([*runs])
         if batcher.counts.calls > calls:
-            self.step_seconds, self.waited = batcher.counts.seconds.get("", 0.0), batcher.counts.waited
-        for name, seconds in batcher.counts.seconds.items():
-            if known.get(name) != seconds:
-                self._ranks.measure(name, seconds)
+            self.step_seconds, self.waited = batcher.counts.seconds, batcher.counts.waited
         for run, work in runs.items():
             if run.failure is not None:
                 self._ranks.message.failed[work.task.id] = failure_of(run.failure)
@@ -437,9 +410,9 @@ class TaskScheduler:
 
     def _plain_round(self, model: LoadedModel) -> None:
         """Run a step of the only running task, through the parallel pipeline itself."""
-        came, first = self._chosen(model, 1)
+        works = self._tasks_of(model)
         # At most one task has begun.
-        work = next((work for work in came if work.run is not None), first[0])
+        work = next((work for work in works if work.run is not None), works[0])
         if work.run is None:
             model.batcher.close_request()
             self._begin(work, model)
