@@ -91,6 +91,9 @@ def argument(name: str, kind: Any, options: dict[str, Any], patcher: Any, graph:
         choices = kind if isinstance(kind, list) else options.get("options") or []
         if not choices:
             raise NotMade(f"a file for {name}")
+        if name.endswith("dtype") and "fp32" in choices:
+            # The limits are float32's.
+            return "fp32"
         return options.get("default", choices[0])
     if kind not in WIDGETS:
         raise NotMade(kind)

@@ -78,12 +78,6 @@ def _problems_of_ranks(config: TrainConfig) -> Iterator[str]:
             f"compile={config.model.compile}: compiled blocks have no gradient of attention across ranks and choose "
             "kernels by themselves; of parallel use data alone, and leave reproducible out, or leave compile out"
         )
-    if sharding == "ddp" and config.model.base_precision:
-        yield (
-            f"base_precision={config.model.base_precision}: sharding: ddp looks for unused weights in the graph, which "
-            "has crashed torch beside quantised weights; leave sharding out, and gradients are averaged after the "
-            "backward pass"
-        )
     if speeds is not None and sharding == "fsdp":
         yield (
             "data_speeds: each forward of sharding: fsdp is a collective of all data ranks, which have as many; "

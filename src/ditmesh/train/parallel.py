@@ -17,7 +17,7 @@ from .gradients.speeds import DataSpeeds
 from .gradients.sync import GradientSync, TensorSlicesOf
 from .model.adapters import add_adapters
 from .model.compiling import compile_blocks_of
-from .model.frozen import FrozenLinear, freeze
+from .model.frozen import freeze
 
 DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -90,15 +90,8 @@ class ParallelTraining:
             freeze(model, config.model.base_precision)
         if config.model.compile:
             compile_blocks_of(model, config, undo)
-        sharding = config.model.sharding
-        if any(isinstance(module, FrozenLinear) for module in model.modules()):
-            if sharding == "ddp":
-                raise ConfigError(
-                    "sharding: ddp looks for unused weights in the graph, which has crashed torch beside quantised "
-                    "weights; leave sharding out, and gradients are averaged after the backward pass"
-                )
-            sharding = "none" if sharding == "auto" else sharding
-        self.sync = GradientSync(trained, mesh, sharding, self.slices)
+        self.sync = GradientSync(trained, mesh, config.model.sharding, self.slices)
+        undo.callback(self.sync.close)
         # FSDP2 replaces the parameters.
         self.slices.follow(trained.named_parameters())
 

@@ -6,10 +6,8 @@ Data and sequence ranks hold the same weights and each a part of their gradient:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -17,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ...comm.mesh import Mesh
 from ...core.partition import Partition
@@ -28,14 +25,8 @@ from ...strategies.tensor.parallel import adapter_cuts
 from ...strategies.tensor.slices import plan_slices
 from ..config import SECOND, Sharding
 from .ordered import OrderedGradients, weight_gradients
+from .overlap import Overlapped
 from .reduce import reduce_gradients
-
-# torch 2.14 deprecates the second. Without `init_sync`, both leave buffers as they are.
-_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in signature(DistributedDataParallel).parameters
-)
 
 
 class GradientSync:
@@ -45,6 +36,10 @@ class GradientSync:
         modules: the trained ones, by name; parallelised already.
         sharding: as in `TrainConfig`.
         slices: what tensor ranks hold.
+
+    DistributedDataParallel is put around the modules after the first step, whose gradients are averaged after its
+    backward passes: where a weight got none, all later ones are averaged so, too. Its own search for such weights walks
+    the graph of every forward, which costs time and has crashed under gradient checkpointing (docs/decisions.md).
 
     Attributes:
         transformer: what to call in the place of the transformer.
@@ -75,22 +70,13 @@ class GradientSync:
             self._ordered = OrderedGradients(
                 [p for p in modules.parameters() if p.requires_grad], weight_gradients(self.transformer), mesh
             )
-        if self._kind == "none" or group is None:
-            return
-        if self._kind == "ddp":
-            self.transformer = DistributedDataParallel(
-                _Called(modules, name),
-                process_group=group,
-                # Ranks have read equal weights, and buffers do not change.
-                init_sync=False,
-                find_unused_parameters=True,
-                gradient_as_bucket_view=True,
-                **cast(Any, {_BUFFERS: False}),
-            )
-            return
-        if list(modules) not in (["transformer"], [SECOND]):
-            raise ConfigError(f"sharding={sharding!r} is for the transformer alone; use sharding='ddp' to train others")
-        self._shard(group)
+        self._overlapped: Overlapped | None = None
+        if self._kind == "fsdp" and group is not None:
+            if list(modules) not in (["transformer"], [SECOND]):
+                raise ConfigError(
+                    f"sharding={sharding!r} is for the transformer alone; use sharding='ddp' to train others"
+                )
+            self._shard(group)
 
     def _shard(self, group: dist.ProcessGroup) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -113,15 +99,14 @@ class GradientSync:
         Args:
             number, count: which micro-batch it is, and how many the step has over all data ranks.
             is_last: whether it is this rank's last one.
+
+        Raises:
+            ConfigError: see `Overlapped.accumulating`.
         """
-        model = self.transformer
         if self._kind == "fsdp":
-            cast(Any, model).set_requires_gradient_sync(is_last)
-        with warnings.catch_warnings():
-            # That every weight is used is known after a search alone.
-            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-            with nullcontext() if self._kind != "ddp" or is_last else cast(DistributedDataParallel, model).no_sync():
-                yield
+            cast(Any, self.transformer).set_requires_gradient_sync(is_last)
+        with nullcontext() if self._overlapped is None else self._overlapped.accumulating(is_last):
+            yield
         if self.is_sum:
             self._ordered.take(number, count)
 
@@ -131,20 +116,36 @@ class GradientSync:
         Args:
             shares: for every data rank the numbers of its micro-batches.
         """
+        group = self._mesh.gradient_group
         if self.is_sum:
             self._ordered.reduce(shares)
-        elif self._kind != "fsdp":
+        elif self._kind != "fsdp" and self._overlapped is None:
+            unused = sum(p.requires_grad and p.grad is None for p in self._modules.parameters())
             for parameter in self._modules.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     # Of a weight that is not used, or of a rank without micro-batches.
                     parameter.grad = torch.zeros_like(parameter)
-            if self._kind == "none":
-                reduce_gradients(self._modules, self._mesh)
+            reduce_gradients(self._modules, self._mesh)
+            if self._kind == "ddp" and group is not None:
+                self._decide(group, unused)
         gradients = [p.grad for p in self._modules.parameters() if p.grad is not None]
-        group = self._mesh.gradient_group
         if not self.is_sum and group is not None and gradients:
             # DDP, FSDP2 and `reduce_gradients` take the mean.
             cast(Any, torch)._foreach_mul_(gradients, dist.get_world_size(group))
+
+    def _decide(self, group: dist.ProcessGroup, unused: int) -> None:
+        """After the first step: let gradients travel during the backward pass, if no weight of any rank was unused."""
+        everywhere = torch.tensor(unused, device=self._mesh.device)
+        dist.all_reduce(everywhere, group=group)
+        if everywhere.item():
+            self._kind = "none"
+        else:
+            self.transformer = self._overlapped = Overlapped(self._modules, self.transformer, group)
+
+    def close(self) -> None:
+        """Take off the weights what this has put on them."""
+        if self._overlapped is not None:
+            self._overlapped.close()
 
     def clip(self, most: float) -> float:
         """Clip the gradients of all ranks together to a norm; 0: only return it. Collective.
@@ -173,17 +174,6 @@ class GradientSync:
         norm = torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
         # Of shards: all of them together.
         return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-class _Called(nn.Module):
-    """The trained modules as one, which is called as the transformer is: text encoders make its arguments."""
-
-    def __init__(self, modules: nn.ModuleDict, name: str) -> None:
-        super().__init__()
-        self.trained, self._name = modules, name
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.trained[self._name](*args, **kwargs)
 
 
 def _sharded_like(sample: DTensor, tensor: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""Gradients that travel during the backward pass: which weights take part, and what is averaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ditmesh
+from ditmesh.comm.mesh import Mesh
+from ditmesh.train.gradients.overlap import Overlapped
+from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
+
+
+class Branches(nn.Module):
+    """Two layers, and which of them a forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: torch.Tensor, uses: str) -> torch.Tensor:
+        return sum((getattr(self, name)(tokens) for name in uses.split()), torch.zeros(()))
+
+
+def gradients_of(steps: list[list[str]], ranks: int) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each step on data ranks, where the forward of each micro-batch uses some layers."""
+    mesh = Mesh(ditmesh.ParallelConfig(data=ranks))
+    model = Branches()
+    modules = nn.ModuleDict({"transformer": model})
+    sync = GradientSync(modules, mesh, "ddp", TensorSlicesOf(model, mesh, "transformer."))
+    kinds: list[dict[str, torch.Tensor]] = []
+    try:
+        for step, micro_batches in enumerate(steps):
+            numbers = [list(range(rank, len(micro_batches), ranks)) for rank in range(ranks)]
+            mine = numbers[mesh.data.rank]
+            for number in mine:
+                tokens = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + number))
+                with sync.accumulating(number, len(micro_batches), is_last=number == mine[-1]):
+                    sync.transformer(tokens, micro_batches[number]).square().sum().backward()
+            sync.reduce(numbers)
+            found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            kinds.append({**found, "overlaps": torch.tensor(isinstance(sync.transformer, Overlapped))})
+            model.zero_grad(set_to_none=True)
+    finally:
+        sync.close()
+        mesh.close()
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("steps", "overlaps"),
+    [
+        ([["first second"] * 4] * 3, True),
+        ([["first second", "first second"]] * 3, True),
+        # One rank of two uses a layer.
+        ([["first", "first second"]] * 3, False),
+        # A layer that no rank uses, and that one uses later.
+        ([["first"] * 4, ["first", "first second"] * 2], False),
+    ],
+    ids=["accumulated", "one each", "uneven", "later"],
+)
+def test_ranks_have_the_sum_of_all_micro_batches(ranks, steps, overlaps):
+    alone = gradients_of(steps, 1)
+    for found in ranks(2).run(gradients_of, steps, 2):
+        assert [bool(step.pop("overlaps")) for step in found] == [overlaps] * len(steps)
+        for step, (ours, whole) in enumerate(zip(found, alone, strict=True)):
+            for name, gradient in ours.items():
+                expected = whole.get(name, torch.zeros_like(gradient))
+                assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-6), (step, name)
+
+
+def left_out_later(last: list[str]) -> Any:
+    with pytest.raises(ditmesh.ConfigError) as caught:
+        gradients_of([["first second"] * 4, last], 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("last", [["first"] * 4, ["first second", "first second", "first", "first"]])
+def test_a_weight_without_a_gradient_in_a_later_step_ends_the_run(ranks, last):
+    """In the micro-batch in which gradients travel: others are added up on each rank."""
+    for sentence in ranks(2).run(left_out_later, last):
+        assert "transformer.second." in sentence
+        assert "sharding: none" in sentence
