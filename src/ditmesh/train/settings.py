@@ -222,8 +222,7 @@ class ModelConfig(SettingsGroup):
     sharding: Sharding = Field(
         "auto",
         description="``ddp`` (DistributedDataParallel) or ``fsdp`` (FSDP2) over the data and sequence ranks, or "
-        "``none`` (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode and with "
-        "``base_precision`` ``none``.",
+        "``none`` (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode ``none``.",
     )
     gradient_checkpointing: bool = Field(False, description="Recompute blocks in the backward pass.")
     compile: bool | str = Field(
