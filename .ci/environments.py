@@ -43,12 +43,9 @@ sys.exit(bool(failed))
 
 RUN_FILE = """
 pretrained_model_name_or_path: emoji-sd3
-train_data_dir: data
 output_dir: run
-resolution: 64
-max_sequence_length: 16
-max_train_steps: 3
-train_batch_size: 2
+data: {train_data_dir: data, resolution: 64, max_sequence_length: 16}
+optimizer: {max_train_steps: 3, train_batch_size: 2}
 lora: {rank: 4}
 """
 

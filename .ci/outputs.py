@@ -100,20 +100,26 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "replay no receipt": ("replay", "{run}", "--json"),
     "train": (*TRAIN, "--json"),
     "train ranks": (*TRAIN, *TWO, "--json"),
-    "train sharded": (*TRAIN, *TWO, "--set", "sharding=fsdp", "--set", "checkpointing_steps=1", "--json"),
+    "train sharded": (*TRAIN, *TWO, "--set", "model.sharding=fsdp", "--set", "output.checkpointing_steps=1", "--json"),
     "train lora": (*TRAIN, "--set", "lora.rank=2", "--json"),
-    "train no setting": ("train", "{run}", "--set", "resolutoin=32", "--json"),
+    "train no setting": ("train", "{run}", "--set", "data.resolutoin=32", "--json"),
     "train no file": ("train", "{out}/none.yaml", "--json"),
-    "train no number": (*TRAIN, "--set", "learning_rate=fast", "--json"),
-    "train no list": (*TRAIN, "--set", "max_train_steps=[1, 2]", "--json"),
-    "train no batch": (*TRAIN, "--set", "train_batch_size=0", "--json"),
+    "train no number": (*TRAIN, "--set", "optimizer.learning_rate=fast", "--json"),
+    "train no list": (*TRAIN, "--set", "optimizer.max_train_steps=[1, 2]", "--json"),
+    "train no batch": (*TRAIN, "--set", "optimizer.train_batch_size=0", "--json"),
     "train bad file": ("train", "{file}", "--json"),
-    "train no data": (*TRAIN, "--set", "train_data_dir={out}/none", "--json"),
+    "train no data": (*TRAIN, "--set", "data.train_data_dir={out}/none", "--json"),
     "train no model": (*TRAIN, "--set", "pretrained_model_name_or_path=emoji-sd4", "--json"),
     "train no folder": ("train", "{run}", "--set", "output_dir={file}/run", "--threads", "1", "--json"),
     "train no head": (*TRAIN, "--devices", "16", "--ulysses", "16", "--json"),
-    "train no optimizer": (*TRAIN, "--set", "optimizer=Adamw9", "--json"),
-    "train stopped": (*TRAIN, "--set", "max_train_steps=100000", "--set", "checkpointing_steps=100000"),
+    "train no optimizer": (*TRAIN, "--set", "optimizer.name=Adamw9", "--json"),
+    "train stopped": (
+        *TRAIN,
+        "--set",
+        "optimizer.max_train_steps=100000",
+        "--set",
+        "output.checkpointing_steps=100000",
+    ),
     "serve no model": ("serve", "--model", "emoji-sd4", "--port", "0", "--folder", "{out}"),
     "serve no port": ("serve", "--port", "99999", "--folder", "{out}"),
     "serve no keys": ("serve", "--port", "0", "--keys", "{out}.txt", "--folder", "{out}"),
@@ -129,13 +135,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 RUN = """\
 pretrained_model_name_or_path: emoji-sd3
-train_data_dir: {made}
 output_dir: out
-resolution: 64
-max_sequence_length: 16
-max_train_steps: 2
-train_batch_size: 1
-learning_rate: 1.0e-4
+data:
+  train_data_dir: {made}
+  resolution: 64
+  max_sequence_length: 16
+optimizer:
+  max_train_steps: 2
+  train_batch_size: 1
+  learning_rate: 1.0e-4
 seed: 1
 """
 JOB = {"prompt": "a red fox", "steps": 2, "seed": 1}

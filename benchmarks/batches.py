@@ -5,7 +5,7 @@
 
 The transformer of fashion-dit is trained from random weights on Fashion-MNIST with ``data`` on 1, 2 and 4 ranks, each
 with the same samples a step, so that the global batch grows with the ranks and the steps become fewer. The learning
-rate stays (``scale_lr: no``), grows with the global batch (``linear``; Goyal et al. 2017, arXiv:1706.02677) or with its
+rate stays (``no``), grows with the global batch (``linear``; Goyal et al. 2017, arXiv:1706.02677) or with its
 root (``sqrt``; Malladi et al. 2022, arXiv:2205.10287, for Adam); on one rank the three are the same.
 It reports the held-out loss, and the share of images that the classifier beside fashion-dit takes for their class. All
 ranks share the cores of one host: seconds say nothing of speed.
@@ -34,31 +34,32 @@ from PIL import Image
 from harness import command_line, show_table, write_figures
 from machine import describe_machine
 
-# By how much a rule divides the rate of one rank's batch, so that it is `RATE` on one rank.
+# The rate on one rank, and by which root of their number a rule multiplies it on several.
 RATE = 1e-3
 ROOTS = {"no": 0.0, "sqrt": 0.5, "linear": 1.0}
 
+# Images that are not trained on; the loss of 64 of them is measured.
+HELD = 256
 # Images of a class, and steps and guidance of each.
 DRAWN, DRAW_STEPS, GUIDANCE = 10, 10, 2.0
 
 
-def data_of(folder: Path, count: int, held: int) -> None:
-    """Fashion-MNIST as two tars: pictures to train on, and pictures to measure on."""
+def data_of(folder: Path, count: int) -> None:
+    """Fashion-MNIST as a tar."""
     from training.fashion_data import fetch, read, widen
 
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ditmesh-benchmarks"
     pictures, labels = read(fetch(cache), "train")
-    pictures = widen(pictures[: count + held])
-    for name, numbers in (("train", range(count)), ("held", range(count, count + held))):
-        (folder / name).mkdir()
-        with tarfile.open(folder / name / "0.tar", "w") as tar:
-            for number in numbers:
-                buffer = io.BytesIO()
-                Image.fromarray(pictures[number]).save(buffer, "PNG")
-                for kind, content in (("png", buffer.getvalue()), ("cls", str(int(labels[number])).encode())):
-                    entry = tarfile.TarInfo(f"{number:06}.{kind}")
-                    entry.size = len(content)
-                    tar.addfile(entry, io.BytesIO(content))
+    pictures = widen(pictures[:count])
+    (folder / "train").mkdir()
+    with tarfile.open(folder / "train" / "0.tar", "w") as tar:
+        for number in range(count):
+            buffer = io.BytesIO()
+            Image.fromarray(pictures[number]).save(buffer, "PNG")
+            for kind, content in (("png", buffer.getvalue()), ("cls", str(int(labels[number])).encode())):
+                entry = tarfile.TarInfo(f"{number:06}.{kind}")
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
 
 
 def recognised(model: Path) -> float:
@@ -86,6 +87,8 @@ def recognised(model: Path) -> float:
 
 def trained(folder: Path, ranks: int, rule: str, samples: int, batch: int, seed: int) -> dict[str, Any]:
     """The held-out losses and the share of recognised images of one run."""
+    from ditmesh.train.config import grouped
+
     steps, name = samples // (ranks * batch), f"{ranks}-{rule}-{seed}"
     run = {
         "pretrained_model_name_or_path": "fashion-dit",
@@ -93,21 +96,19 @@ def trained(folder: Path, ranks: int, rule: str, samples: int, batch: int, seed:
         "seed": seed,
         "parallel": {"data": ranks},
         "train_data_dir": str(folder / "train"),
-        "validation_data_dir": str(folder / "held"),
-        "validation_samples": 256,
+        "validation_split": HELD / (samples + HELD),
         "validation_steps": max(1, steps // 4),
         "output_dir": str(folder / name),
         "resolution": 32,
         "train_batch_size": batch,
         "max_train_steps": steps,
-        "learning_rate": RATE / batch ** ROOTS[rule],
-        "scale_lr": rule,
+        "learning_rate": RATE * ranks ** ROOTS[rule],
         "lr_scheduler": "cosine",
         "lr_warmup_steps": steps // 10,
         "checkpointing_steps": steps,
     }
     file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(run))
+    file.write_text(yaml.safe_dump(grouped(run)))
     began = time.perf_counter()
     command = [sys.executable, "-m", "ditmesh", "train", str(file), "--devices", str(ranks), "--threads", "1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -134,7 +135,7 @@ def main() -> None:
     result = {"machine": describe_machine(), "samples": options.samples, "batch": options.batch, "runs": runs}
     with tempfile.TemporaryDirectory() as room:
         folder = Path(room)
-        data_of(folder, options.samples, 256)
+        data_of(folder, options.samples + HELD)
         for seed in options.seeds:
             for ranks in options.ranks:
                 # One rank's batch is what every rule begins with.

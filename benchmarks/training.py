@@ -76,9 +76,9 @@ FROZEN: dict[str, dict[str, Any]] = {
 # Each is the first with one setting changed.
 LEVERS: dict[str, dict[str, Any]] = {
     "accumulation 1": {},
-    "accumulation 2": {"gradient_accumulation_steps": 2},
-    "accumulation 4": {"gradient_accumulation_steps": 4},
-    "accumulation 8": {"gradient_accumulation_steps": 8},
+    "accumulation 2": {"global_batch_size": 4},
+    "accumulation 4": {"global_batch_size": 8},
+    "accumulation 8": {"global_batch_size": 16},
     "mixed_precision: bf16": {"mixed_precision": "bf16"},
     "gradient_checkpointing": {"gradient_checkpointing": True},
 }
@@ -138,10 +138,10 @@ def losses(given: dict[str, Any]) -> list[float]:
     from diffusers import DiffusionPipeline
 
     from ditmesh.generate.model_info import find_model
-    from ditmesh.train import TrainConfig
+    from ditmesh.train.config import TrainConfig, grouped
     from ditmesh.train.trainer import Trainer
 
-    config = TrainConfig.read(given)
+    config = TrainConfig.read(grouped(given))
     pipe = DiffusionPipeline.from_pretrained(find_model(config.pretrained_model_name_or_path).files)
     with Trainer(config, pipe) as trainer:
         found = trainer.run().losses
@@ -152,10 +152,10 @@ def memory_of_a_step(given: dict[str, Any]) -> int:
     """Bytes that one optimizer step adds to this process at its peak."""
     from diffusers import DiffusionPipeline
 
-    from ditmesh.train import TrainConfig
+    from ditmesh.train.config import TrainConfig, grouped
     from ditmesh.train.trainer import Trainer
 
-    config = TrainConfig.read(given)
+    config = TrainConfig.read(grouped(given))
     pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     found: list[int] = []
     with Trainer(config, pipe) as trainer:
@@ -181,10 +181,10 @@ def lever(given: dict[str, Any]) -> tuple[float, int, float]:
     """Seconds of a step, bytes that steps add to this process, and the share of exchanging; without the first step."""
     from diffusers import DiffusionPipeline
 
-    from ditmesh.train import TrainConfig
+    from ditmesh.train.config import TrainConfig, grouped
     from ditmesh.train.trainer import Trainer
 
-    config = TrainConfig.read(given)
+    config = TrainConfig.read(grouped(given))
     pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     ends: list[float] = []
     waited: list[float] = []
@@ -216,10 +216,10 @@ def rate(given: dict[str, Any]) -> float:
     """Samples a second of a run, its first step left out."""
     from diffusers import DiffusionPipeline
 
-    from ditmesh.train import TrainConfig
+    from ditmesh.train.config import TrainConfig, grouped
     from ditmesh.train.trainer import Trainer
 
-    config = TrainConfig.read(given)
+    config = TrainConfig.read(grouped(given))
     pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     ends: list[float] = []
     with Trainer(config, pipe) as trainer:
@@ -231,10 +231,10 @@ def rate_and_losses(given: dict[str, Any]) -> tuple[float, list[float]]:
     """Samples a second of a run, its first step left out, and the losses of its steps."""
     from diffusers import DiffusionPipeline
 
-    from ditmesh.train import TrainConfig
+    from ditmesh.train.config import TrainConfig, grouped
     from ditmesh.train.trainer import Trainer
 
-    config = TrainConfig.read(given)
+    config = TrainConfig.read(grouped(given))
     pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     ends: list[float] = []
     with Trainer(config, pipe) as trainer:
@@ -250,7 +250,7 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
     from diffusers import DiffusionPipeline
     from diffusers.training_utils import compute_density_for_timestep_sampling
 
-    from ditmesh.train import TrainConfig
+    from ditmesh.train.config import TrainConfig, grouped
     from ditmesh.train.data.reading import read_samples
     from ditmesh.train.data.samples import pixels
 
@@ -259,25 +259,25 @@ def rate_of_accelerate(given: dict[str, Any]) -> float:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == size
-    config = TrainConfig.read(given)
+    config = TrainConfig.read(grouped(given))
     pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     torch.manual_seed(rank)
-    samples = read_samples(config, "text").good
+    samples = read_samples(config.data, "text").good
     with torch.no_grad():
-        pictures = [pixels(one.picture(), (config.resolution, config.resolution)) for one in samples]
+        pictures = [pixels(one.picture(), (config.data.resolution, config.data.resolution)) for one in samples]
         latents = torch.cat([pipe.vae.encode(one[None]).latent_dist.sample() for one in pictures])
         latents = (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
         said: list[Any] = [one.words for one in samples]
         text, _, pooled, _ = pipe.encode_prompt(
-            said, None, None, do_classifier_free_guidance=False, max_sequence_length=config.max_sequence_length
+            said, None, None, do_classifier_free_guidance=False, max_sequence_length=config.data.max_sequence_length
         )
     data = torch.utils.data.TensorDataset(latents, text, pooled)
-    loader: Any = torch.utils.data.DataLoader(data, batch_size=config.train_batch_size, shuffle=True)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=config.optimizer.train_batch_size, shuffle=True)
     model: Any = pipe.transformer.train()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=1e-2)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=config.optimizer.learning_rate, weight_decay=1e-2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     scheduler, ends, batches = pipe.scheduler, [], iter(())
-    while len(ends) < (config.max_train_steps or 0):
+    while len(ends) < (config.optimizer.max_train_steps or 0):
         batch = next(batches, None)
         if batch is None:
             batches = iter(loader)
@@ -313,7 +313,10 @@ def curves(options: argparse.Namespace, work: Path, console: Console) -> dict[st
     found: dict[str, list[float]] = {}
     for name, settings in CURVES.items():
         more = {"train_batch_size": 1, "global_batch_size": 4, "from_scratch": True, "learning_rate": 1e-3}
-        more |= {"max_train_steps": options.steps or 200, "reproducible": options.reproducible}
+        more |= {
+            "max_train_steps": options.steps or 200,
+            "parallel": {**settings.get("parallel", {}), "reproducible": options.reproducible},
+        }
         given = run_of("curves", "emoji-sd3", work, settings, **more)
         with RankPool(ranks_of(settings), threads=1) as pool:
             found[name] = pool.run(losses, given)[0]
@@ -332,13 +335,15 @@ def curves(options: argparse.Namespace, work: Path, console: Console) -> dict[st
 
 def _draw(lines: dict[str, list[float]], path: Path) -> None:
     """Loss over steps, lines by name; later ones are thinner, so that those that lie on one another are all seen."""
-    from ditmesh.train.logs.charts import limit_loss, matplotlib_figure
+    from matplotlib.figure import Figure
 
-    figure = matplotlib_figure(figsize=(9, 5))
+    figure = Figure(layout="constrained", dpi=110, figsize=(9, 5))
     axes = figure.subplots()
     for number, (name, line) in enumerate(lines.items()):
         axes.plot(line, linewidth=2.0 * (len(lines) - number), label=name)
-    limit_loss(axes, [loss for line in lines.values() for loss in line])
+    # One outlier does not flatten the rest.
+    losses = sorted(loss for line in lines.values() for loss in line)
+    axes.set_ylim(0, 1.08 * losses[int(0.99 * (len(losses) - 1))])
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
@@ -412,7 +417,7 @@ def levers(options: argparse.Namespace, work: Path, console: Console) -> dict[st
         table.add_column(column, justify="right" if column else "left")
     result: dict[str, Any] = {}
     for name, turns in found.items():
-        samples = 2 * LEVERS[name].get("gradient_accumulation_steps", 1)
+        samples = LEVERS[name].get("global_batch_size", 2)
         seconds = [max(one[0] for one in ranks) for ranks in turns]
         # Of one turn each, so that noise falls on both alike.
         base = [max(one[0] for one in ranks) for ranks in found[first]]

@@ -43,8 +43,9 @@ for label, colour in enumerate(("red", "green", "blue", "white")):
     (folder / f"{label}.cls").write_text(str(label))
 pipe = DiffusionPipeline.from_pretrained(zoo.path("emoji-dit-s"))
 pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, prediction_type="sample", clip_sample=False)
-run = {"pretrained_model_name_or_path": "emoji-dit-s", "train_data_dir": str(folder), "output_dir": f"{folder}/out"}
-run |= {"resolution": 64, "max_train_steps": 8, "parallel": {"data": dist.get_world_size()}, "learning_rate": 1e-3}
+run = {"pretrained_model_name_or_path": "emoji-dit-s", "output_dir": f"{folder}/out"}
+run |= {"data": {"train_data_dir": str(folder), "resolution": 64}, "parallel": {"data": dist.get_world_size()}}
+run |= {"optimizer": {"max_train_steps": 8, "learning_rate": 1e-3}}
 with Trainer(TrainConfig.read(run), pipe, device) as trainer:
     losses = trainer.run().losses
 if dist.get_rank() == 0:

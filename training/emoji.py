@@ -61,7 +61,7 @@ def wordings(entry: Entry, number: int) -> list[str]:
     return [*plain, *(others[i] for i in some)]
 
 
-# Of `ditmesh.train.TrainConfig`.
+# Of `ditmesh.train.TrainConfig`, without groups, as checkpoints have them.
 SETTINGS: dict[str, Any] = {
     "resolution": 64,
     "train_batch_size": 16,
@@ -69,9 +69,7 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 1.2e-3,
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 100,
-    "adam_beta2": 0.99,
-    "adam_weight_decay": 0.0,
-    "use_ema": True,
+    "optimizer_args": {"betas": [0.9, 0.99], "weight_decay": 0.0},
     "ema_decay": 0.99,
     "proportion_empty_prompts": 0.1,
     "checkpointing_steps": 100,

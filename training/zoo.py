@@ -24,6 +24,7 @@ import yaml
 from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
+from ditmesh.train.config import FLAT_NAMES, GROUPS, grouped
 from ditmesh.train.logs.training_log import read_log
 from training.emoji import EmojiDiT, EmojiFlux, EmojiSD3
 from training.fashion import FashionDiT
@@ -38,7 +39,7 @@ class Recipe(Protocol):
     """What an embedded model is made of.
 
     Attributes:
-        settings: of `ditmesh.train.TrainConfig`, but for the paths.
+        settings: of `ditmesh.train.TrainConfig`, without groups, but for the paths.
         image_tokens: length of the transformer's image stream.
     """
 
@@ -81,12 +82,14 @@ def settings(recipe: Recipe, folder: Path, steps: int | None = None) -> dict[str
     whole = recipe.settings["max_train_steps"]
     rates = {name: value for name, value in recipe.settings.items() if name in ("lr_warmup_steps", "lr_decay_steps")}
     shorter = {name: max(1, value * steps // whole) for name, value in rates.items()} if steps is not None else {}
-    return {
-        **{name: str(folder / place) for name, place in PLACES.items()},
-        **recipe.settings,
-        **{name: str(folder / value) for name, value in recipe.settings.items() if name == "cache_dir"},
-        **({} if steps is None else {"max_train_steps": steps, **shorter}),
-    }
+    return grouped(
+        {
+            **{name: str(folder / place) for name, place in PLACES.items()},
+            **recipe.settings,
+            **{name: str(folder / value) for name, value in recipe.settings.items() if name == "cache_dir"},
+            **({} if steps is None else {"max_train_steps": steps, **shorter}),
+        }
+    )
 
 
 def train(recipe: Recipe, folder: Path, steps: int | None = None) -> Path:
@@ -108,7 +111,10 @@ def train(recipe: Recipe, folder: Path, steps: int | None = None) -> Path:
 def describe(name: str, folder: Path) -> dict[str, Any]:
     """How the model came about: settings, machine, sizes, time."""
     rows = read_log(folder / "run" / "loss.csv")
-    given = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+    run = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+    given = {
+        FLAT_NAMES.get((group, name), name): value for group in GROUPS for name, value in run.get(group, {}).items()
+    }
     pipe = DiffusionPipeline.from_pretrained(folder / "run" / "pipeline")
     modules = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     unused = [

@@ -335,6 +335,8 @@ def typed(quick: bool) -> Iterator[Row]:
                     (data / f"{number}.txt").write_text("a red fox", encoding="utf-8")
 
             def losses(device: str) -> list[float]:
+                from ditmesh.train.config import grouped
+
                 out = Path(mkdtemp(dir=root))
                 settings = {
                     "pretrained_model_name_or_path": "emoji-sd3",
@@ -348,7 +350,7 @@ def typed(quick: bool) -> Iterator[Row]:
                     "seed": 0,
                     **more,
                 }
-                (out / "run.yaml").write_text(json.dumps(settings), encoding="utf-8")
+                (out / "run.yaml").write_text(json.dumps(grouped(settings)), encoding="utf-8")
                 ditmesh_("train", out / "run.yaml", "--device", device)
                 with (out / "run" / "loss.csv").open(encoding="utf-8") as file:
                     return [float(row["loss"]) for row in csv.DictReader(file)]

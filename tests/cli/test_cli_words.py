@@ -147,11 +147,11 @@ def test_words_that_are_alike_are_all_offered() -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--set train_data_dir=none", "train_data_dir='none' is no folder"),
-        ("--set train_data_dir=run.yaml", "train_data_dir='run.yaml' is a file"),
-        ("--set train_data_dir=empty", "train_data_dir='empty' is empty"),
+        ("--set data.train_data_dir=none", "train_data_dir='none' is no folder"),
+        ("--set data.train_data_dir=run.yaml", "train_data_dir='run.yaml' is a file"),
+        ("--set data.train_data_dir=empty", "train_data_dir='empty' is empty"),
         ("--set output_dir=run.yaml", "choose another one with output_dir"),
-        ("--set cache_dir=run.yaml", "choose another one with cache_dir"),
+        ("--set data.cache_dir=run.yaml", "choose another one with cache_dir"),
         ("--set pretrained_model_name_or_path=./none", "no such folder"),
         ("--set pretrained_model_name_or_path=strange", "DDPMPipeline cannot be trained: it takes no prompt"),
         ("--cfg 2", "cfg=2 is not for training"),
@@ -166,13 +166,25 @@ def test_words_that_are_alike_are_all_offered() -> None:
         ("--set lora.target_modules=[to_q,to_qq]", "; did you mean 'to_q'?"),
         ("--set lora.ranks=4", "'lora.ranks' is no training setting; did you mean 'rank'?"),
         ("--set lora.base_lora=nowhere.safetensors --set lora.rank=4", "nowhere.safetensors"),
-        ("--set train_modules=[text_encodr]", "has no module 'text_encodr'; did you mean 'text_encoder"),
-        ("--set learning_rate=fast", "learning_rate='fast': not a number"),
-        ("--set lr_scheduler=cosin", "did you mean 'cosine'?"),
+        ("--set model.train_modules=[text_encodr]", "has no module 'text_encodr'; did you mean 'text_encoder"),
+        ("--set optimizer.learning_rate=fast", "optimizer.learning_rate='fast': not a number"),
+        (
+            "--set learning_rate=1",
+            "'learning_rate' stands in a group of settings: write optimizer: {learning_rate: ...}",
+        ),
+        ("--set optimizer=SGD", "'optimizer' stands in a group of settings: write optimizer: {name: ...}"),
+        ("--set use_ema=true", "'use_ema' is no training setting any more: set optimizer.ema_decay: 0.9999"),
+        (
+            "--set data.learning_rate=1",
+            "'data.learning_rate' stands in a group of settings: write optimizer: {learning",
+        ),
+        ("--set data.resolutio=1", "'data.resolutio' is no training setting; did you mean 'resolution'?"),
+        ("--set optimizer.lr_scheduler=cosin", "did you mean 'cosine'?"),
     ],
 )
 def test_training_is_refused_before_ranks_start(more: str, says: str, nothing_starts: Path, capsys: Any) -> None:
-    run = {"pretrained_model_name_or_path": str(EMOJI), "train_data_dir": "data", "output_dir": "out", "resolution": 64}
+    run = {"pretrained_model_name_or_path": str(EMOJI), "output_dir": "out"}
+    run["data"] = {"train_data_dir": "data", "resolution": 64}
     Path("run.yaml").write_text(json.dumps(run))
     for folder in ("data", "empty", "strange/transformer"):
         Path(folder).mkdir(parents=True)

@@ -28,7 +28,6 @@ from ditmesh.generate.job import PictureJob
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.runner import PipelineRunner, load_pipeline
 from ditmesh.generate.weight_files import build_empty, fill_weights
-from ditmesh.train import TrainConfig
 from ditmesh.train.observed.check import loaded_pipeline
 from ditmesh.train.run import train
 from support.adapters import save_sd3_controlnet
@@ -38,7 +37,7 @@ from support.models import tiny
 from support.pipelines import MAKERS
 from support.sample import sampled
 from support.tensor import bits, same_bits
-from support.train import settings
+from support.train import configured, settings
 
 TOLERANCE = 1e-5
 
@@ -368,7 +367,7 @@ def sentence_of(load, *arguments, **options):
 def test_missing_weights_are_refused_by_name_everywhere(tmp_path, model, component):
     folder = tmp_path / "damaged"
     lost = damaged(model, component, folder)
-    run = TrainConfig.read(settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder)))
+    run = configured(settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder)))
     frozen = settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder), lora={"rank": 2})
     sentences = [
         sentence_of(load_pipeline, str(folder), str(folder), "float32", None),
@@ -511,7 +510,7 @@ def with_entry(folder, **entries):
 def test_what_a_folder_names_and_nobody_has_is_one_sentence(tmp_path, entries, sentence):
     folder = with_entry(tmp_path / "model", **entries)
     pattern = re.compile(re.escape(sentence).replace(r"\.\*", ".*"))
-    run = TrainConfig.read(settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder)))
+    run = configured(settings(tmp_path, tmp_path / "out", pretrained_model_name_or_path=str(folder)))
     for load, *arguments in (
         (ditmesh.load, folder, {}),
         (load_pipeline, str(folder), str(folder), "float32", None),

@@ -15,12 +15,11 @@ import pytest
 from test_media import RED, SAMPLES, close, file_of, mp4_of, turned
 
 from ditmesh.errors import InputError
-from ditmesh.train import TrainConfig
 from ditmesh.train.data.reading import read_samples
 from ditmesh.train.data.samples import DataReport, Samples
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Preparing, Progress
-from support.train import settings
+from support.train import configured, settings
 
 PNG = file_of(np.full((8, 8, 3), RED, np.uint8))
 
@@ -323,8 +322,8 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
         {},
     ),
     "a name with NUL": ([*AB, ("metadata.jsonl", [line("a\0.png", text="A"), BOTH[1]])], TWO[1:], ["is not there"], {}),
-    "no captions": (AB, None, ["none of 2 samples", "allow_missing_captions: true"], {}),
-    "no captions, allowed": (AB, [("a.png", None), ("b.png", None)], [], {"allow_missing_captions": True}),
+    "no captions": (AB, None, ["none of 2 samples", "proportion_empty_prompts: 1"], {}),
+    "no captions, allowed": (AB, [("a.png", None), ("b.png", None)], [], {"proportion_empty_prompts": 1}),
     "empty captions": ([*AB, ("a.txt", ""), ("b.txt", " \n")], None, ["none of 2 samples"], {}),
     "some empty captions": ([*AB, ("a.txt", ""), ("b.txt", "B")], [("a.png", ""), TWO[1]], ["without caption: 1"], {}),
     "captions in a file that is not read": (
@@ -397,11 +396,11 @@ CASES: dict[str, tuple[list[tuple[str, Any]], list[tuple[str, Any]] | None, list
 
 
 def found_in(folder: Path, by: str = "text", **more: Any) -> Samples:
-    config = TrainConfig.read(settings(folder, folder.parent / "out", **more))
+    config = configured(settings(folder, folder.parent / "out", **more))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = read_samples(config, by)
-        found.check(config)
+        found = read_samples(config.data, by)
+        found.check(config.data)
     return found
 
 
@@ -486,7 +485,7 @@ def test_videos_of_data_sets(tmp_path):
         ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=0.5)])], [3], "line 2: label is 0.5"),
         ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=True)])], [3], "line 2: label is true"),
         ([("metadata.jsonl", [line("a.png", label=3), line("b.png", label=-1)])], [3], "line 2: label is -1"),
-        ([("metadata.jsonl", [line("a.png", kind=3), line("b.png", kind=1)])], None, "label_column='label' is not in"),
+        ([("metadata.jsonl", [line("a.png", kind=3), line("b.png", kind=1)])], None, "none of 2 samples in"),
         ([("a.cls", "a fox"), ("b.cls", "4")], [4], "a.cls: label is 'a fox'"),
         ([], None, "none of 2 samples"),
     ],
@@ -542,7 +541,7 @@ def test_a_run_begins_with_what_it_is_trained_on(tmp_path):
     put(data, ("c.png", b"x"), ("d.png", PNG), ("d.txt", b"\xe9"))
     given = settings(data, tmp_path / "out", max_train_steps=1, cache_dir=str(tmp_path / "cache"))
     reports: list[Any] = []
-    result = train(given, report=reports.append)
+    result = train(configured(given), report=reports.append)
     reports = [one for one in reports if not isinstance(one, Preparing)]
     assert [type(one) for one in reports] == [DataReport, Progress]
     assert list(reports[0].lines) == [
@@ -557,4 +556,4 @@ def test_a_run_begins_with_what_it_is_trained_on(tmp_path):
     assert len(result["skipped"]) == 2
     (data / "a.caption").unlink()
     with pytest.raises(InputError, match="none of 2 samples"):
-        train({**given, "output_dir": str(tmp_path / "other")})
+        train(configured({**given, "output_dir": str(tmp_path / "other")}))

@@ -25,10 +25,9 @@ from ditmesh.quality.pictures import as_picture
 from ditmesh.request import PictureRequest
 from ditmesh.serve.http.errors import Refused
 from ditmesh.serve.http.uploads import Uploads
-from ditmesh.train import TrainConfig
 from ditmesh.train.data.reading import read_samples
 from ditmesh.train.data.samples import pixels
-from support.train import settings
+from support.train import configured, settings
 
 # Shown 48 wide and 96 high: red above blue.
 UPRIGHT = np.zeros((96, 48, 3), np.uint8)
@@ -431,10 +430,10 @@ def test_heads_of_files_are_enough(tmp_path):
         lines = Path("/proc/self/io").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("rchar")))
 
-    config = TrainConfig.read(settings(tmp_path, tmp_path))
-    read_samples(config, "text")
+    config = configured(settings(tmp_path, tmp_path))
+    read_samples(config.data, "text")
     before = so_far()
-    assert len(read_samples(config, "text").good) == 8
+    assert len(read_samples(config.data, "text").good) == 8
     # 1.6 MB of images.
     assert so_far() - before < 200_000
 

@@ -291,9 +291,9 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
     import torch
 
     from ditmesh.errors import ConfigError
-    from ditmesh.train import TrainConfig
     from ditmesh.train.data.reading import read_samples
     from ditmesh.train.trainer import Trainer
+    from support.train import configured
 
     frames, data = moving(6), tmp_path / "data"
     data.mkdir()
@@ -314,7 +314,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
     # So that a mistake in their scale is seen.
     pipe.vae.register_to_config(latents_mean=[0.5] * 4, latents_std=[2.0] * 4)
     seen: dict[str, Any] = {}
-    with Trainer(TrainConfig.read(given), pipe) as trainer:
+    with Trainer(configured(given), pipe) as trainer:
         hook = pipe.transformer.register_forward_hook(lambda *of: seen.update(out=of[-1][0].detach()))
         inner = trainer.objective
 
@@ -328,7 +328,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
         with pytest.raises(OSError, match="has 6 frames, and num_frames=7"):
             trainer.data.samples[0].frames(7)
     video.write_mp4(frames, data / "b.mp4", 16, {})
-    assert [one.size for one in read_samples(TrainConfig.read(given), "text").good] == [(32, 32)] * 2
+    assert [one.size for one in read_samples(configured(given).data, "text").good] == [(32, 32)] * 2
     assert seen["latents"].shape == (1, 4, 2, 8, 8)
     noised = seen["noised"]
     assert outcome.losses[0] == pytest.approx(float((seen["out"] - noised.target).square().mean()), rel=1e-5)
@@ -343,7 +343,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
         ({"validation_prompts": ["to the left"]}, "leave them out"),
     ):
         with pytest.raises(ConfigError, match=said):
-            Trainer(TrainConfig.read(given | changed | {"output_dir": str(tmp_path / "other")}), pipe)
+            Trainer(configured(given | changed | {"output_dir": str(tmp_path / "other")}), pipe)
 
 
 def test_a_study_of_videos_says_how_far_every_frame_is(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -278,9 +278,9 @@ def run_trained(given: dict[str, Any]) -> Program:
     """
     from diffusers import DiffusionPipeline
 
-    from ditmesh.train import TrainConfig
     from ditmesh.train.trainer import Trainer
     from ditmesh.zoo import path as find
+    from support.train import configured
 
     step = Trainer._optimizer_step
 
@@ -289,7 +289,7 @@ def run_trained(given: dict[str, Any]) -> Program:
             recorder.program.clear()
         return step(self, *batches)
 
-    config = TrainConfig.read(given)
+    config = configured(given)
     pipe = DiffusionPipeline.from_pretrained(find(config.pretrained_model_name_or_path))
     pipe.set_progress_bar_config(disable=True)
     with (

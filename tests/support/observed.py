@@ -26,6 +26,7 @@ from ditmesh.train.observed.maps import NumberMap
 from ditmesh.train.observed.recipe import MOST_OFF, Recipe, TimeArgument
 from ditmesh.train.observed.view import GUIDANCE, OFF, PipelineView
 from support.exam import Exam, images, others, videos
+from support.train import configured
 
 # Calls that no other test makes.
 MORE: dict[str, Exam] = {
@@ -48,7 +49,7 @@ NUMBERS: dict[Any, int] = {CAPTIONS[0]: 2, CAPTIONS[1]: 1, OTHER: 2, LABELS[0]: 
 
 
 def settings(**more: Any) -> TrainConfig:
-    return TrainConfig.read(
+    return configured(
         {"pretrained_model_name_or_path": "m", "train_data_dir": "d", "output_dir": "o", "resolution": 64, **more}
     )
 

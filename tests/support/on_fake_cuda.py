@@ -25,7 +25,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.layout.conventions import Size
 from ditmesh.strategies.pipefusion.stages import StageWeights
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.train import TrainConfig, reduce_gradients, run
+from ditmesh.train import reduce_gradients, run
 from ditmesh.train.gradients import reduce as averaging
 from ditmesh.train.trainer import Progress, Trainer
 from ditmesh.zoo import path as find
@@ -37,7 +37,7 @@ from support.families import BY_HAND
 from support.models import RAGGED, inputs, sizes, tiny
 from support.stale import moving
 from support.syncs import OURS
-from support.train import settings
+from support.train import configured, settings
 
 STEPS = 5
 
@@ -366,7 +366,7 @@ def training_run(
         # What DistributedDataParallel does in C++ knows no fake device.
         plain = {} if config.get("reproducible") else {"sharding": "none"}
         given = settings(Path(folder), out, max_train_steps=steps, **plain, **config, **by_run[on_cuda])
-        made = TrainConfig.read(given)
+        made = configured(given)
         pipe = DiffusionPipeline.from_pretrained(find(made.pretrained_model_name_or_path))
         on_device = (cuda() if order is None else sim_cuda(order)) if on_cuda else nullcontext()
         with on_device as device, IN_FLIGHT[fault if on_cuda else None](), ExitStack() as stack:
@@ -400,6 +400,6 @@ def whole_run(given: dict[str, Any]) -> tuple[dict[int, float], list[str], list[
             losses[message.step] = message.loss
 
     with cuda(found=True), mock.patch.object(run, "device_of_rank", return_value=torch.device("cuda")):
-        unsaved = run.train(given, report=report, check_memory=False)["unsaved"]
+        unsaved = run.train(configured(given), report=report, check_memory=False)["unsaved"]
     out = Path(given["output_dir"])
     return losses, unsaved, sorted(file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file())

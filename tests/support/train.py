@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import diffusers
 import numpy as np
 from PIL import Image
 
-from ditmesh.train import TrainConfig
+from ditmesh.train import TrainConfig, config
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
 from ditmesh.zoo.references import read_sheet
@@ -65,8 +66,21 @@ def tar_of(path: Path, count: int, side: int = 64) -> Path:
     return path
 
 
+def grouped(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run by their names, which are unique, in the groups of a run file; and ``reproducible``."""
+    flat = {**flat}
+    if "reproducible" in flat:
+        flat["parallel"] = {**flat.get("parallel", {}), "reproducible": flat.pop("reproducible")}
+    return config.grouped(flat)
+
+
+def configured(flat: Mapping[str, Any] | TrainConfig) -> TrainConfig:
+    """The run of settings by their names, without groups; a run is left as it is."""
+    return flat if isinstance(flat, TrainConfig) else TrainConfig.read(grouped(flat))
+
+
 def settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
-    """A short run of the embedded text-to-image model."""
+    """A short run of the embedded text-to-image model; names of settings are unique, and stand here without groups."""
     return {
         "pretrained_model_name_or_path": "emoji-sd3",
         "train_data_dir": str(data),
@@ -81,7 +95,7 @@ def settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
 
 def weights_after(given: dict[str, Any]) -> tuple[list[str], str]:
     """Losses of every step, in hexadecimal, and the digest of the weights after a run; ``until``: a step to stop at."""
-    config = TrainConfig.read({name: value for name, value in given.items() if name != "until"})
+    config = configured({name: value for name, value in given.items() if name != "until"})
     pipe = diffusers.DiffusionPipeline.from_pretrained(find(config.pretrained_model_name_or_path))
     pipe.set_progress_bar_config(disable=True)
     with Trainer(config, pipe, timeout=100.0) as trainer:

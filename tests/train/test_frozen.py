@@ -15,7 +15,6 @@ import ditmesh
 from ditmesh.core.digests import weights_fingerprint
 from ditmesh.generate.files import adapter, load_adapters
 from ditmesh.generate.model_info import find_model
-from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.export import export
 from ditmesh.train.model import frozen
 from ditmesh.train.model.frozen import FrozenLinear, freeze, quantised, read_pipeline_frozen, weights_in_state_dicts
@@ -23,7 +22,7 @@ from ditmesh.train.preflight import check_settings
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.sample import sampled
-from support.train import folder_of, save_pipeline, settings
+from support.train import configured, folder_of, save_pipeline, settings
 
 # The largest difference from the weight, of its largest number; and bytes, of those of bfloat16.
 PRECISIONS = {
@@ -99,12 +98,12 @@ def run_of(root: Path, out: Path, **more: Any) -> dict[str, Any]:
 
 
 def pipeline_of(given: dict[str, Any]) -> Any:
-    config = TrainConfig.read(given)
+    config = configured(given)
     info = find_model(config.pretrained_model_name_or_path)
-    if config.base_precision is None:
+    if config.model.base_precision is None:
         pipe = diffusers.DiffusionPipeline.from_pretrained(info.files)
     else:
-        pipe = read_pipeline_frozen(info, config.base_precision)
+        pipe = read_pipeline_frozen(info, config.model.base_precision)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -112,9 +111,6 @@ def pipeline_of(given: dict[str, Any]) -> Any:
 def base_bits(model: nn.Module) -> dict[str, Tensor]:
     """Everything of a model but its adapters, by the names that it has without them."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, module in model.named_modules():
-        if isinstance(module, FrozenLinear):
-            found |= {f"{name}.{part}": value for part, value in module.on_host.items()}
     return {
         name.replace(".base_layer", ""): (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in found.items()
@@ -124,8 +120,8 @@ def base_bits(model: nn.Module) -> dict[str, Tensor]:
 
 def outcome(given: dict[str, Any]) -> tuple[dict[int, float], bool, str]:
     """Losses; whether the base has its bits after training; the digest of the trained weights, with reproducible."""
-    config, pipe = TrainConfig.read(given), pipeline_of(given)
-    freeze(pipe.transformer, config.base_precision, config.base_offload)
+    config, pipe = configured(given), pipeline_of(given)
+    freeze(pipe.transformer, config.model.base_precision)
     before = base_bits(pipe.transformer)
     with Trainer(config, pipe, timeout=100.0) as trainer:
         losses = trainer.run().losses
@@ -133,43 +129,6 @@ def outcome(given: dict[str, Any]) -> tuple[dict[int, float], bool, str]:
         after = base_bits(pipe.transformer)
     same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     return losses, same, digest
-
-
-@pytest.mark.parametrize("precision", ["nf4", None])
-def test_weights_on_the_host_train_the_same_bits(ranks, root, tmp_path, precision):
-    """Half of the layers, and all; beside checkpointing; on ranks."""
-    needs(precision or "")
-    given = run_of(root, tmp_path / "1", base_precision=precision, gradient_checkpointing=True)
-    # Without the precision, weights that are dequantised once more are no other weights.
-    truth, _, _ = outcome(given)
-    for number, share in enumerate((0.5, 1.0)):
-        losses, same, _ = outcome({**given, "base_offload": share, "output_dir": str(tmp_path / f"on-{number}")})
-        assert same
-        assert losses == truth if precision else max(abs(losses[step] / truth[step] - 1) for step in truth) <= 1e-6
-    more = {"parallel": {"data": 2}, "base_offload": 0.5, "output_dir": str(tmp_path / "2")}
-    for losses, same, _ in ranks(2).run(outcome, {**given, **more}):
-        assert max(abs(losses[step] / truth[step] - 1) for step in truth) <= 1e-5
-        assert same
-
-
-def unlike(given: dict[str, Any]) -> str:
-    """What is said of ranks with other weights in host memory."""
-    config, pipe = TrainConfig.read(given), pipeline_of(given)
-    freeze(pipe.transformer, config.base_precision, config.base_offload)
-    layers = [one for one in pipe.transformer.modules() if isinstance(one, FrozenLinear)]
-    assert [bool(one.on_host) for one in layers].count(True) == len(layers) // 2
-    if torch.distributed.get_rank() == 1:
-        next(one for one in layers if one.on_host).on_host["W_q"][0] ^= 1
-    with pytest.raises(ditmesh.ConfigError) as caught:
-        Trainer(config, pipe, timeout=100.0)
-    return str(caught.value)
-
-
-def test_other_weights_on_another_host_are_refused(ranks, root, tmp_path):
-    needs("nf4")
-    given = run_of(root, tmp_path, base_precision="nf4", base_offload=0.5, parallel={"data": 2})
-    for said in ranks(2).run(unlike, given):
-        assert "weights in host memory differ between ranks" in said
 
 
 RUNS: list[tuple[str, dict[str, Any]]] = [
@@ -219,14 +178,14 @@ def test_adapters_of_every_kind_above_nf4(ranks, root, tmp_path, kind):
 def test_a_fused_adapter_is_part_of_the_base(root, tmp_path):
     """Added to the whole weights, which are quantised then."""
     needs("nf4")
-    first = train(run_of(root, tmp_path / "first"))["pipeline"]
+    first = train(configured(run_of(root, tmp_path / "first")))["pipeline"]
     found = []
     for number, more in enumerate(
         ({"base_lora": f"{first}:0.5"}, {"base_lora": f"{first}:0.5", "fuse_base_lora": True})
     ):
         given = run_of(root, tmp_path / str(number), lora={"rank": 2, **more}, base_precision="nf4", max_train_steps=1)
-        found.append(train(given)["loss"])
-    plain = train(run_of(root, tmp_path / "plain", base_precision="nf4", max_train_steps=1))["loss"]
+        found.append(train(configured(given))["loss"])
+    plain = train(configured(run_of(root, tmp_path / "plain", base_precision="nf4", max_train_steps=1)))["loss"]
     # Beside the quantised weights or in them: not the same, and nearer to each other than to the base alone.
     assert 0 < abs(found[0] - found[1]) < abs(plain - found[1])
 
@@ -277,14 +236,14 @@ def test_a_quantised_checkpoint_is_a_base(ranks, root, tmp_path):
             assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-5, more
             assert same, more
     with pytest.raises(ditmesh.ConfigError, match=r"the weights are quantised already \(Int8Tensor of torchao\)"):
-        train({**given, "output_dir": str(tmp_path / "twice"), "base_precision": "bf16"})
+        train(configured({**given, "output_dir": str(tmp_path / "twice"), "base_precision": "bf16"}))
 
 
 def test_a_frozen_adapter_stays_beside_nf4(root, tmp_path):
     needs("nf4")
-    first = train(run_of(root, tmp_path / "first"))["pipeline"]
+    first = train(configured(run_of(root, tmp_path / "first")))["pipeline"]
     given = run_of(root, tmp_path / "second", lora={"rank": 2, "base_lora": f"{first}:0.5"}, base_precision="nf4")
-    config, pipe = TrainConfig.read(given), pipeline_of(given)
+    config, pipe = configured(given), pipeline_of(given)
     with Trainer(config, pipe) as trainer:
         trainer.run()
         weights = trainer.state.weights()
@@ -306,11 +265,9 @@ def test_refused(root, tmp_path, monkeypatch):
     for more, said in (
         ({"lora": None, "base_precision": "nf4"}, "whole weights are trained in float32 on the device; add lora"),
         ({"base_precision": "int3"}, "base_precision='int3'"),
-        ({"lora": None, "base_offload": 0.5}, "base_offload=0.5: whole weights are trained in float32 on the device"),
-        ({"base_offload": 0.5, "parallel": {"tensor": 2}}, "slices of tensor=2 stay on the device"),
     ):
         with pytest.raises(ditmesh.ConfigError, match=said):
-            check_settings(TrainConfig.read(run_of(root, tmp_path / "out", **more)))
+            check_settings(configured(run_of(root, tmp_path / "out", **more)))
     monkeypatch.setitem(frozen.QUANTISATION_PACKAGES, "nf4", "no_such_package")
     with pytest.raises(ditmesh.InputError, match="needs no_such_package, which is not installed; pip install"):
         frozen.check_precision("nf4")
@@ -321,10 +278,10 @@ def test_tensor_ranks_quantise_their_slices(ranks, root, tmp_path, precision):
     """Each slice by itself, so that its rounding is another; no bit of the base changes."""
     needs(precision)
     given = run_of(root, tmp_path / "alone", max_train_steps=2)
-    alone = train(given)
+    alone = train(configured(given))
     less = {**given, "base_precision": precision, "parallel": {"tensor": 2}, "output_dir": str(tmp_path / "cut")}
     pool = ranks(2)
-    one, other = pool.run(train, less)
+    one, other = pool.run(train, configured(less))
     assert one["loss"] == pytest.approx(alone["loss"], rel=0.1)
     assert one["loss"] != alone["loss"]
     assert one["loss"] == other["loss"]
@@ -335,7 +292,7 @@ def test_tensor_ranks_quantise_their_slices(ranks, root, tmp_path, precision):
 
 def held_of_a_slice(given: dict[str, Any]) -> tuple[int, int]:
     """On a rank: bytes of a layer's quantised slice, and of the slice in float32."""
-    config = TrainConfig.read({**given, "output_dir": given["output_dir"] + "-held"})
+    config = configured({**given, "output_dir": given["output_dir"] + "-held"})
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     whole = pipe.transformer.transformer_blocks[0].attn.to_q.weight.nbytes
     with Trainer(config, pipe, timeout=100.0) as trainer:
@@ -351,11 +308,11 @@ def held_of_a_slice(given: dict[str, Any]) -> tuple[int, int]:
 def test_text_encoders_in_fewer_bits(root, tmp_path):
     """Of those that are not trained, the linear layers; the run is that of rounded embeddings."""
     given = run_of(root, tmp_path / "whole")
-    whole = train(given)
-    less = train({**given, "encoder_precision": "bf16", "output_dir": str(tmp_path / "less")})
+    whole = train(configured(given))
+    less = train(configured({**given, "encoder_precision": "bf16", "output_dir": str(tmp_path / "less")}))
     assert less["loss"] == pytest.approx(whole["loss"], rel=1e-2)
     assert less["loss"] != whole["loss"]
-    config = TrainConfig.read({**given, "encoder_precision": "bf16", "output_dir": str(tmp_path / "again")})
+    config = configured({**given, "encoder_precision": "bf16", "output_dir": str(tmp_path / "again")})
     pipe = pipeline_of(given)
     before = sum(p.nbytes for p in pipe.text_encoder_2.parameters())
     frozen.freeze_encoders(pipe, config)
@@ -365,5 +322,6 @@ def test_text_encoders_in_fewer_bits(root, tmp_path):
     assert before - after == 2 * sum(one.in_features * one.out_features for one in kept)
     # Trained ones stay whole.
     pipe = pipeline_of(given)
-    frozen.freeze_encoders(pipe, config.model_copy(update={"train_modules": ("transformer", "text_encoder_2")}))
+    model = config.model.model_copy(update={"train_modules": ("transformer", "text_encoder_2")})
+    frozen.freeze_encoders(pipe, config.model_copy(update={"model": model}))
     assert not any(isinstance(one, FrozenLinear) for one in pipe.text_encoder_2.modules())

@@ -15,7 +15,6 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from ditmesh import zoo
 from ditmesh.errors import ConfigError
 from ditmesh.train.checkpoints.export import export
-from ditmesh.train.config import TrainConfig
 from ditmesh.train.data.source_images import source_image
 from ditmesh.train.families import sample_conditions, stacked
 from ditmesh.train.model.adapters import add_adapters
@@ -29,7 +28,7 @@ from ditmesh.train.trainer import Trainer
 from support.exam import videos
 from support.families import BY_HAND
 from support.observed import EXAMS, OTHER, observed, planted, settings
-from support.train import folder_of, save_pipeline
+from support.train import configured, folder_of, save_pipeline
 from support.train import settings as settings_of
 from support.trainable import LEAST, REFUSED, UPSTREAM
 
@@ -225,7 +224,7 @@ def test_losses_are_those_of_families_written_by_hand(model: str, more: dict[str
         given |= {"proportion_empty_prompts": 0.2, "random_flip": True, "checkpointing_steps": 99, **more}
         pipe = DiffusionPipeline.from_pretrained(zoo.path(model))
         pipe.set_progress_bar_config(disable=True)
-        with Trainer(TrainConfig.read(given), pipe, timeout=100.0) as trainer:
+        with Trainer(configured(given), pipe, timeout=100.0) as trainer:
             assert isinstance(trainer.family, ObservedFamily) != bool(families)
             losses.append(list(trainer.run().losses.values()))
     assert losses[0] == pytest.approx(losses[1], rel=2e-6)
@@ -291,7 +290,7 @@ def test_a_run(tmp_path: Path):
     losses = {}
     for kept in (True, False):
         change = {"output_dir": str(tmp_path / f"out-{kept}")} | ({} if kept else {"cache_dir": None})
-        config = TrainConfig.read({**given, **change})
+        config = configured({**given, **change})
         pipe = DiffusionPipeline.from_pretrained(tmp_path / "chroma")
         pipe.set_progress_bar_config(disable=True)
         with Trainer(config, pipe, timeout=100.0) as trainer:

@@ -18,14 +18,13 @@ from safetensors.torch import load_file
 
 import ditmesh
 from ditmesh.cli.main import main
-from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.checkpoint import broken
 from ditmesh.train.logs.training_log import read_log
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
 from support.processes import ranks_of
-from support.train import emoji, folder_of, settings
+from support.train import configured, emoji, folder_of, grouped, settings
 
 SD3, DIT = "emoji-sd3", "emoji-dit-s"
 
@@ -38,7 +37,7 @@ def pipeline(name=SD3):
 
 def losses_of(given, steps=None):
     """Losses by step, and the trained weights' sum of every rank, of one run."""
-    config = TrainConfig.read(given)
+    config = configured(given)
     pipe = pipeline(config.pretrained_model_name_or_path)
     with Trainer(config, pipe, timeout=100.0) as trainer:
         outcome = trainer.run(until=steps)
@@ -80,7 +79,7 @@ def test_ranks_learn_as_one_device(ranks, data, alone, tmp_path, more):
 
 def shared_out(given, seconds):
     """Losses of a run in which every forward of data rank 1 takes longer, and micro-batches of every step."""
-    config, counts = TrainConfig.read(given), []
+    config, counts = configured(given), []
     with Trainer(config, pipeline(), timeout=100.0) as trainer:
         if trainer.mesh.data.rank == 1:
             trainer.pipe.transformer.register_forward_pre_hook(lambda *_: time.sleep(seconds))
@@ -129,7 +128,7 @@ def test_what_two_ranks_saved_one_goes_on_with(ranks, data, alone, tmp_path):
 
 
 def test_a_run_that_stopped_goes_on_to_the_bit(data, tmp_path):
-    given = settings(data, tmp_path / "a", use_ema=True, random_flip=True, proportion_empty_prompts=0.3)
+    given = settings(data, tmp_path / "a", ema_decay=0.9999, random_flip=True, proportion_empty_prompts=0.3)
     given |= {"lr_scheduler": "cosine", "lr_warmup_steps": 2}
     whole, _ = losses_of(given)
     parted = {**given, "output_dir": str(tmp_path / "b")}
@@ -153,9 +152,9 @@ def test_the_rate_rises_stays_and_falls_in_a_line(data, tmp_path):
 def test_a_schedule_that_does_not_fit_is_refused(data, tmp_path):
     given = settings(data, tmp_path / "a", pretrained_model_name_or_path=DIT, max_train_steps=8)
     with pytest.raises(ditmesh.ConfigError, match="lr_scheduler='warmup_stable_decay' with lr_decay_steps=None"):
-        TrainConfig.read({**given, "lr_scheduler": "warmup_stable_decay"})
+        configured({**given, "lr_scheduler": "warmup_stable_decay"})
     with pytest.raises(ditmesh.ConfigError, match="lr_scheduler='cosine' with lr_decay_steps=2"):
-        TrainConfig.read({**given, "lr_scheduler": "cosine", "lr_decay_steps": 2})
+        configured({**given, "lr_scheduler": "cosine", "lr_decay_steps": 2})
     given |= {"lr_scheduler": "warmup_stable_decay", "lr_warmup_steps": 5, "lr_decay_steps": 4}
     with pytest.raises(ditmesh.ConfigError, match="lr_warmup_steps=5 and lr_decay_steps=4 are more than the run's 8"):
         losses_of(given)
@@ -206,7 +205,7 @@ def test_the_cache_has_latents_only_where_text_encoders_are_trained(data, tmp_pa
 
 def lengths_of(given, steps=None):
     """Tokens of the prompts of every micro-batch of this rank."""
-    config, found = TrainConfig.read(given), []
+    config, found = configured(given), []
     pipe = pipeline(config.pretrained_model_name_or_path)
     with Trainer(config, pipe, timeout=100.0) as trainer:
         encode = trainer.family.encode
@@ -256,9 +255,8 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
 
 
-@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, caplog, background):
-    given = settings(data, tmp_path, checkpointing_steps=2, checkpointing_async=background)
+def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, caplog):
+    given = settings(data, tmp_path, checkpointing_steps=2)
     losses_of(given, 2)
     before = (tmp_path / "checkpoint-2" / "manifest.json").read_bytes()
     with full_disk():
@@ -276,7 +274,7 @@ def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, caplog, backgrou
 def test_kill_9_of_a_rank(data, tmp_path):
     """The job ends with a sentence; what was saved is whole, and the run goes on from there."""
     file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(settings(data, tmp_path / "out", max_train_steps=400, checkpointing_steps=2)))
+    file.write_text(json.dumps(grouped(settings(data, tmp_path / "out", max_train_steps=400, checkpointing_steps=2))))
     command = [sys.executable, "-m", "ditmesh", "train", str(file), "--data", "2", "--threads", "1", "--device", "cpu"]
     job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     limit = time.monotonic() + 100
@@ -305,11 +303,11 @@ def test_the_command_trains_and_exports(data, tmp_path, capfd):
     """What comes out is a pipeline that diffusers loads."""
     file = tmp_path / "run.yaml"
     given = settings(data, tmp_path / "out", max_train_steps=2, validation_steps=2, validation_inference_steps=2)
-    given |= {"validation_prompts": [emoji(1)[0][0]], "use_ema": True, "guidance_scale": 2.0}
-    file.write_text(json.dumps(given))
+    given |= {"validation_prompts": [emoji(1)[0][0]], "ema_decay": 0.9999}
+    file.write_text(json.dumps(grouped(given)))
     said = told(capfd, file, "--ulysses", 2)
     assert said["step"] == 2
-    pictures = {"grid.png", "step-0-0.png", "step-2-0.png"}
+    pictures = {"step-0-0.png", "step-2-0.png"}
     assert {path.name for path in (tmp_path / "out" / "validation").iterdir()} == pictures
     trained = diffusers.DiffusionPipeline.from_pretrained(said["pipeline"])
     before = load_file(find(SD3) / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -317,7 +315,15 @@ def test_the_command_trains_and_exports(data, tmp_path, capfd):
     assert 0 < max(moved) < 0.1
     assert not [f for f in Path(said["pipeline"]).rglob("*.json") if str(tmp_path) in f.read_text(encoding="utf-8")]
     assert "trained with ditmesh for 2 steps" in (Path(said["pipeline"]) / "README.md").read_text()
-    more = ["--resume", "--set", "max_train_steps=3", "--set", "validation_prompts=[]", "--threads", "1"]
+    more = [
+        "--resume",
+        "--set",
+        "optimizer.max_train_steps=3",
+        "--set",
+        "output.validation_prompts=[]",
+        "--threads",
+        "1",
+    ]
     with pytest.raises(SystemExit):
         main(["train", str(file), "--ulysses", "2", "--device", "cpu", *more])
     assert "\n1 step after 2 steps before in " in f"\n{capfd.readouterr().out}"
@@ -326,8 +332,9 @@ def test_the_command_trains_and_exports(data, tmp_path, capfd):
 @pytest.mark.usefixtures("kept_ranks")
 def test_the_command_exports_adapters(data, tmp_path, capfd):
     file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(settings(data, tmp_path / "out", max_train_steps=2, validation_steps=2, use_ema=True)))
-    more = ["--set", "lora.rank=2", "--set", "validation_prompts=[]", "--set", f"output_dir={tmp_path / 'lora'}"]
+    given = settings(data, tmp_path / "out", max_train_steps=2, validation_steps=2, ema_decay=0.9999)
+    file.write_text(json.dumps(grouped(given)))
+    more = ["--set", "lora.rank=2", "--set", "output.validation_prompts=[]", "--set", f"output_dir={tmp_path / 'lora'}"]
     said = told(capfd, file, *more, "--data", 1)
     pipe = pipeline()
     pipe.load_lora_weights(said["pipeline"])
@@ -336,7 +343,7 @@ def test_the_command_exports_adapters(data, tmp_path, capfd):
 
 def exported(given):
     """The folder that a whole run comes to."""
-    return train(given, timeout=100.0)["pipeline"]
+    return train(configured(given), timeout=100.0)["pipeline"]
 
 
 @pytest.mark.parametrize(
@@ -345,7 +352,7 @@ def exported(given):
     ids=str,
 )
 def test_slices_are_exported_whole(ranks, data, tmp_path, more):
-    given = settings(data, tmp_path, global_batch_size=2, train_batch_size=1, max_train_steps=1, use_ema=True)
+    given = settings(data, tmp_path, global_batch_size=2, train_batch_size=1, max_train_steps=1, ema_decay=0.9999)
     given |= {"parallel": {"tensor": 2}, **more}
     folder, *_ = ranks(ditmesh.ParallelConfig(**given["parallel"]).world_size).run(exported, given)
     found = load_file(Path(folder) / "transformer" / "diffusion_pytorch_model.safetensors")

@@ -1,11 +1,10 @@
-"""Checkpoints: written while training goes on, and loaded by other ranks than those that wrote them."""
+"""Checkpoints: whole or not there, and loaded by other ranks than those that wrote them."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.launch import RankPool
-from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.checkpoint import MANIFEST, Checkpoints, broken
 from ditmesh.train.trainer import Trainer
-from support.train import folder_of, settings
+from support.train import configured, folder_of, settings
 
 
 @pytest.fixture(scope="module")
@@ -32,60 +30,6 @@ def contents(folder):
     """Digests of what ranks have written into a checkpoint."""
     files = json.loads((folder / MANIFEST).read_text())["files"]
     return {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
-
-
-def slowly(given):
-    """A run in which a checkpoint is written only when the next step is over: losses, and what was there then."""
-    config, there, over = TrainConfig.read(given), {}, {}
-    write = HuggingFaceStorageWriter.write_data
-
-    def late(writer, *arguments):
-        step = int(Path(writer.path).stem.rpartition("-")[2])
-        assert over.setdefault(step, threading.Event()).wait(100)
-        return write(writer, *arguments)
-
-    HuggingFaceStorageWriter.write_data = late
-    try:
-        with Trainer(config, pipeline(), timeout=100.0) as trainer:
-
-            def report(now):
-                there[now.step] = sorted(path.name for path in trainer.checkpoints.folder.glob("checkpoint-*"))
-                for step in {now.step - 1, now.step} if now.step == now.steps else {now.step - 1}:
-                    over.setdefault(step, threading.Event()).set()
-
-            outcome = trainer.run(report=report)
-    finally:
-        HuggingFaceStorageWriter.write_data = write
-    return outcome.losses, there, outcome.unsaved
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"parallel": {"data": 2}, "sharding": "fsdp"},
-        *(pytest.param(m, marks=pytest.mark.matrix) for m in ({}, {"parallel": {"ulysses": 2}, "use_ema": True})),
-    ],
-    ids=str,
-)
-def test_written_while_training_goes_on(ranks, data, tmp_path, more):
-    """The same bits as of a run that waits: what training changes meanwhile is a copy."""
-    run = ranks(2).run if more else lambda function, *given: [function(*given)]
-    given = settings(data, tmp_path / "waits", global_batch_size=2, train_batch_size=1, checkpointing_steps=1, **more)
-    given["max_train_steps"] = 3
-    (whole, *_), *_ = run(losses_of, given)
-    on = {**given, "output_dir": str(tmp_path / "goes on"), "checkpointing_async": True}
-    (losses, there, unsaved), *_ = run(slowly, on)
-    assert not unsaved
-    assert losses == whole
-    # Step 2 was done before the checkpoint of step 1 was, for which the one of step 2 waited.
-    assert there == {1: [], 2: [], 3: ["checkpoint-1"]}
-    for step in (1, 2, 3):
-        waited, went_on = (tmp_path / name / f"checkpoint-{step}" for name in ("waits", "goes on"))
-        assert broken(went_on) is None
-        assert contents(went_on) == contents(waited)
-    (rest, *_), *_ = run(losses_of, {**on, "resume_from_checkpoint": "checkpoint-2"})
-    assert rest == {2: whole[2]}
 
 
 def stuck(given, *, report):
@@ -106,7 +50,7 @@ def stuck(given, *, report):
 def test_kill_9_in_the_middle_of_writing(data, tmp_path):
     given = settings(data, tmp_path, train_batch_size=1, checkpointing_steps=1, checkpoints_total_limit=1)
     whole, _ = losses_of({**given, "output_dir": str(tmp_path / "whole")})
-    on = {**given, "checkpointing_async": True}
+    on = given
     with (
         RankPool(1, threads=1, timeout=100.0) as pool,
         pytest.raises(ditmesh.RankFailed, match="was killed by SIGKILL"),
@@ -119,22 +63,20 @@ def test_kill_9_in_the_middle_of_writing(data, tmp_path):
     assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-4"]
 
 
-def saved(folder, step, keep=None, background=False):
+def saved(folder, step, keep=None):
     checkpoints = Checkpoints(folder, Mesh(ditmesh.ParallelConfig()), keep)
-    checkpoints.save(step, {"weight": torch.full((3,), float(step))}, background)
-    problem = checkpoints.wait()
+    problem = checkpoints.save(step, {"weight": torch.full((3,), float(step))})
     checkpoints.close()
     return problem
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_the_name_is_given_last_and_the_last_good_one_stays(tmp_path, monkeypatch, background):
+def test_the_name_is_given_last_and_the_last_good_one_stays(tmp_path, monkeypatch):
     """Broken off between any two renames, the newest that was written is found."""
     for step in (1, 2, 3):
-        assert saved(tmp_path, step, 2, background) is None
+        assert saved(tmp_path, step, 2) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
     # A run that begins anew in the same folder: what it writes stays, and so does what was there.
-    assert saved(tmp_path, 1, 1, background) is None
+    assert saved(tmp_path, 1, 1) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     rename, left = os.replace, []
 
@@ -147,7 +89,7 @@ def test_the_name_is_given_last_and_the_last_good_one_stays(tmp_path, monkeypatc
     for count in (0, 1, 2):
         # Of the file of digests, of the one that makes room, of the checkpoint.
         left[:] = [False] * 9 + [True] * count
-        assert "No space left" in saved(tmp_path, 3, None, background)
+        assert "No space left" in saved(tmp_path, 3, None)
         monkeypatch.setattr("ditmesh.train.checkpoints.checkpoint.os.replace", rename)
         found = Checkpoints(tmp_path, Mesh(ditmesh.ParallelConfig())).find("latest")
         assert found.name == "checkpoint-3"
@@ -159,20 +101,19 @@ def test_the_name_is_given_last_and_the_last_good_one_stays(tmp_path, monkeypatc
 
 SETTINGS = {
     "whole": {
-        "use_ema": True,
         "ema_decay": 0.9,
         "lr_scheduler": "cosine",
         "lr_warmup_steps": 3,
         "max_grad_norm": 0.5,
         "mixed_precision": "fp16",
     },
-    "lora": {"lora": {"rank": 2}, "use_ema": True},
+    "lora": {"lora": {"rank": 2}, "ema_decay": 0.9999},
 }
 
 
 def state_of(given, steps=None):
     """Losses of a run, and what would be saved at its end, whole."""
-    config = TrainConfig.read(given)
+    config = configured(given)
     with Trainer(config, pipeline(), timeout=100.0) as trainer:
         losses = trainer.run(until=steps).losses
         state, scaler = trainer.state.tensors(), trainer.update.scaler.state_dict()

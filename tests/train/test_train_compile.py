@@ -9,11 +9,10 @@ from torch._dynamo.utils import counters
 
 import ditmesh
 from ditmesh.core import intercept
-from ditmesh.train import TrainConfig
 from ditmesh.train.gradients.overlap import Overlapped
 from ditmesh.train.gradients.sync import GradientSync, TensorSlicesOf
 from ditmesh.train.trainer import Trainer
-from support.train import folder_of, save_pipeline, settings
+from support.train import configured, folder_of, save_pipeline, settings
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def losses_of(given):
     blocks have their own forwards afterwards."""
     torch._dynamo.reset()
     counters["stats"].clear()
-    config = TrainConfig.read(given)
+    config = configured(given)
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     own = [type(block).forward for block in pipe.transformer.transformer_blocks]
     with Trainer(config, pipe, timeout=200.0) as trainer:
@@ -97,7 +96,7 @@ def test_compiled_blocks_on_data_ranks(ranks, given, alone, more):
 @pytest.mark.parametrize("more", [{"parallel": {"ulysses": 2}}, {"parallel": {"tensor": 2}}, {"reproducible": True}])
 def test_what_cannot_be_compiled_is_refused(given, more):
     with pytest.raises(ditmesh.ConfigError, match="compile=True: compiled blocks have no gradient of attention"):
-        TrainConfig.read(given(compile=True, **more))
+        configured(given(compile=True, **more))
 
 
 def test_an_unknown_backend_is_refused(given):

@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 
 from ditmesh.cli.main import main
-from support.train import emoji, folder_of, settings
+from support.train import emoji, folder_of, grouped, settings
 
 
 def exit_of(*words: str) -> int:
@@ -44,9 +44,9 @@ def messy(folder: Path) -> Path:
 
 def test_a_run_is_checked_with_its_data(tmp_path, capsys):
     data = messy(tmp_path / "data")
-    run = settings(data, tmp_path / "out", caption_prefix="an emoji: ", random_flip=True)
+    run = settings(data, tmp_path / "out", trigger_word="an emoji", random_flip=True)
     run |= {"class_data_dir": str(folder_of(tmp_path / "class", 2)), "train_batch_size": 4}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(grouped(run)))
     words = ["train", "--check", str(tmp_path / "run.yaml")]
     assert exit_of(*words, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)["data"]
@@ -62,7 +62,7 @@ def test_a_run_is_checked_with_its_data(tmp_path, capsys):
     assert found["decoded"] == found["samples"] == 10
     first = found["first_step"]
     assert [one["kind"] for one in first] == ["sample"] * 4 + ["class image"] * 4
-    assert all(one["caption"].startswith("an emoji: ") for one in first[:4] if one["caption"])
+    assert all(one["caption"].startswith("an emoji, ") for one in first[:4] if one["caption"])
     assert exit_of(*words) == 0
     assert "data/film.gif is animated" in capsys.readouterr().out
 
@@ -70,7 +70,7 @@ def test_a_run_is_checked_with_its_data(tmp_path, capsys):
 def test_labels_are_checked_too(tmp_path, capsys):
     run = {"pretrained_model_name_or_path": "fashion-dit", "train_data_dir": str(folder_of(tmp_path / "data", 3, 32))}
     run |= {"output_dir": str(tmp_path / "out"), "resolution": 32, "train_batch_size": 2}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(grouped(run)))
     assert exit_of("train", "--check", str(tmp_path / "run.yaml"), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert {one["caption"] for one in found["data"]["first_step"]} <= {"0", "1", "2"}

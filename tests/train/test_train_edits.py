@@ -12,13 +12,12 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from PIL import Image, ImageOps
 
 from ditmesh.errors import ConfigError
-from ditmesh.train import TrainConfig
 from ditmesh.train.data.source_images import source_image
 from ditmesh.train.observed.family import ObservedFamily
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.observed import EXAMS
-from support.train import emoji
+from support.train import configured, emoji
 
 KINDS = {"FluxKontextPipeline": "reference", "FluxFillPipeline": "hole"}
 
@@ -66,7 +65,7 @@ def run_of(model: str, pairs: Path, out: Path, **more: Any) -> dict[str, Any]:
 def losses(given: dict[str, Any]) -> list[float]:
     pipe = DiffusionPipeline.from_pretrained(given["pretrained_model_name_or_path"])
     pipe.set_progress_bar_config(disable=True)
-    with Trainer(TrainConfig.read(given), pipe, timeout=100.0) as trainer:
+    with Trainer(configured(given), pipe, timeout=100.0) as trainer:
         return list(trainer.run().losses.values())
 
 
@@ -90,7 +89,7 @@ def test_a_pair_is_what_the_pipeline_is_given(models, pairs, tmp_path):
     given = run_of(models[name], pairs, tmp_path, conditioning_dir=str(pairs / "before"))
     pipe: Any = DiffusionPipeline.from_pretrained(models[name])
     pipe.set_progress_bar_config(disable=True)
-    with Trainer(TrainConfig.read(given), pipe, timeout=100.0) as trainer:
+    with Trainer(configured(given), pipe, timeout=100.0) as trainer:
         assert isinstance(trainer.family, ObservedFamily)
         assert trainer.family.reference == "image"
         micro = trainer.data.order.step(0)[0]
@@ -123,7 +122,7 @@ def test_a_hole_is_the_samples_mask(models, pairs, tmp_path):
     given = run_of(models["FluxFillPipeline"], pairs, tmp_path / "out", mask_dir=str(masks), random_flip=True)
     pipe = DiffusionPipeline.from_pretrained(models["FluxFillPipeline"])
     pipe.set_progress_bar_config(disable=True)
-    with Trainer(TrainConfig.read(given), pipe, timeout=100.0) as trainer:
+    with Trainer(configured(given), pipe, timeout=100.0) as trainer:
         encoder = trainer.data.encoded._encoder
         for flip in (False, True):
             shown = encoder.reference(0, flip, 0)
@@ -135,5 +134,5 @@ def test_a_hole_is_the_samples_mask(models, pairs, tmp_path):
 def test_a_prompt_alone_is_no_validation(models, pairs, tmp_path):
     given = run_of(models["FluxFillPipeline"], pairs, tmp_path, validation_prompts=["a fox"])
     with pytest.raises(ConfigError, match="validation_prompts: FluxFillPipeline draws from an image"):
-        train(given)
+        train(configured(given))
     assert not list(tmp_path.glob("checkpoint-*"))

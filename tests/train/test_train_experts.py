@@ -18,12 +18,11 @@ from safetensors.torch import load_file
 from ditmesh import zoo
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.loras import load_lora
-from ditmesh.train import TrainConfig
 from ditmesh.train.model.frozen import FrozenLinear
 from ditmesh.train.observed.check import checked_recipe
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
-from support.train import emoji
+from support.train import configured, emoji
 
 # The first timestep of DDPM's thousand that is the first transformer's.
 BOUNDARY = 875
@@ -119,8 +118,8 @@ def spelt_out(trainer: Trainer, model: Path, name: str, levels: range) -> tuple[
 def test_an_expert_is_trained_on_its_noise_levels(ranks, model, films, tmp_path, name, levels):
     """The losses and weights of the algorithm spelt out; the other transformer stays; two ranks have its losses."""
     given = run_of(model, films, tmp_path / "out", train_modules=[name])
-    result = train(given)
-    with Trainer(TrainConfig.read({**given, "output_dir": str(tmp_path / "hand")}), loaded(model)) as trainer:
+    result = train(configured(given))
+    with Trainer(configured({**given, "output_dir": str(tmp_path / "hand")}), loaded(model)) as trainer:
         assert trainer.family.moments_of_training == pytest.approx((min(levels), max(levels)), abs=1)
         losses, weights = spelt_out(trainer, model, name, levels)
     rows = (tmp_path / "out" / "loss.csv").read_text().splitlines()
@@ -146,7 +145,7 @@ BOTH = ("transformer", "transformer_2")
 
 
 def losses_of_saved(given: dict[str, Any]) -> list[float]:
-    with Trainer(TrainConfig.read(given), loaded(Path(given["pretrained_model_name_or_path"])), timeout=100.0) as one:
+    with Trainer(configured(given), loaded(Path(given["pretrained_model_name_or_path"])), timeout=100.0) as one:
         return list(one.run().losses.values())
 
 
@@ -154,7 +153,7 @@ def test_an_adapter_of_the_second_transformer(model, films, tmp_path):
     """Over a quantised base; diffusers loads it with its own argument, and ditmesh by what the file says."""
     pytest.importorskip("bitsandbytes")
     given = run_of(model, films, tmp_path / "out", lora={"rank": 2}, base_precision="nf4", learning_rate=0.1)
-    file = Path(train(given)["pipeline"]) / "pytorch_lora_weights.safetensors"
+    file = Path(train(configured(given))["pipeline"]) / "pytorch_lora_weights.safetensors"
     inputs = {
         "hidden_states": torch.randn(1, 24, 2, 4, 4, generator=torch.Generator().manual_seed(0)),
         "timestep": torch.tensor([300.0]),
@@ -182,11 +181,11 @@ def test_an_adapter_of_the_second_transformer(model, films, tmp_path):
 def test_what_is_refused_and_said(model, films, tmp_path):
     given = partial(run_of, model, films, tmp_path)
     with pytest.raises(ConfigError, match="a run trains one of two transformers, each on noise levels of its own"):
-        TrainConfig.read(given(train_modules=["transformer", "transformer_2"]))
+        configured(given(train_modules=["transformer", "transformer_2"]))
     alone = given(pretrained_model_name_or_path="emoji-wan")
     with pytest.raises(ConfigError, match="train_modules: WanPipeline has no transformer_2 here"):
-        checked_recipe(TrainConfig.read(alone))
-    found = checked_recipe(TrainConfig.read(given()))
+        checked_recipe(configured(alone))
+    found = checked_recipe(configured(given()))
     assert (found["component"], found["timesteps"][0]) == ("transformer_2", 0.0)
     assert found["timesteps"][1] == pytest.approx(BOUNDARY)
     assert json.loads((model / "model_index.json").read_text())["boundary_ratio"] == BOUNDARY / 1000

@@ -14,11 +14,10 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from PIL import Image
 
 import ditmesh
-from ditmesh.train import TrainConfig
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.sample import sampled
-from support.train import emoji, save_pipeline, settings
+from support.train import configured, emoji, save_pipeline, settings
 
 FAMILIES = ("flux", "pixart", "dit")
 # A DiT makes squares.
@@ -133,7 +132,7 @@ REFERENCES = {"flux": flux, "pixart": pixart, "dit": dit}
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("empty", [0.0, 1.0], ids=["conditioned", "unconditioned"])
 def test_prediction_and_loss_are_those_of_the_scripts(folders, tmp_path, name, empty):
-    given = TrainConfig.read(run_of(name, folders, tmp_path, train_batch_size=4, proportion_empty_prompts=empty))
+    given = configured(run_of(name, folders, tmp_path, train_batch_size=4, proportion_empty_prompts=empty))
     pipe = diffusers.DiffusionPipeline.from_pretrained(folders[name][0])
     with Trainer(given, pipe) as trainer, torch.no_grad():
         micro = trainer.data.order.step(0)[0]
@@ -163,7 +162,7 @@ def test_prediction_and_loss_are_those_of_the_scripts(folders, tmp_path, name, e
 
 
 def losses_of(given: dict[str, Any]) -> dict[int, float]:
-    config = TrainConfig.read(given)
+    config = configured(given)
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     with Trainer(config, pipe, timeout=100.0) as trainer:
         return trainer.run().losses
@@ -184,7 +183,7 @@ def test_ranks_learn_as_one_device(ranks, folders, tmp_path, name):
 def test_what_comes_out_generates(folders, tmp_path, name):
     prompts = {"dit": ("3",)}.get(name, ("a red fox",))
     given = run_of(name, folders, tmp_path, learning_rate=1e-2, max_train_steps=2, validation_prompts=prompts)
-    done = train(given | {"validation_steps": 2, "validation_inference_steps": 2})
+    done = train(configured(given | {"validation_steps": 2, "validation_inference_steps": 2}))
     assert (tmp_path / "validation" / "step-2-0.png").exists()
     pictures = []
     for folder in (folders[name][0], done["pipeline"]):
@@ -209,7 +208,7 @@ def test_lora_keeps_its_scale(folders, tmp_path):
     """The scale of adapters, alpha over rank, is that of training wherever they are loaded."""
     lora = {"rank": 2, "alpha": 8.0, "target_modules": ["to_q", "proj_mlp", "context_embedder"]}
     given = run_of("flux", folders, tmp_path, lora=lora, learning_rate=1e-2, max_train_steps=2)
-    config = TrainConfig.read(given)
+    config = configured(given)
     pipe = diffusers.DiffusionPipeline.from_pretrained(folders["flux"][0])
     with Trainer(config, pipe) as trainer:
         trainer.run()
@@ -217,13 +216,13 @@ def test_lora_keeps_its_scale(folders, tmp_path):
         with torch.no_grad(), trainer.update.averaged():
             trained = trainer._losses(micro)
     # Another run of the same seed writes them down.
-    done = train(given | {"output_dir": str(tmp_path / "again")})
+    done = train(configured(given | {"output_dir": str(tmp_path / "again")}))
     loaded = diffusers.DiffusionPipeline.from_pretrained(folders["flux"][0])
     loaded.load_lora_weights(done["pipeline"])
     plain = diffusers.DiffusionPipeline.from_pretrained(folders["flux"][0])
     found = []
     for other in (loaded, plain):
-        fresh = TrainConfig.read({**given, "lora": None, "output_dir": str(tmp_path / "none")})
+        fresh = configured({**given, "lora": None, "output_dir": str(tmp_path / "none")})
         with Trainer(fresh, other) as trainer, torch.no_grad():
             found.append(trainer._losses(micro))
     assert torch.allclose(found[0], trained, rtol=1e-5)

@@ -21,13 +21,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import ditmesh
 from ditmesh.launch import RankPool
-from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoints.checkpoint import broken
 from ditmesh.train.logs.training_log import read_log
 from ditmesh.train.trainer import Trainer
 from support.faults import DEADLINE, PROMPT, Injected, held, injected, more_than
 from support.processes import interruptible, marked, ranks_of, wait_until_gone
-from support.train import folder_of, importing_tests, settings
+from support.train import configured, folder_of, grouped, importing_tests, settings
 
 CONFIGS = {
     "ulysses": {"parallel": {"ulysses": 2}},
@@ -114,7 +113,7 @@ def drill(given, points):
     whole = losses_of({**given, "output_dir": given["output_dir"] + "/whole"})[0]
     before, ended = held(), []
     for number, (point, rank) in enumerate(points):
-        config = TrainConfig.read({**given, "output_dir": f"{given['output_dir']}/{number}"})
+        config = configured({**given, "output_dir": f"{given['output_dir']}/{number}"})
         steps = [time.monotonic()]
         with ended_in(ended), Trainer(config, pipeline(), timeout=DEADLINE) as trainer:
             fault = Faulty(trainer, point) if dist.get_rank() == rank else None
@@ -146,25 +145,23 @@ class ended_in:  # noqa: N801
         return isinstance(error, Exception)
 
 
-SAMPLE = [("ulysses", True, ["backward"])]
+SAMPLE = [("ulysses", ["backward"])]
 # torch's wrappers hold their group: there the others learn of it when the process of the rank ends.
-EVERY = [(name, later, list(POINTS)) for name in CONFIGS if name not in ("ddp", "fsdp") for later in (False, True)]
+EVERY = [(name, list(POINTS)) for name in CONFIGS if name not in ("ddp", "fsdp")]
 
 
 @pytest.mark.parametrize(
-    ("name", "background", "points"),
+    ("name", "points"),
     [
-        pytest.param(
-            *case, id=f"{case[0]}-{'async' if case[1] else 'sync'}-{'some' if case in SAMPLE else 'all'}", marks=mark
-        )
+        pytest.param(*case, id=f"{case[0]}-{'some' if case in SAMPLE else 'all'}", marks=mark)
         for cases, mark in ((SAMPLE, ()), (EVERY, pytest.mark.matrix))
         for case in cases
     ],
 )
-def test_an_exception_on_one_rank(ranks, data, tmp_path, name, background, points):
+def test_an_exception_on_one_rank(ranks, data, tmp_path, name, points):
     """The others learn of it at once and end as well; checkpoints before it are whole, and the curve goes on."""
-    given = short(data, tmp_path, checkpointing_async=background, **CONFIGS[name])
-    turns = [(point, (number + background) % 2) for number, point in enumerate(points)]
+    given = short(data, tmp_path, **CONFIGS[name])
+    turns = [(point, (number + 1) % 2) for number, point in enumerate(points)]
     answers = ranks(2).run(drill, given, turns)
     whole = answers[0][0]
     for rank, (_, ended, left) in enumerate(answers):
@@ -193,7 +190,7 @@ def test_an_exception_on_one_rank(ranks, data, tmp_path, name, background, point
 
 def failing(given, point):
     """A run that fails on rank 1."""
-    with Trainer(TrainConfig.read(given), pipeline(), timeout=DEADLINE) as trainer:
+    with Trainer(configured(given), pipeline(), timeout=DEADLINE) as trainer:
         if dist.get_rank() == 1:
             Faulty(trainer, point)
         return trainer.run().losses
@@ -209,7 +206,7 @@ def failing(given, point):
 )
 def test_the_pool_names_the_rank_that_failed(data, tmp_path, name, point):
     """What was being written is finished first."""
-    given = short(data, tmp_path, checkpointing_async=True, **CONFIGS[name])
+    given = short(data, tmp_path, **CONFIGS[name])
     with RankPool(2, threads=1, timeout=DEADLINE) as pool:
         began = time.monotonic()
         with pytest.raises(ditmesh.RankFailed) as error:
@@ -244,7 +241,7 @@ def shm():
 
 
 def command_of(data, out, file, name, *more, **changed):
-    file.write_text(json.dumps(short(data, out, **CONFIGS[name], **changed)))
+    file.write_text(json.dumps(grouped(short(data, out, **CONFIGS[name], **changed))))
     return ["train", str(file), "--threads", "1", "--device", "cpu", *more]
 
 
@@ -282,24 +279,17 @@ SAID = {
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "background"),
+    ("name", "number"),
     [
-        pytest.param(
-            name,
-            number,
-            background,
-            id=f"{name}-{number.name}-{'async' if background else 'sync'}",
-            marks=pytest.mark.matrix,
-        )
+        pytest.param(name, number, id=f"{name}-{number.name}", marks=pytest.mark.matrix)
         for name in CONFIGS
         for number in SIGNALS
-        for background in (False, True)
     ],
 )
-def test_a_signal_at_a_random_moment(ranks, data, tmp_path, temporary, name, number, background):
+def test_a_signal_at_a_random_moment(ranks, data, tmp_path, temporary, name, number):
     """To one rank, or Ctrl-C to the command: one sentence, nothing left behind, and --resume goes on exactly."""
-    generator = random.Random(f"{name} {number} {background}")
-    out, more = tmp_path / "out", {"max_train_steps": 400, "checkpointing_async": background}
+    generator = random.Random(f"{name} {number}")
+    out, more = tmp_path / "out", {"max_train_steps": 400}
     mark, environment = marked({"TMPDIR": str(temporary)})
     patience = str(PATIENCE if number == signal.SIGSTOP else DEADLINE)
     words = command_of(data, out, tmp_path / "run.json", name, "--timeout", patience, **more)

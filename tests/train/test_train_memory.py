@@ -15,13 +15,12 @@ import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.generate.model_info import find_model
 from ditmesh.memory.check import components_of
-from ditmesh.train import TrainConfig
 from ditmesh.train.memory import estimated_memory, least_memory, training_report
 from ditmesh.train.memory_check import check_training_memory
 from ditmesh.train.model.frozen import read_pipeline_frozen
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
-from support.train import folder_of, settings
+from support.train import configured, folder_of, grouped, settings
 
 
 def local_bytes(tensor: Any) -> int:
@@ -30,12 +29,12 @@ def local_bytes(tensor: Any) -> int:
 
 def held(given: dict[str, Any]) -> dict[str, float]:
     """On a rank after a step: bytes of weights, gradients, the optimizer's state, the average and other components."""
-    config = TrainConfig.read(given)
+    config = configured(given)
     info = find_model(config.pretrained_model_name_or_path)
-    if config.base_precision is None:
+    if config.model.base_precision is None:
         pipe = diffusers.DiffusionPipeline.from_pretrained(info.files)
     else:
-        pipe = read_pipeline_frozen(info, config.base_precision)
+        pipe = read_pipeline_frozen(info, config.model.base_precision)
     with Trainer(config, pipe, timeout=100.0) as trainer:
         optimizer = trainer.update.optimizer
         gradients: list[int] = []
@@ -65,7 +64,7 @@ def data(tmp_path_factory) -> Path:
 
 
 CASES = {
-    "data, average": ("emoji-sd3", {"parallel": {"data": 2}, "use_ema": True}),
+    "data, average": ("emoji-sd3", {"parallel": {"data": 2}, "ema_decay": 0.9999}),
     "fsdp": ("emoji-sd3", {"parallel": {"data": 2}, "sharding": "fsdp"}),
     "tensor": ("emoji-sd3", {"parallel": {"tensor": 2}}),
     "lora": ("emoji-flux", {"parallel": {"data": 2}, "lora": {"rank": 4}, "encoder_precision": "bf16"}),
@@ -79,7 +78,7 @@ def test_what_is_estimated_is_held(ranks, data, tmp_path, what):
     if more.get("base_precision") == "nf4":
         pytest.importorskip("bitsandbytes")
     given = settings(data, tmp_path, pretrained_model_name_or_path=model, global_batch_size=4, **more)
-    config = TrainConfig.read(given)
+    config = configured(given)
     step = estimated_memory(components_of(find_model(model)), config)["step"]
     for rank in ranks(2).run(held, given):
         # Norms and biases of a tensor rank are whole, and shards of few numbers are uneven.
@@ -95,7 +94,7 @@ def test_encoders_that_a_cache_replaces_are_in_no_step_of_a_gpu(data, tmp_path):
         ({"cache_dir": "c"}, "cpu", True),
         ({"cache_dir": "c", "shuffle_tags": True}, "cuda", True),
     ):
-        found = estimated_memory(components, TrainConfig.read(settings(data, tmp_path, lora={}, **more)), device)
+        found = estimated_memory(components, configured(settings(data, tmp_path, lora={}, **more)), device)
         assert found["encode"]["others"] > 0
         assert found["step"]["others"] == (found["encode"]["others"] if is_there else 0)
 
@@ -103,11 +102,11 @@ def test_encoders_that_a_cache_replaces_are_in_no_step_of_a_gpu(data, tmp_path):
 def test_a_run_that_cannot_fit_is_refused(data, tmp_path):
     """Before its weights are read, with what would fit."""
     given = settings(data, tmp_path, parallel={"data": 2})
-    config, info = TrainConfig.read(given), find_model("emoji-sd3")
+    config, info = configured(given), find_model("emoji-sd3")
     needed = least_memory(config)
     check_training_memory(config, info, torch.device("cpu"), needed)
     with pytest.raises(ditmesh.InputError, match=r"training emoji-sd3 .* GB on a rank .*--memory-limit none"):
-        train(given, memory_limit=0.9 * needed)
+        train(configured(given), memory_limit=0.9 * needed)
     with pytest.raises(ditmesh.InputError, match="sharding: fsdp it would take"):
         check_training_memory(config, info, torch.device("cpu"), 0.9 * needed)
     with pytest.raises(ditmesh.InputError, match="nothing that was tried would fit"):
@@ -116,14 +115,14 @@ def test_a_run_that_cannot_fit_is_refused(data, tmp_path):
 
 def test_a_model_that_is_not_known_is_not_refused(data, tmp_path, monkeypatch):
     monkeypatch.setattr("ditmesh.train.memory.meta_model", lambda *_: None)
-    config = TrainConfig.read(settings(data, tmp_path))
+    config = configured(settings(data, tmp_path))
     assert least_memory(config) is None
     check_training_memory(config, find_model("emoji-sd3"), torch.device("cpu"), 1e3)
 
 
 def test_the_table_begins_with_the_total(data, tmp_path, capsys):
     run = settings(data, tmp_path / "out", pretrained_model_name_or_path="flux.1-dev", lora={"rank": 16}, cache_dir="c")
-    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    (tmp_path / "run.yaml").write_text(json.dumps(grouped(run)))
     words = ["memory", str(tmp_path / "run.yaml"), "--hardware", "4090"]
     for more in ([], ["--json"]):
         with pytest.raises(SystemExit) as left:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import ditmesh
-from ditmesh.train import TrainConfig
 from ditmesh.train.logs.training_log import read_log
+from ditmesh.train.preflight import check_settings
 from ditmesh.train.trainer import Trainer
-from support.train import folder_of, save_pipeline, settings
+from support.train import configured, folder_of, save_pipeline, settings
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,12 @@ def given(model, data, out, **more):
     decide its direction."""
     short = settings(data, out, pretrained_model_name_or_path=str(model), resolution=32, mixed_precision="fp16")
     short |= {"train_batch_size": 1, "global_batch_size": 4, "max_train_steps": 7, "checkpointing_steps": 9}
-    return {**short, "learning_rate": 3e-4, "adam_epsilon": 1e-2, **more}
+    return {**short, "learning_rate": 3e-4, "optimizer_args": {"eps": 1e-2}, **more}
 
 
 def scaled(given, scale, growth=2):
     """Losses, steps that were skipped, scales after every step, and the trained weights in the end."""
-    config = TrainConfig.read(given)
+    config = configured(given)
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     pipe.set_progress_bar_config(disable=True)
     scales = []
@@ -133,15 +133,14 @@ def test_ranks_skip_the_steps_that_one_device_skips(ranks, model, data, alone, t
 
 def trained(given):
     """Losses and trained weights."""
-    config = TrainConfig.read(given)
+    config = configured(given)
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     with Trainer(config, pipe, timeout=60.0) as trainer:
         return list(trainer.run().losses.values()), trainer.state.weights()
 
 
-@pytest.mark.parametrize("parallel", [{"ulysses": 2}, {"ring": 2}, {"data": 2}], ids=str)
 @pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_dropout_leaves_out_what_one_device_leaves_out(ranks, model, data, tmp_path, parallel, recomputed):
+def test_dropout_leaves_out_what_one_device_leaves_out(ranks, model, data, tmp_path, recomputed):
     lora = {
         "rank": 2,
         "dropout": 0.5,
@@ -152,18 +151,22 @@ def test_dropout_leaves_out_what_one_device_leaves_out(ranks, model, data, tmp_p
     losses, weights = trained(on)
     plain, _ = trained({**on, "lora": {**lora, "dropout": 0.0}, "output_dir": str(tmp_path / "2")})
     assert abs(plain[-1] / losses[-1] - 1) > 1e-4
-    (found, its), *_ = ranks(2).run(trained, {**on, "parallel": parallel, "output_dir": str(tmp_path / "3")})
+    (found, its), *_ = ranks(2).run(trained, {**on, "parallel": {"data": 2}, "output_dir": str(tmp_path / "3")})
     assert found == pytest.approx(losses, rel=1e-5)
     assert max(float((its[name] - value).abs().max()) for name, value in weights.items()) <= 1e-5
 
 
 def dropped(given):
-    config = TrainConfig.read(given)
+    config = configured(given)
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     pipe.transformer.transformer_blocks[0].ff.net[1].p = 0.5
     Trainer(config, pipe, timeout=60.0)
 
 
-def test_dropout_of_a_part_of_the_features_is_refused(ranks, model, data, tmp_path):
-    with pytest.raises(ditmesh.DitmeshError, match=r"ff.net.1 has dropout p=0.5, and tensor ranks would draw"):
-        ranks(2).run(dropped, given(model, data, tmp_path, parallel={"tensor": 2}))
+@pytest.mark.parametrize("axis", ["tensor", pytest.param("ring", marks=pytest.mark.matrix)])
+def test_dropout_of_a_part_of_a_sample_is_refused(ranks, model, data, tmp_path, axis):
+    with pytest.raises(ditmesh.DitmeshError, match=r"ff.net.1 has dropout p=0.5, and ranks of ulysses, ring and"):
+        ranks(2).run(dropped, given(model, data, tmp_path, parallel={axis: 2}))
+    lora = {"rank": 2, "dropout": 0.5}
+    with pytest.raises(ditmesh.ConfigError, match=r"lora.dropout=0.5: ranks of ulysses, ring and tensor"):
+        check_settings(configured(given(model, data, tmp_path, parallel={axis: 2}, lora=lora)))

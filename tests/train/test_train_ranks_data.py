@@ -20,12 +20,11 @@ from ditmesh import ParallelConfig
 from ditmesh.comm import PeerError
 from ditmesh.comm.mesh import Mesh
 from ditmesh.comm.uneven import uneven_work
-from ditmesh.train import TrainConfig
 from ditmesh.train.data.agreement import agreed_samples
 from ditmesh.train.data.cache import DamagedFile, SampleCache
 from ditmesh.train.data.reading import read_samples
 from ditmesh.train.trainer import Preparing, Trainer
-from support.train import folder_of, save_pipeline, settings
+from support.train import configured, folder_of, save_pipeline, settings
 
 COUNT = 12
 
@@ -46,7 +45,7 @@ def run(given, per_rank=None, late=0.0, until=None):
         given: the run; per_rank: settings of every rank that differ.
         late: seconds that the last rank comes late to the cache.
     """
-    config = TrainConfig.read(given | ((per_rank or {}).get(rank_of()) or {}))
+    config = configured(given | ((per_rank or {}).get(rank_of()) or {}))
     seen: list[tuple[str, str]] = []
     try:
         with Trainer(config, pipeline(config.pretrained_model_name_or_path), timeout=60.0) as trainer:
@@ -113,9 +112,9 @@ def agreed(given, folders):
     mesh, found = Mesh(ParallelConfig(data=2), timeout=60.0), []
     for folder in folders:
         place = folder if rank_of() == 1 else given["train_data_dir"]
-        config = TrainConfig.read({**given, "train_data_dir": place})
+        config = configured({**given, "train_data_dir": place})
         try:
-            samples = agreed_samples(mesh, lambda advance: read_samples(config, "text", advance))  # noqa: B023
+            samples = agreed_samples(mesh, lambda advance: read_samples(config.data, "text", advance))  # noqa: B023
             found.append([sample.name for sample in samples.good])
         except ditmesh.InputError as error:
             found.append(str(error))
@@ -208,7 +207,7 @@ def test_a_damaged_file_is_encoded_again(data, tmp_path):
 
 def encoded_of(given, change=None):
     """How many samples are encoded when the cache is filled."""
-    config, counted = TrainConfig.read(given), []
+    config, counted = configured(given), []
     pipe = pipeline(config.pretrained_model_name_or_path)
     if change is not None:
         change(pipe)
@@ -264,7 +263,7 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 
 def slow_filling(given, seconds, deadline):
     """Fill the cache with a last rank that needs so many seconds for each of its samples."""
-    config, shown = TrainConfig.read(given), []
+    config, shown = configured(given), []
     with Trainer(config, pipeline(), timeout=deadline, preparing=shown.append) as trainer:
         if rank_of() == 1:
             encoder = trainer.data.encoded._encoder
@@ -359,7 +358,7 @@ def test_sizes_that_a_model_cannot_have(tmp_path, model, change, said):
     path = str(save_pipeline("dit", tmp_path)) if model == "dit" else model
     given = settings(data, tmp_path / "out", pretrained_model_name_or_path=path, **change)
     given |= {"max_sequence_length": None} if model == "dit" else {}
-    config = TrainConfig.read(given)
+    config = configured(given)
     pipe = DiffusionPipeline.from_pretrained(path) if model == "dit" else pipeline()
     with pytest.raises(ditmesh.ConfigError) as error:
         Trainer(config, pipe)
@@ -372,6 +371,6 @@ def test_a_label_beside_the_classes(tmp_path):
     listing = data / "metadata.jsonl"
     listing.write_text(listing.read_text().replace('"label": 1', '"label": 1000'))
     path = str(save_pipeline("dit", tmp_path))
-    config = TrainConfig.read(settings(data, tmp_path / "out", pretrained_model_name_or_path=path, resolution=32))
+    config = configured(settings(data, tmp_path / "out", pretrained_model_name_or_path=path, resolution=32))
     with pytest.raises(ditmesh.ConfigError, match="label 1000 is none of the model's classes 0 to 999"):
         Trainer(config, DiffusionPipeline.from_pretrained(path))

@@ -6,8 +6,7 @@ import pytest
 
 import ditmesh
 from ditmesh.config import ParallelConfig
-from ditmesh.train import TrainConfig
-from support.train import folder_of, settings, weights_after
+from support.train import configured, folder_of, settings, weights_after
 
 WAYS = [
     {},
@@ -40,7 +39,7 @@ def test_the_same_weights_on_any_number_of_ranks(ranks, data, tmp_path):
         max_train_steps=2,
         random_flip=True,
         proportion_empty_prompts=0.2,
-        use_ema=True,
+        ema_decay=0.9999,
         reproducible=True,
     )
     alone = found(ranks, WAYS[0], given)
@@ -77,4 +76,4 @@ def test_what_cannot_be_in_order_is_refused(data, tmp_path):
         "tensor": ({"parallel": {"tensor": 2}}, "reproducible"),
     }.values():
         with pytest.raises(ditmesh.ConfigError, match=message):
-            TrainConfig.read({**given, **more})
+            configured({**given, **more})

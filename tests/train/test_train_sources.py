@@ -27,7 +27,7 @@ from ditmesh.train.objective import NoisyBatch, sample_losses
 from ditmesh.train.observed.family import family_of
 from ditmesh.train.trainer import Trainer
 from support.families import StableDiffusion3
-from support.train import emoji, folder_of, settings, weights_after
+from support.train import configured, emoji, folder_of, settings, weights_after
 
 SIZES = [(64, 64)] * 7 + [(32, 96)] * 4
 
@@ -41,7 +41,7 @@ def config_of(data: Any, out: Path, **more: Any) -> TrainConfig:
     given = settings(data, out, **more)
     if "train_data" in more:
         del given["train_data_dir"]
-    return TrainConfig.read(given)
+    return configured(given)
 
 
 # --- several data sets -----------------------------------------------------------------------------------------
@@ -113,25 +113,25 @@ def test_data_sets_are_found_with_settings_of_their_own(tmp_path, data):
     (other / "bad.png").write_bytes(b"nothing")
     sets = [
         {"dir": str(data)},
-        {"dir": str(other), "weight": 2, "resolution": 32, "caption_column": "label", "caption_prefix": "no "},
+        {"dir": str(other), "weight": 2, "resolution": 32, "caption_column": "label", "trigger_word": "no"},
     ]
     config = config_of(None, tmp_path, train_data=sets)
-    found = all_samples(config, "text")
-    sources = sources_of(config, found)
+    found = all_samples(config.data, "text")
+    sources = sources_of(config.data, found)
     assert [one.name for one in found.good][-4:] == [f"{data.name}/005.png", *(f"other/00{n}.png" for n in range(3))]
     assert [one.words for one in found.good[-3:]] == ["0", "1", "2"]
     assert found.corrupt == () or "other/" in found.corrupt[0]
     assert Counter(sources.sizes) == {(64, 64): 6, (32, 32): 3}
     assert sources.sets.weights == (1.0, 2.0)
-    assert Wording(config.data_sets[1]).drawn("0", 1) == "no 0"
+    assert Wording(config.data.sets[1]).drawn("0", 1) == "no, 0"
     # Weights and settings are what the run learns from; the folder is not.
-    for change in ({"weight": 3}, {"caption_suffix": "!"}):
+    for change in ({"weight": 3}, {"trigger_word": "yes"}):
         changed = config_of(None, tmp_path, train_data=[sets[0], {**sets[1], **change}])
-        assert sources_of(changed, found).digest != sources.digest
+        assert sources_of(changed.data, found).digest != sources.digest
     alone = config_of(data, tmp_path)
-    plain = all_samples(alone, "text")
+    plain = all_samples(alone.data, "text")
     as_list = config_of(None, tmp_path, train_data=[{"dir": str(data)}])
-    assert sources_of(as_list, all_samples(as_list, "text")).digest == sources_of(alone, plain).digest
+    assert sources_of(as_list.data, all_samples(as_list.data, "text")).digest == sources_of(alone.data, plain).digest
 
 
 def test_one_data_set_in_a_list_is_the_same_run(tmp_path, data):
@@ -144,9 +144,12 @@ def test_one_data_set_in_a_list_is_the_same_run(tmp_path, data):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"train_data": [{"dir": "a"}]}, "train_data_dir and train_data are both there; leave one out"),
+        ({"train_data": [{"dir": "a"}]}, "data.train_data_dir and data.train_data are both there; leave one out"),
         ({"train_data_dir": ""}, "train_data_dir is missing"),
-        ({"train_data_dir": "", "train_data": [{"dir": "a", "wait": 1}]}, "'train_data.0.wait' is no training setting"),
+        (
+            {"train_data_dir": "", "train_data": [{"dir": "a", "wait": 1}]},
+            "'data.train_data.0.wait' is no training setting",
+        ),
         ({"train_data_dir": "", "train_data": [{"dir": "a", "weight": 0}]}, "train_data.0.weight=0"),
         ({"class_prompt": "a dog"}, "give class_data_dir"),
         ({"keep_tokens": 1}, "keep_tokens=1 is for shuffle_tags and tag_dropout"),
@@ -156,7 +159,7 @@ def test_one_data_set_in_a_list_is_the_same_run(tmp_path, data):
 )
 def test_a_setting_that_does_not_fit(tmp_path, change, said):
     with pytest.raises(ditmesh.ConfigError) as error:
-        TrainConfig.read({**settings(tmp_path, tmp_path), **change})
+        configured({**settings(tmp_path, tmp_path), **change})
     assert said in str(error.value)
 
 
@@ -164,11 +167,10 @@ def test_a_setting_that_does_not_fit(tmp_path, change, said):
 
 
 def wording(**more: Any) -> Wording:
-    return Wording(TrainConfig.read({**settings(Path("a"), Path("b")), **more}))
+    return Wording(configured({**settings(Path("a"), Path("b")), **more}).data)
 
 
 def test_captions_are_worded():
-    assert wording(caption_prefix="p ", caption_suffix=" s").drawn("a cat", 1) == "p a cat s"
     named = wording(trigger_word="sks")
     assert [named.drawn(one, 1) for one in ("a [trigger] cat", "a sks cat", "a cat")] == [
         "a sks cat",
@@ -176,10 +178,10 @@ def test_captions_are_worded():
         "sks, a cat",
     ]
     tags = "a, b, c, d, e"
-    shuffled = wording(shuffle_tags=True, keep_tokens=2, caption_prefix="x ")
+    shuffled = wording(shuffle_tags=True, keep_tokens=2)
     drawn = {shuffled.drawn(tags, seed) for seed in range(200)}
     assert len(drawn) == 6
-    assert all(one.startswith("x a, b, ") and sorted(one[2:].split(", ")) == list("abcde") for one in drawn)
+    assert all(one.startswith("a, b, ") and sorted(one.split(", ")) == list("abcde") for one in drawn)
     assert shuffled.drawn(tags, 7) == shuffled.drawn(tags, 7)
     dropped = wording(tag_dropout=0.25, keep_tokens=1)
     counts = [len(dropped.drawn(tags, seed).split(", ")) for seed in range(2000)]
@@ -195,17 +197,15 @@ def test_captions_are_worded():
 def test_several_captions_of_an_image(tmp_path):
     data = folder_of(tmp_path / "data", 3)
     (data / "metadata.jsonl").unlink()
-    (data / "000.txt").write_text("a fox\n\n one more fox \na fox\n", encoding="utf-8")
+    (data / "000.txt").write_text("a fox\n\n one more fox \n", encoding="utf-8")
     (data / "001.json").write_text(json.dumps({"caption": ["x", "y"]}), encoding="utf-8")
-    found = all_samples(config_of(data, tmp_path, multiline_captions=True, instance_prompt="none"), "text")
-    assert [one.words for one in found.good] == [("a fox", "one more fox"), ("x", "y"), "none"]
-    whole = all_samples(config_of(data, tmp_path), "text")
-    assert whole.good[0].words == "a fox\n\n one more fox \na fox"
+    found = all_samples(config_of(data, tmp_path, instance_prompt="none").data, "text")
+    assert [one.words for one in found.good] == ["a fox\n\n one more fox", ("x", "y"), "none"]
 
 
 def encoded_of(config: TrainConfig, pipe: Any, mesh: Mesh) -> tuple[EncodedSamples, SampleOrder]:
-    found = all_samples(config, "text")
-    sources = sources_of(config, found)
+    found = all_samples(config.data, "text")
+    sources = sources_of(config.data, found)
     encoded = EncodedSamples(pipe, family_of(pipe, config), found.good, sources.sizes, config, torch.device("cpu"))
     encoded.fill_cache(mesh)
     return encoded, SampleOrder(sources.sizes, config.seed, 2, 1, sources.sets)
@@ -215,8 +215,8 @@ def same_batches(pipe: Any, given: dict[str, Any], cache: Path, steps: int = 6) 
     """Batches with a cache, after they were found equal to those without one."""
     mesh = Mesh(ParallelConfig())
     try:
-        plain, order = encoded_of(TrainConfig.read(given), pipe, mesh)
-        kept, _ = encoded_of(TrainConfig.read({**given, "cache_dir": str(cache)}), pipe, mesh)
+        plain, order = encoded_of(configured(given), pipe, mesh)
+        kept, _ = encoded_of(configured({**given, "cache_dir": str(cache)}), pipe, mesh)
         found = []
         for step in range(steps):
             one, other = (encoded.batch(order.step(step)[0]) for encoded in (plain, kept))
@@ -282,7 +282,7 @@ def test_long_captions_are_counted(tmp_path):
         "\n".join(json.dumps({"file_name": f"00{n}.png", "text": text}) for n, text in enumerate(("a fox", long, "b")))
     )
     config, pipe = config_of(data, tmp_path), pipeline()
-    found = all_samples(config, "text")
+    found = all_samples(config.data, "text")
     encoded = EncodedSamples(pipe, family_of(pipe, config), found.good, [(64, 64)] * 3, config, torch.device("cpu"))
     lines = encoded.long_captions()
     count = len(pipe.tokenizer(long)["input_ids"])
@@ -319,14 +319,12 @@ def test_white_masks_are_the_run_without_masks(tmp_path, data):
     assert weights_after({**white, "output_dir": str(tmp_path / "b")}) == plain
     half = {**given, "mask_dir": str(masks_of(tmp_path / "half", data, [f"{n:03}.png" for n in range(6)]))}
     assert weights_after({**half, "output_dir": str(tmp_path / "c")}) != plain
-    # Black counts as much as white.
-    assert weights_after({**half, "unmasked_weight": 1.0, "output_dir": str(tmp_path / "d")}) == plain
 
 
 def test_a_mask_is_mirrored_with_its_image(tmp_path, data):
     masks = masks_of(tmp_path / "masks", data, [f"{n:03}.png" for n in range(6)])
     config, pipe = config_of(data, tmp_path, mask_dir=str(masks), random_flip=True), pipeline()
-    found = all_samples(config, "text").good
+    found = all_samples(config.data, "text").good
     encoded = EncodedSamples(pipe, family_of(pipe, config), found, [(64, 64)] * 6, config, torch.device("cpu"))
     batch = encoded.batch(MicroBatch(tuple(DrawnSample(0, number) for number in range(6)), (64, 64)))
     assert batch.mask is not None
@@ -337,25 +335,22 @@ def test_a_mask_is_mirrored_with_its_image(tmp_path, data):
     assert right.mean((1, 2, 3)).tolist() == [2.0 if one else 0.0 for one in mirrored]
 
 
-def test_masks_by_column_and_those_that_do_not_fit(tmp_path):
+def test_masks_that_do_not_fit(tmp_path):
     data = folder_of(tmp_path / "data", 5)
     shapes = {"0.png": (64, 64), "1.png": (64, 32), "2.png": (32, 32), "3.png": (64, 64)}
-    (data / "masks").mkdir()
+    (tmp_path / "masks").mkdir()
     for name, shape in shapes.items():
-        Image.new("L", shape, 0 if name == "3.png" else 255).save(data / "masks" / name)
-    lines = [{"file_name": f"00{n}.png", "text": f"t{n}", "mask": f"masks/{n}.png"} for n in range(5)]
-    lines[4]["mask"] = None
-    (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    config = config_of(data, tmp_path, mask_column="mask")
-    found = all_samples(config, "text")
+        Image.new("L", shape, 0 if name == "3.png" else 255).save(tmp_path / "masks" / f"00{name}")
+    config = config_of(data, tmp_path, mask_dir=str(tmp_path / "masks"))
+    found = all_samples(config.data, "text")
     assert [(one.name, one.attached.mask and one.attached.mask.name) for one in found.good] == [
-        ("000.png", "masks/0.png"),
-        ("002.png", "masks/2.png"),
-        ("003.png", "masks/3.png"),
+        ("000.png", "000.png"),
+        ("002.png", "002.png"),
+        ("003.png", "003.png"),
         ("004.png", None),
     ]
     assert len(found.corrupt) == 1
-    assert "001.png is left out: it has 64 x 64 pixels, and its mask masks/1.png 64 x 32" in found.corrupt[0]
+    assert "001.png is left out: it has 64 x 64 pixels, and its mask 001.png 64 x 32" in found.corrupt[0]
     assert found.notes == ("without mask, and trained whole: 1 sample (004.png)",)
     pipe = pipeline()
     encoded = EncodedSamples(pipe, family_of(pipe, config), found.good, [(64, 64)] * 4, config, torch.device("cpu"))
@@ -365,7 +360,7 @@ def test_masks_by_column_and_those_that_do_not_fit(tmp_path):
     mesh = Mesh(ParallelConfig())
     told, _ = encoded.gather_notes(mesh)
     mesh.close()
-    assert "masks/3.png is black throughout" in told[0]
+    assert told[0].startswith("the mask 003.png is black throughout")
     assert told[0].endswith("another sample took its place")
 
 
@@ -374,7 +369,7 @@ def test_masks_by_column_and_those_that_do_not_fit(tmp_path):
 
 def prior_losses(given):
     """Losses of every step as the run reports them, and by the formula of diffusers' DreamBooth scripts."""
-    config = TrainConfig.read(given)
+    config = configured(given)
     beside = []
     with Trainer(config, pipeline(), timeout=100.0) as trainer:
         compute = trainer._losses
@@ -393,7 +388,7 @@ def prior_losses(given):
             prior_loss = F.mse_loss(model_pred_prior.float(), target_prior.float(), reduction="mean")
             loss = F.mse_loss(model_pred.float(), target.float(), reduction="mean")
             names = [trainer.data.samples[one.index].name for one in micro.samples]
-            beside.append((float(loss + config.prior_loss_weight * prior_loss), names))
+            beside.append((float(loss + config.data.prior_loss_weight * prior_loss), names))
             return found
 
         trainer._losses = losses
@@ -424,7 +419,7 @@ def test_class_images_of_every_bucket(tmp_path, data):
     Image.new("RGB", (96, 32)).save(wide / "a.png")
     config = config_of(data, tmp_path, class_data_dir=str(wide), class_prompt="c", aspect_ratio_buckets="64,64;32,96")
     with pytest.raises(ditmesh.InputError, match="has no image for the bucket of 64 x 64 pixels"):
-        sources_of(config, all_samples(config, "text"))
+        sources_of(config.data, all_samples(config.data, "text"))
 
 
 # --- reference images ------------------------------------------------------------------------------------------
@@ -468,11 +463,11 @@ def test_reference_images_go_with_their_targets(tmp_path, monkeypatch):
     same_batches(pipe, given, tmp_path / "cache")
     by_folder = {**given, "conditioning_dir": str(data / "before")}
     del by_folder["conditioning_image_column"]
-    one, other = (all_samples(TrainConfig.read(each), "text") for each in (given, by_folder))
+    one, other = (all_samples(configured(each).data, "text") for each in (given, by_folder))
     assert [s.attached.references[0].file for s in one.good] == [s.attached.references[0].file for s in other.good]
     assert not other.notes
     # Mirrored with its target: columns of the reference are those of the target, however it is drawn.
-    config = TrainConfig.read(given)
+    config = configured(given)
     encoded = EncodedSamples(pipe, family_of(pipe, config), one.good, [(64, 64)] * 4, config, torch.device("cpu"))
     flips = 0
     for number in range(8):
@@ -482,7 +477,7 @@ def test_reference_images_go_with_their_targets(tmp_path, monkeypatch):
         assert (columns - reference).abs().max() < 0.05
         flips += is_mirrored(encoded, number)
     assert 0 < flips < 8
-    with Trainer(TrainConfig.read({**given, "max_train_steps": 1, "lora": {"rank": 2}}), pipe) as trainer:
+    with Trainer(configured({**given, "max_train_steps": 1, "lora": {"rank": 2}}), pipe) as trainer:
         assert trainer.run().losses
 
 
@@ -490,7 +485,7 @@ def test_reference_images_that_are_missing_or_not_wanted(tmp_path, monkeypatch):
     data, pipe = pairs(tmp_path / "data"), pipeline()
     (data / "before" / "002.jpg").unlink()
     config = config_of(data, tmp_path, conditioning_image_column="source")
-    found = all_samples(config, "text")
+    found = all_samples(config.data, "text")
     assert [one.name for one in found.good] == ["000.png", "001.png", "003.png"]
     assert "source names 'before/002.jpg', which is not there" in found.corrupt[0]
     with pytest.raises(ditmesh.ConfigError, match="StableDiffusion3Pipeline is trained without reference images"):
@@ -499,7 +494,7 @@ def test_reference_images_that_are_missing_or_not_wanted(tmp_path, monkeypatch):
     needing.reference = "image"
     monkeypatch.setattr("ditmesh.train.observed.family.FAMILIES", {"SD3Transformer2DModel": needing})
     plain = config_of(data, tmp_path)
-    without = all_samples(plain, "text")
+    without = all_samples(plain.data, "text")
     with pytest.raises(ditmesh.InputError, match="4 of 4 samples have none"):
         EncodedSamples(pipe, family_of(pipe, plain), without.good[:4], [(64, 64)] * 4, plain, torch.device("cpu"))
 
@@ -509,30 +504,29 @@ def test_reference_images_that_are_missing_or_not_wanted(tmp_path, monkeypatch):
 
 def test_data_sets_of_the_datasets_package(tmp_path):
     datasets = pytest.importorskip("datasets")
-    rows: dict[str, list[Any]] = {"image": [], "text": [], "mask": []}
+    rows: dict[str, list[Any]] = {"image": [], "text": [], "before": []}
     for caption, picture in emoji(4):
         buffer = io.BytesIO()
         Image.fromarray(picture).save(buffer, "PNG")
         rows["image"].append({"bytes": buffer.getvalue(), "path": None})
         rows["text"].append([caption, "an emoji"])
-        rows["mask"].append({"bytes": buffer.getvalue(), "path": None})
-    kinds = {"image": datasets.Image(), "text": datasets.List(datasets.Value("string")), "mask": datasets.Image()}
+        rows["before"].append({"bytes": buffer.getvalue(), "path": None})
+    kinds = {"image": datasets.Image(), "text": datasets.List(datasets.Value("string")), "before": datasets.Image()}
     table = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
     table.save_to_disk(str(tmp_path / "saved"))
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "splits"))
     table.to_parquet(str(tmp_path / "parquet" / "data" / "train-0.parquet"))
     for name in ("saved", "splits", "parquet"):
-        found = all_samples(config_of(tmp_path / name, tmp_path, mask_column="mask"), "text")
+        found = all_samples(config_of(tmp_path / name, tmp_path, conditioning_image_column="before").data, "text")
         assert [one.words for one in found.good] == [(caption, "an emoji") for caption, _ in emoji(4)]
         for sample, (_, picture) in zip(found.good, emoji(4), strict=True):
             assert np.array_equal(np.asarray(sample.picture()), picture)
-            assert sample.attached.mask is not None
-            assert sample.attached.mask.size() == sample.size
-    notes = all_samples(config_of(tmp_path / "splits", tmp_path), "text").notes
+            assert [image.size() for image in sample.attached.references] == [sample.size]
+    notes = all_samples(config_of(tmp_path / "splits", tmp_path).data, "text").notes
     assert "splits that are not trained on: test" in notes
-    table.rename_column("image", "before").save_to_disk(str(tmp_path / "renamed"))
+    table.rename_column("image", "after").save_to_disk(str(tmp_path / "renamed"))
     with pytest.raises(ditmesh.InputError, match="several columns of images"):
-        all_samples(config_of(tmp_path / "renamed", tmp_path), "text")
+        all_samples(config_of(tmp_path / "renamed", tmp_path).data, "text")
 
 
 def test_tables_that_other_programs_wrote(tmp_path):
@@ -549,7 +543,7 @@ def test_tables_that_other_programs_wrote(tmp_path):
         (tmp_path / name).mkdir()
         table = pyarrow.table({"image": column, "text": ["one", "two", "three", None]})
         parquet.write_table(table, tmp_path / name / "train-0.parquet")
-        found = all_samples(config_of(tmp_path / name, tmp_path), "text")
+        found = all_samples(config_of(tmp_path / name, tmp_path).data, "text")
         assert [(one.name, one.words) for one in found.good] == [("row 0", "one"), ("row 3", None)]
         assert [one.split(" is ")[0].split(" has ")[0] for one in found.corrupt] == ["row 1", "row 2"]
         assert np.array_equal(np.asarray(found.good[0].picture()), emoji(1)[0][1])
@@ -563,7 +557,7 @@ def png(colour: str) -> bytes:
 
 @pytest.mark.parametrize("kind", ["parquet", "saved"])
 def test_paths_in_a_table_lead_below_its_folder(tmp_path, kind):
-    """Images, masks and references: absolute, relative and over a link; what is inside is read."""
+    """Images and references: absolute, relative and over a link; what is inside is read."""
     datasets = pytest.importorskip("datasets")
     folder, private = tmp_path / "set", tmp_path / "private"
     folder.mkdir()
@@ -576,15 +570,15 @@ def test_paths_in_a_table_lead_below_its_folder(tmp_path, kind):
     inside = ["inside.bin", str(folder / "inside.bin")]
     own = {"bytes": png("green"), "path": "gone.png"}
     paths: list[Any] = [{"bytes": None, "path": path} for path in (*outside, *inside)]
-    rows = {"image": [*paths, own, own], "mask": [own] * 6 + [paths[0]], "text": ["a"] * 7}
+    rows = {"image": [*paths, own, own], "before": [own] * 6 + [paths[0]], "text": ["a"] * 7}
     image = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
-    features = datasets.Features({"image": image, "mask": image, "text": datasets.Value("string")})
+    features = datasets.Features({"image": image, "before": image, "text": datasets.Value("string")})
     table = datasets.Dataset.from_dict(rows, features=features)
     if kind == "parquet":
         table.to_parquet(str(folder / "train.parquet"))
     else:
         table.save_to_disk(str(folder))
-    found = all_samples(config_of(folder, tmp_path, mask_column="mask"), "text")
+    found = all_samples(config_of(folder, tmp_path, conditioning_image_column="before").data, "text")
     assert [one.name for one in found.good] == ["row 3", "row 4", "row 5"]
     colours = [one.picture().getpixel((0, 0)) for one in found.good]
     assert colours == [(0, 0, 255), (0, 0, 255), (0, 128, 0)]
@@ -603,7 +597,7 @@ def test_a_saved_data_set_with_files_of_another_folder(tmp_path):
     about["_data_files"][0]["filename"] = f"../private/{about['_data_files'][0]['filename']}"
     state.write_text(json.dumps(about))
     with pytest.raises(ditmesh.InputError, match="outside of the data folder"):
-        all_samples(config_of(tmp_path / "set", tmp_path), "text")
+        all_samples(config_of(tmp_path / "set", tmp_path).data, "text")
 
 
 def links_out(folder: Path, private: Path) -> list[str]:
@@ -617,22 +611,28 @@ def links_out(folder: Path, private: Path) -> list[str]:
         (folder / f"{name}.png").write_bytes(png("blue"))
     (folder / "a.txt").write_text("a")
     (folder / "b.txt").symlink_to(private / "words.txt")
-    (folder / "c.json").write_text(json.dumps({"text": "c", "mask": "photos/photo.png"}))
+    (folder / "c.json").write_text(json.dumps({"text": "c", "before": "photos/photo.png"}))
     (folder / "d.png").symlink_to(private / "photo.png")
     (folder / "photos").symlink_to(private / "photos")
     (folder / "set.jsonl").symlink_to(private / "words.txt")
     (folder / "near.png").symlink_to("a.png")
-    return ["a.png", "b.png", "near.png"]
+    (folder / "a.json").write_text(json.dumps({"before": "near.png"}))
+    return ["a.png", "b.png", "c.png", "near.png"]
 
 
 def test_links_lead_below_the_data_folder(tmp_path):
     """Of images, captions, folders and what a key names; links inside of the folder are followed."""
     good = links_out(tmp_path / "set", tmp_path / "private")
-    found = all_samples(config_of(tmp_path / "set", tmp_path, mask_column="mask"), "text")
-    assert [(one.name, one.words) for one in found.good] == [(name, {"a.png": "a"}.get(name)) for name in good]
-    told = "\n".join(found.corrupt)
+    found = all_samples(config_of(tmp_path / "set", tmp_path).data, "text")
+    words = {"a.png": "a", "c.png": "c"}
+    assert [(one.name, one.words) for one in found.good] == [(name, words.get(name)) for name in good]
+    with_references = all_samples(
+        config_of(tmp_path / "set", tmp_path, conditioning_image_column="before").data, "text"
+    )
+    assert [one.name for one in with_references.good] == ["a.png"]
     for name in ("b.txt", "d.png", "photos", "set.jsonl", "c.png"):
-        assert any(name in line and "outside of the data folder" in line for line in found.corrupt), told
+        lines = with_references.corrupt if name == "c.png" else found.corrupt
+        assert any(name in line and "outside of the data folder" in line for line in lines), lines
 
 
 def test_links_of_a_mask_folder_and_a_listing_lead_below_their_folder(tmp_path):
@@ -644,8 +644,8 @@ def test_links_of_a_mask_folder_and_a_listing_lead_below_their_folder(tmp_path):
     rows = [{"file_name": "a.png", "text": "a"}, {"file_name": "link/photo.png", "text": "b"}]
     (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ditmesh.InputError, match=r"mask_dir=.* outside of the data folder"):
-        all_samples(config_of(data, tmp_path, mask_dir=str(tmp_path / "masks")), "text")
-    found = all_samples(config_of(data, tmp_path), "text")
+        all_samples(config_of(data, tmp_path, mask_dir=str(tmp_path / "masks")).data, "text")
+    found = all_samples(config_of(data, tmp_path).data, "text")
     assert [one.name for one in found.good] == ["a.png"]
     assert "outside of the data folder" in "\n".join(found.corrupt)
 
@@ -657,7 +657,7 @@ def test_links_of_the_hubs_cache_are_read(tmp_path):
     blobs.mkdir()
     (blobs / "abcd").write_bytes(png("blue"))
     (snapshot / "a.png").symlink_to("../../blobs/abcd")
-    assert [one.name for one in all_samples(config_of(snapshot, tmp_path), "text").good] == ["a.png"]
+    assert [one.name for one in all_samples(config_of(snapshot, tmp_path).data, "text").good] == ["a.png"]
 
 
 # --- names of folders and files --------------------------------------------------------------------------------
@@ -675,15 +675,15 @@ def test_kohyas_folders_say_how_often_and_what(tmp_path):
     folder = images_at(tmp_path / "set", "10_sks dog/a.png", "10_sks dog/b.png", "1_style/c.png", "1_style/deep/d.png")
     (folder / "10_sks dog" / "a.caption").write_text("a dog")
     config = config_of(folder, tmp_path)
-    found = all_samples(config, "text")
+    found = all_samples(config.data, "text")
     assert [one.words for one in found.good] == ["a dog", "sks dog", "style", "style"]
     assert "times in an epoch, by the names of folders: 10_sks dog/ 10, 1_style/ 1" in found.notes
-    sources = sources_of(config, found)
+    sources = sources_of(config.data, found)
     order = SampleOrder(sources.sizes, 0, 2, 1, sources.sets)
     assert order.of_sets(1) == [22]
     drawn = Counter(one.index for step in range(order.per_epoch) for micro in order.step(step) for one in micro.samples)
     assert drawn == {0: 10, 1: 10, 2: 1, 3: 1}
-    asked = all_samples(config_of(folder, tmp_path, instance_prompt="mine"), "text")
+    asked = all_samples(config_of(folder, tmp_path, instance_prompt="mine").data, "text")
     assert [one.words for one in asked.good] == ["a dog", "mine", "mine", "mine"]
 
 
@@ -691,7 +691,7 @@ def test_kohyas_folders_say_how_often_and_what(tmp_path):
 def test_numbers_that_are_no_repeats(tmp_path, other):
     """Beside images in other folders; of years; with leading zeros: named, and nothing is counted."""
     folder = images_at(tmp_path, "10_dog/a.png", other)
-    found = all_samples(config_of(folder, tmp_path, allow_missing_captions=True), "text")
+    found = all_samples(config_of(folder, tmp_path, proportion_empty_prompts=1).data, "text")
     assert [(one.words, one.repeats) for one in found.good] == [(None, 1), (None, 1)]
     assert any(note.startswith("10_dog/ counts once") for note in found.notes)
 
@@ -703,6 +703,6 @@ def test_masks_beside_images_are_no_samples(tmp_path):
     folder = images_at(tmp_path / "set", *masks, *others)
     (folder / "e_mask.txt").write_text("a mask of a fox")
     images_at(folder, "e.png")
-    found = all_samples(config_of(folder, tmp_path), "text")
+    found = all_samples(config_of(folder, tmp_path).data, "text")
     assert {one.name for one in found.good} == {*others, "e.png"}
     assert [note for note in found.notes if "not trained: 4 files" in note and "mask_dir" in note]

@@ -19,8 +19,9 @@ HEADING = "## Tutorial: teach the embedded model a new emoji with LoRA\n"
 # What makes a run of minutes one of seconds; on the command line, where the file stays as it is.
 SHORTER = {
     "--prompts keep.txt": "--prompts keep.txt --steps 2",
-    "--devices 2\n": "--devices 2 --set max_train_steps=24 --set learning_rate=5e-3 --set lr_warmup_steps=2"
-    " --set global_batch_size=4 --set train_batch_size=2\n",
+    "--devices 2\n": "--devices 2 --set optimizer.max_train_steps=24 --set optimizer.learning_rate=5e-3"
+    " --set optimizer.lr_warmup_steps=2"
+    " --set optimizer.global_batch_size=4 --set optimizer.train_batch_size=2\n",
 }
 
 

@@ -1,4 +1,4 @@
-"""What a run shows of itself: the held-out loss, charts, grids of validation images, trackers, lines."""
+"""What a run shows of itself: the held-out loss, trackers, lines."""
 
 from __future__ import annotations
 
@@ -13,25 +13,22 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from rich.console import Console
 
 import ditmesh
 from ditmesh.cli.train import StepLines
-from ditmesh.train import TrainConfig
 from ditmesh.train.data.encoders import Encoders
 from ditmesh.train.data.held_out import NUM_LEVELS
 from ditmesh.train.data.order import DrawnSample, MicroBatch
 from ditmesh.train.data.reading import read_samples
 from ditmesh.train.data.samples import pixels
-from ditmesh.train.logs.charts import HELD_OUT, LOSS, MEAN, NORM, RATE, smoothed, training_chart, validation_grid
 from ditmesh.train.logs.trackers import check_trackers
 from ditmesh.train.logs.training_log import COLUMNS, TrainingLog, read_log
 from ditmesh.train.optimizer.precision import MeshGradScaler
 from ditmesh.train.optimizer.update import WeightUpdate
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
-from support.train import folder_of, save_pipeline, settings
+from support.train import configured, folder_of, save_pipeline, settings
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +50,7 @@ def given(model, data, tmp_path):
 
 def held_out(given, until=None):
     """Held-out losses and losses of a run, and the held-out samples' names."""
-    config = TrainConfig.read(given)
+    config = configured(given)
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     pipe.set_progress_bar_config(disable=True)
     with Trainer(config, pipe, timeout=100.0) as t:
@@ -70,10 +67,10 @@ def test_images_are_drawn_before_the_first_step_and_after_the_last(given):
     drawn: list[int] = []
     run = given(validation_steps=3, max_train_steps=4)
     pipe = diffusers.DiffusionPipeline.from_pretrained(run["pretrained_model_name_or_path"])
-    with Trainer(TrainConfig.read(run), pipe, timeout=100.0) as trainer:
+    with Trainer(configured(run), pipe, timeout=100.0) as trainer:
         trainer.run(validate=lambda step: drawn.append(step), until=2)
     assert drawn == [0]
-    with Trainer(TrainConfig.read({**run, "resume_from_checkpoint": "latest"}), pipe, timeout=100.0) as trainer:
+    with Trainer(configured({**run, "resume_from_checkpoint": "latest"}), pipe, timeout=100.0) as trainer:
         trainer.run(validate=lambda step: drawn.append(step))
     assert drawn == [0, 3, 4]
 
@@ -103,7 +100,7 @@ def test_encoders_leave_the_device_while_a_cache_replaces_them(given, tmp_path, 
             for file in (tmp_path / "cache").rglob("*.safetensors"):
                 file.write_bytes(b"damaged")
 
-    with Trainer(TrainConfig.read(run), pipe, torch.device("cpu", 0), timeout=100.0) as trainer:
+    with Trainer(configured(run), pipe, torch.device("cpu", 0), timeout=100.0) as trainer:
         # A device that is called otherwise than the host, and is the same.
         outcome = trainer.run(validate=validate)
         assert len(outcome.losses) == 3
@@ -133,10 +130,10 @@ def test_the_average_by_hand_is_what_is_exported(given, model, monkeypatch, aver
         return applied
 
     monkeypatch.setattr(WeightUpdate, "apply", recorded)
-    run = given(max_train_steps=4, use_ema=average, ema_decay=0.2, learning_rate=1e-2, validation_steps=1)
-    with Trainer(TrainConfig.read(run), diffusers.DiffusionPipeline.from_pretrained(model), timeout=100.0) as trainer:
+    run = given(max_train_steps=4, ema_decay=0.2 if average else None, learning_rate=1e-2, validation_steps=1)
+    with Trainer(configured(run), diffusers.DiffusionPipeline.from_pretrained(model), timeout=100.0) as trainer:
         trainer.run(until=2, validate=lambda step: None)
-    result = train({**run, "resume_from_checkpoint": "latest"})
+    result = train(configured({**run, "resume_from_checkpoint": "latest"}))
     expected = weights[0]
     for step, after in enumerate(weights[1:], 1):
         # As in diffusers: of the first weights nothing is kept, and less than ``ema_decay`` in the first steps.
@@ -151,7 +148,7 @@ def test_the_average_by_hand_is_what_is_exported(given, model, monkeypatch, aver
 def test_a_step_is_that_of_the_mean_over_all_its_samples(given, model):
     """Of micro-batches of unlike sizes, by hand: every sample weighs as much, and none is left out."""
     run = given(train_batch_size=3, global_batch_size=9, max_grad_norm=0.0)
-    with Trainer(TrainConfig.read(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
+    with Trainer(configured(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
         batches = trainer.data.order.step(0)
         assert sorted(batch.count for batch in batches) == [2, 3, 3]
         loss = sum(trainer._losses(batch).sum() for batch in batches) / 8
@@ -174,7 +171,7 @@ def test_gradients_are_clipped_to_the_norm_asked_for(given, model, monkeypatch):
     monkeypatch.setattr(MeshGradScaler, "step", recorded)
     reported: list[float] = []
     run = given(max_train_steps=2, max_grad_norm=1e-3, checkpointing_steps=9)
-    with Trainer(TrainConfig.read(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
+    with Trainer(configured(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
         trainer.run(report=lambda now: reported.append(now.grad_norm), until=2)
     assert norms == pytest.approx([1e-3] * 2, rel=1e-3)
     assert min(reported) > 1e-2
@@ -185,7 +182,7 @@ def test_all_that_is_random_follows_from_the_seed_and_the_number_of_a_sample(giv
 
     def randomness(seed: int, numbers: list[int]) -> dict[str, Any]:
         run = given(seed=seed, random_flip=True, proportion_empty_prompts=0.5, output_dir=str(tmp_path / str(seed)))
-        with Trainer(TrainConfig.read(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
+        with Trainer(configured(run), diffusers.DiffusionPipeline.from_pretrained(model)) as trainer:
             encoded = trainer.data.encoded
             micro = MicroBatch(tuple(DrawnSample(0, number) for number in numbers), (32, 32))
             batch = encoded.batch(micro)
@@ -230,19 +227,17 @@ def test_a_split_is_not_trained_on_and_stays_when_samples_come(given, tmp_path):
 
 def test_the_held_out_loss_is_that_of_a_plain_loop(given, model, data, tmp_path):
     """By hand: the pipeline's own encoders, diffusers' noise, and the exported weights, which are averages."""
-    result = train(given(validation_data_dir=str(data), validation_samples=3, max_train_steps=2, use_ema=True))
+    result = train(configured(given(validation_split=0.375, max_train_steps=2, ema_decay=0.9999)))
     assert result["validated"] == "moving average of the weights"
     pipe = diffusers.DiffusionPipeline.from_pretrained(result["pipeline"])
-    config = TrainConfig.read(
-        given(validation_data_dir=str(data), validation_samples=3, output_dir=str(tmp_path / "b"))
-    )
+    config = configured(given(validation_split=0.375, output_dir=str(tmp_path / "b")))
     whole = diffusers.DiffusionPipeline.from_pretrained(model)
     tables = diffusers.DDPMScheduler.from_config(pipe.scheduler.config)
     errors = []
     with Trainer(config, whole) as trainer, torch.no_grad():
         measured = trainer.held_out
         chosen = {sample.name for sample in trainer.data.held_out}
-        samples = [sample for sample in read_samples(config, "text").good if sample.name in chosen]
+        samples = [sample for sample in read_samples(config.data, "text").good if sample.name in chosen]
         for number, sample in enumerate(samples):
             # The autoencoder's deviation is next to nothing.
             latents = pipe.vae.encode(pixels(sample.picture(), (32, 32))[None]).latent_dist.mode() * 0.18
@@ -277,8 +272,8 @@ def test_the_held_out_loss_is_that_of_a_plain_loop(given, model, data, tmp_path)
 )
 def test_any_mesh_measures_the_same(ranks, given, tmp_path, more):
     """Five samples in three micro-batches, so that ranks have unequal numbers of them."""
-    shared = {"validation_split": 0.4, "validation_samples": 3, "train_batch_size": 1, "learning_rate": 1e-6}
-    shared |= {"global_batch_size": more.get("global_batch_size", 4), "use_ema": True}
+    shared = {"validation_split": 0.4, "train_batch_size": 1, "learning_rate": 1e-6}
+    shared |= {"global_batch_size": more.get("global_batch_size", 4), "ema_decay": 0.9999}
     alone, *_ = held_out(given(**shared, output_dir=str(tmp_path / "alone")))
     count = ditmesh.ParallelConfig(**more["parallel"]).world_size
     for found, *_ in ranks(count).run(held_out, given(**{**shared, **more})):
@@ -286,14 +281,14 @@ def test_any_mesh_measures_the_same(ranks, given, tmp_path, more):
         assert all(abs(found[step] / alone[step] - 1) <= 1e-6 for step in alone)
 
 
-def test_measuring_changes_no_bit_of_the_run_and_no_seed_changes_it(given, data, tmp_path):
-    other = str(folder_of(tmp_path / "other", 5, 32))
-    plain = held_out(given(output_dir=str(tmp_path / "plain"), lora=None, use_ema=True))[1]
-    found, losses, *_ = held_out(given(validation_data_dir=other, validation_steps=1, use_ema=True))
+def test_measuring_changes_no_bit_of_the_run_and_no_seed_changes_it(given, tmp_path):
+    plain = held_out(given(validation_split=0.4, validation_steps=4, output_dir=str(tmp_path / "plain"),
+                           lora=None, ema_decay=0.9999))[1]  # fmt: skip
+    found, losses, *_ = held_out(given(validation_split=0.4, validation_steps=1, ema_decay=0.9999))
     assert losses == plain
-    again = held_out(given(validation_data_dir=other, validation_steps=1, output_dir=str(tmp_path / "again"),
+    again = held_out(given(validation_split=0.4, validation_steps=1, output_dir=str(tmp_path / "again"),
                            learning_rate=1e-12, seed=5, weighting_scheme="none", max_train_steps=1))  # fmt: skip
-    third = held_out(given(validation_data_dir=other, validation_steps=1, output_dir=str(tmp_path / "third"),
+    third = held_out(given(validation_split=0.4, validation_steps=1, output_dir=str(tmp_path / "third"),
                            learning_rate=1e-12, train_batch_size=1, max_train_steps=1))  # fmt: skip
     assert again[0][0] == pytest.approx(third[0][0], rel=1e-6)
     assert found[3] != found[0]
@@ -310,81 +305,17 @@ def test_a_resumed_run_keeps_the_column(given):
     assert values[1::2] == [whole[1], whole[3]]
 
 
-def test_which_samples_are_held_out_is_refused_where_it_cannot_be(given, tmp_path):
+def test_which_samples_are_held_out_is_refused_where_it_cannot_be(given):
     with pytest.raises(ditmesh.InputError, match="holds 8 of 8 samples out, which leaves none"):
         held_out(given(validation_split=0.99))
-    with pytest.raises(ditmesh.ConfigError, match="both say which samples are held out"):
-        TrainConfig.read(given(validation_split=0.5, validation_data_dir="x"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ditmesh.InputError, match=r"validation_data_dir: .*no image that can be read"):
-        held_out(given(validation_data_dir=str(tmp_path / "empty")))
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def rows_of(count, measured=()):
+def rows_of(count):
     return [
         {**dict.fromkeys(COLUMNS, 1.0), "step": n, "loss": 1 / (n + 1), "lr": 1e-4, "grad_norm": 0.5,
-         "validation_loss": 0.9 if n in measured else math.nan}
+         "validation_loss": math.nan}
         for n in range(count)
     ]  # fmt: skip
-
-
-def has(path, colour):
-    """Whether a colour is in a picture, but for what smooth edges make of it."""
-    picture = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3).astype(int)
-    wanted = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
-    return np.abs(picture - wanted).max(1).min() <= 40
-
-
-def test_a_chart_has_every_line(tmp_path):
-    training_chart(rows_of(40, (9, 19, 29)), tmp_path / "with.png", "held-out loss")
-    training_chart(rows_of(40), tmp_path / "without.png", "held-out loss")
-    assert all(has(tmp_path / "with.png", colour) for colour in (LOSS, MEAN, HELD_OUT, RATE, NORM))
-    assert not has(tmp_path / "without.png", HELD_OUT)
-    training_chart(rows_of(1), tmp_path / "one.png", "held-out loss")
-    odd = [{**row, "loss": math.nan, "grad_norm": math.inf} for row in rows_of(3)]
-    training_chart(odd, tmp_path / "odd.png", "held-out loss")
-    assert smoothed([1.0, math.nan, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
-
-
-def test_without_matplotlib_the_run_goes_on_and_says_so(given, tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    log = TrainingLog(TrainConfig.read(given()), 0)
-    log.add(rows_of(1)[0])
-    log.close()
-    assert "loss.png is not drawn" in caplog.text
-    assert "pip install 'ditmesh[train]'" in caplog.text
-    assert len(read_log(tmp_path / "out" / "loss.csv")) == 1
-
-
-def test_a_grid_has_a_row_a_prompt_and_a_column_a_step(given, tmp_path):
-    train(given(validation_prompts=["a b", "c d e"], validation_inference_steps=2))
-    folder = tmp_path / "out" / "validation"
-    grid = np.asarray(Image.open(folder / "grid.png"))
-    side, gap, left, top = 96, 6, 150, 26
-    assert grid.shape == (top + 2 * (side + gap), left + 3 * (side + gap), 3)
-    for column, step in enumerate((0, 2, 4)):
-        for row in range(2):
-            image = Image.open(folder / f"step-{step}-{row}.png").resize((side, side), Image.Resampling.NEAREST)
-            x, y = left + column * (side + gap), top + row * (side + gap)
-            assert np.array_equal(grid[y : y + side, x : x + side], np.asarray(image))
-    # Words beside the rows, and none of images of a run that was lost.
-    assert (grid[top:, :left] < 128).any()
-    Image.new("RGB", (32, 32)).save(folder / "step-9-0.png")
-    validation_grid(folder, ["a b", "c d e"], 4)
-    assert np.array_equal(np.asarray(Image.open(folder / "grid.png")), grid)
-
-
-def test_a_grid_of_many_steps_has_the_first_and_the_last(tmp_path):
-    for step in range(1, 41):
-        Image.new("RGB", (400, 200), (step, 0, 0)).save(tmp_path / f"step-{step}-0.png")
-    grid = np.asarray(Image.open(validation_grid(tmp_path, ["a prompt of very many words " * 9], 40)))
-    seen = grid[100, 150:, 0]
-    shown = [int(one) for one in dict.fromkeys(seen) if one < 41]
-    assert (shown[0], shown[-1], len(shown)) == (1, 40, 12)
-    assert grid.shape[1] == 150 + 12 * (256 + 6)
 
 
 # --- trackers ---------------------------------------------------------------------------------------------------------
@@ -394,7 +325,7 @@ def test_tensorboard_has_the_numbers_and_the_images(given, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     on = given(report_to="tensorboard", validation_split=0.25, validation_prompts=["a"], validation_inference_steps=2)
-    train(on)
+    train(configured(on))
     board = EventAccumulator(str(tmp_path / "out")).Reload()
     rows = read_log(tmp_path / "out" / "loss.csv")
     told = {event.step: event.value for event in board.Scalars("loss")}
@@ -423,7 +354,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(given, monkeypatch, caplog):
     fake = types.SimpleNamespace(init=lambda project: calls.clear() or Run(), config=config)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("accelerate.tracking._available_trackers", ["wandb"])
-    log = TrainingLog(TrainConfig.read(given(report_to=["csv", "wandb"])), 0)
+    log = TrainingLog(configured(given(report_to=["csv", "wandb"])), 0)
     assert calls.pop()["optimizer"] == "AdamW"
     for row in rows_of(3):
         log.add(row)
@@ -443,9 +374,9 @@ def test_a_tracker_that_fails_does_not_end_the_run(given, monkeypatch, caplog):
 )
 def test_a_tracker_that_is_not_there_is_refused(given, name, said):
     with pytest.raises(ditmesh.InputError, match=said):
-        check_trackers(TrainConfig.read(given(report_to=name)))
+        check_trackers(configured(given(report_to=name)))
     with pytest.raises(ditmesh.InputError, match=said):
-        train(given(report_to=name))
+        train(configured(given(report_to=name)))
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------

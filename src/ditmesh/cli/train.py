@@ -75,7 +75,7 @@ def train(
 
     ditmesh train emoji.yaml --devices 2
 
-    ditmesh train emoji.yaml --ulysses 2 --set learning_rate=1e-5 --set lora.rank=8
+    ditmesh train emoji.yaml --ulysses 2 --set optimizer.learning_rate=1e-5 --set lora.rank=8
 
     ditmesh train --check run.yaml
 
@@ -130,7 +130,7 @@ def _checked(config: Path, changes: Sequence[str]) -> dict[str, Any]:
     if is_run:
         run = TrainConfig.read(config).model_dump(exclude_unset=True)
     else:
-        run = {"pretrained_model_name_or_path": str(config), "train_data_dir": ".", "output_dir": "."}
+        run = {"pretrained_model_name_or_path": str(config), "data": {"train_data_dir": "."}, "output_dir": "."}
     for one in changes:
         _change(run, one)
     quieten()
@@ -160,12 +160,10 @@ def _say_check(result: dict[str, Any]) -> Report:
             result["picture"], "a reference picture"
         )
         report.text(f"Its input beside the caption is {what}.")
-    names = ("time", "input", "prediction", "latents")
     for size in result["sizes"]:
-        rows = [[name, size[name]] for name in names]
-        rows.append(["captions", ", ".join(size["captions"])])
+        rows = [["arguments by caption", ", ".join(size["captions"])]]
         if size["pictures"]:
-            rows.append(["pictures", ", ".join(size["pictures"])])
+            rows.append(["arguments by picture", ", ".join(size["pictures"])])
         rows.append(["round trip", f"ends {size['round_trip']:.1e} from the latents of the target"])
         report.table((f"{size['size'][0]} x {size['size'][1]} pixels", "as seen in the pipeline's own loop"), rows)
     if "data" in result:
@@ -239,7 +237,7 @@ def _configured(
     for one in changes:
         _change(run, one)
     if resume:
-        run["resume_from_checkpoint"] = "latest"
+        run["output"] = {**run.get("output", {}), "resume_from_checkpoint": "latest"}
     if devices is not None and not any(run["parallel"].get(axis, 1) != 1 for axis in AXES):
         run["parallel"]["data"] = devices
     return TrainConfig.read(run)
@@ -329,7 +327,9 @@ def _change(run: dict[str, Any], change: str) -> None:
     for group in groups:
         if not isinstance(run.get(group) or {}, dict):
             raise InputError(f"--set {change!r}: {group} is no group of settings")
-        run = run.setdefault(group, {}) if run.get(group) is not None else run.__setitem__(group, {}) or run[group]
+        if run.get(group) is None:
+            run[group] = {}
+        run = run[group]
     from ..train.config import parsed_yaml
 
     try:

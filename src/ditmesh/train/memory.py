@@ -54,20 +54,22 @@ def estimated_memory(
     model = meta_model(first.kind, dict(first.settings))
     trained, frozen = _numbers(model) * FLOAT_BYTES, 0.0
     if config.lora is not None:
-        on_host = config.base_offload if device == "cuda" else 0.0
-        frozen = _bytes(model, config.base_precision, on_host)
+        frozen = _bytes(model, config.model.base_precision)
         trained = FLOAT_BYTES * _adapter_numbers(model, config)
     encoders = {name: encoder_on_meta(part.kind, part.settings) for name, part in components.encoders.items()}
     beside = components.other + _bytes_beside(components, others, encoders, config)
-    trained += sum(FLOAT_BYTES * _numbers(encoders[name]) for name in encoders if name in config.train_modules)
+    trained += sum(FLOAT_BYTES * _numbers(encoders[name]) for name in encoders if name in config.model.train_modules)
     ranks, shards = config.parallel, 1
-    if config.sharding == "fsdp":
+    if config.model.sharding == "fsdp":
         shards = ranks.data * ranks.ulysses * ranks.ring
     trained, frozen = (whole / (shards * ranks.tensor) for whole in (trained, frozen))
-    is_released = device == "cuda" and config.cache_dir is not None and config.keeps_text
-    without_state = optimizer_name(config) == "SGD" and not config.optimizer_args
+    is_released = device == "cuda" and config.data.cache_dir is not None and config.keeps_text
+    without_state = optimizer_name(config) == "SGD" and not config.optimizer.args
     step = {"gradients": trained, "optimizer": 0.0 if without_state else state_per_weight(config) * trained}
-    step |= {"average": trained if config.use_ema else 0.0, "others": 0.0 if is_released else beside}
+    step |= {
+        "average": trained if config.optimizer.ema_decay is not None else 0.0,
+        "others": 0.0 if is_released else beside,
+    }
     held = {**dict.fromkeys(KINDS, 0.0), "trained": trained, "frozen": frozen, "others": beside, "process": process}
     phases = {"encode": held, "step": held | step}
     return {name: {**phase, "total": sum(phase.values())} for name, phase in phases.items()}
@@ -79,12 +81,12 @@ def _bytes_beside(
     """Bytes of what is not trained beside the transformer: text encoders, autoencoder, another transformer."""
     quantised = encoders_to_freeze(encoders, config)
     texts = [
-        _bytes(part, config.encoder_precision if name in quantised else None)
+        _bytes(part, config.model.encoder_precision if name in quantised else None)
         for name, part in encoders.items()
-        if name not in config.train_modules
+        if name not in config.model.train_modules
     ]
     images = 0.0 if components.vae is None else _bytes(_on_meta(components.vae), None)
-    return images + sum(texts) + sum(_bytes(_on_meta(part), config.base_precision) for part in others)
+    return images + sum(texts) + sum(_bytes(_on_meta(part), config.model.base_precision) for part in others)
 
 
 def _on_meta(part: Component) -> nn.Module:
@@ -95,13 +97,12 @@ def _numbers(model: nn.Module) -> int:
     return sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _bytes(model: Any, precision: str | None, on_host: float = 0.0) -> float:
-    """Bytes of frozen weights of which linear layers are in a precision, and a share of them in host memory."""
-    linear = 0
-    if precision is not None or on_host:
-        linear = sum(model.get_parameter(f"{name}.weight").numel() for name in layers_to_freeze(model))
-    each = FLOAT_BYTES if precision is None else FROZEN_BYTES[precision]
-    return FLOAT_BYTES * (_numbers(model) - linear) + (1 - on_host) * each * linear
+def _bytes(model: Any, precision: str | None) -> float:
+    """Bytes of frozen weights of which linear layers are in a precision."""
+    if precision is None:
+        return FLOAT_BYTES * _numbers(model)
+    linear = sum(model.get_parameter(f"{name}.weight").numel() for name in layers_to_freeze(model))
+    return FLOAT_BYTES * (_numbers(model) - linear) + FROZEN_BYTES[precision] * linear
 
 
 def _adapter_numbers(model: nn.Module, config: TrainConfig) -> int:

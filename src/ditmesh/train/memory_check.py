@@ -57,12 +57,14 @@ def _refusal(config: TrainConfig, info: ModelInfo, room: float) -> str | None:
 def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     """Settings that save memory, in words: each beside those before it."""
     words: list[str] = []
-    for name, value, helps in (
-        ("cache_dir", "cache", config.cache_dir is None and config.keeps_text),
-        ("base_precision", "nf4", config.lora is not None and config.base_precision is None),
-        ("sharding", "fsdp", config.lora is None and config.sharding == "auto" and config.parallel.world_size > 1),
+    can_shard = config.lora is None and config.model.sharding == "auto" and config.parallel.world_size > 1
+    for group, name, value, helps in (
+        ("data", "cache_dir", "cache", config.data.cache_dir is None and config.keeps_text),
+        ("model", "base_precision", "nf4", config.lora is not None and config.model.base_precision is None),
+        ("model", "sharding", "fsdp", can_shard),
     ):
         if helps:
-            words.append(f"{name}: {value}")
-            config = config.model_copy(update={name: value})
+            words.append(f"{group}.{name}: {value}")
+            changed = getattr(config, group).model_copy(update={name: value})
+            config = config.model_copy(update={group: changed})
             yield ", ".join(words), config

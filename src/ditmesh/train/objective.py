@@ -21,8 +21,8 @@ from ..core.staging import onto
 from ..errors import ConfigError, did_you_mean
 from .config import TrainConfig
 
-# The density of ``mode`` is one up to 2 / (pi - 2) (Esser et al. 2024, section 3.1).
-MOST_MODE_SCALE = 1.75
+# Of the density ``logit_normal``, and of ``mode`` (Esser et al. 2024, section 3.1), as in diffusers' scripts.
+LOGIT_STD, MODE_SCALE = 1.0, 1.29
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,8 @@ class RectifiedFlow(Objective):
     name, is_flow = "flow", True
 
     def check(self, config: TrainConfig) -> None:
-        if config.snr_gamma is not None:
+        if config.model.snr_gamma is not None:
             raise ConfigError("snr_gamma weighs epsilon- and v-prediction; leave it out for rectified flow")
-        if config.weighting_scheme == "mode" and not -1 <= config.mode_scale <= MOST_MODE_SCALE:
-            raise ConfigError(
-                f"mode_scale={config.mode_scale:g} draws noise levels that do not exist; use -1 to {MOST_MODE_SCALE:g}"
-            )
 
     def __call__(
         self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
@@ -96,9 +92,9 @@ class RectifiedFlow(Objective):
 
         density = [
             compute_density_for_timestep_sampling(
-                config.weighting_scheme, 1, config.logit_mean, config.logit_std, config.mode_scale, generator=one
+                config.model.weighting_scheme, 1, config.model.logit_mean, LOGIT_STD, MODE_SCALE, generator=generator
             )
-            for one in generators
+            for generator in generators
         ]
         places = (torch.cat(density) * len(scheduler.timesteps)).long().clamp(max=len(scheduler.timesteps) - 1)
         # The scheduler's numbers end in noise, or, if they are inverted, in the latents.
@@ -109,7 +105,7 @@ class RectifiedFlow(Objective):
             latents=start + factor * (end - start),
             timesteps=onto(scheduler.timesteps[places], latents.device),
             target=end - start,
-            weights=compute_loss_weighting_for_sd3(config.weighting_scheme, levels).float(),
+            weights=compute_loss_weighting_for_sd3(config.model.weighting_scheme, levels).float(),
         )
 
 
@@ -127,8 +123,8 @@ class Epsilon(Objective):
         timesteps = torch.cat([torch.randint(steps, (1,), generator=one) for one in generators])
         timesteps = onto(timesteps, latents.device)
         weights = torch.ones(len(latents), device=latents.device)
-        if config.snr_gamma is not None:
-            weights = self._min_snr(compute_snr(scheduler, timesteps), config.snr_gamma)
+        if config.model.snr_gamma is not None:
+            weights = self._min_snr(compute_snr(scheduler, timesteps), config.model.snr_gamma)
         mixed = scheduler.add_noise(latents, noise, timesteps)
         return NoisyBatch(mixed, timesteps, self._target(scheduler, latents, noise, timesteps), weights.float())
 
@@ -195,11 +191,11 @@ class NoiseObjective:
     """
 
     def __init__(self, scheduler: Any, config: TrainConfig) -> None:
-        check_objective(config.objective)
+        check_objective(config.model.objective)
         self._config = config
         self.scheduler, is_flow = _tables(scheduler)
         own = "flow" if is_flow else scheduler.config.get("prediction_type", "epsilon")
-        self.kind = own if config.objective == "auto" else config.objective
+        self.kind = own if config.model.objective == "auto" else config.model.objective
         if self.kind not in OBJECTIVES:
             raise ConfigError(f"{type(scheduler).__name__} predicts {self.kind!r}, which nothing here trains")
         self._objective = OBJECTIVES[self.kind]

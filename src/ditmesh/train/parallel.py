@@ -17,8 +17,9 @@ from .gradients.speeds import DataSpeeds
 from .gradients.sync import GradientSync, TensorSlicesOf
 from .model.adapters import add_adapters
 from .model.compiling import compile_blocks_of
-from .model.dropout import TokenDropout, dropout_refusal, dropping
-from .model.frozen import freeze, host_digest
+from .model.frozen import freeze
+
+DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
@@ -27,15 +28,15 @@ def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
     Raises:
         ConfigError: the pipeline has no such module, or no layers for the adapters.
     """
-    unknown = [name for name in config.train_modules if not isinstance(pipe.components.get(name), nn.Module)]
+    unknown = [name for name in config.model.train_modules if not isinstance(pipe.components.get(name), nn.Module)]
     if unknown:
         raise ConfigError(f"train_modules: {type(pipe).__name__} has no module {unknown[0]!r}")
     modules = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
     model: Any = modules[config.denoiser]
     for name, module in modules.items():
-        module.requires_grad_(name in config.train_modules and config.lora is None)
-        module.train(name in config.train_modules)
-    if config.from_scratch:
+        module.requires_grad_(name in config.model.train_modules and config.lora is None)
+        module.train(name in config.model.train_modules)
+    if config.model.from_scratch:
         model.load_state_dict(type(model).from_config(model.config).state_dict())
     if config.lora is not None:
         add_adapters(pipe, config)
@@ -44,9 +45,9 @@ def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
         for module in modules.values():
             for parameter in module.parameters():
                 parameter.data = aligned(parameter.data)
-    if config.gradient_checkpointing:
+    if config.model.gradient_checkpointing:
         model.enable_gradient_checkpointing()
-    return nn.ModuleDict({name: pipe.components[name] for name in config.train_modules})
+    return nn.ModuleDict({name: pipe.components[name] for name in config.model.train_modules})
 
 
 class ParallelTraining:
@@ -75,29 +76,33 @@ class ParallelTraining:
         undo: ExitStack,
         restore: Callable[..., None],
     ) -> None:
-        self.speeds = DataSpeeds(config.data_speeds, mesh)
-        problem = dropout_refusal(model, mesh)
-        if problem is not None:
-            raise ConfigError(problem)
-        if config.base_offload and len(set(mesh.world.all_gather_object(host_digest(model)))) > 1:
-            raise ConfigError(
-                "base_offload: the transformer's weights in host memory differ between ranks; compare files"
-            )
+        self.speeds = DataSpeeds(config.optimizer.data_speeds, mesh)
+        _check_dropout(model, mesh)
         # Of the whole weights: `parallelize` cuts them.
         self.slices = TensorSlicesOf(model, mesh, f"{config.denoiser}.")
         # Ranks that have whole samples only exchange gradients; attention that may cross ranks is no code to compile.
-        whole = bool(config.compile) and mesh.world_size == mesh.data.size
+        whole = bool(config.model.compile) and mesh.world_size == mesh.data.size
         if (mesh.world_size > 1 or config.in_order) and not whole:
             parallelize(cast(Any, model), mesh.config, mesh=mesh)
             undo.callback(restore)
         if config.quantises_slices:
             # Slices are cut of plain weights.
-            freeze(model, config.base_precision)
-        if mesh.sequence.size > 1 and dropping(model):
-            undo.callback(TokenDropout(model, mesh).close)
-        if config.compile:
+            freeze(model, config.model.base_precision)
+        if config.model.compile:
             compile_blocks_of(model, config, undo)
-        self.sync = GradientSync(trained, mesh, config.sharding, self.slices)
+        self.sync = GradientSync(trained, mesh, config.model.sharding, self.slices)
         undo.callback(self.sync.close)
         # FSDP2 replaces the parameters.
         self.slices.follow(trained.named_parameters())
+
+
+def _check_dropout(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse dropout that each rank would draw for its own part of a sample: masks would not be those of one device."""
+    if mesh.sequence.size * mesh.tensor.size == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUTS) and cast(Any, module).p > 0:
+            raise ConfigError(
+                f"{name} has dropout p={cast(Any, module).p:g}, and ranks of ulysses, ring and tensor would draw masks "
+                "of their own; use data ranks alone, or no dropout"
+            )

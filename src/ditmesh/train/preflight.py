@@ -23,19 +23,16 @@ def check_settings(config: TrainConfig) -> None:
         value, why = getattr(config.parallel, name), setting(name).untrained
         if why is not None and value != field.default:
             raise ConfigError(f"{name}={value} is not for training: {why}")
-    if config.lora is not None and config.parallel.tensor > 1:
-        _check_cut_adapters(config, config.lora)
-
-
-def _check_cut_adapters(config: TrainConfig, lora: LoraConfig) -> None:
-    """Reject adapters that tensor ranks cannot cut with the layers below them."""
-    tensor = f"tensor={config.parallel.tensor}"
-    if lora.type != "lora":
+    lora, tensor = config.lora, config.parallel.tensor
+    if lora is not None and lora.dropout and config.parallel.world_size > config.parallel.data:
         raise ConfigError(
-            f"lora.type={lora.type!r}: {tensor} cuts plain LoRA alone; use type: lora, or ulysses or data"
+            f"lora.dropout={lora.dropout:g}: ranks of ulysses, ring and tensor would draw masks of their own; use data "
+            "ranks alone, or leave it out"
         )
-    if config.base_offload:
-        raise ConfigError(f"base_offload={config.base_offload:g}: slices of {tensor} stay on the device; leave it out")
+    if lora is not None and lora.type != "lora" and tensor > 1:
+        raise ConfigError(
+            f"lora.type={lora.type!r}: tensor={tensor} cuts plain LoRA alone; use type: lora, or ulysses or data"
+        )
 
 
 def check_folders(config: TrainConfig) -> None:
@@ -44,20 +41,18 @@ def check_folders(config: TrainConfig) -> None:
     Raises:
         InputError: names the setting.
     """
-    held_out = config.validation_data_dir
-    if held_out is not None and not Path(held_out).is_dir():
-        raise InputError(f"validation_data_dir={held_out!r} is no folder; give the folder of the held-out samples")
-    names = ["train_data_dir"] if not config.train_data else [f"train_data.{n}.dir" for n in range(len(config.weights))]
-    for one, name in zip(config.data_sets, [*names, "class_data_dir"], strict=False):
+    data = config.data
+    names = [f"train_data.{number}.dir" for number in range(len(data.train_data))] or ["train_data_dir"]
+    for one, name in zip(data.sets, [*names, "class_data_dir"], strict=False):
         places = [(name, one.train_data_dir), ("mask_dir", one.mask_dir), ("conditioning_dir", one.conditioning_dir)]
         for setting_name, place in places:
             if place is None:
                 continue
-            data = Path(place)
-            if not data.is_dir():
-                what = "is a file" if data.exists() else f"is no folder ({data.absolute()} was tried)"
+            folder = Path(place)
+            if not folder.is_dir():
+                what = "is a file" if folder.exists() else f"is no folder ({folder.absolute()} was tried)"
                 raise InputError(f"{setting_name}={place!r} {what}; give the folder of the samples")
-            with os.scandir(data) as found:
+            with os.scandir(folder) as found:
                 if next(found, None) is None:
                     raise InputError(f"{setting_name}={place!r} is empty; give the folder of the samples")
 
@@ -71,25 +66,25 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
         ConfigError, InputError: naming the setting, its value and the way out.
     """
     check_settings(config)
-    if config.encoder_precision is not None:
+    if config.model.encoder_precision is not None:
         from .model.frozen import check_precision
 
-        check_precision(config.encoder_precision, "encoder_precision")
+        check_precision(config.model.encoder_precision, "encoder_precision")
     check_folders(config)
     check_folder(config.output_dir, "output_dir")
-    if config.cache_dir is not None:
-        check_folder(config.cache_dir, "cache_dir")
+    if config.data.cache_dir is not None:
+        check_folder(config.data.cache_dir, "cache_dir")
     pairs = {name: value for name, value in info.index.items() if isinstance(value, list) and all(value)}
     parts = [name for name in pairs if not name.startswith("_")]
-    for name in config.train_modules:
+    for name in config.model.train_modules:
         if name not in parts:
             near = did_you_mean(name, parts) or f"; it has {', '.join(parts)}"
             raise ConfigError(f"train_modules: {info.pipeline_class} has no module {name!r}{near}")
-    size = None if config.aspect_ratio_buckets is not None else (config.resolution, config.resolution)
-    check_config(config.parallel, info, config.parallel.world_size, size, config.num_frames or 1)
+    size = None if config.data.aspect_ratio_buckets is not None else (config.data.resolution, config.data.resolution)
+    check_config(config.parallel, info, config.parallel.world_size, size, config.data.num_frames or 1)
     from .objective import check_objective
 
-    check_objective(config.objective)
+    check_objective(config.model.objective)
     from .logs.trackers import check_trackers
     from .optimizer.optimizers import check_optimizer
 
@@ -124,7 +119,7 @@ def _check_lora(lora: LoraConfig | None, info: ModelInfo, config: TrainConfig) -
     from .model.adapters import check_base, check_modules, targets_of
     from .model.frozen import check_precision
 
-    check_precision(config.base_precision)
+    check_precision(config.model.base_precision)
     pipeline: Any = getattr(diffusers, info.pipeline_class, None)
     if pipeline is not None:
         check_modules(pipeline, config)

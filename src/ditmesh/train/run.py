@@ -20,8 +20,7 @@ from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from .checkpoints.export import export
 from .config import TrainConfig
-from .logs.charts import validation_grid
-from .logs.training_log import averaged_words
+from .logs.training_log import average_used
 from .memory_check import check_training_memory
 from .model.frozen import read_pipeline_frozen
 from .trainer import Outcome, Trainer
@@ -69,7 +68,7 @@ def train(
             reported(trainer.data.report)
         elif trainer.speaks:
             trainer.data.report.log(logger)
-        outcome = trainer.run(report=reported, validate=validation.run if config.validation_prompts else None)
+        outcome = trainer.run(report=reported, validate=validation.run if config.output.validation_prompts else None)
         memory = max(trainer.mesh.world.all_gather_object(outcome.peak_bytes))
         bits = trainer.state.weights_digest() if config.in_order else None
         with trainer.update.averaged():
@@ -95,9 +94,9 @@ def _read_pipeline(config: TrainConfig, limit: float | None) -> Any:
     if limit != math.inf and info.local:
         check_training_memory(config, info, device_of_rank(), limit)
     lora = config.lora
-    is_frozen = config.base_precision is not None and lora is not None and not lora.fuse_base_lora
-    if config.base_precision is not None and is_frozen and not config.quantises_slices:
-        pipe = read_pipeline_frozen(info, config.base_precision)
+    is_frozen = config.model.base_precision is not None and lora is not None and not lora.fuse_base_lora
+    if config.model.base_precision is not None and is_frozen and not config.quantises_slices:
+        pipe = read_pipeline_frozen(info, config.model.base_precision)
     else:
         pipe = read_saved(info)
     pipe.set_progress_bar_config(disable=True)
@@ -117,7 +116,7 @@ def _facts(config: TrainConfig, outcome: Outcome) -> dict[str, Any]:
         "resumed": outcome.step - len(outcome.losses),
         "loss": outcome.losses.get(outcome.step - 1),
         "validation_loss": outcome.held_out.get(outcome.step - 1),
-        "validated": averaged_words(config).strip(" ()") or None,
+        "validated": average_used(config),
         "skipped": outcome.skipped,
         "notes": outcome.notes,
         "unsaved": outcome.unsaved,
@@ -132,30 +131,29 @@ class _Validation:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         draws = getattr(trainer.family, "draws_from_prompts", None)
-        if trainer.config.validation_prompts and draws is not None and not draws():
+        if trainer.config.output.validation_prompts and draws is not None and not draws():
             raise ConfigError(
                 f"validation_prompts: {type(trainer.pipe).__name__} draws from an image, and a prompt alone has none; "
-                "leave it out, and use validation_data_dir or validation_split to measure the loss of images"
+                "leave it out, and use validation_split to measure the loss of images"
             )
 
     def run(self, step: int) -> dict[str, Path]:
         """Draw the images of a step; returns their files by name, on the rank that writes them."""
         trainer, config = self._trainer, self._trainer.config
         runner = PipelineRunner(trainer.pipe, trainer.device)
-        labelled, length = trainer.family.conditioned_by == "label", config.max_sequence_length
-        said: list[Any] = [int(one) if labelled else one for one in config.validation_prompts]
-        side = None if labelled else config.resolution
+        labelled, length = trainer.family.conditioned_by == "label", config.data.max_sequence_length
+        said: list[Any] = [int(one) if labelled else one for one in config.output.validation_prompts]
+        side = None if labelled else config.data.resolution
         job = PictureJob(
             model="",
             name="",
             pipeline_class=runner.kind.__name__,
-            prompts=config.validation_prompts,
+            prompts=config.output.validation_prompts,
             labels=tuple(said) if labelled else (),
             out="",
             width=side,
             height=side,
-            steps=config.validation_inference_steps,
-            guidance=config.guidance_scale,
+            steps=config.output.validation_inference_steps,
             seed=config.seed,
             max_sequence_length=length[0] if isinstance(length, tuple) else length,
         )
@@ -177,5 +175,4 @@ class _Validation:
             for number, picture in enumerate(pictures):
                 files[f"validation/{number}"] = folder / f"step-{step}-{number}.png"
                 Image.fromarray(picture).save(files[f"validation/{number}"])
-            validation_grid(folder, config.validation_prompts, step)
         return files

@@ -71,13 +71,8 @@ class TrainState:
             state["average_steps"] = torch.tensor(self._update.average.optimization_step)
         return state
 
-    def facts(self, data: str, run: str | None) -> dict[str, Any]:
-        """The other state of the next step, and the run's identity.
-
-        Args:
-            data: digest of the data.
-            run: name of the run; None: not known on this rank.
-        """
+    def facts(self, data: str) -> dict[str, Any]:
+        """The other state of the next step, and the run's settings; ``data``: a digest of its samples."""
         facts: dict[str, Any] = {
             "schedule": self._update.schedule.last_epoch,
             "settings": run_settings(self._config, data),
@@ -85,8 +80,6 @@ class TrainState:
         }
         if self._update.scaler.is_enabled():
             facts["scaler"] = self._update.scaler.state_dict()
-        if run is not None:
-            facts["run"] = run
         return facts
 
     def weights(self) -> dict[str, Tensor]:
@@ -126,11 +119,11 @@ class TrainState:
         if ("average_steps" in state) != ("average_steps" in names):
             had = "had" if "average_steps" in names else "had not"
             raise InputError(
-                f"use_ema={self._config.use_ema}: the run of {folder} {had} a moving average; resume with use_ema: "
-                f"{str('average_steps' in names).lower()}"
+                f"ema_decay={self._config.optimizer.ema_decay}: the run of {folder} {had} an average; resume with "
+                "its ema_decay"
             )
-        another = facts.get("settings", {}).get("optimizer", "AdamW").lower() != self._config.optimizer.lower()
-        kept = matching_state(state["optimizer"]["state"], set() if another else names, self._config.optimizer)
+        another = facts.get("settings", {}).get("optimizer", "AdamW").lower() != self._config.optimizer.name.lower()
+        kept = matching_state(state["optimizer"]["state"], set() if another else names, self._config.optimizer.name)
         state["optimizer"]["state"] = kept
         step = checkpoints.load(folder, state)
         options = StateDictOptions(strict=False, ignore_frozen_params=True)

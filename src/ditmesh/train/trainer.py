@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..engine import restore
 from ..strategies.determinism import deterministic
 from .checkpoints.checkpoint import Checkpoints, checkpoint_facts
 from .checkpoints.export import check_room, export_bytes
-from .checkpoints.folder import RunFolder, run_settings
+from .checkpoints.folder import hold_output, run_settings
 from .checkpoints.resuming import Differences, ResumeReport, run_differences
 from .config import TrainConfig
 from .data.held_out import HeldOutLoss
@@ -125,15 +125,6 @@ class StepResult:
     overflowed: bool
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of an optimizer step, its learning rate, and the loss scale of the next one."""
-
-    seconds: float
-    rate: float
-    scale: float
-
-
 class Trainer:
     """Trains a pipeline's transformer on the ranks of a mesh; every rank makes one and calls `run`.
 
@@ -167,18 +158,11 @@ class Trainer:
         self._lock = ExitStack()
         self._undo.callback(self._lock.close)
         try:
-            # Only on the first rank.
-            self._folder: RunFolder | None = on_first(
-                self.mesh.world, lambda: self._locked(RunFolder(config)), shared=False
-            )
+            on_first(self.mesh.world, lambda: self._lock.enter_context(hold_output(config)), shared=False)
             self._prepare()
         except BaseException:
             self._give_up()
             raise
-
-    def _locked(self, folder: RunFolder) -> RunFolder:
-        self._lock.callback(folder.close)
-        return folder
 
     def keep_folder(self) -> ExitStack:
         """Hand the output folder to the caller, who closes it; `close` does not free it then."""
@@ -206,7 +190,7 @@ class Trainer:
         self.held_out: HeldOutLoss | None = None
         if self.data.held_out:
             self.held_out = HeldOutLoss(self.data.held_out, pipe, self.family, config, self.mesh, self.device)
-        self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.checkpoints_total_limit)
+        self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.output.checkpoints_total_limit)
         self._undo.callback(self.checkpoints.close)
         self.step = 0
 
@@ -271,16 +255,31 @@ class Trainer:
                 else:
                     # As in accelerate, a skipped step does not advance the schedule.
                     self.update.schedule.step()
-                scale = self.update.scaler.get_scale()
                 held_out = self._held_out_loss()
                 if held_out is not None:
                     outcome.held_out[self.step - 1] = held_out
-                self._tell(log, report, StepTimes(seconds, rate, scale), done, held_out)
-                if self.step % config.checkpointing_steps == 0 or self.step >= end:
+                now = Progress(
+                    step=self.step,
+                    steps=self.data.steps,
+                    loss=done.loss,
+                    lr=rate,
+                    grad_norm=done.norm,
+                    samples_per_second=done.samples / seconds,
+                    seconds_left=(self.data.steps - self.step) * seconds,
+                    overflowed=done.overflowed,
+                    loss_scale=self.update.scaler.get_scale(),
+                    validation_loss=held_out,
+                )
+                if log is not None:
+                    measured = math.nan if held_out is None else held_out
+                    row = {"step": self.step - 1, "overflowed": int(done.overflowed), "validation_loss": measured}
+                    log.add({**asdict(now), **row, "seconds": seconds})
+                if report is not None:
+                    report(now)
+                if self.step % config.output.checkpointing_steps == 0 or self.step >= end:
                     self._save(outcome)
-                if self.step % config.validation_steps == 0 or self.step == self.data.steps:
+                if self.step % config.output.validation_steps == 0 or self.step == self.data.steps:
                     self._validate(validate, log)
-            self._saved(outcome)
         finally:
             if log is not None:
                 log.close()
@@ -308,34 +307,6 @@ class Trainer:
         if log is not None and pictures:
             log.pictures(max(self.step - 1, 0), pictures)
 
-    def _tell(
-        self,
-        log: TrainingLog | None,
-        report: Callable[[Progress], None] | None,
-        times: StepTimes,
-        done: StepResult,
-        held_out: float | None,
-    ) -> None:
-        pace, steps = done.samples / times.seconds, self.data.steps
-        if log is not None:
-            log.add(
-                {
-                    "step": self.step - 1,
-                    "loss": done.loss,
-                    "lr": times.rate,
-                    "grad_norm": done.norm,
-                    "samples_per_second": pace,
-                    "seconds": times.seconds,
-                    "overflowed": int(done.overflowed),
-                    "loss_scale": times.scale,
-                    "validation_loss": math.nan if held_out is None else held_out,
-                }
-            )
-        if report is not None:
-            left = (steps - self.step) * times.seconds
-            so_far = (self.step, steps, done.loss, times.rate, done.norm, pace, left)
-            report(Progress(*so_far, done.overflowed, times.scale, held_out))
-
     def _preparing(self, what: str, ranks: list[RankProgress]) -> None:
         if self._report_preparing is not None:
             self._report_preparing(Preparing(what, tuple(ranks)))
@@ -347,7 +318,7 @@ class Trainer:
 
     def _optimizer_step(self, batches: list[MicroBatch]) -> StepResult:
         data = self.mesh.data
-        by_rank = shares(batches, self.parallel.speeds.values, equal_counts=self.config.sharding == "fsdp")
+        by_rank = shares(batches, self.parallel.speeds.values, equal_counts=self.config.model.sharding == "fsdp")
         mine = by_rank[data.rank]
         samples = sum(batch.count for batch in batches)
         # On the device until all are there: one that is read here would be waited for in every micro-batch.
@@ -376,13 +347,13 @@ class Trainer:
         return batch.weighted(sample_losses(prediction, noised, batch.mask))
 
     def _predict(self, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
-        dtype = AUTOCAST.get(self.config.mixed_precision)
+        dtype = AUTOCAST.get(self.config.model.mixed_precision)
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             return self.family.predict(self.pipe, model, latents, timesteps, conditions)
 
     def _held_out_loss(self) -> float | None:
         """The loss of held-out samples with the weights that would be saved, where it is due. Collective."""
-        due = self.step % self.config.validation_steps == 0 or self.step == self.data.steps
+        due = self.step % self.config.output.validation_steps == 0 or self.step == self.data.steps
         if self.held_out is None or not due:
             return None
         with self.update.averaged():
@@ -392,38 +363,29 @@ class Trainer:
     # --- state -------------------------------------------------------------------------------------------
 
     def _save(self, outcome: Outcome) -> None:
-        # One at a time.
-        self._saved(outcome)
         bad = self.update.bad_weights()
         if bad is not None:
             raise FloatingPointError(
                 f"{bad} is not finite after step {self.step}: no checkpoint of this step is saved, and the last one in "
-                f"{self.config.output_dir} stays; use a lower learning_rate (now {self.config.learning_rate:g}) and "
-                "--resume"
+                f"{self.config.output_dir} stays; use a lower learning_rate "
+                f"(now {self.config.optimizer.learning_rate:g}) and --resume"
             )
-        run = None if self._folder is None else self._folder.run
-        facts = self.state.facts(self.data.digest, run)
-        self.checkpoints.save(self.step, self.state.tensors(), self.config.checkpointing_async, facts)
-        if not self.config.checkpointing_async:
-            self._saved(outcome)
-
-    def _saved(self, outcome: Outcome) -> None:
-        problem = self.checkpoints.wait()
+        facts = self.state.facts(self.data.digest)
+        problem = self.checkpoints.save(self.step, self.state.tensors(), facts)
         if problem is not None:
             outcome.unsaved.append(problem)
 
     def _resume(self) -> list[str]:
         """Resume from the requested checkpoint; returns the differences from its run. Collective."""
-        wanted, here = self.config.resume_from_checkpoint, self._folder
-        runs = None if here is None or wanted != "latest" else here.runs
-        folder = None if wanted is None else self.checkpoints.find(wanted, runs)
+        wanted = self.config.output.resume_from_checkpoint
+        folder = None if wanted is None else self.checkpoints.find(wanted)
         if folder is None:
-            on_first(self.mesh.world, lambda: here and here.begin(None, 0, None))
             return []
         facts = on_first(self.mesh.world, lambda: checkpoint_facts(folder))
         now = run_settings(self.config, self.data.digest)
         found: Differences = on_first(
-            self.mesh.world, lambda: run_differences(facts.get("settings", {}), now, self.config.resume_allow_changed)
+            self.mesh.world,
+            lambda: run_differences(facts.get("settings", {}), now, self.config.output.resume_allow_changed),
         )
         self.step = self.state.load(self.checkpoints, folder, facts)
         if self._report_preparing is not None:
@@ -431,7 +393,6 @@ class Trainer:
         else:
             for one in found.changed if self.speaks else ():
                 logger.warning("%s: %s", folder.name, one)
-        on_first(self.mesh.world, lambda: here and here.begin(folder, self.step, facts.get("run")))
         return list(found.changed)
 
     def close(self) -> None:
@@ -444,7 +405,7 @@ class Trainer:
         except PeerError:
             # Slices of weights cannot be put together: of a job that has failed, with an error to be told, or in
             # FSDP2's shards, in which the weights stay.
-            if not self._failed and self.config.sharding != "fsdp":
+            if not self._failed and self.config.model.sharding != "fsdp":
                 raise
 
     def _give_up(self) -> None:

@@ -3,7 +3,7 @@
 A checkpoint is a folder of safetensors files, which torch.distributed.checkpoint writes and reads: every rank writes
 its share, and the ranks that load it cut the tensors as their own mesh needs them. It is written under another name and
 renamed when it is complete; `manifest.json` has the digests of all files, and other data than tensors. Reading a
-checkpoint runs no code that is in it.
+checkpoint runs no code that is in it, as reading torch's own format would, which pickles an index.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_flatten_with_path
 
 from ...comm.mesh import Mesh
 from ...comm.objects import on_first
 from ...core.files import digest_of_file, written_whole
 from ...errors import InputError
-from .storage import HuggingFaceStorageReader, names_in, tensor_bytes, writer
 
 MANIFEST = "manifest.json"
+# A rank's file is assembled in memory before it is written.
+MAX_SHARD_BYTES = 2 << 30
 # torch's warning when a single process saves.
 _ALONE = "torch.distributed is disabled"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -50,34 +51,21 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, mesh: Mesh, keep: int | None = None) -> None:
         self.folder, self._mesh, self._keep = Path(folder), mesh, keep
-        # Threads exchange over it while the ranks train.
+        # Of processes, also where the mesh is one of GPUs.
         self._group = mesh.new_host_group()
-        self._stager: DefaultStager | None = None
-        # The result of the checkpoint that is being written.
-        self._under_way: Future[str | None] | None = None
 
-    def save(
-        self, step: int, state: dict[str, Any], background: bool = False, facts: Mapping[str, Any] | None = None
-    ) -> None:
-        """Write a checkpoint; `wait` returns the result and must precede the next `save`. Collective.
+    def save(self, step: int, state: dict[str, Any], facts: Mapping[str, Any] | None = None) -> str | None:
+        """Write a checkpoint. Collective.
 
         Args:
             step: optimizer steps done.
-            state: nested mappings of tensors and DTensors; of a stage its own.
+            state: nested mappings of tensors and DTensors.
             facts: data besides tensors, as JSON can hold them; `checkpoint_facts` returns them.
-            background: copy the state to host memory (pinned where there is a GPU) and return; a thread writes the
-                copy. After the first one the same memory is used again.
-        """
-        assert self._under_way is None, "one checkpoint at a time"
-        self._under_way = Future()
-        try:
-            self._write(step, state, background, facts or {})
-        except BaseException:
-            # Another rank has failed: no rank waits for this one.
-            self._under_way = None
-            raise
 
-    def _write(self, step: int, state: dict[str, Any], background: bool, facts: Mapping[str, Any]) -> None:
+        Returns:
+            The error, which names the file, on all ranks alike; None: it was written. After an error earlier
+            checkpoints are untouched.
+        """
         part, problem = self.folder / f".checkpoint-{step}.part", None
         try:
             if self._mesh.rank == 0:
@@ -87,74 +75,35 @@ class Checkpoints:
             problem = f"{part} cannot be written ({_cause(error)})"
         # If one rank cannot begin, the others would wait for it.
         problem = self._first(problem)
-        if problem is not None:
-            self._settle(step, problem)
-            return
-        # Stages have tensors of their own.
-        sizes = {
-            name: size for one in self._mesh.pipe.all_gather_object(tensor_bytes(state)) for name, size in one.items()
-        }
-        options: dict[str, Any] = {"storage_writer": writer(part, sizes), "process_group": self._group}
-        options["no_dist"] = self._mesh.world_size == 1
-        if not background:
-            try:
-                with _one_process_is_meant():
-                    save(state, **options)
-            except (Exception, CheckpointException) as error:
-                problem = f"{part} cannot be written ({_cause(error)})"
-            self._settle(step, problem or self._finished(step, part, facts))
-            return
-        if self._stager is None:
-            # The thread could not take the filter back: filters belong to the process.
-            warnings.filterwarnings("ignore", _ALONE)
-            pinned = self._mesh.device.type != "cpu"
-            self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        written = cast("Future[Any]", async_save(state, async_stager=self._stager, **options))
-
-        def settle(_: Any) -> None:
-            error = written.exception()
-            problem = (
-                self._finished(step, part, facts) if error is None else f"{part} cannot be written ({_cause(error)})"
-            )
-            self._settle(step, problem)
-
-        written.add_done_callback(settle)
-
-    def _settle(self, step: int, problem: str | None) -> None:
-        """Record the checkpoint's result; runs in the writing thread."""
+        if problem is None:
+            problem = self._first(self._written(step, part, state, facts or {}))
         if problem is not None and self._mesh.rank == 0:
             logger.warning("no checkpoint of step %d: %s; training continues", step, problem)
-        assert self._under_way is not None
-        self._under_way.set_result(problem)
-
-    def wait(self) -> str | None:
-        """Wait until the checkpoint has been written. Collective.
-
-        Returns:
-            The error, which names the file, on all ranks alike; None: it was written, or no checkpoint was in progress.
-            After an error earlier checkpoints are untouched.
-        """
-        if self._under_way is None:
-            return None
-        problem = self._first(self._under_way.result())
-        self._under_way = None
-        if problem is not None and self._mesh.rank == 0:
             with contextlib.suppress(OSError):
                 self._clear()
         return problem
 
+    def _written(self, step: int, part: Path, state: dict[str, Any], facts: Mapping[str, Any]) -> str | None:
+        try:
+            with _one_process_is_meant():
+                save(
+                    state,
+                    storage_writer=_writer(part, _tensor_bytes(state)),
+                    process_group=self._group,
+                    no_dist=self._mesh.world_size == 1,
+                )
+        except (Exception, CheckpointException) as error:
+            return f"{part} cannot be written ({_cause(error)})"
+        return self._finished(step, part, facts)
+
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and free groups and memory."""
-        if self._under_way is not None:
-            self._under_way.result()
-        if self._stager is not None:
-            self._stager.close()
+        """Free the group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def _finished(self, step: int, part: Path, facts: Mapping[str, Any]) -> str | None:
-        """Finish a checkpoint that all ranks have written: digests, rename, deletion of old ones. Runs on rank 0."""
+        """Finish a checkpoint that all ranks have written: digests, rename, deletion of old ones."""
         if self._mesh.rank != 0:
             return None
         try:
@@ -194,12 +143,8 @@ class Checkpoints:
         ]
         yield from sorted(found, reverse=True)
 
-    def find(self, wanted: str, runs: Sequence[tuple[str | None, int | None]] | None = None) -> Path | None:
+    def find(self, wanted: str) -> Path | None:
         """The checkpoint to resume from: ``latest`` (the newest complete one) or a folder. Collective.
-
-        Args:
-            runs: of ``latest``: the runs with checkpoints that count, each up to a step (None: all of its); by
-                `checkpoint_facts` under ``"run"``. None: any.
 
         Returns:
             Its folder; None when there is none yet.
@@ -207,10 +152,10 @@ class Checkpoints:
         Raises:
             InputError: the named folder is no whole checkpoint; says which file is wrong.
         """
-        found = on_first(self._mesh.world, lambda: self._found(wanted, runs))
+        found = on_first(self._mesh.world, lambda: self._found(wanted))
         return None if found is None else Path(found)
 
-    def _found(self, wanted: str, runs: Sequence[tuple[str | None, int | None]] | None) -> str | None:
+    def _found(self, wanted: str) -> str | None:
         with contextlib.suppress(OSError):
             self._clear()
         if wanted != "latest":
@@ -219,13 +164,8 @@ class Checkpoints:
             if problem is not None:
                 raise InputError(f"{wanted!r} is not a checkpoint to resume from: {problem}")
             return str(folder)
-        for step, folder in self._newest_first():
+        for _, folder in self._newest_first():
             problem = broken(folder)
-            if problem is None and runs is not None:
-                its = checkpoint_facts(folder).get("run")
-                if not any(its == run and (until is None or step <= until) for run, until in runs):
-                    logger.warning("%s is left aside: another run has written it", folder)
-                    continue
             if problem is None:
                 return str(folder)
             logger.warning("%s is left aside: %s; going on from the one before", folder, problem)
@@ -258,7 +198,7 @@ class Checkpoints:
         Raises:
             InputError: it is no checkpoint.
         """
-        return on_first(self._mesh.world, lambda: names_in(folder))
+        return on_first(self._mesh.world, lambda: _names_in(folder))
 
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
@@ -307,3 +247,35 @@ def _cause(error: BaseException) -> str:
         seen = seen.__cause__ or seen.__context__
     said = str(seen or error).strip()
     return said.splitlines()[-1] if said else type(error).__name__
+
+
+def _tensor_bytes(state: dict[str, Any]) -> dict[str, int]:
+    """Bytes of every tensor of ``state``, by its name in a checkpoint."""
+    return {".".join(str(cast(Any, key).key) for key in path): v.nbytes for path, v in tree_flatten_with_path(state)[0]}
+
+
+def _writer(folder: Path, sizes: dict[str, int]) -> HuggingFaceStorageWriter:
+    """A writer of tensors into a folder: every rank writes its share, in files of a few GB.
+
+    Args:
+        sizes: bytes of the tensors, by name, in the same order on every rank.
+    """
+    places, file, filled = dict[str, int](), 1, 0
+    for name, size in sizes.items():
+        if filled and filled + size > MAX_SHARD_BYTES:
+            file, filled = file + 1, 0
+        filled += size
+        places[name] = file
+    return HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=places, save_distributed=True)
+
+
+def _names_in(folder: Path) -> set[str]:
+    """The names of everything in a checkpoint.
+
+    Raises:
+        InputError: a file is not one of a checkpoint.
+    """
+    try:
+        return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+    except Exception as error:
+        raise InputError(f"{folder} is not a checkpoint to resume from: {error}") from error

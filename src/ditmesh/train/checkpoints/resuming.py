@@ -1,4 +1,4 @@
-"""The differences of a resumed run from its checkpoint's run, and what each of them means, in words."""
+"""The differences of a resumed run from its checkpoint's run, and which of them change its curve."""
 
 from __future__ import annotations
 
@@ -10,46 +10,10 @@ from typing import Any
 from ...errors import InputError
 from .folder import AT_ONCE, NO_MATTER, OTHER_WEIGHTS
 
-# The effect of a new value on the rest of the run, by setting.
-EFFECTS: dict[str, str] = {
-    **dict.fromkeys(("learning_rate", "scale_lr"), "weights move by the new rate"),
-    **dict.fromkeys(
-        ("lr_scheduler", "lr_warmup_steps", "lr_decay_steps", "lr_num_cycles", "lr_power"),
-        "the learning rate follows the new schedule, at the place of this step",
-    ),
-    **dict.fromkeys(
-        ("max_train_steps", "num_train_epochs"),
-        "the run has another end, and schedules that fall towards it are stretched",
-    ),
-    "optimizer": "the optimizer is another one, and its state begins empty",
-    **dict.fromkeys(
-        ("optimizer_args", "adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon"),
-        "the optimizer keeps its state and continues with the new value",
-    ),
-    "max_grad_norm": "gradients are clipped at the new norm",
-    "ema_decay": "the moving average follows the weights at another pace",
-    **dict.fromkeys(("mixed_precision", "compile", "encoder_precision"), "numbers are rounded otherwise"),
-    "reproducible": "sums are rounded otherwise",
-    "lora.dropout": "adapters drop another share of their inputs",
-    "seed": "samples come in another order with other noise and noise levels",
-    "batch": "a step has another number of samples",
-    "train_batch_size": "sums are rounded otherwise, and shapes are grouped otherwise",
-    "data": "the samples are others, and the order begins elsewhere",
-    **dict.fromkeys(("resolution", "aspect_ratio_buckets", "num_frames"), "samples have other sizes"),
-    **dict.fromkeys(
-        ("objective", "weighting_scheme", "logit_mean", "logit_std", "mode_scale", "snr_gamma"),
-        "losses before and after are not comparable",
-    ),
-}
-# The same of settings that do not change the curve.
-HARMLESS: dict[str, str] = {
-    **dict.fromkeys(("parallel", "sharding", "data_speeds"), "the same curve but for rounding"),
-    "gradient_checkpointing": "memory and time change, the curve does not",
-}
 # Mappings of which entries come and go.
 OPEN_MAPPINGS = {"optimizer_args"}
 # They control resuming, and do not affect training; accumulation follows from the batch.
-UNSAID = {"resume_from_checkpoint", "resume_allow_changed", "gradient_accumulation_steps", "global_batch_size"}
+UNSAID = {"resume_from_checkpoint", "resume_allow_changed", "global_batch_size"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +50,7 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
     """The differences of a resumed run from its checkpoint.
 
     Args:
-        before, now: as `settings_of` returns them.
+        before, now: as `run_settings` returns them.
         allowed: settings that may differ although they change the training.
 
     Raises:
@@ -94,6 +58,9 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
             of them, with the way out.
     """
     allowed = {*allowed}
+    if before.get("use_ema") is False:
+        # Of an earlier version.
+        before = {**before, "ema_decay": None}
     changed: list[str] = []
     harmless: list[str] = []
     refused: list[str] = []
@@ -101,20 +68,18 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
     for name, old, new in _differing(before, now):
         top = name.partition(".")[0]
         said = f"{name} was {_short(old)} and is {_short(new)}"
-        effect = EFFECTS.get(name, EFFECTS.get(top, ""))
-        meaning = f": {effect}" if effect else ""
         if name in NO_MATTER or top in NO_MATTER:
             if top not in UNSAID:
-                harmless.append(f"{said}: {HARMLESS.get(top, 'no effect on the curve')}")
-        elif name in AT_ONCE or top in AT_ONCE:
-            changed.append(f"{said} from this step on{meaning}")
-        elif name in OTHER_WEIGHTS:
+                harmless.append(said)
+        elif name in OTHER_WEIGHTS or (name == "ema_decay" and None in (old, new)):
             raise InputError(
                 f"{said}: the checkpoint has states of other weights; set {name} to {_short(old)}, or begin a run in "
                 "another output_dir"
             )
+        elif name in AT_ONCE or top in AT_ONCE:
+            changed.append(f"{said} from this step on")
         elif {name, top, *({"global_batch_size"} if name == "batch" else ())} & allowed:
-            changed.append(f"{said} from this step on (allowed){meaning}")
+            changed.append(f"{said} from this step on (allowed)")
         else:
             if name == "data":
                 said = (
@@ -123,8 +88,7 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any], allowed: 
             setting = "global_batch_size" if name == "batch" else top
             back = "restore them" if name == "data" else f"set {setting} to {_short(old)}"
             ask.append(setting)
-            why = f" ({effect})" if effect else ""
-            refused.append(f"{said}, which changes what the run learns from{why}; {back}")
+            refused.append(f"{said}, which changes what the run learns from; {back}")
     if refused:
         raise InputError(
             f"{'; '.join(refused)}, or allow {'it' if len(refused) == 1 else 'them'} with "

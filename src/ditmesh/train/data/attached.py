@@ -1,7 +1,7 @@
 """Images that belong to a sample beside its own: a mask of the loss, reference images of edit and control models.
 
-They are named by a column of a listing, by a key of the JSON file beside an image, by the suffix in a tar
-(``0001.mask.png``), or have the image's name in a folder of their own.
+They have the image's name in a folder of their own. Reference images can also be named by a column of a listing, by a
+key of the JSON file beside an image, or by the suffix in a tar (``0001.before.png``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from PIL import Image
 from ...errors import InputError
 from ...media.files import open_part
 from ...media.images import IMAGE_SUFFIXES, image_size, read_image, read_mask
-from ..config import TrainConfig
+from ..settings import SampleSettings
 from .inside import DataFolder
 
 Read = TypeVar("Read")
@@ -118,33 +118,27 @@ class AttachedImages:
     """Finds the images that belong to the samples of a data set.
 
     Attributes:
-        columns: the columns or keys that name masks and reference images; None: none do.
+        column: the column or key that names reference images; None: none does.
         unmasked: names of samples without a mask, in a data set that has masks.
 
     Raises:
         InputError: a configured folder does not exist.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.columns = config.mask_column, config.conditioning_image_column
+    def __init__(self, config: SampleSettings) -> None:
+        self.column = config.conditioning_image_column
         self.unmasked: list[str] = []
-        self._wants_masks = config.mask_dir is not None or config.mask_column is not None
         self._wants_references = config.has_references
         settings = (("mask_dir", config.mask_dir), ("conditioning_dir", config.conditioning_dir))
-        self._folders = [None if place is None else _files_of(place, name) for name, place in settings]
+        self._masks, self._references = (None if place is None else _files_of(place, name) for name, place in settings)
         self._places = [Path(place).resolve() for _, place in settings if place is not None]
-
-    @property
-    def named_columns(self) -> tuple[str, ...]:
-        """The columns that name images."""
-        return tuple(column for column in self.columns if column is not None)
 
     def holds(self, folder: str | Path) -> bool:
         """True if a folder is one of them: the files in it are no samples."""
         return bool(self._places) and Path(folder).resolve() in self._places
 
-    def named(self, row: Mapping[str, Any], find: Callable[[str], str | None], where: str) -> dict[str, list[str]]:
-        """Names of files that a row of a listing, or the keys of a JSON file, gives, by column.
+    def named(self, row: Mapping[str, Any], find: Callable[[str], str | None], where: str) -> list[str]:
+        """Names of the reference images that a row of a listing, or the keys of a JSON file, gives.
 
         Args:
             row: columns and values.
@@ -154,39 +148,35 @@ class AttachedImages:
         Raises:
             InputError: a file is not there.
         """
-        files: dict[str, list[str]] = {}
-        for column in self.named_columns:
-            value = row.get(column)
-            if value is None or value == "":
-                continue
-            for file in value if isinstance(value, (list, tuple)) else [value]:
-                name = find(file) if isinstance(file, str) else None
-                if name is None:
-                    raise InputError(f"{where}: {column} names {str(file)[:80]!r}, which is not there")
-                files.setdefault(column, []).append(name)
-        return files
+        value = None if self.column is None else row.get(self.column)
+        if value is None or value == "":
+            return []
+        names = []
+        for file in value if isinstance(value, (list, tuple)) else [value]:
+            name = find(file) if isinstance(file, str) else None
+            if name is None:
+                raise InputError(f"{where}: {self.column} names {str(file)[:80]!r}, which is not there")
+            names.append(name)
+        return names
 
-    def of(self, name: str, parts: Mapping[str, Sequence[Part]], size: tuple[int, int]) -> SampleImages:
+    def of(self, name: str, references: Sequence[Part], size: tuple[int, int]) -> SampleImages:
         """The images that belong to a sample.
 
         Args:
-            parts: images by column, if columns name some.
+            references: those that a column names.
             size: (height, width) of its image, in pixels.
 
         Raises:
             InputError: one cannot be read, or there is no reference image; one sentence.
         """
-        masks, references = (list(parts.get(column or "", ())) for column in self.columns)
-        for images, files in zip((masks, references), self._folders, strict=True):
-            if not images and files is not None and _stem(name) in files:
-                images.append(files[_stem(name)])
+        if not references and self._references is not None and _stem(name) in self._references:
+            references = [self._references[_stem(name)]]
         if self._wants_references and not references:
             raise InputError("there is no conditioning image of it")
-        if len(masks) > 1:
-            raise InputError(f"it has {len(masks)} masks; give one")
-        if self._wants_masks and not masks:
+        mask = None if self._masks is None else self._masks.get(_stem(name))
+        if self._masks is not None and mask is None:
             self.unmasked.append(name)
-        images = SampleImages(masks[0] if masks else None, tuple(references))
+        images = SampleImages(mask, tuple(references))
         images.check(size)
         return images
 

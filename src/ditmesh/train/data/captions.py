@@ -108,17 +108,17 @@ class CaptionColumn:
 
     Attributes:
         by: a caption, or a label.
-        column: its key or column as it is configured; None: the first of `CAPTION_COLUMNS` that a source has.
-        by_line: every line of a caption file is a caption.
+        column: its key or column as it is configured; None: the first of `CAPTION_COLUMNS` that a source has, or
+            ``label``.
     """
 
     by: By
     column: str | None
-    by_line: bool = False
 
     def among(self, columns: Sequence[str]) -> str | None:
         """The column to read; None: there is none."""
-        wanted = CAPTION_COLUMNS if self.column is None else (self.column,)
+        usual = CAPTION_COLUMNS if self.by == "text" else ("label",)
+        wanted = usual if self.column is None else (self.column,)
         return next((column for column in wanted if column in columns), None)
 
     def value(self, value: Any, where: str) -> Words:
@@ -302,9 +302,7 @@ def read_beside(files: Mapping[str, tuple[str, Callable[[], bytes]]], wanted: Ca
                 # A configured column is not replaced by another one.
                 return first
             continue
-        lines = wanted.by_line and wanted.by == "text"
-        value = [line.strip() for line in text.split("\n")] if lines else text.strip()
-        words = SampleWords(wanted.value(value, name), kind, row=first.row)
+        words = SampleWords(wanted.value(text.strip(), name), kind, row=first.row)
         first.check_against(words)
         first = words if first.words is None else first
     return first

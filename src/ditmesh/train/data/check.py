@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from ...comm.mesh import Mesh
-from ...config import ParallelConfig
 from ...errors import InputError
 from ...media.images import opened_image
 from ..config import TrainConfig
@@ -39,20 +37,16 @@ def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
     """
     family = family_of(pipe, config)
     check_video_length(pipe, family, config)
-    samples = all_samples(config, family.conditioned_by)
-    samples.check(config)
-    mesh = Mesh(ParallelConfig())
-    try:
-        samples, _ = with_held_out(samples, family.conditioned_by, config, mesh, lambda what, ranks: None)
-    finally:
-        mesh.close()
-    sources = sources_of(config, samples)
+    samples = all_samples(config.data, family.conditioned_by)
+    samples.check(config.data)
+    samples, _ = with_held_out(samples, config)
+    sources = sources_of(config.data, samples)
     encoded = EncodedSamples(pipe, family, samples.good, sources.sizes, config, torch.device("cpu"))
-    per_step = config.batch // config.train_batch_size
-    order = SampleOrder(sources.sizes, config.seed, config.train_batch_size, per_step, sources.sets)
+    per_step = config.batch // config.optimizer.train_batch_size
+    order = SampleOrder(sources.sizes, config.seed, config.optimizer.train_batch_size, per_step, sources.sets)
     # All samples, or evenly chosen ones of many.
     chosen = samples.good[:: max(1, -(-len(samples.good) // MOST_DECODED))]
-    broken, animated = _decoded(chosen, config)
+    broken, animated = _decoded(chosen, config.data.num_frames)
     buckets, much_cut = _buckets(sources)
     return {
         "sets": _sets(sources, order),
@@ -68,7 +62,7 @@ def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
         "notes": [*samples.notes, *animated, *much_cut],
         "decoded": len(chosen),
         "samples": len(samples.good),
-        "steps": config.max_train_steps or order.steps(config.num_train_epochs),
+        "steps": config.optimizer.max_train_steps or order.steps(config.optimizer.num_train_epochs),
         "batch": config.batch,
         "first_step": [
             _drawn(encoded, samples.good, drawn, micro.size, place >= micro.count)
@@ -119,18 +113,18 @@ def _buckets(sources: Sources) -> tuple[list[dict[str, Any]], list[str]]:
     return buckets, sentences
 
 
-def _decoded(samples: Sequence[Sample], config: TrainConfig) -> tuple[list[str], list[str]]:
+def _decoded(samples: Sequence[Sample], frames: int | None) -> tuple[list[str], list[str]]:
     """Sentences about samples that cannot be decoded, and about those of which only one frame is trained."""
     broken, animated = [], []
     for sample in samples:
         try:
-            if config.num_frames is None:
+            if frames is None:
                 sample.picture()
                 with sample.part.open() as file, opened_image(file, sample.name) as image:
                     if getattr(image, "is_animated", False):
                         animated.append(f"{sample.name} is animated: its first frame is trained")
             else:
-                sample.frames(config.num_frames)
+                sample.frames(frames)
             if sample.attached.mask is not None:
                 sample.attached.mask.mask()
             for reference in sample.attached.references:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -15,7 +15,7 @@ from ...media.images import image_size
 from ...media.videos import VIDEO_SUFFIXES as VIDEOS
 from ...media.videos import frame_size
 from ...report.formatting import count, enumerated
-from ..config import TrainConfig
+from ..settings import DataConfig
 from .attached import AttachedImages, Part
 from .captions import By, CaptionColumn, SampleWords
 from .folder_names import FolderRepeats
@@ -38,7 +38,7 @@ class Collection:
         unread: names of files that nothing is made of.
     """
 
-    config: TrainConfig
+    config: DataConfig
     by: By
     advance: Callable[[int], None] | None = None
     repeats: FolderRepeats = field(default_factory=FolderRepeats)
@@ -50,10 +50,9 @@ class Collection:
     unread: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        column = self.config.caption_column if self.by == "text" else self.config.label_column
         self.folder = Path(self.config.train_data_dir)
         self.inside = DataFolder(self.folder)
-        self.wanted = CaptionColumn(self.by, column, self.config.multiline_captions)
+        self.wanted = CaptionColumn(self.by, self.config.caption_column)
         self.attached = AttachedImages(self.config)
 
     @property
@@ -86,13 +85,13 @@ class Collection:
         name: str,
         words: SampleWords,
         part: Part,
-        images: Mapping[str, Sequence[Part]],
+        references: Sequence[Part] = (),
         opened: BinaryIO | None = None,
     ) -> None:
         """Add a sample, or the reason for which it is none.
 
         Args:
-            images: that belong to it, by column.
+            references: images that a column names for it.
             opened: its bytes, where they are read already.
         """
         if self.advance is not None:
@@ -100,7 +99,7 @@ class Collection:
         try:
             with part.open() if opened is None else opened as file:
                 size = (image_size if self.config.num_frames is None else frame_size)(file, name)
-            attached = self.attached.of(name, images, size)
+            attached = self.attached.of(name, references, size)
         except InputError as error:
             self.leave_out(name, error)
             return
@@ -160,13 +159,8 @@ class Collection:
         column = self.wanted.column
         if column is None or not self.columns:
             return
-        if self.by == "label":
-            # Labels have a column by default, and may be in files without columns.
-            setting, is_there = "label_column", bool(self.config.allow_missing_captions or self.sources)
-        else:
-            setting, is_there = "caption_column", any(source.startswith(f"{column} in ") for source in self.sources)
-        if not is_there:
+        if not any(source.startswith(f"{column} in ") for source in self.sources):
             raise InputError(
-                f"{setting}={column!r} is not in {self.config.train_data_dir!r}; its columns and keys are "
+                f"caption_column={column!r} is not in {self.config.train_data_dir!r}; its columns and keys are "
                 f"{', '.join(self.columns)}; name one of them"
             )

@@ -135,14 +135,14 @@ class EncodedSamples:
             InputError: the cache cannot be written, or another rank's encoders have other weights.
             PeerError: another rank has failed, or gets on no more.
         """
-        if self._config.cache_dir is None:
+        if self._config.data.cache_dir is None:
             return
         rank, size = mesh.world.rank, mesh.world.size
         keys: list[str] = []
         missing: list[int] = []
         with uneven_work(mesh, "hashing encoders", _shown(show, "hashing encoders")) as advance:
             fingerprint = self._encoder.fingerprint(advance)
-            folder = Path(self._config.cache_dir) / fingerprint
+            folder = Path(self._config.data.cache_dir) / fingerprint
             if rank == 0:
                 keys = self._encoder.keys(advance)
                 missing = SampleCache(folder, keys).missing()
@@ -240,7 +240,7 @@ class EncodedSamples:
             for text in self._encoder.wording(index).variants(sample.words)
             if isinstance(text, str)
         ]
-        return long_captions(self._pipe, self._config, captions)
+        return long_captions(self._pipe, self._config.data, captions)
 
     # --- batches -----------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class EncodedSamples:
     def _weights(self, micro: MicroBatch) -> Tensor | None:
         if not micro.prior:
             return None
-        weights = [1.0] * micro.count + [self._config.prior_loss_weight] * micro.prior
+        weights = [1.0] * micro.count + [self._config.data.prior_loss_weight] * micro.prior
         # On the device also where latents come from the cache, which is in host memory.
         return onto(torch.tensor(weights), self._device)
 
@@ -302,7 +302,7 @@ class EncodedSamples:
         """(mirrored, without a caption): the random decisions for a sample."""
         chances = torch.rand(2, generator=generator)
         flip = self._encoder.flips(drawn.index) and bool(chances[0] < 0.5)
-        return flip, bool(chances[1] < self._config.proportion_empty_prompts)
+        return flip, bool(chances[1] < self._config.data.proportion_empty_prompts)
 
     def drawn(self, drawn: DrawnSample) -> tuple[bool, Any]:
         """(mirrored, caption or label): the form in which a sample is trained in a step."""
@@ -312,7 +312,7 @@ class EncodedSamples:
 
     def _length(self, micro: MicroBatch) -> int | None:
         """The prompt length of a micro-batch; from several lengths the first sample selects one."""
-        length = self._config.max_sequence_length
+        length = self._config.data.max_sequence_length
         if not isinstance(length, tuple):
             return length
         return length[self.seed_of(micro.samples[0], "length") % len(length)]
@@ -372,7 +372,7 @@ def _check(
     pipe: Any, family: Family, samples: Sequence[Sample], sizes: Sequence[tuple[int, int]], config: TrainConfig
 ) -> None:
     """Refuse, before the first step and on all ranks alike, what would fail or be wrong in the middle of a run."""
-    if "vae" in config.train_modules:
+    if "vae" in config.model.train_modules:
         raise ConfigError(
             "train_modules: samples are encoded without gradients, so 'vae' cannot be trained; leave it out"
         )

@@ -55,7 +55,7 @@ class SampleEncoder:
     ) -> None:
         self._pipe, self._family, self._config, self._device = pipe, family, config, device
         self._samples, self._sizes = samples, sizes
-        self._sets = config.data_sets
+        self._sets = config.data.sets
         self._wording = [Wording(settings) for settings in self._sets]
         # Of buckets, (h, w) of latents.
         self._shapes: dict[tuple[int, int], tuple[int, int]] = {}
@@ -84,9 +84,9 @@ class SampleEncoder:
     def pixels(self, index: int, flip: bool) -> Tensor:
         """(3, H, W) of an image, (3, F, H, W) of a video, in [-1, 1]. Raises `OSError` if it is corrupt."""
         sample, size = self._samples[index], self._sizes[index]
-        if self._config.num_frames is None:
+        if self._config.data.num_frames is None:
             return pixels(sample.picture(), size, flip)
-        frames = sample.frames(self._config.num_frames)
+        frames = sample.frames(self._config.data.num_frames)
         return torch.stack([pixels(frame, size, flip) for frame in frames], dim=1)
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class SampleEncoder:
                 height, width = self.moments(self.pixels(index, False)[None]).shape[-2:]
                 self._shapes[size] = height, width
             shape = self._shapes[size]
-        return mask_of(part, size, (shape[0], shape[1]), self._config.unmasked_weight)
+        return mask_of(part, size, (shape[0], shape[1]))
 
     def reference(self, index: int, flip: bool, seed: int, values: Tensor | None = None) -> Image | None:
         """The image beside a sample's caption; None: there is none. Raises `OSError` if it is corrupt.
@@ -158,7 +158,7 @@ class SampleEncoder:
             for number, text in enumerate(self.wording(index).variants(self._samples[index].words))
         ]
         is_referenced = self.is_referenced(index)
-        if is_referenced and self._config.proportion_empty_prompts > 0:
+        if is_referenced and self._config.data.proportion_empty_prompts > 0:
             words.append((None, self.nothing))
         conditions: Conditions = {}
         for flip in (False, True)[: 1 + (is_referenced and self.flips(index))]:
@@ -168,7 +168,7 @@ class SampleEncoder:
         return conditions
 
     def _named_conditions(self, words: Any, name: str, references: Sequence[Image | None] | None) -> Conditions:
-        length = self._config.max_sequence_length
+        length = self._config.data.max_sequence_length
         assert not isinstance(length, tuple)
         return {f"{name}.{key}": value[0] for key, value in self.conditions([words], references, length).items()}
 
@@ -191,9 +191,9 @@ class SampleEncoder:
             advance(done, len(weights))
             digests.append((name, tensor_digest(value)))
         # Latents alone do not depend on how long a prompt may be.
-        length = self._config.max_sequence_length if keeps_text else "latents"
+        length = self._config.data.max_sequence_length if keeps_text else "latents"
         settings = sorted((name, _settings_of(part)) for name, part in parts.items())
-        return digest((VERSION, digests, settings, length, type(self._family).__name__, self._config.num_frames))
+        return digest((VERSION, digests, settings, length, type(self._family).__name__, self._config.data.num_frames))
 
     def keys(self, advance: Callable[[int, int], None]) -> list[str]:
         """A cache key for every sample, from this rank's files."""
@@ -211,11 +211,11 @@ class SampleEncoder:
         images = self._samples[index].attached
         key: list[Any] = [("reference", *_identity(image)) for image in images.references]
         if images.mask is not None:
-            key += [("mask", *_identity(images.mask)), self._config.unmasked_weight]
+            key.append(("mask", *_identity(images.mask)))
         if self._source_image is not None:
             key.append((self._source_image, images.mask is not None))
         if self.is_referenced(index):
-            key.append(self._config.proportion_empty_prompts > 0)
+            key.append(self._config.data.proportion_empty_prompts > 0)
         return key
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,10 @@ from .samples import SOME
 
 @dataclass(frozen=True)
 class _Line:
-    """What a line of a listing says of a file: words, and images that belong to it by column."""
+    """What a line of a listing says of a file: words, and names of its reference images."""
 
     words: SampleWords = field(default_factory=SampleWords)
-    images: Mapping[str, list[str]] = field(default_factory=dict)
+    images: Sequence[str] = ()
 
 
 class FolderReader:
@@ -103,7 +103,7 @@ class FolderReader:
             except InputError as error:
                 collection.leave_out(file, error)
                 continue
-            self._belonging.update(*images.values())
+            self._belonging.update(images)
             lines.append(_Line(SampleWords(value, f"{column} in {name}"), images))
         if several := [file for file, lines in self._lines.items() if len(lines) > 1]:
             collection.notes.append(
@@ -153,32 +153,29 @@ class FolderReader:
     def _add_samples(self, texts: Mapping[str, dict[str, str]]) -> None:
         """Add samples from their lines and from files beside them."""
         collection = self._collection
-        described: list[tuple[str, SampleWords | InputError, Mapping[str, list[str]]]] = []
+        described: list[tuple[str, SampleWords | InputError, Sequence[str]]] = []
         for name in sorted(texts):
             for line in self._lines.get(name, [_Line()]):
                 try:
                     described.append((name, *self._described(name, line, texts[name])))
                 except InputError as error:
-                    described.append((name, error, {}))
+                    described.append((name, error, ()))
         for name, words, images in described:
             if isinstance(words, InputError):
                 collection.leave_out(name, words)
             # JSON files of others may name it as their mask.
             elif words.words is not None or name not in self._belonging or name in self._lines:
-                parts = {column: [self._part(file) for file in files] for column, files in images.items()}
-                collection.add(name, words, self._part(name), parts)
+                collection.add(name, words, self._part(name), [self._part(file) for file in images])
 
-    def _described(
-        self, name: str, line: _Line, texts: Mapping[str, str]
-    ) -> tuple[SampleWords, Mapping[str, list[str]]]:
-        """Words of a sample, and images that belong to it by column. Raises `InputError`."""
+    def _described(self, name: str, line: _Line, texts: Mapping[str, str]) -> tuple[SampleWords, Sequence[str]]:
+        """Words of a sample, and names of its reference images. Raises `InputError`."""
         collection, images = self._collection, line.images
         beside = {kind: (text, _reader(collection.folder / text, text)) for kind, text in texts.items()}
         words = read_beside(beside, collection.wanted)
         if words.row and not images:
             find = partial(self._find, os.path.dirname(name))
             images = collection.attached.named(words.row, find, texts[".json"])
-            self._belonging.update(*images.values())
+            self._belonging.update(images)
         line.words.check_against(words)
         return (words if line.words.words is None else line.words), images
 

@@ -15,85 +15,49 @@ import torch
 from torch import Tensor
 
 from ...comm.mesh import Mesh
-from ...comm.uneven import RankProgress
 from ...core.digests import digest
 from ...errors import ConfigError, InputError
 from ..config import TrainConfig
 from ..families import Conditions, Family
 from ..objective import NoiseObjective, NoiseTables
-from .agreement import agreed_samples
-from .captions import By
 from .encoded import EncodedSamples
 from .order import DrawnSample, MicroBatch, buckets_of
-from .reading import read_samples
 from .samples import Sample, Samples
 
 NUM_LEVELS = 8
+# The most samples that are measured.
+MAX_SAMPLES = 64
 # Of which the noise levels and the target at any moment are known.
 OBJECTIVE_KINDS = ("flow", "epsilon", "v_prediction")
 
 Predict = Callable[[Tensor, Tensor, Conditions], Tensor]
 
 
-def wants_held_out(config: TrainConfig) -> bool:
-    """True if a run measures the loss on samples that it does not train on."""
-    return config.validation_data_dir is not None or config.validation_split > 0
-
-
-def with_held_out(
-    found: Samples,
-    by: By,
-    config: TrainConfig,
-    mesh: Mesh,
-    show: Callable[[str, list[RankProgress]], None],
-) -> tuple[Samples, tuple[Sample, ...]]:
-    """The samples to train on, and those to measure the loss on. Collective.
+def with_held_out(found: Samples, config: TrainConfig) -> tuple[Samples, tuple[Sample, ...]]:
+    """The samples to train on, and those to measure the loss on.
 
     Args:
         found: the data set, the same on all ranks.
-        by: ``"text"`` or ``"label"``.
-        config: ``validation_data_dir`` or ``validation_split``.
-        show: called with the action and each rank's progress.
 
     Raises:
-        InputError: the folder has no samples, or the split leaves none to train on.
+        InputError: ``validation_split`` leaves none to train on.
     """
-    if config.validation_data_dir is not None:
-        there = _measured(config)
-        try:
-            held = agreed_samples(
-                mesh,
-                lambda advance: read_samples(there, by, advance),
-                lambda ranks: show("reading the held-out data set", ranks),
-            )
-            held.check(there)
-        except InputError as error:
-            raise InputError(f"validation_data_dir: {error}") from None
-        return found, _first(held.good, config.validation_samples)
-    if not config.validation_split:
+    share = config.output.validation_split
+    if not share:
         return found, ()
     # Class images are not learned.
-    own = tuple(one for one in found.good if one.source < len(config.weights))
-    count = max(1, round(config.validation_split * len(own)))
+    own = tuple(sample for sample in found.good if sample.source < len(config.data.weights))
+    count = max(1, round(share * len(own)))
     held_out = _first(own, count)
-    for number in range(len(config.weights)):
-        if not any(one.source == number and one not in held_out for one in own):
+    out = {id(sample) for sample in held_out}
+    for number in range(len(config.data.weights)):
+        if not any(sample.source == number and id(sample) not in out for sample in own):
             raise InputError(
-                f"validation_split={config.validation_split:g} holds {count} of {len(own)} samples out, which leaves "
-                "none of a data set to train on; use a smaller one, or validation_data_dir"
+                f"validation_split={share:g} holds {count} of {len(own)} samples out, which leaves none of a data set "
+                "to train on; use a smaller one"
             )
-    out = {id(one) for one in held_out}
-    return replace(found, good=tuple(one for one in found.good if id(one) not in out)), _first(
-        held_out, config.validation_samples
-    )
-
-
-def _measured(config: TrainConfig) -> TrainConfig:
-    """The settings with which held-out samples are read."""
-    if config.validation_data_dir is None:
-        return config
-    one = {"train_data_dir": config.validation_data_dir, "train_data": (), "class_data_dir": None, "mask_dir": None}
-    return config.model_copy(update=one)
+    rest = tuple(sample for sample in found.good if id(sample) not in out)
+    return replace(found, good=rest), _first(held_out, MAX_SAMPLES)
 
 
 def _first(samples: tuple[Sample, ...], count: int) -> tuple[Sample, ...]:
@@ -127,7 +91,7 @@ class HeldOutLoss:
         if objective.kind not in OBJECTIVE_KINDS:
             raise ConfigError(
                 f"objective={objective.kind!r} has noise levels that are not known, at which a held-out loss is "
-                "measured; leave validation_data_dir and validation_split out"
+                "measured; leave validation_split out"
             )
         self._mesh, self._device, self._count = mesh, device, len(samples)
         self._tables = NoiseTables(scheduler, config)
@@ -135,18 +99,19 @@ class HeldOutLoss:
         if bounds is not None:
             objective.keep_between(*bounds)
         self._times = objective.scheduler.timesteps
-        config = _measured(config)
-        sizes = [buckets_of([sample.size], config.data_sets[sample.source])[0] for sample in samples]
+        sizes = [buckets_of([sample.size], config.data.sets[sample.source])[0] for sample in samples]
         # Nothing random but the noise, which no setting changes.
-        plain = {"seed": 0, "random_flip": False, "proportion_empty_prompts": 0.0, "cache_dir": None}
+        plain = {"random_flip": False, "proportion_empty_prompts": 0.0, "cache_dir": None}
+        plain = {"seed": 0, "data": config.data.model_copy(update=plain)}
         self._encoded = EncodedSamples(pipe, family, samples, sizes, config.model_copy(update=plain), device)
         self._keeps = config.keeps_text
         self._kept: dict[int, tuple[Tensor, Conditions, Tensor | None]] = {}
         self._batches: list[MicroBatch] = []
         for size in sorted(set(sizes)):
             of_size = [DrawnSample(number, number) for number, its in enumerate(sizes) if its == size]
-            for first in range(0, len(of_size), config.train_batch_size):
-                self._batches.append(MicroBatch(tuple(of_size[first : first + config.train_batch_size]), size))
+            count = config.optimizer.train_batch_size
+            for first in range(0, len(of_size), count):
+                self._batches.append(MicroBatch(tuple(of_size[first : first + count]), size))
 
     def fill(self) -> None:
         """Encode what this rank measures on before it is measured, if conditions do not change in the run."""

@@ -13,26 +13,25 @@ from .attached import Part
 from .samples import crop_to_fill
 
 
-def mask_of(part: Part, size: tuple[int, int], shape: tuple[int, int], least: float) -> Tensor:
+def mask_of(part: Part, size: tuple[int, int], shape: tuple[int, int]) -> Tensor:
     """The weights of a sample's latents, (h, w) in float32 with a mean of one.
 
     Args:
         part: the mask's image: white is what counts.
         size: (height, width) of the sample's bucket, in pixels, to which it is cut as its image is.
         shape: (h, w) of the latents.
-        least: the weight where the mask is black, 0 to 1.
 
     Raises:
-        OSError: it is corrupt, or black throughout with a ``least`` of 0; names it.
+        OSError: it is corrupt, or black throughout; names it.
     """
     levels = np.asarray(crop_to_fill(part.mask(), size))
     values = torch.from_numpy(levels.copy()).float() / 255
-    weights = least + (1 - least) * F.adaptive_avg_pool2d(values[None], shape)[0]
+    weights = F.adaptive_avg_pool2d(values[None], shape)[0]
     mean = weights.mean()
     if not mean > 0:
         raise OSError(
-            f"{part.name} is black throughout what is trained of its image, so nothing counts; make it white where "
-            "the loss counts, or set unmasked_weight"
+            f"the mask {part.name} is black throughout what is trained of its image, so nothing counts; make it white "
+            "where the loss counts"
         )
     return weights / mean
 

@@ -18,10 +18,10 @@ from diffusers.training_utils import find_nearest_bucket
 
 from ...core.partition import even_cut
 from ...errors import ConfigError
-from ..config import TrainConfig
+from ..settings import SampleSettings
 
 
-def buckets_of(sizes: Sequence[tuple[int, int]], config: TrainConfig) -> list[tuple[int, int]]:
+def buckets_of(sizes: Sequence[tuple[int, int]], config: SampleSettings) -> list[tuple[int, int]]:
     """The bucket of every sample: the one of the nearest shape.
 
     Args:
@@ -37,7 +37,7 @@ def buckets_of(sizes: Sequence[tuple[int, int]], config: TrainConfig) -> list[tu
     return [buckets[cast(int, find_nearest_bucket(*size, buckets))] for size in sizes]
 
 
-def bucket_sizes(config: TrainConfig) -> list[tuple[int, int]]:
+def bucket_sizes(config: SampleSettings) -> list[tuple[int, int]]:
     """(height, width) of every bucket of a run, in pixels.
 
     Raises:

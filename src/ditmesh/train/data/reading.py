@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import InputError
-from ..config import TrainConfig
+from ..settings import DataConfig
 from .captions import By
 from .collection import Collection
 from .folder import FolderReader
@@ -20,7 +20,7 @@ from .tables import read_table, table_files
 from .tars import TarReader
 
 
-def read_samples(config: TrainConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
+def read_samples(config: DataConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
     """Read the names, captions and sizes of a data set.
 
     Args:

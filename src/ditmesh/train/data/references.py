@@ -34,7 +34,7 @@ def check_references(pipe: Any, family: Family, config: TrainConfig, samples: Se
         ConfigError, InputError: one sentence.
     """
     name = type(pipe).__name__
-    given = [one for one in config.data_sets if one.has_references]
+    given = [one for one in config.data.sets if one.has_references]
     if given and not takes_references(family):
         one = given[0]
         setting = "conditioning_dir" if one.conditioning_dir is not None else "conditioning_image_column"

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import InputError
 from ...media.videos import read_frames
 from ...report.formatting import count, enumerated
-from ..config import TrainConfig
+from ..settings import DataConfig
 from .attached import Part, SampleImages
 from .captions import BESIDE, By, Words
 
@@ -123,9 +123,9 @@ class Samples:
             lines.append(f"    and {len(self.corrupt) - SOME} others")
         return DataReport((*lines, *(f"  {note}" for note in self.notes)), bool(missing or self.corrupt or self.notes))
 
-    def check(self, config: TrainConfig) -> None:
+    def check(self, config: DataConfig) -> None:
         """Reject a data set of which not one sample has a caption (or label). Raises `InputError`."""
-        if config.allow_missing_captions or config.proportion_empty_prompts == 1:
+        if config.proportion_empty_prompts == 1:
             return
         if len(self.without) < len(self.good):
             return
@@ -133,8 +133,8 @@ class Samples:
         raise InputError(
             f"none of {count(len(self.good), 'sample')} in {config.train_data_dir!r} has a {self._noun}{columns}"
             + "".join(f"; {sentence}" for sentence in (*self.notes, *self.corrupt[:1]))
-            + f"; name their column with {self._noun}_column, write files {', '.join(BESIDE[self.by])} beside them, or "
-            "set allow_missing_captions: true to train without"
+            + f"; name their column with caption_column, write files {', '.join(BESIDE[self.by])} beside them, or "
+            "set proportion_empty_prompts: 1 to train without"
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...core.digests import digest
 from ...errors import InputError
-from ..config import TrainConfig
+from ..settings import DataConfig
 from .attached import SampleImages, renamed
 from .captions import By
 from .order import SampleSets, buckets_of
@@ -33,7 +33,7 @@ class Sources:
 
     samples: Samples
     names: tuple[str, ...]
-    configs: tuple[TrainConfig, ...]
+    configs: tuple[DataConfig, ...]
     sizes: tuple[tuple[int, int], ...]
     sets: SampleSets
 
@@ -57,7 +57,7 @@ class Sources:
         return digest((plain, beside, [sample.source for sample in good], self.sets.weights, str(changed)))
 
 
-def all_samples(config: TrainConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
+def all_samples(config: DataConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
     """The samples of all data sets of a run, in one list.
 
     Args:
@@ -67,7 +67,7 @@ def all_samples(config: TrainConfig, by: By, advance: Callable[[int], None] | No
     Raises:
         InputError: as `read_samples`; names the data set.
     """
-    configs, names = config.data_sets, names_of(config)
+    configs, names = config.sets, names_of(config)
     if len(configs) == 1:
         return read_samples(configs[0], by, advance)
     sets: list[Samples] = []
@@ -87,17 +87,17 @@ def all_samples(config: TrainConfig, by: By, advance: Callable[[int], None] | No
     )
 
 
-def sources_of(config: TrainConfig, samples: Samples) -> Sources:
+def sources_of(config: DataConfig, samples: Samples) -> Sources:
     """Samples with their buckets, and how often each is trained.
 
     Args:
-        samples: as `found_samples` returns them.
+        samples: as `all_samples` returns them.
 
     Raises:
         ConfigError: sizes of buckets are none.
         InputError: there are class images for some buckets only.
     """
-    configs, numbers = config.data_sets, [sample.source for sample in samples.good]
+    configs, numbers = config.sets, [sample.source for sample in samples.good]
     sizes: list[tuple[int, int]] = []
     for number, one in enumerate(configs):
         sizes += buckets_of([sample.size for sample in samples.good if sample.source == number], one)
@@ -118,9 +118,9 @@ def sources_of(config: TrainConfig, samples: Samples) -> Sources:
     return Sources(samples, names_of(config), configs, tuple(sizes), sets)
 
 
-def names_of(config: TrainConfig) -> tuple[str, ...]:
+def names_of(config: DataConfig) -> tuple[str, ...]:
     """Short names of the data sets: the last part of the folder, with a number where two have the same."""
-    names = [Path(own.train_data_dir).name or own.train_data_dir for own in config.data_sets]
+    names = [Path(own.train_data_dir).name or own.train_data_dir for own in config.sets]
     if len(names) == 1:
         return ("",)
     numbers = [names[: place + 1].count(name) for place, name in enumerate(names)]

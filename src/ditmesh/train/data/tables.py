@@ -51,9 +51,9 @@ def read_table(collection: Collection, files: Sequence[Path]) -> None:
     column = wanted.among(names)
     if column is None:
         collection.note_columns(names)
-    attached = [name for name in collection.attached.named_columns if name in names]
-    columns = [image, *attached] if column is None else [image, column, *attached]
-    for row, values in enumerate(rows.table.select_columns(list(dict.fromkeys(columns)))):
+    beside = collection.attached.column if collection.attached.column in names else None
+    columns = dict.fromkeys(name for name in (image, column, beside) if name is not None)
+    for row, values in enumerate(rows.table.select_columns(list(columns))):
         name = f"row {row}"
         try:
             content = rows.content(row, image)
@@ -61,9 +61,9 @@ def read_table(collection: Collection, files: Sequence[Path]) -> None:
         except InputError as error:
             collection.leave_out(name, error)
             continue
-        parts = {other: list(rows.parts(row, other, values[other])) for other in attached}
+        references = [] if beside is None else list(rows.parts(row, beside, values[beside]))
         part = Part(name, rows.file, 0, len(content), partial(rows.content, row, image))
-        collection.add(name, SampleWords(words, f"{column} in the table"), part, parts, BytesIO(content))
+        collection.add(name, SampleWords(words, f"{column} in the table"), part, references, BytesIO(content))
 
 
 class _Rows:
@@ -104,19 +104,12 @@ class _Rows:
 
     def image_column(self) -> str:
         """The column with the images that are trained. Raises `InputError` if there is none, or several might be."""
-        config, folder = self._config, str(self._folder)
-        if config.image_column is not None:
-            if config.image_column not in self.table.features:
-                names = ", ".join(self.table.features)
-                raise InputError(f"image_column={config.image_column!r} is not in {folder!r}; its columns are {names}")
-            return config.image_column
-        beside = (config.mask_column, config.conditioning_image_column)
-        names = [name for name in self._images if name not in beside]
+        names = [name for name in self._images if name != self._config.conditioning_image_column]
         if "image" in names:
             return "image"
         if len(names) != 1:
             which = f"several columns of images ({', '.join(names)})" if names else "no column of images"
-            raise InputError(f"{folder!r} has {which}; name one with image_column")
+            raise InputError(f"{str(self._folder)!r} has {which}; call one image")
         return names[0]
 
     def content(self, row: int, column: str, place: int | None = None) -> bytes:

@@ -66,11 +66,11 @@ class TarReader:
     def _add(self, key: str, members: _Members) -> None:
         collection = self._collection
         image = next((members[kind] for kind in collection.kinds if kind in members), None)
-        images = self._attached(members) if image is not None else {}
+        references = self._references(members) if image is not None else []
         texts = [kind for kind in members if image is not None and kind in BESIDE[collection.by]]
         used = {image and image.name, *(members[kind].name for kind in texts)}
         names = {self._full(member) for member in members.values() if member.name not in used}
-        collection.unread += sorted(names - {part.name for parts in images.values() for part in parts})
+        collection.unread += sorted(names - {part.name for part in references})
         if image is None:
             return
         try:
@@ -81,18 +81,16 @@ class TarReader:
             collection.leave_out(f"{self._name}:{key}", InputError(f"{error}"))
             return
         part = self._part(image)
-        collection.add(part.name, words, part, images)
+        collection.add(part.name, words, part, references)
 
-    def _attached(self, members: _Members) -> dict[str, list[Part]]:
-        """Images that belong to a sample, by column: ``.mask.png`` for a column ``mask``."""
-        return {
-            column: [
-                self._part(member)
-                for kind, member in sorted(members.items())
-                if kind.rpartition(".")[0] == f".{column.lower()}" and kind.endswith(IMAGE_SUFFIXES)
-            ]
-            for column in self._collection.attached.named_columns
-        }
+    def _references(self, members: _Members) -> list[Part]:
+        """The reference images of a sample: ``.before.png`` for a column ``before``."""
+        column = self._collection.attached.column
+        return [
+            self._part(member)
+            for kind, member in sorted(members.items())
+            if column is not None and kind.rpartition(".")[0] == f".{column.lower()}" and kind.endswith(IMAGE_SUFFIXES)
+        ]
 
     def _full(self, member: tarfile.TarInfo) -> str:
         return f"{self._name}:{member.name}"

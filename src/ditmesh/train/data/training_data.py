@@ -15,7 +15,7 @@ from ..config import TrainConfig
 from ..families import Family
 from .agreement import agreed_samples
 from .encoded import Batch, EncodedSamples
-from .held_out import wants_held_out, with_held_out
+from .held_out import with_held_out
 from .order import MicroBatch, SampleOrder
 from .sources import all_samples, lines_of, sources_of
 
@@ -53,23 +53,24 @@ class TrainingData:
         check_video_length(pipe, family, config)
         found = agreed_samples(
             mesh,
-            lambda advance: all_samples(config, family.conditioned_by, advance),
+            lambda advance: all_samples(config.data, family.conditioned_by, advance),
             lambda ranks: show("reading the data set", ranks),
         )
-        found.check(config)
-        found, self.held_out = with_held_out(found, family.conditioned_by, config, mesh, show)
-        sources = sources_of(config, found)
+        found.check(config.data)
+        found, self.held_out = with_held_out(found, config)
+        sources = sources_of(config.data, found)
         self.samples, self.corrupt = found.good, list(found.corrupt)
         self.digest = sources.digest
         self.encoded = EncodedSamples(pipe, family, self.samples, sources.sizes, config, device)
-        per_step = config.batch // config.train_batch_size
-        self.order = SampleOrder(sources.sizes, config.seed, config.train_batch_size, per_step, sources.sets)
-        held_out = len(self.held_out) if wants_held_out(config) else None
+        steps = config.optimizer
+        per_step = config.batch // steps.train_batch_size
+        self.order = SampleOrder(sources.sizes, config.seed, steps.train_batch_size, per_step, sources.sets)
+        held_out = len(self.held_out) if config.output.validation_split else None
         report, more = found.report(held_out), lines_of(sources, self.order.of_sets(len(sources.configs)))
         cut = self.encoded.long_captions()
         lines = (*report.lines, *more, *(f"  {one}" for one in cut))
         self.report = replace(report, lines=lines, odd=report.odd or bool(cut))
-        self.steps = config.max_train_steps or self.order.steps(config.num_train_epochs)
+        self.steps = steps.max_train_steps or self.order.steps(steps.num_train_epochs)
 
     def batch(self, micro: MicroBatch) -> Batch:
         """The samples of a micro-batch, encoded.
@@ -102,14 +103,14 @@ def check_video_length(pipe: Any, family: Family, config: TrainConfig) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    count, name = config.num_frames, type(pipe).__name__
+    count, name = config.data.num_frames, type(pipe).__name__
     if family.videos and count is None:
         raise ConfigError(f"{name} makes videos; say of how many frames with num_frames")
     if count is None:
         return
     if not family.videos:
         raise ConfigError(f"num_frames={count}: {name} generates images; leave num_frames out")
-    if config.validation_prompts:
+    if config.output.validation_prompts:
         raise ConfigError(f"validation_prompts are drawn as images, and {name} makes videos; leave them out")
     step = pipe.vae.config.get("scale_factor_temporal") or 1
     if (count - 1) % step:

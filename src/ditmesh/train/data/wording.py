@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import TrainConfig
+from ..settings import DataConfig
 
 # As ai-toolkit's captions have it.
 TRIGGER = "[trigger]"
@@ -22,7 +22,7 @@ TRIGGER = "[trigger]"
 class Wording:
     """The rules by which a data set's captions become those that are trained."""
 
-    config: TrainConfig
+    config: DataConfig
 
     def variants(self, said: Any) -> tuple[Any, ...]:
         """All captions that a sample can have; of labels and missing captions the one, as it is.
@@ -30,7 +30,7 @@ class Wording:
         With tags that are shuffled or left out, those with all tags in their order.
         """
         every = said if isinstance(said, tuple) else (said,)
-        return tuple(self._whole(one) if isinstance(one, str) and one.strip() else one for one in every)
+        return tuple(self._triggered(one) if isinstance(one, str) and one.strip() else one for one in every)
 
     def drawn(self, said: Any, seed: int) -> Any:
         """The caption of a sample in one step.
@@ -46,17 +46,11 @@ class Wording:
             return self.variants(said)[0]
         # A choice among several captions is drawn from the same seed, and in the same way without tags.
         chance.random()
-        return self._around(self._varied(self._triggered(said), chance))
+        return self._varied(self._triggered(said), chance)
 
     def chosen(self, said: Any, seed: int) -> int:
         """The number of the caption that is drawn among several; 0 for one."""
         return int(random.Random(seed).random() * len(said)) if isinstance(said, tuple) else 0
-
-    def _whole(self, text: str) -> str:
-        return self._around(self._triggered(text))
-
-    def _around(self, text: str) -> str:
-        return f"{self.config.caption_prefix}{text}{self.config.caption_suffix}"
 
     def _triggered(self, text: str) -> str:
         word = self.config.trigger_word
@@ -66,17 +60,16 @@ class Wording:
 
     def _varied(self, text: str, chance: random.Random) -> str:
         config = self.config
-        tags = [one.strip() for one in text.split(config.tag_separator)]
+        tags = [tag.strip() for tag in text.split(",")]
         kept, rest = tags[: config.keep_tokens], tags[config.keep_tokens :]
         if config.shuffle_tags:
             chance.shuffle(rest)
         if config.tag_dropout:
-            rest = [one for one in rest if chance.random() >= config.tag_dropout]
-        space = "" if config.tag_separator.endswith(" ") else " "
-        return f"{config.tag_separator}{space}".join([*kept, *rest])
+            rest = [tag for tag in rest if chance.random() >= config.tag_dropout]
+        return ", ".join([*kept, *rest])
 
 
-def long_captions(pipe: Any, config: TrainConfig, captions: Sequence[tuple[str, str]]) -> list[str]:
+def long_captions(pipe: Any, config: DataConfig, captions: Sequence[tuple[str, str]]) -> list[str]:
     """A sentence for every tokenizer that captions, each with the name of its sample, are too long for."""
     length = config.max_sequence_length
     if length is None:

@@ -1,1 +1,1 @@
-"""Logs of a run: a CSV file, charts, trackers."""
+"""Logs of a run: a CSV file, trackers."""

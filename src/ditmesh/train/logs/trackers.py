@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from ...errors import ConfigError, InputError, did_you_mean
@@ -19,11 +20,13 @@ logger = logging.getLogger(__name__)
 # Packages that are not called as their tracker is.
 TRACKER_PACKAGES = {"comet_ml": "comet-ml"}
 CSV = "csv"
+# Trackers that get validation images.
+SHOWS_IMAGES = ("tensorboard", "wandb")
 
 
 def tracker_names(config: TrainConfig) -> tuple[str, ...]:
     """The trackers of ``report_to`` besides ``csv``."""
-    wanted = (config.report_to,) if isinstance(config.report_to, str) else config.report_to
+    wanted = (config.output.report_to,) if isinstance(config.output.report_to, str) else config.output.report_to
     return tuple(dict.fromkeys(name for name in wanted if name != CSV))
 
 
@@ -55,13 +58,9 @@ class Trackers:
     Args:
         config: the run; its settings are the trackers' hyperparameters.
         from_step: a tracker's data of this step and later ones belong to a run that was lost.
-
-    Raises:
-        ConfigError, InputError: as of `check_trackers`.
     """
 
     def __init__(self, config: TrainConfig, from_step: int) -> None:
-        check_trackers(config)
         self._open: dict[str, Any] = {}
         folder = Path(config.output_dir)
         for name in tracker_names(config):
@@ -69,7 +68,7 @@ class Trackers:
                 self._open[name] = _begun(name, folder, from_step)
             if name not in self._open:
                 continue
-            settings = _flat(config.model_dump(mode="json"))
+            settings = _flat(config.flat())
             with self._surviving(name):
                 if name == "tensorboard":
                     # Its table of hyperparameters is another run in another folder.
@@ -93,14 +92,18 @@ class Trackers:
                 tracker.log(dict(values), step=step)
 
     def pictures(self, files: Mapping[str, Path], step: int) -> None:
-        """Images by name, where a tracker shows images."""
+        """Images by name."""
         for name, tracker in list(self._open.items()):
-            if not hasattr(tracker, "log_images"):
+            if name not in SHOWS_IMAGES:
                 continue
             with self._surviving(name):
                 for title, path in files.items():
                     with Image.open(path) as image:
-                        _show(name, tracker, title, image.convert("RGB"), step)
+                        pixels = np.asarray(image.convert("RGB"))
+                    if name == "tensorboard":
+                        tracker.log_images({title: pixels[None]}, step=step, dataformats="NHWC")
+                    else:
+                        tracker.log_images({title: [Image.fromarray(pixels)]}, step=step)
 
     def close(self) -> None:
         """Let all of them finish."""
@@ -125,19 +128,6 @@ def _begun(name: str, folder: Path, from_step: int) -> Any:
     if hasattr(tracker, "start"):
         tracker.start()
     return tracker
-
-
-def _show(name: str, tracker: Any, title: str, image: Image.Image, step: int) -> None:
-    import numpy as np
-
-    if name == "tensorboard":
-        tracker.log_images({title: np.asarray(image)[None]}, step=step, dataformats="NHWC")
-    elif name == "aim":
-        tracker.log_images({title: image}, step=step)
-    elif name == "clearml":
-        tracker.log_images({title: np.asarray(image)}, step=step)
-    else:
-        tracker.log_images({title: [image]}, step=step)
 
 
 @contextmanager

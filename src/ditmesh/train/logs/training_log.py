@@ -1,4 +1,4 @@
-"""Logs of a run: a CSV that a resumed run continues, a chart, and trackers."""
+"""Logs of a run: a CSV that a resumed run continues, and trackers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.files import written_whole
-from ...errors import InputError
 from ..config import TrainConfig
-from .charts import training_chart
 from .trackers import Trackers
 
 logger = logging.getLogger(__name__)
@@ -21,31 +19,24 @@ COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds", "overflowed", "loss_scale"),
     "validation_loss",
 )
-# Defaults of columns that files of earlier versions lack.
-COLUMN_DEFAULTS = {"overflowed": 0, "loss_scale": 1.0, "validation_loss": math.nan}
 
 
 class TrainingLog:
     """The log of a run, written by one rank.
 
     Args:
-        config: the run; ``loss.csv``, ``loss.png`` and TensorBoard's files go to its output folder.
+        config: the run; ``loss.csv`` and TensorBoard's files go to its output folder.
         from_step: rows of this step and later ones are dropped: they belong to a run that was lost.
-
-    Raises:
-        InputError: a tracker is asked for and not installed.
     """
 
     def __init__(self, config: TrainConfig, from_step: int) -> None:
-        self._folder = Path(config.output_dir)
-        self._path = self._folder / "loss.csv"
-        self._held_out = f"held-out loss{averaged_words(config)}"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._rows = [row for row in read_log(self._path) if row["step"] < from_step]
+        self._path = Path(config.output_dir) / "loss.csv"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [row for row in read_log(self._path) if row["step"] < from_step]
         with written_whole(self._path) as part, part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows(map(_written, self._rows))
+            writer.writerows(map(_written, rows))
         self._trackers = Trackers(config, from_step)
 
     def add(self, row: Mapping[str, float]) -> None:
@@ -60,7 +51,6 @@ class TrainingLog:
                 csv.DictWriter(file, COLUMNS).writerow(_written(row))
         except OSError as error:
             logger.warning("step %d is missing in %s: %s", row["step"], self._path, error)
-        self._rows.append(row)
         self._trackers.log({n: v for n, v in row.items() if n != "step" and not math.isnan(v)}, int(row["step"]))
 
     def pictures(self, step: int, files: Mapping[str, Path]) -> None:
@@ -68,20 +58,15 @@ class TrainingLog:
         self._trackers.pictures(files, step)
 
     def close(self) -> None:
-        """Draw the chart and close trackers."""
-        if self._rows:
-            try:
-                training_chart(self._rows, self._folder / "loss.png", self._held_out)
-            except (OSError, InputError) as error:
-                logger.warning("loss.png is not drawn, and loss.csv has its numbers: %s", error)
+        """Close trackers."""
         self._trackers.close()
 
 
-def averaged_words(config: TrainConfig) -> str:
-    """The weights that are validated, in brackets; empty if they are those of the last step."""
-    if config.use_ema:
-        return " (moving average of the weights)"
-    return " (schedule-free average of the weights)" if "schedulefree" in config.optimizer.lower() else ""
+def average_used(config: TrainConfig) -> str | None:
+    """The average of the weights that is validated and saved; None: the weights of the last step are."""
+    if config.optimizer.ema_decay is not None:
+        return "moving average of the weights"
+    return "schedule-free average of the weights" if "schedulefree" in config.optimizer.name.lower() else None
 
 
 def _written(row: Mapping[Any, float]) -> dict[Any, Any]:
@@ -96,9 +81,8 @@ def read_log(path: Path) -> list[dict[Any, float]]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             try:
-                there = {**COLUMN_DEFAULTS, **{name: value for name, value in row.items() if value is not None}}
-                there["validation_loss"] = there["validation_loss"] or math.nan
-                rows.append({name: float(there[name]) for name in COLUMNS})
+                row["validation_loss"] = row["validation_loss"] or "nan"
+                rows.append({name: float(row[name]) for name in COLUMNS})
             except (TypeError, ValueError, KeyError):
                 continue
     return rows

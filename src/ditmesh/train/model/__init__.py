@@ -1,1 +1,1 @@
-"""Additions of a run to the model: adapters, frozen weights, dropout, compiled blocks, a part of the tokens."""
+"""Additions of a run to the model: adapters, frozen weights, compiled blocks."""

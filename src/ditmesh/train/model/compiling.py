@@ -26,7 +26,7 @@ def compile_blocks_of(model: nn.Module, config: TrainConfig, undo: ExitStack) ->
     Raises:
         ConfigError: torch has no such backend, or the model has no blocks.
     """
-    backend = "inductor" if config.compile is True else str(config.compile)
+    backend = "inductor" if config.model.compile is True else str(config.model.compile)
     known = torch.compiler.list_backends(None)
     if backend not in known:
         raise ConfigError(f"compile={backend!r} is not a backend of torch.compile here; use one of {', '.join(known)}")

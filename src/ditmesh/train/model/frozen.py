@@ -21,8 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...core.digests import digest, tensor_digest
-from ...core.staging import onto
 from ...errors import ConfigError, InputError
 from ...generate.components import read_saved
 from ...generate.model_info import ModelInfo
@@ -39,7 +37,7 @@ PIECE = 1 << 23
 BLOCK, SCALES = 64, 256
 
 QUANTISATION_PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
-CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Form(Protocol):
@@ -183,10 +181,7 @@ class FrozenLinear(nn.Linear):
 
     Attributes:
         weight: of the shape and dtype float32, and without its numbers.
-        on_host: the parts, in host memory, after `keep_on_host`; empty: they are parameters.
     """
-
-    on_host: dict[str, Tensor]
 
     def __init__(
         self, parts: Mapping[str, Tensor], form: Form, shape: tuple[int, int], bias: nn.Parameter | None
@@ -197,7 +192,6 @@ class FrozenLinear(nn.Linear):
         # First: models ask the first parameter of some modules for its dtype.
         self.register_parameter("bias", bias)
         self.requires_grad_(False)
-        self.on_host = {}
         self._scalars = {name: not value.dim() for name, value in parts.items()}
         for name, value in parts.items():
             # FSDP2 shards no scalars, and checkpoints leave frozen parameters out, not buffers.
@@ -210,20 +204,9 @@ class FrozenLinear(nn.Linear):
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return cast(Tensor, self._like).expand(self.out_features, self.in_features)
 
-    def keep_on_host(self) -> None:
-        """Keep the parts in host memory, where no move of the module takes them, and copy them for each product."""
-        for name in [] if self.on_host else self._scalars:
-            value = cast(Tensor, self._parameters.pop(name)).detach().cpu()
-            # A copy that does not wait needs memory that stays where it is.
-            self.on_host[name] = value.pin_memory() if torch.cuda.is_available() else value
-
     def pieces(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
         """Rows of the weight, from and to, in ``dtype``: some at a time."""
-        if self.on_host:
-            device = cast(Tensor, self._like).device
-            stored = {name: onto(value, device) for name, value in self.on_host.items()}
-        else:
-            stored = {name: cast(Tensor, getattr(self, name)) for name in self._scalars}
+        stored = {name: cast(Tensor, getattr(self, name)) for name in self._scalars}
         parts = {name: value[0] if self._scalars[name] else value for name, value in stored.items()}
         step = max(1, PIECE // (self.in_features * self.form.step)) * self.form.step
         for low in range(0, self.out_features, step):
@@ -282,39 +265,16 @@ def layers_to_freeze(model: nn.Module) -> list[str]:
     return found
 
 
-def freeze(model: nn.Module, precision: str | None, share: float = 0.0) -> None:
-    """Keep the weights of a model's linear layers in fewer bits, or in host memory, in place.
+def freeze(model: nn.Module, precision: str | None) -> None:
+    """Keep the weights of a model's linear layers in fewer bits, in place.
 
     Weights of torchao become layers that keep nothing but them for the backward pass.
 
     Args:
         model: whole, without adapters.
         precision: a value of ``base_precision``; None: of torchao's weights alone.
-        share: of the layers, those that stay in host memory; evenly over the model.
     """
-    there = any(isinstance(one, FrozenLinear) or _is_torchao_layer(one) for one in model.modules())
-    _convert(model, "fp32" if share and precision is None and not there else precision)
-    layers = [one for one in model.modules() if isinstance(one, FrozenLinear)]
-    for number, layer in enumerate(layers):
-        if int((number + 1) * share) > int(number * share):
-            layer.keep_on_host()
-
-
-def encoders_to_freeze(names: Iterable[str], config: TrainConfig) -> list[str]:
-    """The text encoders among a pipeline's components that ``encoder_precision`` is for."""
-    asked = config.encoder_precision is not None
-    return [one for one in names if asked and one.startswith("text_encoder") and one not in config.train_modules]
-
-
-def freeze_encoders(pipe: Any, config: TrainConfig) -> None:
-    """Keep the linear layers of a pipeline's text encoders in fewer bits, in place, as a run says."""
-    for name in encoders_to_freeze(pipe.components, config):
-        if isinstance(pipe.components[name], nn.Module):
-            freeze(pipe.components[name], config.encoder_precision)
-
-
-def _convert(model: nn.Module, precision: str | None) -> None:
-    there = [name for name, one in model.named_modules() if _is_torchao_layer(one)]
+    there = [name for name, layer in model.named_modules() if _is_torchao_layer(layer)]
     for name in there if precision is None else layers_to_freeze(model):
         layer = cast(nn.Linear, model.get_submodule(name))
         if precision is not None and _is_torchao_layer(layer):
@@ -328,19 +288,21 @@ def _convert(model: nn.Module, precision: str | None) -> None:
         _replace(model, name, FrozenLinear(parts, form, shape, layer.bias))
 
 
+def encoders_to_freeze(names: Iterable[str], config: TrainConfig) -> list[str]:
+    """The text encoders among a pipeline's components that ``encoder_precision`` is for."""
+    asked = config.model.encoder_precision is not None
+    return [one for one in names if asked and one.startswith("text_encoder") and one not in config.model.train_modules]
+
+
+def freeze_encoders(pipe: Any, config: TrainConfig) -> None:
+    """Keep the linear layers of a pipeline's text encoders in fewer bits, in place, as a run says."""
+    for name in encoders_to_freeze(pipe.components, config):
+        if isinstance(pipe.components[name], nn.Module):
+            freeze(pipe.components[name], config.model.encoder_precision)
+
+
 def _is_torchao_layer(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and type(layer.weight.data).__module__.startswith("torchao.")
-
-
-def host_digest(model: nn.Module) -> str:
-    """A digest of the weights that are kept in host memory; those on the device are compared as parameters are."""
-    held = [
-        (name, part, tensor_digest(value))
-        for name, layer in model.named_modules()
-        if isinstance(layer, FrozenLinear)
-        for part, value in layer.on_host.items()
-    ]
-    return digest(held)
 
 
 @contextmanager

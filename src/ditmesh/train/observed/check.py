@@ -27,13 +27,12 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
         pipe: its pipeline, if it is loaded.
 
     Returns:
-        ``model``, ``pipeline``, ``transformer``, ``component`` and ``timesteps`` (which transformer that is, and
-        from where to where it is called; None: everywhere), ``trained_as`` (the pipeline that is
-        trained in its place; None: itself), ``picture`` (what stands beside the caption: ``"first
-        frame"`` or ``"hole"`` of the sample itself, ``"reference"``, or None), ``objective``, and ``sizes``: for every
-        size ``size``, ``latents``, ``time``, ``input``, ``prediction``, ``captions`` and ``pictures`` (the arguments
-        that depend on them) and ``round_trip`` (how far from the chosen latents the loop ended, relative to the
-        largest).
+        ``model``, ``pipeline``, ``transformer``, ``component`` and ``timesteps`` (which transformer that is, and from
+        where to where it is called; None: everywhere), ``trained_as`` (the pipeline that is trained in its place; None:
+        itself), ``picture`` (what stands beside the caption: ``"first frame"`` or ``"hole"`` of the sample itself,
+        ``"reference"``, or None), ``objective``, and ``sizes``: for every size ``size``, ``captions`` and ``pictures``
+        (the transformer's arguments that depend on them) and ``round_trip`` (how far from the chosen latents the loop
+        ended, relative to the largest).
 
     Raises:
         ConfigError: one sentence that says what cannot be derived, or that the loop does not agree.
@@ -45,17 +44,12 @@ def checked_recipe(config: TrainConfig, pipe: Any = None) -> dict[str, Any]:
         raise ConfigError(f"{type(pipe).__name__} has no transformer to train")
     family = ObservedFamily(pipe, config)
     sizes = []
-    for size in bucket_sizes(config):
+    for size in bucket_sizes(config.data):
         family.check_size(pipe, size)
         recipe = list(family.recipes.values())[-1]
-        words = recipe.describe()
         sizes.append(
             {
                 "size": list(size),
-                "time": words["time"],
-                "input": words["input"],
-                "prediction": words["prediction"],
-                "latents": words["latents"],
                 "captions": list(family.captions),
                 "pictures": list(family.pictured),
                 "round_trip": recipe.error,

@@ -83,7 +83,7 @@ class ObservedFamily:
         self.conditioned_by = "text" if by_prompt else "label"
         self._examples: Sequence[Any] = CAPTIONS if by_prompt else LABELS
         # Encoders that are trained beside the transformer, through which gradients flow.
-        self._encoders = [name for name in config.train_modules if name != config.denoiser]
+        self._encoders = [name for name in config.model.train_modules if name != config.denoiser]
         self.captions: list[str] = []
         self.pictured: list[str] = []
         # The size at which captions are encoded.
@@ -175,13 +175,13 @@ class ObservedFamily:
                 continue
             parameters = inspect.signature(type(pipe).__call__).parameters
             picture = next((name for name in PICTURE_ARGUMENTS if name in parameters), None)
-            has_pictures = any(one.has_references for one in self._config.data_sets)
+            has_pictures = any(one.has_references for one in self._config.data.sets)
             for reference in dict.fromkeys((picture, None) if has_pictures else (None, picture)):
                 for guidance in WITHOUT_GUIDANCE:
                     yield pipe, reference, guidance
 
     def _observed(self, pipe: Any, size: tuple[int, int]) -> Recipe:
-        length = self._config.max_sequence_length
+        length = self._config.data.max_sequence_length
         first = length[0] if isinstance(length, tuple) else length
         view = self._view
         picture = view.stand_in(size)
@@ -306,7 +306,7 @@ class ObservedFamily:
 
     def draws_from_prompts(self) -> bool:
         """True if the own pipeline can be called with a prompt alone, without an image beside it."""
-        length, view = self._config.max_sequence_length, self._viewed(self._own)
+        length, view = self._config.data.max_sequence_length, self._viewed(self._own)
         first = length[0] if isinstance(length, tuple) else length
         try:
             view.watcher.first_call(view.request(self._examples[1:], self._size, first))
@@ -349,7 +349,7 @@ class ObservedFamily:
         return float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
 
     def _latents_of(self, pipe: Any, size: tuple[int, int]) -> tuple[int, ...]:
-        frames = self._config.num_frames
+        frames = self._config.data.num_frames
         blank = torch.zeros(1, 3, *(() if frames is None else (frames,)), *size)
         moments = self.moments(pipe, blank.to(pipe.vae.device, pipe.vae.dtype))
         return (moments.shape[1] // 2, *moments.shape[2:])

@@ -92,35 +92,6 @@ class NumberMap:
         """The map without its constants."""
         return replace(self, base=torch.zeros_like(self.base))
 
-    def describe(self) -> str:
-        """The map in words."""
-        there = self.scale[self.scale != 0]
-        if not there.numel():
-            return "nothing of it"
-        words = []
-        if there.numel() < self.scale.numel():
-            words.append(f"{there.numel()} of {self.scale.numel()} numbers")
-        elif self.source == self.shape and bool((self.index.flatten() == torch.arange(self.index.numel())).all()):
-            words.append("as it is" if self.identity else "in place")
-        else:
-            words.append(f"{'x'.join(map(str, self.source))} moved to {'x'.join(map(str, self.shape))}")
-        low, high = float(there.min()), float(there.max())
-        if (low, high) != (1, 1):
-            words.append(f"times {low:.4g}" if high - low < 1e-6 else f"times {low:.4g} to {high:.4g}")
-        if bool(self.base[self.scale != 0].any()):
-            words.append("shifted")
-        return ", ".join(words)
-
-    @property
-    def identity(self) -> bool:
-        """True if the output is the input."""
-        return (
-            self.source == self.shape
-            and bool((self.scale == 1).all())
-            and not bool(self.base.any())
-            and bool((self.index.flatten() == torch.arange(self.index.numel())).all())
-        )
-
     def _on(self, part: Tensor, value: Tensor) -> Tensor:
         return part.to(value.device, value.dtype)
 

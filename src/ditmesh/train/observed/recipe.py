@@ -74,17 +74,6 @@ class TimeArgument:
         order = values.argsort()
         return float(np.interp(moment, values[order], times[order]))
 
-    def describe(self) -> str:
-        """The argument in words, such as ``timestep = t / 1000``."""
-        moves = self.scale != 0
-        scale, shift = float(self.scale[moves][0]), float(self.shift[moves][0])
-        if self.table is not None:
-            return f"{self.path} = {self.table[1].min():.4g} to {self.table[1].max():.4g}, by a table of t"
-        word = {1.0: "t", 1e-3: "t / 1000", -1e-3: "-t / 1000", -1.0: "-t"}.get(scale, f"{scale:g} t")
-        text = word if not shift else f"{shift:g} {'-' if word[0] == '-' else '+'} {word.lstrip('-')}"
-        given = int((~moves).sum())
-        return f"{self.path} = {text}" + (f", but for {given} of {moves.numel()} numbers" if given else "")
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -131,16 +120,6 @@ class Recipe:
             back=self.back.on(device),
             arguments=replaced(self.arguments, {path: one.to(device) for path, one in tensors_in(self.arguments)}),
         )
-
-    def describe(self) -> dict[str, str]:
-        """The recipe in words, by what each is about."""
-        return {
-            "time": ", ".join(time.describe() for time in self.times),
-            "input": ", ".join(f"{path}: {into.describe()}" for path, into in self.inputs),
-            "prediction": self.prediction.describe(),
-            "latents": self.latents.describe(),
-            "round trip": f"off by {self.error:.1e}",
-        }
 
 
 def derive_recipe(watcher: PipelineWatcher, request: Mapping[str, Any]) -> Recipe:

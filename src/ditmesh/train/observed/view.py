@@ -66,7 +66,7 @@ class PipelineView:
         self, pipe: Any, config: TrainConfig, picture: str | None = None, guidance: float = WITHOUT_GUIDANCE[0]
     ) -> None:
         self.pipe, self.picture, self.guidance = pipe, picture, guidance
-        self._config, self._frames = config, config.num_frames
+        self._config, self._frames = config, config.data.num_frames
         self.parameters = set(inspect.signature(type(pipe).__call__).parameters)
         self.videos = "num_frames" in self.parameters
         self.watcher = PipelineWatcher(pipe, config.denoiser)

@@ -17,9 +17,9 @@ from ...comm.mesh import Mesh
 from ...errors import ConfigError
 from ..config import TrainConfig
 from ..gradients.sync import GradientSync
+from ..settings import OptimizerConfig
 from .optimizers import (
     check_optimizer,
-    check_state,
     finite_parts,
     make_optimizer,
     set_rate,
@@ -41,25 +41,27 @@ class WeightUpdate:
         optimizer: as `TrainConfig.optimizer` says.
         schedule: of the learning rate.
         scaler: of the loss; does nothing without ``mixed_precision: fp16``.
-        average: the moving average of the weights; None without ``use_ema``.
+        average: the moving average of the weights; None without ``ema_decay``.
 
     Raises:
         ConfigError: no parameter is trained, or the schedule does not fit the run.
     """
 
     def __init__(self, trained: nn.ModuleDict, config: TrainConfig, mesh: Mesh, steps: int) -> None:
-        self._trained, self._config, self._mesh = trained, config, mesh
+        self._trained, self._config, self._mesh = trained, config.optimizer, mesh
+        self._output_dir = config.output_dir
         self.parameters = [p for p in trained.parameters() if p.requires_grad]
         if not self.parameters:
             raise ConfigError("nothing is trained: no parameter asks for a gradient")
         check_optimizer(config)
         self.optimizer = make_optimizer(trained, config)
         turn_to_training(self.optimizer)
-        # Whether checkpoints can hold its state, which is there after a step.
-        self._is_checked = False
-        self.schedule = _schedule(self.optimizer, config, steps)
-        self.scaler = MeshGradScaler(mesh, config.mixed_precision == "fp16")
-        self.average = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
+        self.schedule = _schedule(self.optimizer, config.optimizer, steps)
+        self.scaler = MeshGradScaler(mesh, config.model.mixed_precision == "fp16")
+        self.average = self._moving_average(config.optimizer)
+
+    def _moving_average(self, config: OptimizerConfig) -> EMAModel | None:
+        return None if config.ema_decay is None else EMAModel(self.parameters, decay=config.ema_decay)
 
     def apply(self, sync: GradientSync, step: int) -> tuple[float, bool]:
         """Change the weights by the gradients that they hold. Collective.
@@ -90,9 +92,6 @@ class WeightUpdate:
                 )
             )
         self.scaler.step(self.optimizer)
-        if not self._is_checked and not overflowed:
-            check_state(self.optimizer, self.named)
-            self._is_checked = True
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
@@ -104,9 +103,9 @@ class WeightUpdate:
         """The error message of a step with numbers that are not finite."""
         config = self._config
         return (
-            f"{why}: no weight was changed by this step, and the last checkpoint in {config.output_dir} stays; "
-            f"use a lower learning_rate (now {config.learning_rate:g}) or max_grad_norm "
-            f"({config.max_grad_norm:g}) and --resume"
+            f"{why}: no weight was changed by this step, and the last checkpoint in {self._output_dir} stays; "
+            f"use a lower learning_rate (now {config.learning_rate:g}) or max_grad_norm ({config.max_grad_norm:g}) and "
+            "--resume"
         )
 
     def bad_weights(self) -> str | None:
@@ -155,19 +154,14 @@ class WeightUpdate:
             set_rate(group, float(rate) * factor(step))
 
 
-def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps: int) -> LambdaLR:
+def _schedule(optimizer: torch.optim.Optimizer, config: OptimizerConfig, steps: int) -> LambdaLR:
     if config.lr_decay_steps is None:
-        try:
-            return get_scheduler(
-                config.lr_scheduler,
-                optimizer=optimizer,
-                num_warmup_steps=config.lr_warmup_steps,
-                num_training_steps=steps,
-                num_cycles=config.lr_num_cycles,
-                power=config.lr_power,
-            )
-        except ValueError as error:
-            raise ConfigError(f"lr_scheduler={config.lr_scheduler!r}: {error}") from None
+        return get_scheduler(
+            config.lr_scheduler,
+            optimizer=optimizer,
+            num_warmup_steps=config.lr_warmup_steps,
+            num_training_steps=steps,
+        )
     if config.lr_warmup_steps + config.lr_decay_steps > steps:
         raise ConfigError(
             f"lr_warmup_steps={config.lr_warmup_steps} and lr_decay_steps={config.lr_decay_steps} are more than "
