@@ -19,12 +19,12 @@ import ditmesh
 from ditmesh import ParallelConfig
 from ditmesh.comm import PeerError
 from ditmesh.comm.mesh import Mesh
-from ditmesh.comm.uneven import uneven_work
 from ditmesh.train import TrainConfig
 from ditmesh.train.data.agreement import agreed_samples
 from ditmesh.train.data.cache import DamagedFile, SampleCache
 from ditmesh.train.data.reading import read_samples
 from ditmesh.train.trainer import Preparing, Trainer
+from ditmesh.train.uneven import uneven_work
 from support.train import folder_of, save_pipeline, settings
 
 COUNT = 12

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..core.library import library_class
-from ..core.staging import onto
 from ..errors import ConfigError, did_you_mean
 from .config import TrainConfig
+from .staging import onto
 
 # The density of ``mode`` is one up to 2 / (pi - 2) (Esser et al. 2024, section 3.1).
 MOST_MODE_SCALE = 1.75

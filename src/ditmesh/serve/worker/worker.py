@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comm import PeerError
-from ...core.device_clock import DeviceClock
 from ...core.steps import SchedulerStep, StepEvents, loop_steps
 from ...generate.arguments import CALLBACK, call_parameters
 from ...generate.outputs import Picture, outputs_of
@@ -30,6 +29,7 @@ from ..offers import ModelSpec
 from ..types import RankState
 from .batching import Batcher, FailedCalls
 from .coroutines import PendingCall, PipelineTask
+from .device_clock import DeviceClock
 from .loaded import LoadedModel
 from .model_cache import ModelCache
 from .priority import give_way

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ...comm.mesh import Mesh
-from ...comm.uneven import RankProgress
 from ...core.digests import digest
 from ...errors import ConfigError, InputError
 from ..config import TrainConfig
 from ..families import Conditions, Family
 from ..objective import NoiseObjective, NoiseTables
+from ..uneven import RankProgress
 from .agreement import agreed_samples
 from .captions import By
 from .encoded import EncodedSamples

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...core.digests import digest, tensor_digest
-from ...core.staging import onto
 from ...errors import ConfigError, InputError
 from ...generate.components import read_saved
 from ...generate.loading import build_empty, fill_weights, weight_files
 from ...generate.model_info import ModelInfo
 from ...requirements import not_installed
 from ..config import SECOND, TrainConfig
+from ..staging import onto
 
 # Linear layers outside of blocks are quantised where both sides are at least so wide: the projections from and to
 # latents are small, and what they lose every token loses.
