@@ -77,7 +77,7 @@ def _gathered(every: list[Any], value: Any, group: Any = None) -> None:
 @contextmanager
 def one_of(world: int, rank: int) -> Iterator[None]:
     """This process is a rank of a world of GPUs, until the end. No process group may be there before."""
-    from ditmesh.comm import link, mesh
+    from ditmesh.comm import link, mesh, transports
     from ditmesh.comm.hosts import Hosts
 
     hook = sys.excepthook
@@ -95,7 +95,7 @@ def one_of(world: int, rank: int) -> Iterator[None]:
                 (dist, "all_gather_object", _gathered),
                 (dist, "broadcast_object_list", lambda *_, **__: None),
                 (dist, "barrier", lambda *_, **__: None),
-                (link, "backend_of", lambda *_: "nccl"),
+                (transports, "backend_of", lambda *_: "nccl"),
                 (link.Link, "connect_peers", lambda *_: None),
                 # No thread watches for failures of ranks that are not there.
                 (mesh, "backend_of", lambda *_: "gloo"),

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Link
-from ..comm.link import Transfer
+from ..comm import Link, Transfer
 from ..comm.state import Spec
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, memory, offset_of, rounded_up

@@ -468,7 +468,7 @@ def _one_thread() -> Iterator[None]:
 @contextmanager
 def _collectives_timed() -> Iterator[list[tuple[float, float]]]:
     """Seconds of every operation of a link, by the clock and of this thread: sending, and waiting for other ranks."""
-    from ...comm.link import Link, Transfer
+    from ...comm import Link, Transfer
 
     spent: list[tuple[float, float]] = []
     inside = False

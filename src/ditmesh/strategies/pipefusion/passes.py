@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from ...comm.link import Transfer
+from ...comm import Transfer
 from ...core.arguments import Arguments
 from ...core.partition import Partition
 from ...core.patching import Proceed
