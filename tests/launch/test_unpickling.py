@@ -44,9 +44,9 @@ CHECKPOINTS = {
 
 # Where ranks exchange objects, which torch pickles: files of which every call is a message of one process group.
 COLLECTIVES = {
+    "comm/grid.py",
     "comm/hosts.py",
     "comm/link.py",
-    "comm/mesh.py",
     "comm/objects.py",
     "comm/shared.py",
     "engine/auto.py",

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..comm.mesh import DEFAULT_DEADLINE, Mesh, check_ranks
+from ..comm.grid import check_ranks
+from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
 from ..errors import ConfigError, HostsWarning, InputError, LayoutError
 from ..layout import TokenLayout, layout_of

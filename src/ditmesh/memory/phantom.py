@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..comm import Link, Traffic, Transfer
-from ..comm.mesh import LINKS, Mesh
+from ..comm.grid import LINKS
+from ..comm.mesh import Mesh
 from ..comm.shared import Spec, message_bytes
 from ..comm.transports import Way
 from ..config import ParallelConfig
