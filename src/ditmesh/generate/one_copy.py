@@ -21,10 +21,10 @@ from torch import nn
 
 from ..comm.hosts import Hosts, find_hosts
 from ..comm.objects import gather_objects
-from ..core.heap import return_free_memory
 from ..errors import InputError, shortened
 from ..followers.objects import Parcel, open_parcel, pack_parcel
 from ..followers.shared_memory import MemoryFile, Place
+from ..launch.heap import return_free_memory
 from .conversions import Conversion, Conversions, convert
 from .model_info import ModelInfo
 

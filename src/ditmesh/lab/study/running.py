@@ -174,10 +174,10 @@ def run_cell(
     """
     import torch
 
-    from ...core.steps import SchedulerStep, StepEvents
     from ...generate.job import PictureJob
     from ...generate.outputs import Picture
     from ...generate.runner import PipelineRunner
+    from ...generate.steps import SchedulerStep, StepEvents
     from ...parts.part import whole_of
 
     width, height = setup.size or (None, None)
