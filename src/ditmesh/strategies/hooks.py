@@ -25,7 +25,7 @@ from ..layout import Leaf, Region, TokenLayout, layout_of
 from ..layout.derive import derive_anew, derive_rows
 from ..layout.folds import Folding
 from ..layout.forms import Forms, Processors
-from ..layout.influence import error_line
+from ..layout.record import error_line
 from ..parts.own_tokens import OwnTokens
 from ..parts.part import whole_of
 from .balance import Balance
