@@ -134,10 +134,6 @@ class SequenceParallel:
                 "do not skip the last block (skip_layers) on several ranks"
             )
 
-    def pass_over(self) -> None:
-        """The block in progress does not run on this rank: it makes no attention calls."""
-        self._call.ran = False
-
     def tokens(self) -> Partition:
         """The streams of the call in progress, by sequence rank."""
         return self._call.tokens
