@@ -278,7 +278,7 @@ def derive_layout(
     observer = _Observer(model, list(lists) or every)
     handles = []
     for path in observer.lists:
-        for index, block in enumerate(_children(model, path)):
+        for index, block in enumerate(model.get_submodule(path).children()):
             site = f"{path}.{index}"
 
             def after(module: nn.Module, args: Any, kwargs: Any, output: Any, site: str = site) -> None:
@@ -703,9 +703,3 @@ def block_lists(model: nn.Module) -> list[str]:
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             paths.append(path)
     return paths
-
-
-def _children(model: nn.Module, path: str) -> nn.ModuleList:
-    blocks = model.get_submodule(path)
-    assert isinstance(blocks, nn.ModuleList)
-    return blocks
