@@ -38,6 +38,20 @@ MAX_DEGREE = 2**16
 
 Degree = Annotated[int, Field(ge=1, le=MAX_DEGREE)]
 
+# Settings besides degrees that a description names, in its order.
+_DESCRIBED = (
+    "shard",
+    "patches",
+    "stages",
+    "exchange",
+    "warmup",
+    "compress",
+    "predict",
+    "speeds",
+    "vae",
+    "text_encoder",
+)
+
 # The reason why a setting cannot be trained.
 STALE = "keys of an earlier step have no gradient"
 
@@ -387,32 +401,14 @@ class ParallelConfig(BaseModel):
         """Short text such as ``ulysses=2 ring=2``; ``1 device`` when nothing is parallel."""
         degrees = [f"{axis}={degree}" for axis, degree in reversed(self.degrees.items()) if degree > 1]
         parts = degrees or ["1 device"]
-        if self.shard > 1:
-            parts.append(f"shard={self.shard}")
-        if self.patches is not None:
-            parts.append(f"patches={self.patches}")
-        if self.stages != "estimated":
-            parts.append(f"stages={self.stages if isinstance(self.stages, str) else ','.join(map(str, self.stages))}")
-        if self.exchange != "exact":
-            parts.append(f"exchange={self.exchange}")
-        if self.stale_exchange:
-            parts.append(f"warmup={self.warmup}")
-        if self.compress is not None:
-            parts.append(f"compress={self.compress}")
-        if self.predict == "none":
-            parts.append("predict=none")
-        if self.speeds is not None:
-            speeds = self.speeds if isinstance(self.speeds, str) else ",".join(f"{speed:g}" for speed in self.speeds)
-            parts.append(f"speeds={speeds}")
-        if self.vae != "auto":
-            parts.append(f"vae={self.vae}")
-        if self.text_encoder != "whole":
-            parts.append(f"text_encoder={self.text_encoder}")
-        if self.precompute:
-            parts.append("precompute")
-        if self.reproducible:
-            parts.append("reproducible")
-        return " ".join(parts)
+        usual = {name: field.default for name, field in type(self).model_fields.items()}
+        for name in _DESCRIBED:
+            value = getattr(self, name)
+            # What is exact has no steps to warm up, and prediction is told where it is turned off.
+            if self.stale_exchange if name == "warmup" else value not in (usual[name], "linear"):
+                words = ",".join(f"{number:g}" for number in value) if isinstance(value, tuple) else value
+                parts.append(f"{name}={words}")
+        return " ".join([*parts, *(name for name in ("precompute", "reproducible") if getattr(self, name))])
 
     def check_world_size(self, world_size: int, given: str | None = None) -> None:
         """Raise an error if the degrees do not multiply to ``world_size`` ranks.
