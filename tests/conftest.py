@@ -144,6 +144,7 @@ def record_support(request: pytest.FixtureRequest) -> Iterator[Callable[[str, st
         import torch
 
         from ditmesh.strategies import support
+        from support.support_page import as_markdown
 
         merged = {name: dict(row) for name, row in support.support_table().items()}
         for name, row in cells.items():
@@ -156,4 +157,4 @@ def record_support(request: pytest.FixtureRequest) -> Iterator[Callable[[str, st
         }
         support.TABLE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         page = Path(__file__).parents[1] / "docs" / "support.md"
-        page.write_text(support.as_markdown(), encoding="utf-8")
+        page.write_text(as_markdown(), encoding="utf-8")

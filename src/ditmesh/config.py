@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from .combinations import check_combinations
 from .errors import ConfigError, did_you_mean, nearest_problem, problem_text, reason_of
-from .staleness.policy import forms as warmup_forms
-from .staleness.policy import parse as parse_warmup
 
 TextPolicy = Literal["auto", "shard", "replicate"]
 InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
@@ -36,6 +35,22 @@ MAX_ULYSSES = 8
 
 # Maximum of ranks of an axis, patches or tiles, so that an untrusted number cannot exhaust memory.
 MAX_DEGREE = 2**16
+
+Degree = Annotated[int, Field(ge=1, le=MAX_DEGREE)]
+
+# Settings besides degrees that a description names, in its order.
+_DESCRIBED = (
+    "shard",
+    "patches",
+    "stages",
+    "exchange",
+    "warmup",
+    "compress",
+    "predict",
+    "speeds",
+    "vae",
+    "text_encoder",
+)
 
 # The reason why a setting cannot be trained.
 STALE = "keys of an earlier step have no gradient"
@@ -164,49 +179,43 @@ class ParallelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    data: Annotated[int, Setting("Share the images of a prompt over this many ranks.", option=True)] = Field(
-        default=1, ge=1, le=MAX_DEGREE
-    )
+    data: Annotated[Degree, Setting("Share the images of a prompt over this many ranks.", option=True)] = 1
     cfg: Annotated[
-        int,
+        Degree,
         Setting(
             "Share the branches of classifier-free guidance over this many ranks.",
             untrained="training has no branches of guidance to share; use data for the samples of a step",
             option=True,
         ),
-    ] = Field(default=1, ge=1, le=MAX_DEGREE)
-    ring: Annotated[int, Setting("Set the degree of ring attention, which shares out tokens.", option=True)] = Field(
-        default=1, ge=1, le=MAX_DEGREE
-    )
+    ] = 1
+    ring: Annotated[Degree, Setting("Set the degree of ring attention, which shares out tokens.", option=True)] = 1
     ulysses: Annotated[
-        int, Setting("Set the degree of Ulysses, which shares out tokens, and heads in attention.", option=True)
-    ] = Field(default=1, ge=1, le=MAX_DEGREE)
+        Degree, Setting("Set the degree of Ulysses, which shares out tokens, and heads in attention.", option=True)
+    ] = 1
     chunks: Annotated[
-        int,
+        Degree,
         Setting(
             "Exchange the heads of Ulysses in this many parts: one is computed while others travel.",
             untrained="training exchanges all heads at once; leave it out",
         ),
-    ] = Field(default=1, ge=1, le=MAX_DEGREE)
-    tensor: Annotated[int, Setting("Set the degree of tensor parallelism, which cuts weights.", option=True)] = Field(
-        default=1, ge=1, le=MAX_DEGREE
-    )
+    ] = 1
+    tensor: Annotated[Degree, Setting("Set the degree of tensor parallelism, which cuts weights.", option=True)] = 1
     pipe: Annotated[
-        int,
+        Degree,
         Setting(
             "Set the number of PipeFusion stages: each has some of the blocks.",
             untrained="stages are for images; use sharding: fsdp, or tensor, for weights that are too large",
             option=True,
         ),
-    ] = Field(default=1, ge=1, le=MAX_DEGREE)
+    ] = 1
     shard: Annotated[
-        int,
+        Degree,
         Setting(
             "Let this many ranks hold one part each of weights that they would all hold.",
             untrained="weights in pieces have no gradient; use sharding: fsdp",
             option=True,
         ),
-    ] = Field(default=1, ge=1, le=MAX_DEGREE)
+    ] = 1
     exchange: Annotated[
         Exchange,
         Setting(
@@ -264,8 +273,8 @@ class ParallelConfig(BaseModel):
         bool, Setting("Generate the same bits on any number of devices; this is slower.", decides=True, option=True)
     ] = False
     tiles: Annotated[
-        int, Setting("Cut the image into this many pieces in reproducible mode; they decide the bits.", decides=True)
-    ] = Field(default=8, ge=1, le=MAX_DEGREE)
+        Degree, Setting("Cut the image into this many pieces in reproducible mode; they decide the bits.", decides=True)
+    ] = 8
     text: Annotated[
         TextPolicy, Setting("Choose whether ranks share text tokens as they share image tokens.", decides=True)
     ] = "auto"
@@ -323,151 +332,7 @@ class ParallelConfig(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
-        self._check()
-
-    def _check(self) -> None:
-        """Reject settings that cannot be combined."""
-        self._check_shard()
-        self._check_speeds()
-        self._check_stages()
-        self._check_stale()
-        if self.precompute and (self.cuts_weights or self.stages_or_patches or self.compile is not None):
-            raise ConfigError(
-                f"precompute=True runs modules whole and as they are, which {self.describe()} does not leave them; "
-                "use it with ulysses, ring, cfg and data, without compile"
-            )
-        if self.compile == "cudagraphs":
-            raise ConfigError(
-                "compile='cudagraphs' would record what ranks send once and never send it again; use compile='inductor'"
-            )
-        if self.reproducible:
-            self._check_reproducible()
-
-    def _check_shard(self) -> None:
-        if self.replicas % self.shard:
-            own = self.inputs == "per-data-rank" and self.data > 1
-            product = " x ".join(f"{axis}={self.degrees[axis]}" for axis in REPLICAS if not (own and axis == "data"))
-            fitting = [n for n in range(2, self.replicas + 1) if self.replicas % n == 0]
-            raise ConfigError(
-                f"shard={self.shard} does not divide the {self.replicas} "
-                f"{'rank' if self.replicas == 1 else 'ranks'} of {product} that hold equal weights"
-                + (" and share requests (inputs='per-data-rank')" if own else "")
-                + "; use "
-                + (f"shard={' or '.join(map(str, fitting))}" if fitting else "ulysses, ring, cfg or data with it")
-                + (", or tensor or pipe to cut the weights" if not fitting else "")
-            )
-        if self.shard > 1 and self.pipe > 1 and (self.stages == "measured" or self.speeds == "auto"):
-            raise ConfigError(
-                f"shard={self.shard} cuts the weights of blocks that stages={self.stages!r} and speeds={self.speeds!r} "
-                "would move once they are measured; give the stages as numbers, or leave them 'estimated'"
-            )
-        if self.shard > 1 and self.reproducible and self.stages_or_patches and self.data > 1:
-            raise ConfigError(
-                f"shard={self.shard} needs as many calls on every rank, and with reproducible=True data={self.data} "
-                f"ranks run their rows one by one through the patches of pipe={self.pipe}; use data=1"
-            )
-
-    def _check_speeds(self) -> None:
-        if isinstance(self.speeds, tuple):
-            if any(not isfinite(speed) or speed <= 0 for speed in self.speeds):
-                raise ConfigError(f"speeds={list(self.speeds)}: every speed must be above 0; leave a slow rank out")
-            if self.pipe > 1 and len(self.speeds) != self.pipe:
-                raise ConfigError(
-                    f"speeds={list(self.speeds)} are {len(self.speeds)}, but with pipe={self.pipe} they are those "
-                    f"of the {self.pipe} stages; give one speed for each (sequence ranks of a stage share evenly)"
-                )
-            if self.pipe == 1 and len(self.speeds) != self.sequence:
-                raise ConfigError(
-                    f"speeds={list(self.speeds)} are {len(self.speeds)}, but ring={self.ring} x "
-                    f"ulysses={self.ulysses} is {self.sequence} sequence ranks; give one speed for each"
-                )
-        if self.speeds is not None and self.pipe == 1 and self.stages_or_patches:
-            raise ConfigError(
-                f"speeds={self.speeds!r} have nothing to share out with patches={self.patches} and one stage: a "
-                "patch is cut evenly over its sequence ranks; use pipe=2 or more, or leave speeds out"
-            )
-
-    def _check_stages(self) -> None:
-        if isinstance(self.stages, tuple):
-            if len(self.stages) != self.pipe or min(self.stages) < 1:
-                raise ConfigError(
-                    f"stages={list(self.stages)} are not the blocks of pipe={self.pipe} stages; give one number from 1 "
-                    "up for each, or 'estimated' or 'measured'"
-                )
-            if self.speeds is not None:
-                raise ConfigError(
-                    f"stages={list(self.stages)} leave speeds={self.speeds!r} nothing to decide; leave one out"
-                )
-
-    def _check_stale(self) -> None:
-        parse_warmup(self.warmup)
-        if self.stale_exchange and self.ulysses > 1:
-            raise ConfigError(
-                f"exchange={self.exchange!r} runs on the ring axis, not with ulysses={self.ulysses}; "
-                f"use ring={self.sequence}"
-            )
-        if self.exchange == "gather" and (self.stages_or_patches or self.reproducible):
-            mode = "reproducible mode" if self.reproducible else f"PipeFusion (pipe={self.pipe})"
-            raise ConfigError(f"exchange='gather' adds nothing to {mode}, which gathers keys itself; leave it out")
-        if self.exchange != "exact" and self.stages_or_patches:
-            raise ConfigError(
-                f"exchange={self.exchange!r} and pipe={self.pipe} are two stale strategies; use exchange='exact' "
-                "inside the stages, or pipe=1"
-            )
-        for name in ("compress", "predict"):
-            if (value := getattr(self, name)) is not None and self.exchange != "displaced":
-                raise ConfigError(f"{name}={value!r} is for exchange='displaced', not {self.exchange!r}; leave it out")
-        if self.patches is not None and self.patches < self.pipe:
-            raise ConfigError(
-                f"patches={self.patches} leave some of pipe={self.pipe} stages idle; use patches >= {self.pipe}"
-            )
-
-    def _check_reproducible(self) -> None:
-        if self.tensor > 1:
-            raise ConfigError(
-                f"tensor={self.tensor} adds partial sums in an order that depends on the degree, so it cannot be "
-                "reproducible; use ulysses or ring instead"
-            )
-        if self.compile is not None:
-            raise ConfigError(
-                f"compile={self.compile!r} chooses kernels by itself, so it cannot be reproducible; leave one out"
-            )
-        if self.exchange != "exact":
-            raise ConfigError(
-                f"exchange={self.exchange!r} gives a different image for every number of ranks, so it cannot be "
-                "reproducible; use exchange='exact', or pipe with a fixed number of patches"
-            )
-        if self.vae == "bands":
-            raise ConfigError(
-                "vae='bands' adds the statistics of group norms up band by band, so it cannot be reproducible; use "
-                "vae='whole' or leave it out"
-            )
-        if self.stages_or_patches:
-            self._check_reproducible_patches()
-        if self.sequence > self.tiles:
-            raise ConfigError(
-                f"{self.sequence} sequence ranks cannot share tiles={self.tiles}; use tiles={self.sequence} or "
-                "more (another number of tiles gives other bits)"
-            )
-
-    def _check_reproducible_patches(self) -> None:
-        if self.sequence > 1:
-            raise ConfigError(
-                f"ring={self.ring} x ulysses={self.ulysses} ranks would cut the patches of pipe={self.pipe}, "
-                f"patches={self.patches or self.pipe} again, and the bits would depend on how many there are; with "
-                "reproducible=True use more stages (pipe) or data for these ranks, or leave pipe and patches out"
-            )
-        if self.cfg > 1:
-            raise ConfigError(
-                f"with pipe or patches cfg={self.cfg} makes exact steps that one device would not: a branch that "
-                "moves to another rank has no keys of the previous step; with reproducible=True use more stages (pipe) "
-                "or data for these ranks, or leave pipe and patches out"
-            )
-        if getattr(parse_warmup(self.warmup), "reads_drift", True):
-            raise ConfigError(
-                f"warmup={self.warmup!r} decides by the drift of all images of a call, so that an image would "
-                f"depend on the others; with reproducible=True use {warmup_forms(reads_drift=False)}"
-            )
+        check_combinations(self)
 
     @property
     def stages_or_patches(self) -> bool:
@@ -536,32 +401,14 @@ class ParallelConfig(BaseModel):
         """Short text such as ``ulysses=2 ring=2``; ``1 device`` when nothing is parallel."""
         degrees = [f"{axis}={degree}" for axis, degree in reversed(self.degrees.items()) if degree > 1]
         parts = degrees or ["1 device"]
-        if self.shard > 1:
-            parts.append(f"shard={self.shard}")
-        if self.patches is not None:
-            parts.append(f"patches={self.patches}")
-        if self.stages != "estimated":
-            parts.append(f"stages={self.stages if isinstance(self.stages, str) else ','.join(map(str, self.stages))}")
-        if self.exchange != "exact":
-            parts.append(f"exchange={self.exchange}")
-        if self.stale_exchange:
-            parts.append(f"warmup={self.warmup}")
-        if self.compress is not None:
-            parts.append(f"compress={self.compress}")
-        if self.predict == "none":
-            parts.append("predict=none")
-        if self.speeds is not None:
-            speeds = self.speeds if isinstance(self.speeds, str) else ",".join(f"{speed:g}" for speed in self.speeds)
-            parts.append(f"speeds={speeds}")
-        if self.vae != "auto":
-            parts.append(f"vae={self.vae}")
-        if self.text_encoder != "whole":
-            parts.append(f"text_encoder={self.text_encoder}")
-        if self.precompute:
-            parts.append("precompute")
-        if self.reproducible:
-            parts.append("reproducible")
-        return " ".join(parts)
+        usual = {name: field.default for name, field in type(self).model_fields.items()}
+        for name in _DESCRIBED:
+            value = getattr(self, name)
+            # What is exact has no steps to warm up, and prediction is told where it is turned off.
+            if self.stale_exchange if name == "warmup" else value not in (usual[name], "linear"):
+                words = ",".join(f"{number:g}" for number in value) if isinstance(value, tuple) else value
+                parts.append(f"{name}={words}")
+        return " ".join([*parts, *(name for name in ("precompute", "reproducible") if getattr(self, name))])
 
     def check_world_size(self, world_size: int, given: str | None = None) -> None:
         """Raise an error if the degrees do not multiply to ``world_size`` ranks.

@@ -21,7 +21,7 @@ def opened(hosts: Sequence[int], shared_memory: bool) -> tuple[ditmesh.Mesh, Lin
     """A mesh with all ranks on the ring, as if they were on hosts of these numbers."""
     seen = tuple(frozenset(rank for rank, other in enumerate(hosts) if other == host) for host in hosts)
     config = ditmesh.ParallelConfig(ring=len(hosts), exchange="displaced", shared_memory=shared_memory)
-    with mock.patch("ditmesh.comm.mesh.find_hosts", lambda group, shares: Hosts(seen, shares)):
+    with mock.patch("ditmesh.comm.grid.find_hosts", lambda group, shares: Hosts(seen, shares)):
         mesh = ditmesh.Mesh(config, timeout=60)
     return mesh, mesh.ring
 

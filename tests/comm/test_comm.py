@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, 
 def opened(hosts: tuple[int, ...] = (), timeout: float = 60, **settings):
     """A mesh with all ranks on the ring, and its ring link; as if the ranks were on hosts of these numbers."""
     seen = [frozenset(rank for rank, other in enumerate(hosts) if other == host) for host in hosts]
-    apart = mock.patch("ditmesh.comm.mesh.find_hosts", lambda group, shares: Hosts(tuple(seen), shares))
+    apart = mock.patch("ditmesh.comm.grid.find_hosts", lambda group, shares: Hosts(tuple(seen), shares))
     with apart if hosts else nullcontext():
         mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=dist.get_world_size(), **settings), timeout=timeout)
     near = settings.get("shared_memory", True) and not hosts

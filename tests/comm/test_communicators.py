@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.comm import backends
+from ditmesh.comm import grid as grid_module
 from ditmesh.comm import mesh as mesh_module
 from ditmesh.comm.hosts import Hosts
 from ditmesh.comm.link import Link
@@ -113,9 +114,9 @@ def asked(rank: int, config: ditmesh.ParallelConfig) -> list[Any]:
             (dist, "group", SimpleNamespace(WORLD=Group())),
             (torch.cuda, "current_device", lambda: rank),
             (torch, "zeros", lambda *_, **named: torch.empty(1, dtype=torch.uint8)),
-            (mesh_module, "gather_objects", lambda value, group: [value] * config.world_size),
+            (grid_module, "gather_objects", lambda value, group: [value] * config.world_size),
             (mesh_module, "FailureWatcher", mock.Mock()),
-            (mesh_module, "find_hosts", lambda *_: Hosts.single(config.world_size)),
+            (grid_module, "find_hosts", lambda *_: Hosts.single(config.world_size)),
             (Link, "_over_group", over_group),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))

@@ -12,7 +12,7 @@ import torch
 import ditmesh
 from ditmesh import ConfigError, Mesh, ParallelConfig
 from ditmesh.comm import backends
-from ditmesh.comm import mesh as mesh_module
+from ditmesh.comm import grid as grid_module
 from ditmesh.launch.nccl import nccl_settings
 
 
@@ -30,7 +30,7 @@ def misplaced() -> list[str]:
     config = ParallelConfig(ring=2, shared_memory=False)
     found: list[str] = []
     # Rank 1 alone has no backend for its device.
-    with mock.patch.object(mesh_module, "backend_of", return_value="" if rank else "gloo"):
+    with mock.patch.object(grid_module, "backend_of", return_value="" if rank else "gloo"):
         found.append(refusal_of(lambda: Mesh(config)))
     # All ranks have given the mesh another device than the model has; and one of them alone.
     mesh = Mesh(config)
@@ -71,9 +71,9 @@ def mesh_on(device: str, current: int, config: ParallelConfig) -> tuple[Mesh, li
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=current),
         mock.patch.object(torch.cuda, "set_device", chosen.append),
-        mock.patch.object(mesh_module, "backend_of", return_value="nccl"),
-        mock.patch.object(mesh_module, "find_hosts", side_effect=RuntimeError("has got so far")),
-        mock.patch.object(mesh_module, "gather_objects", lambda value, group: [value] * config.world_size),
+        mock.patch.object(grid_module, "backend_of", return_value="nccl"),
+        mock.patch.object(grid_module, "find_hosts", side_effect=RuntimeError("has got so far")),
+        mock.patch.object(grid_module, "gather_objects", lambda value, group: [value] * config.world_size),
         mock.patch.object(Mesh, "new_host_group", return_value=world),
         mock.patch.object(Mesh, "close", return_value=None),
         mock.patch("torch.distributed.is_initialized", return_value=True),

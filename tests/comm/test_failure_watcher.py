@@ -153,9 +153,9 @@ def test_errors_of_nccl_are_of_a_peer():
 def deadlines(backend: str) -> tuple[float, float]:
     from unittest import mock
 
-    from ditmesh.comm import mesh as mesh_module
+    from ditmesh.comm import grid
 
-    asked = mock.patch.object(mesh_module, "backend_of", side_effect=lambda group, _: "gloo" if group else backend)
+    asked = mock.patch.object(grid, "backend_of", side_effect=lambda group, _: "gloo" if group else backend)
     with asked, mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
         mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=2), timeout=10)
         mesh.close()

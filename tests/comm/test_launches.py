@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditmesh import Mesh, ParallelConfig
 from ditmesh.attention.ulysses import HeadExchange, all_heads
+from ditmesh.comm import transports
 from ditmesh.comm.link import Link
 from ditmesh.comm.state import Traffic
 from ditmesh.core.partition import Partition, even_cut, weighted_cut
@@ -153,7 +154,7 @@ def both_ways(size: int) -> list[tuple[str, bool]]:
                 found: list[list[Tensor]] = []
                 for packs in (False, True):
                     mesh.traffic.reset()
-                    with mock.patch.object(Link, "_matches", not packs):
+                    with mock.patch.object(transports, "TAGGED", () if packs else ("gloo",)):
                         assert link.packs == packs
                         found.append(exchanged(link, streams, heads, batch))
                     sent.append(mesh.traffic.bytes_sent["ulysses"])
@@ -172,7 +173,7 @@ def both_ways(size: int) -> list[tuple[str, bool]]:
             sent, gathered = [], []
             for packs in (False, True):
                 mesh.traffic.reset()
-                with mock.patch.object(Link, "_matches", not packs):
+                with mock.patch.object(transports, "TAGGED", () if packs else ("gloo",)):
                     parts = link.all_gather_list([piece, torch.full((2,), float(link.rank))], shapes)
                     gathered.append([link.all_gather(piece, lengths, dim), *(one for part in parts for one in part)])
                 sent.append(mesh.traffic.bytes_sent["ulysses"])

@@ -26,7 +26,7 @@ import ditmesh
 from ditmesh.comm.mesh import Mesh
 
 mesh = Mesh(ditmesh.ParallelConfig(ulysses=2, shared_memory=False))
-found = [dist.get_backend(), mesh.ulysses.transport, mesh.ulysses._matches, str(mesh.device)]
+found = [dist.get_backend(), mesh.ulysses.transport, mesh.ulysses._way, str(mesh.device)]
 mesh.close()
 rank = mesh.rank
 del mesh
@@ -55,7 +55,7 @@ def test_a_world_without_a_backends_name_sends_over_gloo_with_tags(tmp_path):
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     # What torch says itself is what makes a comparison with "gloo" fail. The device that all groups have is the default
     # group's, and ends with it.
-    assert found == [["undefined", "gloo", True, "cpu", 1, 0]] * 2
+    assert found == [["undefined", "gloo", "tags", "cpu", 1, 0]] * 2
 
 
 class OnGpusAlone:

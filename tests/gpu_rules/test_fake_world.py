@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.comm.mesh import LINKS
+from ditmesh.comm.grid import LINKS
 from ditmesh.config import ParallelConfig
 from nccl_rules.fake_cuda import unavailable
 from nccl_rules.fake_world import one_of

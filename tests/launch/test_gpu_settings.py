@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.core.gpus import ALLOCATOR, CUBLAS, SETTINGS, bind_near_gpu, fastest_order, gpu_facts, settle_before_cuda
+from ditmesh.core.gpus import ALLOCATOR, CUBLAS, SETTINGS, bind_near_gpu, gpu_facts, settle_before_cuda
 from ditmesh.launch import devices, ray
-from ditmesh.launch.hardware import environment, missing
+from ditmesh.launch.hardware import environment, fastest_order, missing
 from ditmesh.strategies.determinism import deterministic, refuse_unlike
 
 SXM = SimpleNamespace(name="NVIDIA H100 80GB HBM3", multi_processor_count=132, major=9, minor=0, total_memory=80 << 30)

@@ -44,12 +44,11 @@ CHECKPOINTS = {
 
 # Where ranks exchange objects, which torch pickles: files of which every call is a message of one process group.
 COLLECTIVES = {
+    "comm/grid.py",
     "comm/hosts.py",
     "comm/link.py",
-    "comm/mesh.py",
     "comm/objects.py",
     "comm/shared.py",
-    "comm/uneven.py",
     "engine/auto.py",
     "engine/engine.py",
     "engine/first_call.py",
@@ -65,6 +64,7 @@ COLLECTIVES = {
     "strategies/same_latents.py",
     "strategies/text_encoders.py",
     "verify/ranks.py",
+    "train/uneven.py",
     "train/data/agreement.py",
     "train/checkpoints/checkpoint.py",
     "train/data/encoded.py",

@@ -20,7 +20,6 @@ from PIL import Image
 import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
-from ditmesh.core.unexpected import RAISE
 from ditmesh.engine import guided, refusal
 from ditmesh.generate.model_info import find_model
 from ditmesh.launch import RankPool
@@ -30,6 +29,7 @@ from ditmesh.memory import check
 from ditmesh.memory.catalogue import shape
 from ditmesh.memory.check import Demand, components_of_shape
 from ditmesh.memory.sizes import workload_of
+from ditmesh.memory.unexpected import RAISE
 from ditmesh.strategies.heads import heads_of
 from support.models import tiny
 from support.pipelines import arguments, draw, sd3

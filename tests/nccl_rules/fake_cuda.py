@@ -690,6 +690,7 @@ def cuda(
         found: ``torch.cuda`` says that there is a device, without which autocast and loss scales do nothing.
     """
     from ditmesh.comm import link as link_module
+    from ditmesh.comm import transports
     from ditmesh.core import digests, intercept, values
     from ditmesh.train.gradients import reduce as gradients
 
@@ -698,8 +699,9 @@ def cuda(
     address, start = Tensor.data_ptr, torch.UntypedStorage.data_ptr
     with ExitStack() as stack:
         for owner, name, stand_in in (
-            (link_module.Link, "_matches", property(lambda _: False)),
+            (transports, "TAGGED", ()),
             (link_module, "dist", messages),
+            (transports, "dist", messages),
             (gradients, "dist", messages),
             # Every bit of the weights is read once: by many operations, which are of no interest here.
             (digests, "_feed_bytes", lambda update, tensor: feed(update, device.values(tensor))),

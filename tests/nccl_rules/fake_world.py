@@ -77,7 +77,7 @@ def _gathered(every: list[Any], value: Any, group: Any = None) -> None:
 @contextmanager
 def one_of(world: int, rank: int) -> Iterator[None]:
     """This process is a rank of a world of GPUs, until the end. No process group may be there before."""
-    from ditmesh.comm import link, mesh
+    from ditmesh.comm import grid, link, mesh, transports
     from ditmesh.comm.hosts import Hosts
 
     hook = sys.excepthook
@@ -95,14 +95,14 @@ def one_of(world: int, rank: int) -> Iterator[None]:
                 (dist, "all_gather_object", _gathered),
                 (dist, "broadcast_object_list", lambda *_, **__: None),
                 (dist, "barrier", lambda *_, **__: None),
-                (link, "backend_of", lambda *_: "nccl"),
+                (transports, "backend_of", lambda *_: "nccl"),
                 (link.Link, "connect_peers", lambda *_: None),
                 # No thread watches for failures of ranks that are not there.
-                (mesh, "backend_of", lambda *_: "gloo"),
-                (mesh, "gather_objects", lambda value, group: [value] * world),
+                (grid, "backend_of", lambda *_: "gloo"),
+                (grid, "gather_objects", lambda value, group: [value] * world),
                 (torch.cuda, "current_device", lambda: 0),
                 (torch.cuda, "set_device", lambda device: None),
-                (mesh, "find_hosts", lambda *_: Hosts.single(world)),
+                (grid, "find_hosts", lambda *_: Hosts.single(world)),
                 (mesh.Mesh, "new_host_group", lambda *_: None),
                 (mesh.Mesh, "_meet", lambda self, mine: [mine] * len(self._peers)),
             ):

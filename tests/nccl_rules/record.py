@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from ditmesh.comm import link as link_module
-from ditmesh.comm import objects
+from ditmesh.comm import objects, transports
 from ditmesh.comm.link import Link
 from ditmesh.train.gradients import reduce as gradients
 
@@ -190,8 +190,8 @@ def recorded() -> Iterator[Recorder]:
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(Link, "connect", named))
-        patches.enter_context(mock.patch.object(Link, "_matches", property(lambda _: False)))
-        for module in (link_module, objects, gradients, _fsdp_collectives):
+        patches.enter_context(mock.patch.object(transports, "TAGGED", ()))
+        for module in (link_module, transports, objects, gradients, _fsdp_collectives):
             patches.enter_context(mock.patch.object(module, "dist", recorder))
         yield recorder
 

@@ -873,7 +873,7 @@ def ruled(mode: str = SETTINGS.mode, delay: str = SETTINGS.delay, objects: bool 
 
     Shared memory is not used; the default group and those that name gloo stay gloo's.
     """
-    from ditmesh.comm import mesh
+    from ditmesh.comm import grid
     from ditmesh.comm.link import Link
 
     register()
@@ -890,9 +890,9 @@ def ruled(mode: str = SETTINGS.mode, delay: str = SETTINGS.delay, objects: bool 
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.multiple(SETTINGS, mode=mode, delay=delay, objects=objects))
-        patches.enter_context(mock.patch.object(mesh, "possible", return_value=False))
+        patches.enter_context(mock.patch.object(grid, "possible", return_value=False))
         patches.enter_context(mock.patch.object(Link, "connect", named))
-        patches.enter_context(mock.patch.object(mesh, "group_options", return_value={"backend": "rules"}))
+        patches.enter_context(mock.patch.object(grid, "group_options", return_value={"backend": "rules"}))
         patches.enter_context(mock.patch.object(dist, "batch_isend_irecv", batch_isend_irecv))
         for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
             patches.enter_context(mock.patch.object(dist, name, _with_objects(getattr(dist, name), name)))

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from ditmesh import zoo
 from ditmesh.config import ParallelConfig
-from ditmesh.core.steps import loop_steps
 from ditmesh.errors import InputError, RankFailed
 from ditmesh.generate.loras import load_lora
 from ditmesh.generate.outputs import Picture, VideoFrames, outputs_of
 from ditmesh.generate.preview import LatentColours, preview_jpeg
 from ditmesh.generate.receipt import read_receipt
+from ditmesh.generate.steps import loop_steps
 from ditmesh.launch import RankPool
 from ditmesh.serve.offers import ModelSpec
 from ditmesh.serve.worker.protocol import (

@@ -32,7 +32,7 @@ def on_hosts(hosts: tuple[int, ...]) -> AbstractContextManager[Any]:
     if not hosts:
         return nullcontext()
     near = tuple(frozenset(rank for rank, other in enumerate(hosts) if other == host) for host in hosts)
-    return mock.patch("ditmesh.comm.mesh.find_hosts", lambda group, shares: Hosts(near, shares))
+    return mock.patch("ditmesh.comm.grid.find_hosts", lambda group, shares: Hosts(near, shares))
 
 
 def both(hosts: tuple[int, ...], make: Callable[[], tuple[list[Tensor], int]]) -> tuple[bool, int, int]:

@@ -18,6 +18,7 @@ from ditmesh.parts.part import whole_of
 from ditmesh.recipe import RECIPE
 from ditmesh.strategies import support
 from support.models import MAKERS, RAGGED, inputs, relative_error, run, tiny
+from support.support_page import as_markdown
 
 TOLERANCE = 1e-5
 
@@ -126,16 +127,16 @@ def test_cell(ranks, record_support, name, config):
 def test_the_page_is_the_table():
     """docs/support.md is what the table says, and no class or combination is in it that the matrix does not run."""
     page = Path(__file__).parents[2] / "docs" / "support.md"
-    assert page.read_text(encoding="utf-8") == support.as_markdown()
+    assert page.read_text(encoding="utf-8") == as_markdown()
     # Narrow enough to be read, and every reason stands once.
-    assert all(line.count("|") <= 11 for line in support.as_markdown().splitlines())
+    assert all(line.count("|") <= 11 for line in as_markdown().splitlines())
     refusals = {
         outcome["refused"]
         for row in support.support_table().values()
         for outcome in row.values()
         if "refused" in outcome
     }
-    assert all(support.as_markdown().count(sentence) == 1 for sentence in refusals)
+    assert all(as_markdown().count(sentence) == 1 for sentence in refusals)
     classes = {type(tiny(name)).__name__ for name in MAKERS}
     combinations = {support.combination(ParallelConfig(**config), RECIPE) for config in COMBINATIONS + LARGE}
     assert set(support.support_table()) <= classes

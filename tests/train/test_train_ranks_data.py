@@ -19,11 +19,11 @@ import ditmesh
 from ditmesh import ParallelConfig
 from ditmesh.comm import PeerError
 from ditmesh.comm.mesh import Mesh
-from ditmesh.comm.uneven import uneven_work
 from ditmesh.train.data.agreement import agreed_samples
 from ditmesh.train.data.cache import DamagedFile, SampleCache
 from ditmesh.train.data.reading import read_samples
 from ditmesh.train.trainer import Preparing, Trainer
+from ditmesh.train.uneven import uneven_work
 from support.train import configured, folder_of, save_pipeline, settings
 
 COUNT = 12

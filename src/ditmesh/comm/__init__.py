@@ -3,9 +3,10 @@
 from .bundle import BundledTransfer, Bundles
 from .compression import Codec, codec
 from .hosts import Hosts, find_hosts
-from .link import Link, Transfer
+from .link import Link
 from .shared import SharedChannel, SharedMemory, possible
 from .state import DesyncError, PeerError, RequestState, Traffic
+from .transports import Transfer
 
 __all__ = [
     "BundledTransfer",

@@ -14,7 +14,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from .link import Link, Transfer, request_over
+from .link import Link
+from .transports import Transfer, request_over
 
 # Bytes that a bundle has at most, of the rank that sends the most.
 MOST_BYTES = 1 << 20

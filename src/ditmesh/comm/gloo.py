@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -42,22 +41,6 @@ def new_group(*args: Any, **named: Any) -> Any:
         if first is not None:
             _beside[world] = first
     return made
-
-
-def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group beside the job's own, such as of ranks of several jobs: as torch's ``ProcessGroupGloo``.
-
-    Args:
-        store: where its ranks meet.
-        rank, size: its number among them, and how many they are.
-        timeout: deadline of its collectives.
-
-    Raises:
-        RuntimeError: the others have not come in time.
-    """
-    world = dist.group.WORLD if dist.is_initialized() else None
-    shared = None if world is None else _options_of(world)
-    return _make(dist.distributed_c10d.ProcessGroupGloo, shared, (store, rank, size, timeout), {})
 
 
 def _options_of(group: dist.ProcessGroup) -> Any:

@@ -364,10 +364,12 @@ class WeightDigests:
         """
         weights = list(weights_of(self.pipe))
         # Before any page of them is looked at: a table of pages that are not there yet is made at once.
-        pages = {} if ranks is None else _pages_by_id([tensor for _, tensor, _ in weights])
+        tensors = [tensor for _, tensor, _ in weights]
+        places = [None] * len(tensors) if ranks is None else pages_of(tensors)
+        pages = {id(tensor): place for tensor, place in zip(tensors, places, strict=True) if place is not None}
         before, self._known = self._known, {}
         unread: dict[str, Tensor] = {}
-        for (name, tensor, offloaded), sample in zip(weights, _samples([t for _, t, _ in weights]), strict=True):
+        for (name, tensor, offloaded), sample in zip(weights, _samples(tensors), strict=True):
             sign = _sign_of(tensor, offloaded)
             last = before.get(name)
             if last is None or last.tensor() is not tensor or (last.sign, last.sample) != (sign, sample):
@@ -385,11 +387,6 @@ class WeightDigests:
 
 def _short_digest(tensor: Tensor) -> str:
     return tensor_digest(tensor).hex()[:16]
-
-
-def _pages_by_id(tensors: Sequence[Tensor]) -> dict[int, Pages]:
-    every = zip(tensors, pages_of(tensors), strict=True)
-    return {id(tensor): found for tensor, found in every if found is not None}
 
 
 def _read_together(

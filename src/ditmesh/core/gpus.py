@@ -1,11 +1,10 @@
-"""GPUs: what their libraries read once, what decides their bits, and which processors and GPUs are near them."""
+"""GPUs: what their libraries read once, what decides their bits, and which processors are near them."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -93,37 +92,3 @@ def _numbers(text: str) -> Iterator[int]:
         if part:
             first, _, last = part.partition("-")
             yield from range(int(first), int(last or first) + 1)
-
-
-# The connection of two GPUs, as nvidia-smi topo -m writes it; NV with a number is that many NVLinks.
-GPU_LINKS = ("SYS", "NODE", "PHB", "PXB", "PIX")
-
-
-def fastest_order(topology: str) -> list[int] | None:
-    """The order of GPUs in which neighbouring ranks are joined by the fastest links; None: the order that there is.
-
-    Args:
-        topology: what ``nvidia-smi topo -m`` says.
-    """
-    rows = {int(line.split()[0][3:]): line.split()[1:] for line in topology.splitlines() if re.match(r"GPU\d+\s", line)}
-    count = len(rows)
-    if count < 4 or sorted(rows) != list(range(count)):
-        return None
-
-    def speed(one: int, other: int) -> int:
-        kind = rows[one][other]
-        return (
-            100 + int(kind[2:]) if re.fullmatch(r"NV\d+", kind) else GPU_LINKS.index(kind) if kind in GPU_LINKS else 0
-        )
-
-    def pairs(order: Sequence[int]) -> int:
-        return sum(speed(*order[place : place + 2]) for place in range(0, count - 1, 2))
-
-    order, left = [0], list(range(1, count))
-    while left:
-        last, whole = order[-1], order[len(order) // 4 * 4 :]
-        # Groups of four next: of equals the one that is nearest to those beside it, and then the first.
-        best = max(left, key=lambda gpu: (speed(last, gpu), sum(speed(one, gpu) for one in whole), -gpu))
-        order.append(best)
-        left.remove(best)
-    return order if pairs(order) > pairs(range(count)) else None

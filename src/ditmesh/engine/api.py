@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..comm.mesh import DEFAULT_DEADLINE, Mesh, check_ranks
+from ..comm.grid import check_ranks
+from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
 from ..errors import ConfigError, HostsWarning, InputError, LayoutError
 from ..layout import TokenLayout, layout_of
@@ -37,7 +38,6 @@ from .targets import (
 T = TypeVar("T")
 
 
-# complex: all refusals before the first rank starts work, in one place and one order.
 def parallelize(
     target: T,
     config: ConfigLike = "auto",
@@ -86,7 +86,7 @@ def parallelize(
         config = ParallelConfig.read(config)
         recipe = checking(recipe, config) if check else recipe
         check_ranks(config)
-    layouts = [given_layout(layout, model) or _layout_before_a_call(model) for model in models]
+    layouts = [_layout_before_a_call(model, layout) for model in models]
     if config == "auto":
         config = mesh.config if mesh is not None else configuration_for(target)
     config = ParallelConfig.read(config)
@@ -96,12 +96,7 @@ def parallelize(
     for model in models:
         support.check_tested(type(model).__name__, config, recipe, published=layout_of(model) is not None)
     owns_mesh = mesh is None
-    if mesh is None:
-        mesh = Mesh(config, device_of(models[0]), timeout)
-    elif mesh.config.degrees != config.degrees or (config.shard > 1 and not mesh.shares_weights_as(config)):
-        raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
-    else:
-        mesh.check_device(device_of(models[0]))
+    mesh = Mesh(config, device_of(models[0]), timeout) if mesh is None else _fitting(mesh, config, models[0])
     _warn_of_hosts(mesh)
     shown = len(pairs) == len(models) and not (config.cuts_weights and any(one.source == GIVEN for _, one in pairs))
     applied = (*recipe, LoadedAdapters, ControlNets)
@@ -112,6 +107,18 @@ def parallelize(
         if not isinstance(target, nn.Module):
             first.attach(target)
     return target
+
+
+def _fitting(mesh: Mesh, config: ParallelConfig, model: nn.Module) -> Mesh:
+    """The given mesh.
+
+    Raises:
+        ConfigError: it has other axes than the configuration, or other devices than the model.
+    """
+    if mesh.config.degrees != config.degrees or (config.shard > 1 and not mesh.shares_weights_as(config)):
+        raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
+    mesh.check_device(device_of(model))
+    return mesh
 
 
 def _warn_of_hosts(mesh: Mesh) -> None:
@@ -134,10 +141,10 @@ def _warn_of_hosts(mesh: Mesh) -> None:
         )
 
 
-def _layout_before_a_call(model: nn.Module) -> TokenLayout | None:
-    """The layout of the model's class, or one that a probe derives from generated inputs."""
+def _layout_before_a_call(model: nn.Module, given: TokenLayout | None) -> TokenLayout | None:
+    """The given layout, that of the model's class, or one that a probe derives from generated inputs."""
     try:
-        return find_layout(model)
+        return given_layout(given, model) or find_layout(model)
     except LayoutError:
         if not block_lists(model):
             raise

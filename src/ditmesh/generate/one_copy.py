@@ -20,9 +20,9 @@ from torch import nn
 
 from ..comm.hosts import Hosts, find_hosts
 from ..comm.objects import gather_objects
-from ..core.heap import return_free_memory
 from ..errors import InputError, shortened
 from ..followers.objects import Parcel, open_parcel, pack_parcel
+from ..launch.heap import return_free_memory
 from .model_info import ModelInfo
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal
 
 from .._version import library_versions
-from ..core.steps import loop_steps
 from ..errors import InputError, shortened
 from ..launch import MessageSink
 from ..launch.hardware import environment
@@ -26,6 +25,7 @@ from .model_info import ModelInfo, find_model
 from .outputs import PipelineOutput, VideoFrames, outputs_of
 from .receipt import Receipt
 from .schedulers import scheduler_named
+from .steps import loop_steps
 from .video import FPS, frames_digest
 
 if TYPE_CHECKING:

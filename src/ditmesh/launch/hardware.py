@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -153,8 +153,6 @@ def _blas() -> str:
 
 def missing(machine: dict[str, Any]) -> list[str]:
     """The components that `describe_machine` did not find, with their purpose and installation."""
-    from ..core.gpus import fastest_order
-
     gpus, versions, backends = machine["gpus"], machine["versions"], machine["backends"]
     # With the variable set, the tool numbers GPUs otherwise than torch does.
     chosen = "CUDA_VISIBLE_DEVICES" in machine.get("variables", ())
@@ -278,3 +276,37 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return platform.processor() or platform.machine()
+
+
+# The connection of two GPUs, as nvidia-smi topo -m writes it; NV with a number is that many NVLinks.
+GPU_LINKS = ("SYS", "NODE", "PHB", "PXB", "PIX")
+
+
+def fastest_order(topology: str) -> list[int] | None:
+    """The order of GPUs in which neighbouring ranks are joined by the fastest links; None: the order that there is.
+
+    Args:
+        topology: what ``nvidia-smi topo -m`` says.
+    """
+    rows = {int(line.split()[0][3:]): line.split()[1:] for line in topology.splitlines() if re.match(r"GPU\d+\s", line)}
+    count = len(rows)
+    if count < 4 or sorted(rows) != list(range(count)):
+        return None
+
+    def speed(one: int, other: int) -> int:
+        kind = rows[one][other]
+        return (
+            100 + int(kind[2:]) if re.fullmatch(r"NV\d+", kind) else GPU_LINKS.index(kind) if kind in GPU_LINKS else 0
+        )
+
+    def pairs(order: Sequence[int]) -> int:
+        return sum(speed(*order[place : place + 2]) for place in range(0, count - 1, 2))
+
+    order, left = [0], list(range(1, count))
+    while left:
+        last, whole = order[-1], order[len(order) // 4 * 4 :]
+        # Groups of four next: of equals the one that is nearest to those beside it, and then the first.
+        best = max(left, key=lambda gpu: (speed(last, gpu), sum(speed(one, gpu) for one in whole), -gpu))
+        order.append(best)
+        left.remove(best)
+    return order if pairs(order) > pairs(range(count)) else None

@@ -14,9 +14,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.heap import keep_free_memory
 from .devices import DeviceKind, join_default_group, use_loopback
 from .failures import of_exception
+from .heap import keep_free_memory
 from .log_filter import hide_chatter
 from .messages import RankChannel, Reply
 from .processes import end_fork_server

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import LayoutError
-from .influence import RecordedBlock, block_facts, changed_along, checked_facts, error_line, with_corrupted
+from .check import checked_facts
+from .record import RecordedBlock, changed_along, error_line, with_corrupted
+from .streams import block_facts
 from .types import Fold, Stream
 
 # From so many dimensions on, tokens may stand along several: samples, two of tokens, channels.

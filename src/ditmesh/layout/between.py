@@ -1,7 +1,7 @@
 """Operations of a model on its tokens between its blocks and after them.
 
 The model runs with blocks that return what they are given, so that whatever differs between what one block returns and
-the next one gets is the model's own doing: residuals of a ControlNet that it adds, say. As in `influence`, a part of
+the next one gets is the model's own doing: residuals of a ControlNet that it adds, say. As in `record`, a part of
 a tensor is made NaN to see which tokens it touches.
 """
 
@@ -25,7 +25,7 @@ from ..core.patching import Patch
 from ..parts.own_tokens import PerToken
 from .folds import Folding
 from .forms import objects_in
-from .influence import changed_along, differs, off_by, tolerance, with_corrupted
+from .record import changed_along, differs, off_by, tolerance, with_corrupted
 from .types import Cut, Region, Stream
 
 _RANKS = 2

@@ -1,7 +1,7 @@
 """Derive a token layout from one real call.
 
-The model runs once, whole, with the inputs of the call; each block is looked at when it has run (`influence`), and what
-lies between and behind the blocks afterwards (`between`).
+The model runs once, whole, with the inputs of the call; each block is looked at when it has run (`record`, `streams`,
+`check`), and what lies between and behind the blocks afterwards (`between`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,11 @@ from ..core.clock import timestep_among
 from ..errors import LayoutError
 from .axes import folds_of
 from .between import BlockOutputForm, IdentityBlocks, examine, fresh, rereads
+from .check import checked_facts
 from .forms import WAY_OUT, dtype_class, form_of, samples_of
-from .influence import (
-    Facts,
-    Listener,
-    RecordedBlock,
-    block_facts,
-    checked_facts,
-    computed,
-    differs,
-    error_line,
-    length_of,
-    off_by,
-    tolerance,
-    with_corrupted,
-)
 from .outside import LeftBehind, Traces, name_of_memory, tensor_leaves
+from .record import Listener, RecordedBlock, computed, differs, error_line, off_by, tolerance, with_corrupted
+from .streams import Facts, block_facts, length_of
 from .types import LOCAL, Attention, Count, Cut, Fold, Leaf, Region, Stream, TokenLayout
 
 T = TypeVar("T")
@@ -289,7 +278,7 @@ def derive_layout(
     observer = _Observer(model, list(lists) or every)
     handles = []
     for path in observer.lists:
-        for index, block in enumerate(_children(model, path)):
+        for index, block in enumerate(model.get_submodule(path).children()):
             site = f"{path}.{index}"
 
             def after(module: nn.Module, args: Any, kwargs: Any, output: Any, site: str = site) -> None:
@@ -714,9 +703,3 @@ def block_lists(model: nn.Module) -> list[str]:
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             paths.append(path)
     return paths
-
-
-def _children(model: nn.Module, path: str) -> nn.ModuleList:
-    blocks = model.get_submodule(path)
-    assert isinstance(blocks, nn.ModuleList)
-    return blocks

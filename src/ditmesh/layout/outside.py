@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .influence import RecordedBlock, computed
+from .record import RecordedBlock, computed
 from .types import Stream
 
 

@@ -12,7 +12,7 @@ from ..core.arguments import covers
 from ..errors import LayoutError
 from .conventions import CallVariant, Conventions, call_variants
 from .derive import block_lists, derive_layout, without_hooks
-from .influence import error_line
+from .record import error_line
 from .types import Cut, Region, TokenLayout
 
 # A model's errors for inputs that do not fit. Lost ranks and full memory are RuntimeErrors, too: see `error_line`.

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ..comm.objects import broadcast_object, gather_objects
 from ..config import ParallelConfig
-from ..core.unexpected import MISTAKES, unexpected
 from ..engine import DENOISERS, guided, refusal
 from ..errors import ConfigError, DitmeshError, InputError, LayoutError
 from ..generate.model_info import ModelInfo
@@ -23,6 +22,7 @@ from .available import far_from, free_memory, stored_bytes
 from .catalogue import Shape
 from .phases import Component, Components, largest_phase, needs
 from .sizes import Workload, workload_of
+from .unexpected import MISTAKES, unexpected
 from .walk import model_on_meta
 
 log = logging.getLogger(__name__)

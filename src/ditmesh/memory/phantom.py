@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..comm import Link, Traffic, Transfer
-from ..comm.mesh import LINKS, Mesh
+from ..comm.grid import LINKS
+from ..comm.mesh import Mesh
 from ..comm.shared import Spec, message_bytes
+from ..comm.transports import Way
 from ..config import ParallelConfig
 from ..core.alive import LiveBytes
 
@@ -151,9 +153,9 @@ class PhantomLink(Link):
         return "nothing"
 
     @property
-    def _matches(self) -> bool:
+    def _way(self) -> Way:
         # Messages of gloo go pair by pair.
-        return True
+        return "tags" if self._channel is None else "memory"
 
     def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         if not self.over:
@@ -174,7 +176,7 @@ class PhantomLink(Link):
     ) -> Transfer:
         if self._listen is not None:
             self._listen(self.name, kind, sum(each.nbytes * len(to) for tensors, to in outgoing for each in tensors))
-        if self._shared is not None:
+        if self._channel is not None:
             return super()._start(kind, outgoing, incoming)
         sent = [tensor.contiguous() for tensors, _ in outgoing for tensor in tensors]
         return Transfer([tensor for tensors, _ in incoming for tensor in tensors], sent, link=self.name)

@@ -231,11 +231,9 @@ class WarmupControl:
         steps = of.log.steps
         self._receive(0 if not steps or steps[-1].synchronous else self._lag)
         outlook = of.outlook or Outlook(self._devices, share=self._share)
-        made = of.decision = self.policy.decide(len(steps), outlook, self._past())
+        past = [PastStep(record.synchronous, record.mean_drift) for record in steps]
+        made = of.decision = self.policy.decide(len(steps), outlook, past)
         steps.append(StepRecord(len(steps), made.synchronous, made.reason, made.predicted))
-
-    def _past(self) -> list[PastStep]:
-        return [PastStep(record.synchronous, record.mean_drift) for record in self.log.steps]
 
     def _send(self) -> None:
         """Send the drift of the finished step, if the policy reads it."""

@@ -47,7 +47,7 @@ class LoadedAdapters(Strategy):
         )
         undo.callback(refuse_saving(pipe, error))
         checks = dict.fromkeys(SHAPE_CHECKS, shapes_shown)
-        for name, inside in {**checks, NORMS: _as_it_is, "unfuse_lora": weights_there}.items():
+        for name, inside in {**checks, NORMS: lambda _: nullcontext(), "unfuse_lora": weights_there}.items():
             undo.callback(wrap_methods(pipe, (name,), partial(self._call, inside)))
 
     def _call(
@@ -63,11 +63,6 @@ class LoadedAdapters(Strategy):
             for model in self.context.models:
                 contexts.enter_context(inside(model))
             return method(*args, **kwargs)
-
-
-def _as_it_is(_: ParallelModel) -> AbstractContextManager[None]:
-    """Weights stay as this rank holds them."""
-    return nullcontext()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ..layout import TokenLayout
 from ..layout.between import fresh
 from ..layout.derive import without_hooks
 from ..layout.forms import form_of, news
-from ..layout.influence import off_by, tolerance
+from ..layout.record import off_by, tolerance
 from ..layout.types import GIVEN, CallForm
 from ..staleness.control import WarmupControl
 from .base import Context, ParallelModel, Strategy

@@ -25,7 +25,7 @@ from ..layout import Leaf, Region, TokenLayout, layout_of
 from ..layout.derive import derive_anew, derive_rows
 from ..layout.folds import Folding
 from ..layout.forms import Forms, Processors
-from ..layout.influence import error_line
+from ..layout.record import error_line
 from ..parts.own_tokens import OwnTokens
 from ..parts.part import whole_of
 from .balance import Balance
@@ -193,13 +193,13 @@ class ModelHooks:
         self.handler = handler
         self.tap: Tap | None = None
         self.tokens_whole = False
-        self._recomputation = Recomputation()
+        self.recomputation = Recomputation()
         # Running calls of the model's own forward: a ControlNet that has some of its blocks calls them outside.
-        self._running = 0
+        self.running = 0
         # Whether one of its blocks runs, or was left by an exception.
-        self._in_block = False
+        self.in_block = False
         # Whether gradients are to pass through the one in progress.
-        self._recorded = False
+        self.recorded = False
         # The folds of a list's arguments in the call in progress.
         self._foldings: dict[str, Folding] = {}
         self._undo = ExitStack()
@@ -209,12 +209,12 @@ class ModelHooks:
         try:
             self._undo.callback(chain.add(self._around_call))
             self._of: dict[int, dict[str, BlockSite]] = {}
-            self._sites = self._sites_of(layout)
+            self.sites = self._sites_of(layout)
             present = layout != layout_of(model)
             processors = Processors(model, layout.regions, present)
             self._forms = Forms(layout, self._derived, fixed, processors)
             self._own_code = OwnCode(model, [region.blocks for region in layout.regions])
-            for path, site in self._sites.items():
+            for path, site in self.sites.items():
                 self._hook(model.get_submodule(path), site)
         except BaseException:
             self.close()
@@ -225,9 +225,7 @@ class ModelHooks:
         self._undo.close()
 
     def _hook(self, block: nn.Module, site: BlockSite) -> None:
-        handler = self.handler
-        names = parameter_names(type(block).forward)
-        self._undo.callback(handler.wrap(site, block))
+        self._undo.callback(self.handler.wrap(site, block))
         for leaf in site.region.leaves:
             try:
                 module = block.get_submodule(leaf.module)
@@ -235,60 +233,12 @@ class ModelHooks:
                 raise LayoutError(
                     f"{site.path} has no module {leaf.module!r}; its layout is of another version"
                 ) from None
-            self._undo.callback(handler.adapt(site, leaf, module))
+            self._undo.callback(self.handler.adapt(site, leaf, module))
 
-        # The block's place in the call that it runs in, and whether it runs in one; how its arguments are folded.
-        at, entered = site, False
-        folding: Folding | None = None
-
-        def before(
-            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            """Cut the block's arguments, and hand its attention calls to the handler."""
-            nonlocal at, entered, folding
-            again = not self._running and torch._C._current_graph_task_id() >= 0
-            entered = (self._running > 0 or again) and not (handler.passive and self.tap is None)
-            if not entered:
-                return None
-            arguments = Arguments(names, args, kwargs)
-            stream = arguments.get(site.region.main.arg) if again or self._recorded else None
-            if again:
-                at, tokens, folding = self._recomputation.find(site.path, stream)
-                handler.resume(at, tokens)
-            else:
-                at = self._sites[site.path]
-                folding = self._folding(at)
-            if folding is not None:
-                folding.fold(arguments, at.is_first and not at.fed_by_previous)
-            handler.before_block(at, arguments)
-            if folding is not None:
-                folding.unfold(arguments)
-            if self._recorded:
-                self._recomputation.note(at, stream, handler.tokens(), folding)
-            intercept.set_handler(handler)
-            self._in_block = True
-            return tuple(arguments.args), arguments.kwargs
-
-        def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            """Release attention, and return the block's output for the model."""
-            if not entered:
-                return None
-            intercept.set_handler(None)
-            if output is None:
-                # An exception left the block: checkpointing stops a block when it has what it needs.
-                return None
-            if folding is not None:
-                output = folding.fold_output(output)
-            if self.tap is not None:
-                for piece in handler.pieces(at, output):
-                    self.tap(site.path, piece)
-            output = handler.after_block(at, output)
-            self._in_block = False
-            return output if folding is None else folding.unfold_output(output)
-
+        run = _BlockRun(self, site, parameter_names(type(block).forward))
         # Around other wrappers of the block's forward: a cache must see split tokens.
-        self._undo.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self._undo.callback(block.register_forward_hook(after, always_call=True).remove)
+        self._undo.callback(block.register_forward_pre_hook(run.before, with_kwargs=True).remove)
+        self._undo.callback(block.register_forward_hook(run.after, always_call=True).remove)
 
     def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
         """One call of the transformer: the handler begins and ends it, and its tokens are whole afterwards."""
@@ -297,27 +247,27 @@ class ModelHooks:
         if self.layout.residuals:
             arguments = arguments.copy()
             self.handler.before_call(self.layout, arguments)
-        self._recorded = requires_grad(self.model, arguments)
-        if self._recorded:
-            self._recomputation.begin_call()
-        self._running += 1
-        self._in_block = False
+        self.recorded = requires_grad(self.model, arguments)
+        if self.recorded:
+            self.recomputation.begin_call()
+        self.running += 1
+        self.in_block = False
         try:
             output = whole_of(proceed(arguments), OwnTokens)
         except SHAPE_ERRORS as error:
-            if not self._in_block and not isinstance(error, (DitmeshError, torch.OutOfMemoryError)):
+            if not self.in_block and not isinstance(error, (DitmeshError, torch.OutOfMemoryError)):
                 # The model may have failed on this rank's part of the tokens: then this says so.
                 self.handler.end_call()
             raise
         finally:
-            self._running -= 1
-            self._recorded = False
+            self.running -= 1
+            self.recorded = False
             # A block that was left by an exception, of whatever kind, does not keep this thread's attention.
             intercept.set_handler(None)
         self.handler.end_call()
         return output
 
-    def _folding(self, site: BlockSite) -> Folding | None:
+    def folding(self, site: BlockSite) -> Folding | None:
         """The folds of a block's arguments; None: they are not folded."""
         if not site.region.folds:
             return None
@@ -337,7 +287,7 @@ class ModelHooks:
         """
         self._own_code.warn(self.tokens_whole)
         self.layout = self._forms.layout_of(arguments)
-        self._sites = self._sites_of(self.layout)
+        self.sites = self._sites_of(self.layout)
         # On all ranks alike: which blocks run does not depend on the tokens that a rank has.
         try:
             return proceed(arguments.copy())
@@ -346,7 +296,7 @@ class ModelHooks:
             if layout is None:
                 raise
         self.layout = layout
-        self._sites = self._sites_of(layout)
+        self.sites = self._sites_of(layout)
         return proceed(arguments)
 
     def _derived(self, call: dict[str, Any]) -> TokenLayout:
@@ -384,6 +334,70 @@ class ModelHooks:
                 sites[site.path] = site
         self._of[id(layout)] = sites
         return sites
+
+
+class _BlockRun:
+    """The hooks of one block: from the arguments of its call to its output.
+
+    Args:
+        hooks: those of its model.
+        site: the block's place.
+        names: parameters of its forward.
+    """
+
+    def __init__(self, hooks: ModelHooks, site: BlockSite, names: tuple[str, ...]) -> None:
+        self._hooks, self._names = hooks, names
+        # The block's place in the call that it runs in, and whether it runs in one; how its arguments are folded.
+        self._site, self._entered = site, False
+        self._folding: Folding | None = None
+
+    def before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Cut the block's arguments, and hand its attention calls to the handler."""
+        hooks, handler = self._hooks, self._hooks.handler
+        again = not hooks.running and torch._C._current_graph_task_id() >= 0
+        self._entered = (hooks.running > 0 or again) and not (handler.passive and hooks.tap is None)
+        if not self._entered:
+            return None
+        arguments = Arguments(self._names, args, kwargs)
+        path = self._site.path
+        stream = arguments.get(self._site.region.main.arg) if again or hooks.recorded else None
+        if again:
+            self._site, tokens, self._folding = hooks.recomputation.find(path, stream)
+            handler.resume(self._site, tokens)
+        else:
+            self._site = hooks.sites[path]
+            self._folding = hooks.folding(self._site)
+        site, folding = self._site, self._folding
+        if folding is not None:
+            folding.fold(arguments, site.is_first and not site.fed_by_previous)
+        handler.before_block(site, arguments)
+        if folding is not None:
+            folding.unfold(arguments)
+        if hooks.recorded:
+            hooks.recomputation.note(site, stream, handler.tokens(), folding)
+        intercept.set_handler(handler)
+        hooks.in_block = True
+        return tuple(arguments.args), arguments.kwargs
+
+    def after(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        """Release attention, and return the block's output for the model."""
+        if not self._entered:
+            return None
+        hooks, folding = self._hooks, self._folding
+        intercept.set_handler(None)
+        if output is None:
+            # An exception left the block: checkpointing stops a block when it has what it needs.
+            return None
+        if folding is not None:
+            output = folding.fold_output(output)
+        if hooks.tap is not None:
+            for piece in hooks.handler.pieces(self._site, output):
+                hooks.tap(self._site.path, piece)
+        output = hooks.handler.after_block(self._site, output)
+        hooks.in_block = False
+        return output if folding is None else folding.unfold_output(output)
 
 
 def requires_grad(model: nn.Module, arguments: Arguments) -> bool:

@@ -30,15 +30,18 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, aligned
 from ..core.arguments import Arguments
+from ..core.group import Group
 from ..core.partition import Partition, even_cut, offsets, weighted_cut
 from ..core.patching import CallChain, Patch, Proceed
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
 from ..layout import Region, Stream, TokenLayout
 from . import tiled_gradients as tiled
+from .balance import Balance
 from .hooks import BlockSite, requires_grad
-from .sequence import ExactSequence, SequenceParallel, only, replicated, result_of, shared, tokens_of_part, with_result
+from .sequence import ExactSequence, SequenceParallel, result_of, with_result
 from .tiled_gradients import AttentionOfTiles, TileWeights, WeightGradients
+from .token_cuts import TokenCut, only, replicated, shared, tokens_of_part
 from .virtual import ask, run_together
 
 # How many attention calls of the block in progress the tile has made; -1 outside of a block. Every coroutine has a
@@ -84,6 +87,64 @@ class _Tiles:
     weights: TileWeights | None = None
 
 
+class TileCut(TokenCut):
+    """Tokens cut into tiles, of which every sequence rank has a run.
+
+    Attributes:
+        tiles: for the tokens by rank, as `lay_out` returns them, those by tile and the tiles of every rank.
+    """
+
+    def __init__(self, config: ParallelConfig, link: Group, balance: Balance) -> None:
+        super().__init__(config, link, balance)
+        # Also of earlier calls, of which blocks may run again.
+        self.tiles: dict[Partition, tuple[Partition, list[range]]] = {}
+
+    def _runs(self, tiles: int) -> list[range]:
+        """The tiles of every rank."""
+        shares = weighted_cut(tiles, self.balance.speeds)
+        return [range(start, start + share) for start, share in zip(offsets(shares), shares, strict=True)]
+
+    def main(self, region: Region, tokens: int) -> tuple[int, ...]:
+        super().main(region, tokens)
+        tiles = Partition((self._tile_lengths(tokens),))
+        return tiles.regroup(self._runs(tiles.parts)).lengths
+
+    def lay_out(self, site: BlockSite, streams: list[Stream], arguments: Arguments) -> Partition:
+        by_stream: list[Partition] = []
+        for stream in streams:
+            by_stream.append(self._by_tile(site, stream, arguments, by_stream[0].parts if by_stream else 0))
+        tokens = Partition.beside(by_stream)
+        runs = self._runs(tokens.parts)
+        by_rank = tokens.regroup(runs)
+        self.tiles[by_rank] = tokens, runs
+        return by_rank
+
+    def _tile_lengths(self, tokens: int) -> tuple[int, ...]:
+        # A mask of one row and one column would look like one for all tokens: no tile of one token.
+        return even_cut(tokens, min(self.config.tiles, max(1, tokens // 2)))
+
+    def _by_tile(self, site: BlockSite, stream: Stream, arguments: Arguments, count: int) -> Partition:
+        """A stream's tokens on every tile; ``count`` tiles, if the main stream has been cut."""
+        tokens = arguments.get(stream.arg).shape[stream.dim]
+        if stream is site.region.main and site.region.grid is not None:
+            rows, cols = self.grid(site, site.region.grid, arguments, tokens)
+            lengths = tuple(count * cols for count in even_cut(rows, min(self.config.tiles, rows)))
+        elif stream is site.region.main:
+            lengths = self._tile_lengths(tokens)
+        else:
+            # Thin pieces cost less than a copy of the text on every tile.
+            whole = self.config.text == "replicate" and stream.name == "text"
+            if whole or stream.replicate or tokens < count:
+                return replicated(stream, tokens, count)
+            lengths = even_cut(tokens, count)
+        if len(lengths) < self.link.size:
+            raise ConfigError(
+                f"the {tokens} tokens of {stream.name} make {len(lengths)} tiles, which {self.link.size} ranks cannot "
+                f"share; use at most {len(lengths)} ranks"
+            )
+        return shared(stream, lengths)
+
+
 class TiledSequence(SequenceParallel):
     """`SequenceParallel` in reproducible mode. Also runs on one rank: that is the reference.
 
@@ -101,68 +162,20 @@ class TiledSequence(SequenceParallel):
         self.passive = False
         # Linears of the blocks that are known to get the same input for every tile, and those known not to.
         self._alike: dict[nn.Module, bool] = {}
-        # Tokens by rank -> the tiles that they are made of, for blocks that run again.
-        self._made_of: dict[Partition, tuple[Partition, list[range]]] = {}
+        self.token_cut: TileCut = TileCut(config, self.link, self.balance)
         self.weight_gradients = WeightGradients()
 
     @property
     def _tiles(self) -> _Tiles:
+        """The tiles of the span in progress."""
+        if self._call.tiles is None:
+            by_tile, runs = self.token_cut.tiles[self._call.tokens]
+            self._call.tiles = _Tiles(by_tile, by_tile.of(runs[self.link.rank]), runs)
         return self._call.tiles
 
     def begin_call(self) -> None:
         super().begin_call()
         self.weight_gradients.begin_call()
-
-    def resume(self, site: BlockSite, tokens: Partition) -> None:
-        super().resume(site, tokens)
-        if self._call.entered is not None:
-            by_tile, runs = self._made_of[tokens]
-            self._call.tiles = _Tiles(by_tile, by_tile.of(runs[self.link.rank]), runs)
-
-    # --- where the tiles are --------------------------------------------------------------------------------
-
-    def _lay_out(self, site: BlockSite, streams: list[Stream], arguments: Arguments) -> Partition:
-        by_stream: list[Partition] = []
-        for stream in streams:
-            by_stream.append(self._by_tile(site, stream, arguments, by_stream[0].parts if by_stream else 0))
-        tokens = Partition.beside(by_stream)
-        shares = weighted_cut(tokens.parts, self.balance.speeds)
-        runs = [range(start, start + share) for start, share in zip(offsets(shares), shares, strict=True)]
-        self._call.tiles = _Tiles(tokens, tokens.of(runs[self.link.rank]), runs)
-        by_rank = tokens.regroup(runs)
-        self._made_of[by_rank] = tokens, runs
-        return by_rank
-
-    def _main_shares(self, region: Region, tokens: int) -> tuple[int, ...]:
-        super()._main_shares(region, tokens)
-        tiles = Partition((self._tile_lengths(tokens),))
-        shares = weighted_cut(tiles.parts, self.balance.speeds)
-        return tiles.regroup([range(a, a + n) for a, n in zip(offsets(shares), shares, strict=True)]).lengths
-
-    def _tile_lengths(self, tokens: int) -> tuple[int, ...]:
-        # A mask of one row and one column would look like one for all tokens: no tile of one token.
-        return even_cut(tokens, min(self.config.tiles, max(1, tokens // 2)))
-
-    def _by_tile(self, site: BlockSite, stream: Stream, arguments: Arguments, count: int) -> Partition:
-        """A stream's tokens on every tile; ``count`` tiles, if the main stream has been cut."""
-        tokens = arguments.get(stream.arg).shape[stream.dim]
-        if stream is site.region.main and site.region.grid is not None:
-            rows, cols = self._grid(site, site.region.grid, arguments, tokens)
-            lengths = tuple(count * cols for count in even_cut(rows, min(self.config.tiles, rows)))
-        elif stream is site.region.main:
-            lengths = self._tile_lengths(tokens)
-        else:
-            # Thin pieces cost less than a copy of the text on every tile.
-            whole = self.config.text == "replicate" and stream.name == "text"
-            if whole or stream.replicate or tokens < count:
-                return replicated(stream, tokens, count)
-            lengths = even_cut(tokens, count)
-        if len(lengths) < self.link.size:
-            raise ConfigError(
-                f"the {tokens} tokens of {stream.name} make {len(lengths)} tiles, which {self.link.size} ranks cannot "
-                f"share; use at most {len(lengths)} ranks"
-            )
-        return shared(stream, lengths)
 
     def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
         if not tracked(whole) or whole.shape[dim] == 1 or self.link.size == 1:

@@ -23,11 +23,11 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.arguments import MISSING, Arguments, covers, fields_of
 from ..core.group import Group
-from ..core.partition import Partition, weighted_cut
+from ..core.partition import Partition
 from ..core.patching import Patch
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
-from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
+from ..layout import Attention, Count, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
 from ..parts.own_tokens import OwnTokens, PerToken
 from . import token_mixers as leaves
@@ -36,12 +36,8 @@ from .base import ParallelModel
 from .coverage import Coverage
 from .heads import check_heads, heads_of
 from .hooks import BlockSite, BlockSkipped, Handler, Piece
+from .token_cuts import TokenCut, only, tokens_of_part
 from .tokens import TokenStrategy
-
-# A rank's share of a text stream below this is not worth cutting: its matrices get too thin.
-MIN_TEXT_TOKENS = 4
-# A long sequence is cut between multiples of this many tokens: kernels like it, and their edges stay the same.
-UNIT = 16
 
 
 @dataclass
@@ -96,6 +92,7 @@ class SequenceParallel:
         self.balance = Balance(
             config.speeds, agree, mesh.device, mesh.sequence.size, mesh.sequence.rank, band=EQUAL_SPEEDS
         )
+        self.token_cut = TokenCut(config, self.link, self.balance)
         # Whether the call in progress has the arguments, timestep and latents apart, of the step before.
         self.steady: Callable[[], bool] = lambda: False
         self._call = _CutTensors()
@@ -119,19 +116,10 @@ class SequenceParallel:
             region = next(region for region in layout.regions if region.blocks == blocks)
             for path, value in Arguments((), (), {planned.arg: arguments.get(planned.arg)}).leaves():
                 if isinstance(value, Tensor) and value.shape[planned.dim] > 1:
-                    shares = self._main_shares(region, value.shape[planned.dim])
+                    shares = self.token_cut.main(region, value.shape[planned.dim])
                     self._call.residuals.setdefault(blocks, set()).add(shares)
                     own = Partition((shares,)).take(value, planned.dim, self.link.rank).contiguous()
                     arguments.set(path, PerToken.of(value, own, planned.dim))
-
-    def _main_shares(self, region: Region, tokens: int) -> tuple[int, ...]:
-        """Tokens of every sequence rank, before any block has run."""
-        if region.grid is not None:
-            raise LayoutError(
-                "what is added to the tokens between blocks cannot be cut where blocks unfold them into rows; leave "
-                "it out"
-            )
-        return self._shares(tokens)
 
     def end_call(self) -> None:
         """End the run, and check that all split tensors were gathered.
@@ -145,10 +133,6 @@ class SequenceParallel:
                 f"the last block of {entered} did not run, so this rank's tokens were never gathered; "
                 "do not skip the last block (skip_layers) on several ranks"
             )
-
-    def pass_over(self) -> None:
-        """The block in progress does not run on this rank: it makes no attention calls."""
-        self._call.ran = False
 
     def tokens(self) -> Partition:
         """The streams of the call in progress, by sequence rank."""
@@ -280,7 +264,7 @@ class SequenceParallel:
                     # Of a list before, which may have had other tokens.
                     arguments.set(path, value.whole())
             given = [stream for stream in region.streams if isinstance(arguments.get(stream.arg), Tensor)]
-            call.tokens = self._lay_out(site, given, arguments)
+            call.tokens, call.tiles = self.token_cut.lay_out(site, given, arguments), None
             for stream in region.streams:
                 if stream.name in call.tokens.names:
                     whole = arguments.get(stream.arg)
@@ -292,50 +276,6 @@ class SequenceParallel:
                 f"adds to them as {added}"
             )
         call.entered = site.span
-
-    def _lay_out(self, site: BlockSite, streams: list[Stream], arguments: Arguments) -> Partition:
-        """The number of the streams' tokens on every rank."""
-        return Partition.beside([self._partition(site, stream, arguments) for stream in streams])
-
-    def _partition(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Partition:
-        tokens, ranks = arguments.get(stream.arg).shape[stream.dim], self.link.size
-        if stream is site.region.main:
-            if tokens < ranks:
-                raise ConfigError(
-                    f"{tokens} {stream.name} tokens cannot be shared by {ranks} ranks; use at most {tokens} ranks "
-                    "or a larger image"
-                )
-            if site.region.grid is None:
-                return shared(stream, self._shares(tokens))
-            rows, cols = self._grid(site, site.region.grid, arguments, tokens)
-            if rows < ranks:
-                raise ConfigError(
-                    f"{rows} rows of image tokens cannot be shared by {ranks} ranks; {site.model} is cut between rows: "
-                    f"use at most {rows} ranks or a taller image"
-                )
-            return shared(stream, tuple(count * cols for count in weighted_cut(rows, self.balance.speeds)))
-        policy = self.config.text
-        short = policy == "auto" and tokens < MIN_TEXT_TOKENS * ranks
-        whole = stream.name == "text" and (policy == "replicate" or short)
-        # No rank is left without text: some models slice it off with `[:, :-length]`, and -0 takes everything.
-        if whole or stream.replicate or tokens < ranks:
-            return replicated(stream, tokens, ranks) if ranks > 1 else shared(stream, (tokens,))
-        return shared(stream, self._shares(tokens))
-
-    def _shares(self, tokens: int) -> tuple[int, ...]:
-        """Tokens of every sequence rank, by weight."""
-        weights = self.balance.speeds
-        even = len(set(weights)) == 1
-        return weighted_cut(tokens, weights, 1 if even or tokens < 4 * UNIT * len(weights) else UNIT)
-
-    def _grid(self, site: BlockSite, grid: Grid, arguments: Arguments, tokens: int) -> tuple[int, int]:
-        """Rows and columns of the image's tokens."""
-        rows, cols = arguments.get(grid.rows), arguments.get(grid.cols)
-        if not isinstance(rows, int) or not isinstance(cols, int) or rows * cols != tokens:
-            raise LayoutError(
-                f"{site.path}: {grid.rows}={rows} rows of {grid.cols}={cols} are not the {tokens} tokens of the image"
-            )
-        return rows, cols
 
     def _own_count(self, site: BlockSite, counted: Count, number: int) -> int:
         """The number of this rank's tokens, of the ``number`` tokens that an argument counts."""
@@ -375,23 +315,8 @@ class SequenceParallel:
         if key not in self._checked:
             for path, value in arguments.leaves():
                 if not _knows(site.region, path, value):
-                    raise LayoutError(self._unknown(site, path, value))
+                    raise LayoutError(_unknown(site, path, value, self._call.tokens))
             self._checked.add(key)
-
-    def _unknown(self, site: BlockSite, path: str, value: Any) -> str:
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the integer {value}"
-        tokens = self._call.tokens
-        sizes = dict(zip(tokens.totals, tokens.names, strict=True))
-        sizes[tokens.total] = " + ".join(tokens.names)
-        counts = value.shape if isinstance(value, Tensor) else (value,)
-        follows = next((f", and {n} is the number of {sizes[n]} tokens" for n in counts if n in sizes and n > 1), "")
-        advice = (
-            f"but the layout of {site.model} does not mention it. Add it to the layout's `cuts` (or to `whole`, if "
-        )
-        advice += "it does not follow the tokens), or pass strict=False to hand it on as it is"
-        if site.region.known:
-            advice = f"which the probe of {site.model} has not seen; write a layout that has it (see docs/layouts.md)"
-        return f"{site.path}: argument {path!r} is {what}{follows}, {advice}"
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """Time the first block, on every rank at once, whenever the balance wants to know."""
@@ -523,15 +448,6 @@ def _same(value: Any, other: Any) -> bool:
     return value.data_ptr() == other.data_ptr() and (value.shape, value.stride()) == (other.shape, other.stride())
 
 
-def tokens_of_part(counted: Count, number: int, tokens: Partition, part: int) -> int:
-    """The number of tokens that a part holds, of the ``number`` tokens of a stream that an argument counts."""
-    if tokens.replicated:
-        return number
-    if counted.part == "last":
-        return tokens.lengths[part] - tokens.first(tokens.total - number, part)
-    return tokens.first(number, part)
-
-
 def _form_of(value: Any) -> Any:
     """The key of `_knows`: a value of every tensor and integer of some arguments."""
     if isinstance(value, Tensor):
@@ -557,30 +473,23 @@ def _knows(region: Region, path: str, value: Any) -> bool:
     )
 
 
+def _unknown(site: BlockSite, path: str, value: Any, tokens: Partition) -> str:
+    """The sentence about an argument that is not in the layout."""
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the integer {value}"
+    sizes = dict(zip(tokens.totals, tokens.names, strict=True))
+    sizes[tokens.total] = " + ".join(tokens.names)
+    counts = value.shape if isinstance(value, Tensor) else (value,)
+    follows = next((f", and {n} is the number of {sizes[n]} tokens" for n in counts if n in sizes and n > 1), "")
+    advice = f"but the layout of {site.model} does not mention it. Add it to the layout's `cuts` (or to `whole`, if "
+    advice += "it does not follow the tokens), or pass strict=False to hand it on as it is"
+    if site.region.known:
+        advice = f"which the probe of {site.model} has not seen; write a layout that has it (see docs/layouts.md)"
+    return f"{site.path}: argument {path!r} is {what}{follows}, {advice}"
+
+
 def _true(arguments: Arguments, path: str) -> bool:
     value = arguments.get(path)
     return value is not MISSING and value is not None and bool(value)
-
-
-def shared(stream: Stream, lengths: tuple[int, ...]) -> Partition:
-    """The partition of a stream into one run for each rank (or tile)."""
-    return Partition((lengths,), names=(stream.name,))
-
-
-def replicated(stream: Stream, tokens: int, parts: int) -> Partition:
-    """The partition of a stream that every rank (or tile) holds whole."""
-    return Partition(((tokens,) * parts,), frozenset((0,)), (stream.name,))
-
-
-def only(tokens: Partition, ragged: str, tensor: Tensor, held: Partition, part: int) -> Partition:
-    """The streams of a call in which only some tokens of the replicated stream ``ragged`` take part.
-
-    How many they are is what ``tensor`` (B, H, s, D) of one part has beyond the other streams of ``held``.
-    """
-    if ragged not in held.names:
-        return tokens
-    others = held.lengths[part] - held.sizes(part)[held.names.index(ragged)]
-    return tokens.resized(ragged, tensor.shape[2] - others)
 
 
 def result_of(output: Any, stream: Stream) -> Any:

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Link
-from ..comm.link import Transfer
+from ..comm import Link, Transfer
 from ..comm.state import Spec
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, memory, offset_of, rounded_up
@@ -195,11 +194,8 @@ def groups_of(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
 
 def parameters_in_pieces(model: nn.Module, layout: TokenLayout) -> int:
     """The number of a transformer's parameters that ``shard`` distributes. Works without memory for them."""
-    return _parameters(model, groups_of(model, layout))
-
-
-def _parameters(model: nn.Module, groups: Iterable[GatherGroup]) -> int:
-    return sum(model.get_parameter(name).numel() for group in groups for name in group.parameters)
+    names = (name for group in groups_of(model, layout) for name in group.parameters)
+    return sum(model.get_parameter(name).numel() for name in names)
 
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..core.library import library_class
-from ..core.staging import onto
 from ..errors import ConfigError, did_you_mean
 from .config import TrainConfig
+from .staging import onto
 
 # Of the density ``logit_normal``, and of ``mode`` (Esser et al. 2024, section 3.1), as in diffusers' scripts.
 LOGIT_STD, MODE_SCALE = 1.0, 1.29

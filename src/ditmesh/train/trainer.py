@@ -19,7 +19,6 @@ from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..comm.objects import on_first
 from ..comm.state import raise_for_peer
-from ..comm.uneven import RankProgress
 from ..engine import restore
 from ..strategies.determinism import deterministic
 from .checkpoints.checkpoint import Checkpoints, checkpoint_facts
@@ -44,6 +43,7 @@ from .optimizer.precision import AUTOCAST
 from .optimizer.update import WeightUpdate
 from .parallel import ParallelTraining, trained_modules
 from .state import TrainState
+from .uneven import RankProgress
 
 logger = logging.getLogger(__name__)
 

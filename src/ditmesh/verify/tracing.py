@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.clock import CallClock, timestep_of
-from ..core.steps import SchedulerStep, StepEvents
 from ..engine import DENOISERS, ENGINE, Engine, denoisers, find_layout
+from ..generate.steps import SchedulerStep, StepEvents
 from ..layout import Region, TokenLayout
 from ..parts.part import whole_of
 from ..quality.metrics import absolute_error, token_digests

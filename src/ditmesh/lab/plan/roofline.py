@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...comm.mesh import LINKS
+from ...comm.grid import LINKS
 from ...config import AXES, ParallelConfig
 from ...memory.sizes import Workload
 from ...staleness.policy import Outlook, parse

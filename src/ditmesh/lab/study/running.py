@@ -174,10 +174,10 @@ def run_cell(
     """
     import torch
 
-    from ...core.steps import SchedulerStep, StepEvents
     from ...generate.job import PictureJob
     from ...generate.outputs import Picture
     from ...generate.runner import PipelineRunner
+    from ...generate.steps import SchedulerStep, StepEvents
     from ...parts.part import whole_of
 
     width, height = setup.size or (None, None)
@@ -468,7 +468,7 @@ def _one_thread() -> Iterator[None]:
 @contextmanager
 def _collectives_timed() -> Iterator[list[tuple[float, float]]]:
     """Seconds of every operation of a link, by the clock and of this thread: sending, and waiting for other ranks."""
-    from ...comm.link import Link, Transfer
+    from ...comm import Link, Transfer
 
     spent: list[tuple[float, float]] = []
     inside = False

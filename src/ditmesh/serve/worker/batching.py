@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.arguments import Arguments, parameter_names
-from ...core.device_clock import DeviceClock
 from ...engine import DENOISERS, Engine, engine_of
 from ...errors import InputError
 from ...generate.loras import loras_of, set_loras, switch_loras
 from ...layout.forms import samples_of
 from ...recipe import keeps_between_steps
 from .coroutines import CallInterceptor, PendingCall, PipelineTask, bare
+from .device_clock import DeviceClock
 from .joining import CallRows, Joiner, join_calls, split_result
 
 # The end of the sentences that say why requests share no calls.

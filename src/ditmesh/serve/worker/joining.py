@@ -21,7 +21,7 @@ from ...engine import Engine
 from ...errors import LayoutError, shortened
 from ...layout import TokenLayout
 from ...layout.forms import form_of, holds_tensors
-from ...layout.influence import off_by, tolerance
+from ...layout.record import off_by, tolerance
 from ...layout.types import CallForm
 from ...strategies.base import ParallelModel
 from ...strategies.hooks import ModelHooks

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 
-from ...core.heap import return_free_memory
+from ...launch.heap import return_free_memory
 
 # Between two collections.
 TRIM_SECONDS = 30.0

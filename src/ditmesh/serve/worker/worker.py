@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comm import PeerError
-from ...core.device_clock import DeviceClock
-from ...core.steps import SchedulerStep, StepEvents, loop_steps
 from ...generate.arguments import CALLBACK, call_parameters
 from ...generate.outputs import Picture, outputs_of
 from ...generate.preview import preview_jpeg
 from ...generate.receipt import Receipt, text_chunk
 from ...generate.runner import Prepared, quieten
+from ...generate.steps import SchedulerStep, StepEvents, loop_steps
 from ...launch.log_filter import hidden_texts
 from ..offers import ModelSpec
 from ..types import RankState
 from .batching import Batcher
 from .coroutines import PendingCall, PipelineTask
+from .device_clock import DeviceClock
 from .loaded import LoadedModel
 from .model_cache import ModelCache
 from .priority import give_way

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from ...comm.link import Transfer
+from ...comm import Transfer
 from ...core.arguments import Arguments
 from ...core.partition import Partition
 from ...core.patching import Proceed
@@ -25,7 +25,8 @@ from ...layout import Region, Stream
 from ...parts.lazy import SHARED_OWNER, Owners
 from ..balance import median_seconds
 from ..hooks import BlockSite
-from ..sequence import result_of, shared
+from ..sequence import result_of
+from ..token_cuts import shared
 from .patches import Buffers, ForwardRun, PatchParallel, skipped
 from .stages import StageDone, Stages, filled
 
@@ -236,7 +237,7 @@ class PatchRun(ForwardRun):
         handler.start(self)
         for key, region, stream in self._sent_after(self._stages.first - 1):
             shape, dtype = self._plan.streams[region.blocks][stream.name]
-            here = handler.partition(region, stream, shape[stream.dim]).lengths[handler.link.rank]
+            here = handler.token_cut.of_patches(region, stream, shape[stream.dim]).lengths[handler.link.rank]
             size = (*shape[: stream.dim], here, *shape[stream.dim + 1 :])
             buffers.append(torch.empty(size, dtype=dtype, device=self._stages.mesh.device))
             self._arrived.append(key)

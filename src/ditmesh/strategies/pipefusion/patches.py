@@ -33,13 +33,9 @@ from ..base import ParallelModel
 from ..heads import check_heads, heads_of
 from ..hooks import BlockSite, Handler
 from ..reproducible import check_tiles
-from ..sequence import (
-    MIN_TEXT_TOKENS,
-    SequenceParallel,
-    replicated,
-    shared,
-)
+from ..sequence import SequenceParallel
 from ..stale.warmup import numbered
+from ..token_cuts import MIN_TEXT_TOKENS, TokenCut, replicated, shared
 from ..tokens import TokenStrategy
 from .stages import PipeStrategy
 
@@ -172,6 +168,44 @@ class PatchLink:
         return whole
 
 
+class PatchCut(TokenCut):
+    """Tokens of every patch, cut into runs for the sequence ranks of a stage.
+
+    Attributes:
+        run: the run in progress.
+    """
+
+    link: PatchLink
+    run: ForwardRun | None = None
+
+    def partition(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Partition:
+        return self.of_patches(site.region, stream, arguments.get(stream.arg).shape[stream.dim])
+
+    def of_patches(self, region: Region, stream: Stream, tokens: int) -> Partition:
+        """The number of a stream's tokens on every virtual rank."""
+        link, run = self.link, self.run
+        ranks = link.sequence.size
+        if link.alone or run is None:
+            return shared(stream, (tokens,))
+        if stream is region.main:
+            counts = run.tokens(region) if run.patches > 1 else (tokens,)
+            if sum(counts) != tokens:
+                raise LayoutError(
+                    f"{region.blocks} got {tokens} {stream.name} tokens, but {sum(counts)} when this request's patches "
+                    "were laid out; the number of tokens changes from call to call"
+                )
+            if min(counts) < ranks:
+                raise ConfigError(
+                    f"a patch of {min(counts)} {stream.name} tokens cannot be shared by {ranks} sequence ranks; use "
+                    "fewer patches or a larger image"
+                )
+            return shared(stream, tuple(n for count in counts for n in even_cut(count, ranks)))
+        small = ranks > 1 and (self.config.text == "replicate" or tokens < MIN_TEXT_TOKENS * ranks)
+        if stream.replicate or small or (run.patches > 1 and run.text_along(region)):
+            return replicated(stream, tokens, link.size) if link.size > 1 else shared(stream, (tokens,))
+        return shared(stream, (*even_cut(tokens, ranks), *(0,) * (link.size - ranks)))
+
+
 class PatchParallel(SequenceParallel):
     """Handler of one transformer's hooks under PipeFusion.
 
@@ -193,14 +227,14 @@ class PatchParallel(SequenceParallel):
         # The configuration's speeds are those of the stages.
         self.balance = Balance(None, mesh.sequence, mesh.device)
         self.patches = config.patches or config.pipe
-        self.patch_link = PatchLink(mesh.sequence)
-        self.link = self.patch_link
+        self.link = self.patch_link = PatchLink(mesh.sequence)
+        self.token_cut: PatchCut = PatchCut(config, self.patch_link, self.balance)
         self.run: ForwardRun | None = None
         self._leaving: BlockSite | None = None
 
     def start(self, run: ForwardRun | None) -> None:
         """The next calls of the blocks belong to ``run``."""
-        self.run = run
+        self.run = self.token_cut.run = run
         self.begin_call()
         link = self.patch_link
         link.patches, link.patch = (run.patches, run.patch) if run is not None else (1, 0)
@@ -262,34 +296,6 @@ class PatchParallel(SequenceParallel):
         whole.narrow(stream.dim, tokens.start(link.group.start), value.shape[stream.dim]).copy_(value)
         # The model may write to its inputs.
         return whole.clone()
-
-    def _partition(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Partition:
-        tokens = arguments.get(stream.arg).shape[stream.dim]
-        return self.partition(site.region, stream, tokens)
-
-    def partition(self, region: Region, stream: Stream, tokens: int) -> Partition:
-        """The number of a stream's tokens on every virtual rank."""
-        link, run = self.patch_link, self.run
-        ranks = link.sequence.size
-        if link.alone or run is None:
-            return shared(stream, (tokens,))
-        if stream is region.main:
-            counts = run.tokens(region) if run.patches > 1 else (tokens,)
-            if sum(counts) != tokens:
-                raise LayoutError(
-                    f"{region.blocks} got {tokens} {stream.name} tokens, but {sum(counts)} when this request's patches "
-                    "were laid out; the number of tokens changes from call to call"
-                )
-            if min(counts) < ranks:
-                raise ConfigError(
-                    f"a patch of {min(counts)} {stream.name} tokens cannot be shared by {ranks} sequence ranks; use "
-                    "fewer patches or a larger image"
-                )
-            return shared(stream, tuple(n for count in counts for n in even_cut(count, ranks)))
-        small = ranks > 1 and (self.config.text == "replicate" or tokens < MIN_TEXT_TOKENS * ranks)
-        if stream.replicate or small or (run.patches > 1 and run.text_along(region)):
-            return replicated(stream, tokens, link.size) if link.size > 1 else shared(stream, (tokens,))
-        return shared(stream, (*even_cut(tokens, ranks), *(0,) * (link.size - ranks)))
 
     # --- attention -----------------------------------------------------------------------------------------
 

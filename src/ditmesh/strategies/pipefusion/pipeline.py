@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ...comm.link import Transfer
+from ...comm import Transfer
 from ...comm.mesh import Mesh
 from ...core.alignment import aligned
 from ...core.arguments import Arguments, parameter_names

@@ -12,9 +12,9 @@ from itertools import zip_longest
 from typing import Any
 
 from ...comm.mesh import Mesh
-from ...comm.uneven import Show, uneven_work
 from ...core.digests import digest
 from ...errors import InputError
+from ..uneven import Show, uneven_work
 from .samples import Sample, Samples
 
 

@@ -17,12 +17,12 @@ from PIL.Image import Image
 from torch import Tensor
 
 from ...comm.mesh import Mesh
-from ...comm.uneven import RankProgress, Show, uneven_work
 from ...core.digests import digest
-from ...core.staging import onto
 from ...errors import ConfigError, InputError
 from ..config import TrainConfig
 from ..families import Conditions, Family, stacked
+from ..staging import onto
+from ..uneven import RankProgress, Show, uneven_work
 from .cache import DamagedFile, SampleCache
 from .encoder import SampleEncoder, condition_name
 from .encoders import Encoders

@@ -15,9 +15,9 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from ...core.digests import digest, tensor_digest
-from ...core.staging import onto
 from ..config import SECOND, TrainConfig
 from ..families import Conditions, Family
+from ..staging import onto
 from .attached import Part
 from .cache import VERSION
 from .masks import mask_of

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ...comm.mesh import Mesh
-from ...comm.uneven import RankProgress
 from ...errors import ConfigError, InputError
 from ..config import TrainConfig
 from ..families import Family
+from ..uneven import RankProgress
 from .agreement import agreed_samples
 from .encoded import Batch, EncodedSamples
 from .held_out import with_held_out

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..comm.mesh import Mesh
+from ..comm.state import PeerError
 from ..errors import first_line
-from .mesh import Mesh
-from .state import PeerError
 
 # Seconds between two looks at the others while this rank works, and at most while it waits.
 LOOK = 0.5

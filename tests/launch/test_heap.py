@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from ditmesh.core.heap import keep_free_memory, return_free_memory
 from ditmesh.launch import RankPool
+from ditmesh.launch.heap import keep_free_memory, return_free_memory
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc")
 
@@ -53,7 +53,7 @@ def faults_of_calls(keep: bool) -> tuple[bool, float, int]:
 
 
 def in_a_process(keep: bool, **variables: str) -> tuple[bool, float, int]:
-    call = f"import sys; sys.path[:0] = {sys.path!r}\nfrom core.test_heap import faults_of_calls\n"
+    call = f"import sys; sys.path[:0] = {sys.path!r}\nfrom launch.test_heap import faults_of_calls\n"
     code = f"{call}print('said', *faults_of_calls({keep}))"
     env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)

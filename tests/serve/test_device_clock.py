@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditmesh.core.device_clock import MAX_LAUNCHED_SPANS, DeviceClock
+from ditmesh.serve.worker.device_clock import MAX_LAUNCHED_SPANS, DeviceClock
 
 
 class LazyGpu:

@@ -10,10 +10,10 @@ import torch
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from ditmesh import zoo
-from ditmesh.core.steps import SchedulerStep, StepEvents
 from ditmesh.generate.job import StepDone, job_for
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.run import generate
+from ditmesh.generate.steps import SchedulerStep, StepEvents
 from ditmesh.request import PictureRequest
 from support.exam import videos
 

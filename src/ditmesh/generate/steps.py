@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .patching import Patch
+from ..core.patching import Patch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,398 @@
+"""The ways of tensors between the ranks of one mesh axis: a process group, shared memory, a graph that is compiled."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ConfigError
+from .backends import CARRIED, backend_of, carries_none
+from .hosts import Relay, relay_of
+from .shared import SharedChannel
+from .state import DesyncError, Header, PeerError, RequestState, Spec, Traffic, raise_for_peer
+
+# Tensors, and the ranks of the link that all of them go to.
+Outgoing = Sequence[tuple[Sequence[Tensor], Sequence[int]]]
+# Tensors of the shapes and dtypes of what comes, which may take it, and the rank it comes from.
+Incoming = Sequence[tuple[Sequence[Tensor], int]]
+Watched = AbstractContextManager[object]
+Way = Literal["graph", "memory", "tags", "packed"]
+
+# Backends that tell messages of one group apart by their tags.
+TAGGED = ("gloo",)
+# Messages are not observed.
+_UNSEEN: Watched = nullcontext()
+
+
+class Cancellable(Protocol):
+    """Something that holds a transfer, or is going to."""
+
+    def cancel(self) -> None:
+        """Drop it, and raise `request_over` in every later wait for it."""
+
+
+def request_over(link: str) -> PeerError:
+    """The error of who waits for a transfer over a link after the end of its request."""
+    return PeerError(f"the request of this transfer over the {link} link is over; call the model again")
+
+
+class Transfer:
+    """A transfer of tensors from other ranks.
+
+    Holds the buffers of received and sent tensors, and the process group's handles, until `wait`: gloo hangs when a
+    send's handle is dropped, and a buffer must outlive its transfer. ``messages`` are functions that wait for more
+    tensors, which come after ``received``; ``link`` is the link's name, for error messages; ``state`` counts waiting;
+    ``watched`` is entered while `wait` waits.
+    """
+
+    def __init__(
+        self,
+        received: Sequence[Tensor] = (),
+        sent: Sequence[Tensor] = (),
+        works: Sequence[dist.Work] = (),
+        messages: Sequence[Callable[[timedelta | None], list[Tensor]]] = (),
+        link: str = "",
+        state: RequestState | None = None,
+        watched: Watched = _UNSEEN,
+    ) -> None:
+        self._state, self._watched = state or RequestState(), watched
+        self._received, self._sent = list(received), list(sent)
+        self._works, self._messages = list(works), list(messages)
+        self._link = link
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Drop the handles and buffers, and raise in every later wait for the transfer."""
+        self._cancelled = True
+        for kept in (self._works, self._received, self._sent, self._messages):
+            kept.clear()
+
+    def wait(self, timeout: timedelta | None = None) -> list[Tensor]:
+        """Block until the tensors are here (on CUDA: until the current stream may use them), and return them.
+
+        Args:
+            timeout: how long to wait for each; default: the group's deadline.
+
+        Raises:
+            PeerError: a rank has failed or has not done its part, or the transfer's request is over.
+        """
+        if self._cancelled:
+            raise request_over(self._link)
+        limit = () if timeout is None else (timeout,)
+        with self._watched:
+            while self._works:
+                try:
+                    with self._state.waiting():
+                        self._works.pop(0).wait(*limit)
+                except RuntimeError as error:
+                    raise_for_peer(self._link, error, self._state)
+            self._sent.clear()
+            while self._messages:
+                self._received += self._messages.pop(0)(timeout)
+        return self._received
+
+
+class Transports:
+    """The process group and shared memory of a link, and the messages that travel over them.
+
+    Attributes: see `Link`.
+    """
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], rank: int, traffic: Traffic, state: RequestState | None = None
+    ) -> None:
+        self.name, self.traffic = name, traffic
+        self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
+        self._group: dist.ProcessGroup | None = None
+        # What carries the group's tensors.
+        self._backend = ""
+        self._channel: SharedChannel | None = None
+        self._state = RequestState() if state is None else state
+        # Transfers over the process group that may be under way, and those that others hold.
+        self._transfers: weakref.WeakSet[Cancellable] = weakref.WeakSet()
+        self._others = [peer for peer in range(self.size) if peer != rank]
+        # Peers on other hosts.
+        self._far: frozenset[int] = frozenset()
+        # How gathers go there, where some host has several ranks of the link.
+        self._relay: Relay | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the link's ranks; None for a link of one rank. After a failure it raises `PeerError`."""
+        if self._group is None:
+            self._state.check()
+        return self._group
+
+    @property
+    def transport(self) -> str:
+        """The transport of tensors: ``"shared memory"``, or the group's backend, such as ``"gloo"``."""
+        self._state.check()
+        return self._backend if self._channel is None or self._far else "shared memory"
+
+    def hold(self, transfer: Cancellable) -> None:
+        """Cancel a transfer in `drop`, too; it is not kept alive."""
+        self._transfers.add(transfer)
+
+    def drop(self) -> None:
+        """Drop every transfer, the process group and the shared memory; no tensor can be sent until `connect`."""
+        for transfer in list(self._transfers):
+            transfer.cancel()
+        self._group = self._channel = None
+
+    def connect(
+        self,
+        group: dist.ProcessGroup | None,
+        shared: SharedChannel | None,
+        hosts: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Use a process group and, where given, shared memory.
+
+        Args:
+            group: of all ranks of the link.
+            shared: between those of this rank's host.
+            hosts: for every rank of the link the number of its host; default: all have one.
+            device: of the tensors that travel.
+
+        Raises:
+            ConfigError: the group carries no tensors of this device.
+        """
+        backend = "" if group is None else backend_of(group, device)
+        if group is not None and not backend:
+            raise ConfigError(carries_none(torch.device(device).type))
+        self._group, self._channel, self._backend = group, shared, backend
+        self._far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[self.rank])
+        self._relay = relay_of(hosts, self.rank)
+
+    def connect_peers(self, device: torch.device, timeout: timedelta, singly: Sequence[tuple[int, int]] = ()) -> None:
+        """Send a byte between all pairs of ranks, and wait for it, so that they are connected. A collective call.
+
+        gloo's are from the start. NCCL connects two ranks at their first message, and both hosts wait for it: one that
+        posts a message early would wait for a rank that waits for its work. Where there is no connection, this is the
+        first to fail.
+
+        Args:
+            device: of the tensors that will travel.
+            timeout: how long to wait for each rank.
+            singly: ranks of the group that will send and receive single messages, in the same order on all ranks:
+                without a device of the default group such pairs have communicators of their own.
+        """
+        if self.size == 1 or self._way != "packed":
+            return
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        boxes = [([torch.empty_like(byte)], peer) for peer in self._others]
+        self._over_group("send", [([byte], self._others)], boxes).wait(timeout)
+        for sender, receiver in singly:
+            outgoing: Outgoing = [([byte], [receiver])] if self.rank == sender else []
+            incoming: Incoming = [([torch.empty_like(byte)], sender)] if self.rank == receiver else []
+            self._over_group("send", outgoing, incoming).wait(timeout)
+
+    @property
+    def _way(self) -> Way:
+        """The way of the link's tensors at this moment.
+
+        ``"graph"``: collectives of the process group, which the compiler of the graph in progress knows; ``"memory"``:
+        shared by all ranks of the link; ``"tags"``: messages one by one over a process group that tells them apart;
+        ``"packed"``: over a process group in which all that a rank sends in a collective is one buffer, as on NCCL.
+        """
+        if torch.compiler.is_compiling():
+            return "graph"
+        self._state.check()
+        if self._channel is not None and not self._far:
+            return "memory"
+        return "tags" if self._backend in TAGGED else "packed"
+
+    @property
+    def packs(self) -> bool:
+        """True if all that a rank sends in a collective is one buffer, as on NCCL; else messages go one by one."""
+        return self._group is not None and self._way == "packed"
+
+    @property
+    def bundles(self) -> bool:
+        """True if one message is cheaper than several, as over a process group; see `Bundles`."""
+        return self._way in ("tags", "packed") and self._group is not None
+
+    def _count_to(self, peer: int, sent: int) -> None:
+        self.traffic.add(self.name, sent, sent if peer in self._far else 0)
+
+    def _enter(self, kind: str) -> None:
+        """Begin an operation; no part of a compiled graph."""
+        if torch.compiler.is_compiling():
+            return
+        self._state.enter()
+        if self.traffic.observer is not None:
+            self.traffic.observer(self.name, kind)
+
+    def _watch(self, kind: str, sent: int) -> Watched:
+        """Report a posted message; enter the result while waiting for it. Not part of a compiled graph."""
+        if torch.compiler.is_compiling() or self.traffic.watcher is None:
+            return _UNSEEN
+        return self.traffic.watcher.post(self.name, kind, sent)
+
+    def _together(self, collective: Callable[..., Any], *tensors: Any) -> Any:
+        """Run a collective of the process group."""
+        if torch.compiler.is_compiling():
+            return collective(*tensors, group=self.group)
+        try:
+            with self._state.waiting():
+                return collective(*tensors, group=self.group)
+        except RuntimeError as error:
+            raise_for_peer(self.name, error, self._state)
+
+    def _start(self, kind: str, outgoing: Outgoing, incoming: Incoming) -> Transfer:
+        """Start messages between pairs of ranks, not counted.
+
+        ``outgoing`` are tensors and the ranks of the group that all of them go to; ``incoming`` are tensors of the
+        shapes and dtypes of what comes, which may take it, and the rank it comes from.
+        """
+        watched = self._watch(kind, sum(t.nbytes for tensors, to in outgoing for t in tensors for _ in to))
+        if self._way == "memory":
+            return self._through_memory(kind, outgoing, incoming, watched)
+        return self._over_group(kind, outgoing, incoming, watched)
+
+    def _through_memory(
+        self, kind: str, outgoing: Outgoing, incoming: Incoming, watched: Watched = _UNSEEN
+    ) -> Transfer:
+        shared = self._channel
+        assert shared is not None
+        for tensors, to in outgoing:
+            shared.send(kind, tensors, to)
+        messages = [shared.expect(kind, specs_of(like), peer) for like, peer in incoming]
+        return Transfer(messages=messages, link=self.name, watched=watched)
+
+    def _over_group(self, kind: str, outgoing: Outgoing, incoming: Incoming, watched: Watched = _UNSEEN) -> Transfer:
+        sent = [([tensor.contiguous() for tensor in tensors], to) for tensors, to in outgoing]
+        operations = self._operations(kind, sent, incoming)
+        try:
+            if operations and outgoing and incoming:
+                # One batch: NCCL needs the sends and receives of a ring in one group call, or it can deadlock.
+                works = dist.batch_isend_irecv(operations)
+            else:
+                # No batch: one may need all ranks of the group, and here two of them have to do with one another.
+                works = [one.op(one.tensor, one.peer, one.group, one.tag) for one in operations]
+        except RuntimeError as error:
+            raise_for_peer(self.name, error, self._state)
+        received = [t for tensors, _ in incoming for t in tensors]
+        return self._under_way(received, [t for tensors, _ in sent for t in tensors], works, watched)
+
+    def _operations(self, kind: str, outgoing: Outgoing, incoming: Incoming) -> list[dist.P2POp]:
+        """Messages over the process group, which are begun in this order."""
+        # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
+        moves = [(dist.irecv, t, peer) for tensors, peer in incoming for t in tensors if t.numel()]
+        moves += [(dist.isend, t, peer) for tensors, to in outgoing for peer in to for t in tensors if t.numel()]
+        group, tagged, operations = self.group, bool(moves) and self._way == "tags", []
+        for move, t, peer in moves:
+            assert t.dtype in CARRIED, f"NCCL does not carry {t.dtype}"
+            tag = Header.of(self._state.number, kind, [(tuple(t.shape), t.dtype)]).tag if tagged else 0
+            operations.append(dist.P2POp(move, t, self.ranks[peer], group, tag))
+        return operations
+
+    def _posted(
+        self, kind: str, sent: int, given: Tensor, receive: Tensor, collective: Callable[..., Any], *more: Any
+    ) -> Transfer:
+        """Start a collective of the process group that takes one buffer, and fills another."""
+        assert given.dtype in CARRIED, f"NCCL does not carry {given.dtype}"
+        watched = self._watch(kind, sent)
+        try:
+            work = collective(receive, given, *more, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise_for_peer(self.name, error, self._state)
+        return self._under_way([receive], [given], [work], watched)
+
+    def _under_way(
+        self, received: Sequence[Tensor], sent: Sequence[Tensor], works: Sequence[dist.Work | None], watched: Watched
+    ) -> Transfer:
+        """A transfer over the process group, which `drop` cancels."""
+        begun = [work for work in works if work is not None]
+        transfer = Transfer(received, sent, begun, link=self.name, state=self._state, watched=watched)
+        self._transfers.add(transfer)
+        return transfer
+
+    def _broadcast_by_hosts(self, relay: Relay, tensor: Tensor, source: int) -> None:
+        """`broadcast` that sends a tensor to one rank of every other host, which passes it on inside of it."""
+        kind, taker = "broadcast", relay.takers.get(source, source)
+        far = relay.to if self.rank == source else ()
+        near = relay.near if self.rank == taker else ()
+        sent = (len(far) + len(near)) * tensor.nbytes
+        if sent:
+            self.traffic.add(self.name, sent, len(far) * tensor.nbytes)
+        inside = self._through_memory if self._channel else self._over_group
+        with self._watch(kind, sent):
+            if self.rank == taker != source:
+                self._over_group(kind, [], [([tensor], source)]).wait()
+            posted = [self._over_group(kind, [([tensor], far)], [])]
+            if self.rank == taker:
+                posted.append(inside(kind, [([tensor], near)], []))
+            else:
+                # Copied: all receivers read the same memory.
+                got = _passed_on(inside(kind, [], [([tensor], taker)]).wait, [self.ranks[source]], None)
+                tensor.copy_(got[0])
+            for transfer in posted:
+                transfer.wait()
+
+    def _gather_by_hosts(
+        self, relay: Relay, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]
+    ) -> Transfer:
+        """Start an all-gather that sends tensors to one rank of every other host, which passes them on inside of it."""
+        me, near, shared = self.rank, relay.near, self._channel
+        # For every rank of this host the ranks on others that send it tensors, and the tensors.
+        taken = {peer: [far for far, taker in relay.takers.items() if taker == peer] for peer in (me, *near)}
+        passed = {peer: [tensor for far in of for tensor in incoming[far]] for peer, of in taken.items()}
+        own, relayed = sum(t.nbytes for t in outgoing), sum(t.nbytes for t in passed[me])
+        sent = own * (len(relay.to) + len(near)) + relayed * len(near)
+        self.traffic.add(self.name, sent, own * len(relay.to))
+        watched = self._watch(kind, sent)
+        if shared is None:
+            first = self._over_group(
+                kind, [(outgoing, (*relay.to, *near))], [(incoming[peer], peer) for peer in (*taken[me], *near)]
+            )
+
+            def arrive(timeout: timedelta | None) -> list[Tensor]:
+                first.wait(timeout)
+                onward = [(passed[me], near)], [(passed[peer], peer) for peer in near]
+                self._over_group(kind, *onward).wait(timeout)
+                return [tensor for peer in self._others for tensor in incoming[peer]]
+
+            return Transfer(messages=[arrive], link=self.name, watched=watched)
+        across = self._over_group(kind, [(outgoing, relay.to)], [(incoming[peer], peer) for peer in taken[me]])
+        shared.send(kind, outgoing, near)
+        theirs = {peer: shared.expect(kind, specs_of(incoming[peer]), peer) for peer in near}
+        # Its place among the messages is that of the posting, whichever transfer is waited for first.
+        give = shared.promise(kind, specs_of(passed[me]), near)
+        takes = {peer: shared.expect(kind, specs_of(passed[peer]), peer) for peer in near}
+
+        def arrive_through_memory(timeout: timedelta | None) -> list[Tensor]:
+            across.wait(timeout)
+            give(passed[me])
+            parts = {peer: take(timeout) for peer, take in theirs.items()}
+            parts |= {peer: list(incoming[peer]) for peer in taken[me]}
+            for taker, take in takes.items():
+                got = iter(_passed_on(take, [self.ranks[peer] for peer in taken[taker]], timeout))
+                parts |= {peer: [next(got) for _ in incoming[peer]] for peer in taken[taker]}
+            return [tensor for peer in self._others for tensor in parts[peer]]
+
+        return Transfer(messages=[arrive_through_memory], link=self.name, watched=watched)
+
+
+def _passed_on(
+    take: Callable[[timedelta | None], list[Tensor]], origins: Sequence[int], timeout: timedelta | None
+) -> list[Tensor]:
+    """Receive relayed tensors; an error also names the original senders, of which one may have failed."""
+    try:
+        return take(timeout)
+    except DesyncError:
+        raise
+    except PeerError as error:
+        ranks = " and ".join(f"rank {one}" for one in origins)
+        raise PeerError(f"{error}; it passes on what {ranks} sent") from error
+
+
+def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]

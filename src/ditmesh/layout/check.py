@@ -1,0 +1,205 @@
+"""The check of what was derived from a block: it runs on the tokens that each of two ranks would have.
+
+It has to ask the same of attention and return the same as for all tokens. Nothing is trusted that was not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..attention.masks import per_token
+from ..core.arguments import Arguments
+from ..core.partition import Partition, even_cut
+from ..errors import LayoutError
+from .forms import WAY_OUT
+from .record import MixingModule, RecordedBlock, computed, error_line, off_by, tolerance
+from .streams import CallStreams, Facts, TokenRows, length_of
+from .types import Leaf
+
+_RANKS = 2
+
+
+def checked_facts(block: RecordedBlock, facts: Facts) -> Facts:
+    """Run a block as each of two ranks would, and compare with all of its tokens.
+
+    Returns:
+        The facts. If the block needs to have the streams beside the first whole, they say so.
+
+    Raises:
+        LayoutError: a rank asks something else of attention, returns something else, or cannot run the block.
+    """
+    try:
+        _check(block, facts)
+    except LayoutError:
+        main, *others = facts.streams
+        if all(stream.replicate for stream in others):
+            raise
+        facts = replace(facts, streams=(main, *(replace(stream, replicate=True) for stream in others)))
+        with contextlib.suppress(LayoutError):
+            _check(block, facts)
+            return facts
+        raise
+    return facts
+
+
+def _check(block: RecordedBlock, facts: Facts) -> None:
+    parts = []
+    for stream in facts.streams:
+        length = length_of(block, stream)
+        whole = stream.replicate or length < _RANKS
+        lengths = (length,) * _RANKS if whole else even_cut(length, _RANKS)
+        parts.append(Partition((lengths,), frozenset((0,)) if whole else frozenset(), (stream.name,)))
+    tokens = Partition.beside(parts)
+    for rank in range(_RANKS):
+        _RankCheck(block, facts, tokens, rank).run()
+
+
+@dataclass
+class _RankCheck:
+    """A block on the tokens of one rank: cut its arguments, run it, compare what it asks and returns.
+
+    Attributes:
+        block: as it ran with all tokens.
+        facts: to be checked.
+        tokens: of every rank.
+        rank: the rank that holds the tokens of the block.
+    """
+
+    block: RecordedBlock
+    facts: Facts
+    tokens: Partition
+    rank: int
+
+    def run(self) -> None:
+        block = self.block
+        try:
+            results, _ = block.again(self._arguments(), self._answer, self._mix)
+        except LayoutError:
+            raise
+        except Exception as error:
+            raise LayoutError(
+                f"{block.site} cannot run on some of its tokens ({error_line(error)}); {WAY_OUT}"
+            ) from error
+        for stream in self.facts.streams:
+            if stream.returned and isinstance(whole := block.results[stream.out or 0], Tensor):
+                here = self._part(whole, stream.dim, stream.name)
+                self._compare(f"the {stream.name} tokens it returns", results[stream.out or 0], here)
+
+    def _part(self, whole: Tensor, dim: int, *streams: str) -> Tensor:
+        """The rank's entries of a tensor that follows the tokens of some streams."""
+        return self.tokens.select(streams).take(whole, dim, self.rank)
+
+    def _arguments(self) -> dict[str, Any]:
+        facts, leaves = self.facts, self.block.leaves
+        edits: dict[str, Any] = {s.arg: self._part(leaves[s.arg], s.dim, s.name) for s in facts.streams}
+        edits |= {cut.arg: self._part(leaves[cut.arg], cut.dim, *cut.tokens) for cut in facts.cuts.values()}
+        for counted in facts.counts.values():
+            number, held = leaves[counted.arg], self.tokens.select((counted.stream,))
+            last = counted.part == "last"
+            here = held.first(held.total - number if last else number, self.rank)
+            edits[counted.arg] = held.lengths[self.rank] - here if last else here
+        return edits
+
+    def _answer(self, index: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        """The rank's rows of what attention answered with all tokens, if they are what it is asked for."""
+        site, number = self.block.site, index + 1
+        if index >= len(self.block.asked):
+            raise LayoutError(f"{site} makes more attention calls on some of its tokens than on all; {WAY_OUT}")
+        call, was = self.facts.calls[index], self.block.asked[index]
+        if not call.keys:
+            return computed(index, q, k, v, mask, scale)
+        for what, asked, before, rows in (
+            ("queries", q, was.q, call.queries),
+            ("keys", k, was.k, call.keys),
+            ("values", v, was.v, call.keys),
+        ):
+            self._compare(f"the {what} of attention call {number}", asked, self._rows(before, rows))
+        if scale != was.scale:
+            raise LayoutError(
+                f"{site} scales the scores of attention call {number} by how many tokens it is given, so "
+                f"that a rank with some of them would scale them otherwise; {WAY_OUT}"
+            )
+        if mask is not None and was.mask is not None:
+            self._check_mask(number, mask, was.mask, was.k, call)
+        # In memory as torch's own attention leaves it: some processors view it.
+        return self._rows(was.out, call.queries).transpose(1, 2).contiguous().transpose(1, 2)
+
+    def _mix(self, mixer: MixingModule, number: int, arguments: Arguments, _: Callable[..., Any]) -> Any:
+        """A mixer gets this rank's tokens, and is to return this rank's."""
+        site, facts = self.block.site, self.facts
+        stream = next(stream for stream in facts.streams if stream.arg == mixer.arg)
+        before, output = mixer.calls[number]
+        leaf = facts.leaves.get(mixer.path, Leaf(mixer.path, "gathered", dim=mixer.dim, stream=stream.name))
+        given = dict(arguments.leaves())
+        for path, whole in before.leaves():
+            here = given.get(path)
+            if not isinstance(whole, Tensor) or not isinstance(here, Tensor) or whole.shape == here.shape:
+                continue
+            dims = [d for d, (a, b) in enumerate(zip(whole.shape, here.shape, strict=False)) if a != b]
+            if len(dims) != 1 or whole.shape[dims[0]] != length_of(self.block, stream):
+                raise LayoutError(f"{site}: {mixer.path} mixes tokens that its argument {path!r} holds in another way")
+            self._compare(f"{path!r} of {mixer.path}", here, self._part(whole, dims[0], stream.name))
+            if (path, dims[0]) not in leaf.args:
+                leaf = replace(leaf, args=(*leaf.args, (path, dims[0])))
+        facts.leaves[mixer.path] = leaf
+        return tree_map(lambda v: self._part(v, leaf.dim, stream.name) if isinstance(v, Tensor) else v, output)
+
+    def _check_mask(self, number: int, mask: Tensor, whole: Tensor, k: Tensor, call: CallStreams) -> None:
+        """The mask that a rank hands to attention is the whole one, or its own part along the keys."""
+        site = self.block.site
+        whole, mask = (one.reshape((1,) * (4 - one.dim()) + tuple(one.shape)) for one in (whole, mask))
+        expected, keys = whole, whole.shape[3]
+        if mask.shape[3] == keys + self._rows(k, call.keys).shape[2]:
+            # diffusers' `prepare_attention_mask` lengthens a mask of all keys; see `attention.masks.whole_keys`.
+            mask = mask[..., :keys]
+        if mask.shape[3] != keys:
+            expected = self._rows(expected.transpose(2, 3), call.keys).transpose(2, 3)
+        if mask.shape[2] != whole.shape[2]:
+            if mask.shape[3] != keys:
+                try:
+                    # Only from a mask per token the other ranks' part can be built.
+                    per_token(whole)
+                except LayoutError:
+                    raise LayoutError(
+                        f"{site}: attention call {number} has a mask over pairs of tokens (is_causal=True, say), "
+                        f"of which a rank makes the part for its own tokens only; {WAY_OUT}"
+                    ) from None
+            expected = self._rows(expected, call.queries)
+        if mask.shape != expected.shape or not torch.equal(mask, expected):
+            raise LayoutError(
+                f"{site}: with some of its tokens it hands attention call {number} a mask {tuple(mask.shape)}, "
+                f"which is neither {tuple(whole.shape)} nor a part of it; {WAY_OUT}"
+            )
+
+    def _rows(self, whole: Tensor, rows: Mapping[str, TokenRows]) -> Tensor:
+        pieces = []
+        for name in sorted(rows, key=lambda name: rows[name].start):
+            found, own = rows[name], self.tokens.select((name,))
+            start, length = own.places(self.rank)[0]
+            if found.length < own.total:
+                # Padding is left out: every rank has the remaining tokens.
+                start, length = 0, found.length
+            pieces.append(whole.narrow(2, found.start + start, length))
+        return torch.cat(pieces, 2)
+
+    def _compare(self, what: str, here: Any, expected: Tensor) -> None:
+        if not isinstance(here, Tensor) or here.shape != expected.shape:
+            shape = tuple(here.shape) if isinstance(here, Tensor) else type(here).__name__
+            problem = f"are {shape} instead of {tuple(expected.shape)}"
+        else:
+            error = off_by(here, expected)
+            if error <= tolerance(expected):
+                return
+            problem = f"are off by {error:.2g} of the largest"
+        raise LayoutError(
+            f"{self.block.site}: with the tokens of rank {self.rank} of {_RANKS} alone {what} {problem}, so something "
+            "in the block depends on where a token stands in a way that its arguments do not show; "
+            f"{WAY_OUT}"
+        )

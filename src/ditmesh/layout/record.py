@@ -1,0 +1,322 @@
+"""A block as it ran in a call, run again with other arguments: what each argument touches.
+
+When a block has run, it runs again a few times with attention's answers held fixed and a part of one argument made NaN;
+what has become NaN then is what that part touches. NaN passes through zero weights and closed gates, so that also
+untrained models show how they are wired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from ..core import intercept
+from ..core.arguments import Arguments, parameter_names
+from ..core.patching import Patch
+from ..errors import LayoutError
+from .folds import Folding
+from .forms import WAY_OUT
+from .types import Fold
+
+# Largest difference between a block on some of its tokens and on all of them, relative to the largest value.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass
+class AttentionRecord:
+    """One attention call: tensors (B, H, S, D), mask and factor of the scores as they were given, the answer."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    out: Tensor
+    scale: float | None
+
+
+# Computes or remembers the answer to an attention call, given its number.
+Answer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
+
+
+class Listener(intercept.Observer):
+    """Attention handler that records its calls."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.asked: list[AttentionRecord] = []
+
+    def attend(
+        self,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        backend: str | None = None,
+    ) -> Tensor:
+        # Whichever the backend: what is noted is which tokens take part.
+        out = self._answer(len(self.asked), q_bhsd, k_bhsd, v_bhsd, mask, scale)
+        self.asked.append(AttentionRecord(q_bhsd, k_bhsd, v_bhsd, mask, out, scale))
+        # The block may write to it.
+        return out.clone()
+
+    def call_unobserved(self, call: Callable[[], Any]) -> Any:
+        # Flex attention does not run inside a mode; the copy is made in the mode, which then knows of it.
+        with _disable_current_modes():
+            out = call()
+        return out.clone() if isinstance(out, Tensor) else out
+
+    def left_out(self) -> None:
+        """Of no interest: what mixes no tokens is no attention."""
+
+
+def computed(_: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    return intercept.original_attention()(q, k, v, attn_mask=mask, scale=scale)
+
+
+@dataclass
+class MixingModule:
+    """A module inside a block that mixes the tokens of a stream without attention.
+
+    Attributes:
+        path: in the block.
+        arg: the stream's argument of the block.
+        dim: of the tokens in its input.
+        calls: its inputs and results, call by call.
+    """
+
+    path: str
+    arg: str
+    dim: int
+    calls: list[tuple[Arguments, Any]] = field(default_factory=list)
+
+
+# Stands in for a mixer's forward: its number of call, arguments and own forward.
+StandIn = Callable[[MixingModule, int, Arguments, Callable[..., Any]], Any]
+
+
+class RecordedBlock:
+    """One block as it ran.
+
+    Args:
+        site: its path in the model.
+        arguments: as they were passed.
+        asked: its attention calls.
+        written: paths of the arguments that it writes to; ``arguments`` has them as they were before.
+        folding: has folded the arguments and the output; the block gets them unfolded.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        module: nn.Module,
+        arguments: Arguments,
+        output: Any,
+        asked: list[AttentionRecord],
+        written: Collection[str] = (),
+        folding: Folding | None = None,
+    ) -> None:
+        self.site, self.module, self.arguments, self.asked = site, module, arguments, asked
+        self.written, self.folding = tuple(written), folding
+        self._output = output
+        self.single = isinstance(output, Tensor)
+        self.results: list[Any] = [output] if self.single else list(output) if isinstance(output, (tuple, list)) else []
+        self.leaves = dict(arguments.leaves())
+        self.mixers: list[MixingModule] = []
+        # The reason why it cannot be understood.
+        self.note = ""
+        self._random = torch.Generator().manual_seed(0)
+
+    def fresh(self, folds: tuple[Fold, ...] = ()) -> RecordedBlock:
+        """The same run of the block, of which nothing is known yet, with its arguments folded.
+
+        Raises:
+            LayoutError: so it computes something else.
+        """
+        if not folds:
+            return RecordedBlock(self.site, self.module, self.arguments.copy(), self._output, self.asked, self.written)
+        arguments, folding = self.arguments.copy(), Folding(folds)
+        folding.fold(arguments)
+        output = folding.fold_output(self._output)
+        made = RecordedBlock(self.site, self.module, arguments, output, self.asked, self.written, folding)
+        # Its last bits may be others than those of the block with all entries in their own shape.
+        again, made.asked = made.again({}, computed)
+        for new, old in zip(again, made.results, strict=True):
+            if isinstance(old, Tensor) and not (new.shape == old.shape and off_by(new, old) <= tolerance(old)):
+                raise LayoutError(
+                    f"{self.site} computes something else when all its tokens stand along one dimension of "
+                    f"{folds[0].arg!r}, so that a rank could not have some of them; {WAY_OUT}"
+                )
+        made.results = again
+        return made
+
+    @property
+    def form(self) -> Any:
+        """Blocks of one form are wired alike."""
+        shapes = tuple(
+            (path, (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else int)
+            for path, value in self.leaves.items()
+        )
+        results = tuple(tuple(r.shape) if isinstance(r, Tensor) else None for r in self.results)
+        return type(self.module), shapes, results, tuple((tuple(a.q.shape), tuple(a.k.shape)) for a in self.asked)
+
+    def again(
+        self, edits: Mapping[str, Any], answer: Answer, stand_in: StandIn | None = None
+    ) -> tuple[list[Any], list[AttentionRecord]]:
+        """The results and attention calls of the block with other arguments.
+
+        Args:
+            answer: answers its attention calls.
+            stand_in: what mixers do; default: they return what they did before.
+        """
+        arguments = Arguments(self.arguments.names, tuple(self.arguments.args), self.arguments.kwargs)
+        for path, value in edits.items():
+            arguments.set(path, value)
+        for path in self.written:
+            arguments.set(path, arguments.get(path).clone())
+        if self.folding is not None:
+            self.folding.unfold(arguments)
+        listener = Listener(answer)
+        with ExitStack() as undo:
+            undo.enter_context(intercept.handled_by(listener))
+            for mixer in self.mixers:
+                module = self.module.get_submodule(mixer.path)
+                undo.callback(Patch(module, "forward", _stand_in_of(mixer, module, stand_in or _remembered)).undo)
+            output = self.module(*arguments.args, **arguments.kwargs)
+        output = output if self.folding is None else self.folding.fold_output(output)
+        return ([output] if isinstance(output, Tensor) else list(output)), listener.asked
+
+    def touched(
+        self, edits: Mapping[str, Any], local: Collection[int] = (), answers: Mapping[int, Tensor] | None = None
+    ) -> Touched:
+        """The changes that other arguments cause while attention answers as before.
+
+        Args:
+            local: numbers of the attention calls that are computed after all: they mix no tokens.
+            answers: other answers to attention calls, by number.
+        """
+
+        def answer(number: int, *asked: Any) -> Tensor:
+            if number >= len(self.asked):
+                raise LayoutError(f"{self.site} makes more attention calls when one of its tokens changes")
+            if number in local:
+                return computed(number, *asked)
+            return (answers or {}).get(number, self.asked[number].out)
+
+        return Touched(self, *self.again(edits, answer))
+
+    def mix(self, path: str, arg: str, dim: int) -> None:
+        """Hold a module's results fixed from now on, as attention's answers are: it mixes tokens."""
+        mixer = MixingModule(path, arg, dim)
+        self.mixers.append(mixer)
+
+        def noted(one: MixingModule, number: int, arguments: Arguments, forward: Callable[..., Any]) -> Any:
+            if one is not mixer:
+                return _remembered(one, number, arguments, forward)
+            given = Arguments(arguments.names, _copied(tuple(arguments.args)), _copied(arguments.kwargs))
+            # Attention in there is the module's own business.
+            with intercept.handled_by(None):
+                output = forward(*arguments.args, **arguments.kwargs)
+            one.calls.append((given, _copied(output)))
+            return output
+
+        _, self.asked = self.again({}, computed, noted)
+
+    def half(self, length: int) -> Tensor:
+        """Some of ``length`` places, not all: whether each is among them."""
+        places = torch.randperm(length, generator=self._random)[: max(1, length // 2)]
+        return torch.zeros(length, dtype=torch.bool).index_fill(0, places, True)
+
+
+def _stand_in_of(mixer: MixingModule, module: nn.Module, stand_in: StandIn) -> Callable[..., Any]:
+    names, forward, calls = parameter_names(type(module).forward), module.forward, count()
+    return lambda *args, **kwargs: stand_in(mixer, next(calls), Arguments(names, args, kwargs), forward)
+
+
+def _remembered(mixer: MixingModule, number: int, _: Arguments, __: Callable[..., Any]) -> Any:
+    return _copied(mixer.calls[number][1])
+
+
+def _copied(value: Any) -> Any:
+    """A copy that a block may write to while the original is kept."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+
+
+class Touched:
+    """The changes in results and attention calls, as booleans; see `RecordedBlock.touched`."""
+
+    def __init__(self, block: RecordedBlock, results: list[Any], asked: list[AttentionRecord]) -> None:
+        self.results = [differs(new, old) for new, old in zip(results, block.results, strict=False)]
+        pairs = list(zip(asked, block.asked, strict=False))
+        self.q = [differs(new.q, old.q) for new, old in pairs]
+        self.k = [differs(new.k, old.k) | _changed_rows(new.v, old.v, old.k) for new, old in pairs]
+        self.masks = [differs(new.mask, old.mask) for new, old in pairs]
+
+    @property
+    def some_queries(self) -> bool:
+        """True if some rows of a sample's queries have changed, and others have not."""
+        rows = (changed.any(3).any(1) for changed in self.q if changed is not None)
+        return any(bool((one.any(1) & ~one.all(1)).any()) for one in rows)
+
+
+def differs(new: Any, old: Any) -> Tensor | None:
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
+        return None
+    if new.shape != old.shape:
+        return torch.ones_like(old, dtype=torch.bool)
+    return new != old
+
+
+def _changed_rows(new: Tensor, old: Tensor, keys: Tensor) -> Any:
+    changed = differs(new, old)
+    assert changed is not None
+    return changed.any(3, keepdim=True).expand(*changed.shape[:3], keys.shape[3])
+
+
+def changed_along(changed: Tensor | None, dim: int) -> Tensor:
+    """Changed places along a dimension, on the CPU."""
+    if changed is None:
+        return torch.zeros(0, dtype=torch.bool)
+    if not changed.numel():
+        return torch.zeros(changed.shape[dim], dtype=torch.bool)
+    return changed.movedim(dim, 0).reshape(changed.shape[dim], -1).any(1).cpu()
+
+
+def with_corrupted(value: Tensor, dim: int, places: Tensor) -> Tensor:
+    """The tensor with entries at some places along a dimension that cannot be taken for the old ones."""
+    index = places.nonzero().flatten().to(value.device)
+    part = value.index_select(dim, index)
+    if value.dtype == torch.bool:
+        other = ~part
+    elif value.is_floating_point() or value.is_complex():
+        other = torch.full_like(part, torch.nan)
+    else:
+        other = torch.where(part < value.max(), part + 1, part - 1)
+    return value.clone().index_copy_(dim, index, other)
+
+
+def error_line(error: Exception) -> str:
+    """A model's exception in a line; one that says nothing of inputs (lost ranks, full memory) is raised again."""
+    if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
+        raise error
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def off_by(here: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    if not expected.numel():
+        return 0.0
+    return float((here - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def tolerance(value: Tensor) -> float:
+    """The tolerance for a block on some of its tokens."""
+    return _TOLERANCE.get(value.dtype, 5e-2)

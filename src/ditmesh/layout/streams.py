@@ -1,0 +1,507 @@
+"""The streams of tokens among a block's arguments, and where they lie in its attention calls and other arguments.
+
+A tensor of tokens is an argument that comes back, of which each token touches itself alone and rows of the queries; an
+argument that follows the tokens touches, entry by entry, one token each; where the rows of a stream lie among the keys
+is the order of the joint sequence. Nothing depends on names of arguments, nor on sizes that happen to be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..core.arguments import covers
+from ..errors import LayoutError
+from .forms import WAY_OUT, holds_tensors, objects_in
+from .record import RecordedBlock, Touched, changed_along, differs, with_corrupted
+from .types import Count, Cut, Leaf, Stream
+
+
+@dataclass
+class TokenRows:
+    """The places of a stream's tokens in the rows of an attention call's queries or keys.
+
+    Attributes:
+        start: of the first.
+        length: how many; fewer than the stream has when padding is left out.
+    """
+
+    start: int
+    length: int
+
+
+@dataclass
+class CallStreams:
+    """The streams among the queries and the keys of one attention call, by name."""
+
+    queries: dict[str, TokenRows]
+    keys: dict[str, TokenRows]
+
+
+@dataclass
+class Facts:
+    """The facts that blocks of one form have in common.
+
+    Attributes:
+        streams: their tensors of tokens.
+        calls: their attention calls.
+        cuts, whole, counts: as in `Region`.
+        mixers: modules that mix tokens without attention: path, the stream's argument, dimension of its tokens.
+        leaves: the same as `Region` has them, once a block was run on some tokens.
+    """
+
+    streams: tuple[Stream, ...]
+    calls: list[CallStreams]
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    whole: dict[str, None] = field(default_factory=dict)
+    counts: dict[str, Count] = field(default_factory=dict)
+    mixers: tuple[tuple[str, str, int], ...] = ()
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+
+
+def block_facts(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
+    """The facts about a block's arguments.
+
+    Args:
+        before: streams of the block before it in its list: the last one need not return all of them.
+
+    Raises:
+        LayoutError: its tokens cannot be told apart; says what they were seen to do.
+    """
+    _refuse_state(block)
+    streams = _find_token_streams(block, before)
+    if not streams:
+        return Facts((), [])
+    calls = [CallStreams({}, {}) for _ in block.asked]
+    for stream in streams:
+        _find_rows(block, stream, calls)
+    _find_answered_rows(block, streams, calls)
+    streams = (*streams, *_streams_only_read(block, streams, calls))
+    _explained_calls(block, calls)
+    lengths = {stream.name: length_of(block, stream) for stream in streams}
+    whole = _text_kept_whole(calls, streams[0].name, lengths)
+    whole |= _padded_streams(block, calls, streams[0].name, lengths)
+    streams = tuple(replace(stream, replicate=stream.replicate or stream.name in whole) for stream in streams)
+    facts = Facts(streams, calls, mixers=tuple((mixer.path, mixer.arg, mixer.dim) for mixer in block.mixers))
+    _other_arguments(block, facts)
+    return facts
+
+
+def _refuse_state(block: RecordedBlock) -> None:
+    """Refuse a block with an argument that is a custom object, and holds tensors now that the block has run."""
+    given = block.arguments
+    for name, value in [*zip(given.names, given.args, strict=False), *given.kwargs.items()]:
+        if any(map(holds_tensors, objects_in(value))):
+            raise LayoutError(
+                f"{block.site} is given {name!r}, a {type(value).__name__}, which may keep tensors that no rank may "
+                f"cut; {WAY_OUT}"
+            )
+
+
+def _explained_calls(block: RecordedBlock, calls: list[CallStreams]) -> None:
+    """Refuse a block with an attention call over rows that are no tokens of a stream."""
+    for number, (call, asked) in enumerate(zip(calls, block.asked, strict=True), 1):
+        for what, rows, there in (("queries", call.queries, asked.q.shape[2]), ("keys", call.keys, asked.k.shape[2])):
+            if call.keys and sum(r.length for r in rows.values()) != there:
+                raise LayoutError(
+                    f"{block.site}: attention call {number} has {there} {what}, which no sum of streams explains "
+                    f"({', '.join(f'{r.length} {n}' for n, r in rows.items()) or 'none is a token of an argument'})"
+                    + (f"; {block.note}" if block.note else "")
+                )
+
+
+def _shortened(rows: Mapping[str, TokenRows], lengths: Mapping[str, int]) -> set[str]:
+    """Streams of which an attention call leaves tokens out."""
+    return {name for name, found in rows.items() if found.length < lengths[name]}
+
+
+def _text_kept_whole(calls: list[CallStreams], main: str, lengths: Mapping[str, int]) -> set[str]:
+    """Streams of which the main one attends to some tokens: whole on every rank, and no other rank is asked.
+
+    Such attention calls are emptied: they mix no tokens that are cut.
+    """
+    found: set[str] = set()
+    for call in calls:
+        if _shortened(call.keys, lengths) and main not in call.keys and [*call.queries] == [main]:
+            found |= call.keys.keys()
+            call.queries.clear()
+            call.keys.clear()
+    return found
+
+
+def _padded_streams(block: RecordedBlock, calls: list[CallStreams], main: str, lengths: Mapping[str, int]) -> set[str]:
+    """Streams of which attention calls leave out padding."""
+    calls = [call for call in calls if call.keys]
+    found = {name for call in calls for rows in (call.queries, call.keys) for name in _shortened(rows, lengths)}
+    places = {(name, rows.start, rows.length) for call in calls for name, rows in call.keys.items()}
+    apart = {asked.q.shape[0] for asked in block.asked} == {1} and len(block.asked) > 1
+    several = len({name for name, *_ in places}) < len(places)
+    if main in found or (found and several and not apart):
+        raise LayoutError(
+            f"{block.site}: its attention calls take some of the tokens of {' and '.join(sorted(found))} each, which "
+            f"no rank can do with a part of them; {WAY_OUT}"
+        )
+    return found
+
+
+def length_of(block: RecordedBlock, stream: Stream) -> int:
+    return block.leaves[stream.arg].shape[stream.dim]
+
+
+def _find_token_streams(block: RecordedBlock, before: tuple[Stream, ...]) -> tuple[Stream, ...]:
+    """Arguments that come back, token by token; and those that did in the block before, and here nothing does."""
+    if before and _as_before(block, before):
+        return tuple(stream for stream in before if stream.returned)
+    found: list[Stream] = []
+    for position, result in enumerate(block.results):
+        if isinstance(result, Tensor) and result.dim() >= 2 and result.is_floating_point():
+            stream = _returned_stream(block, position, result, [stream.arg for stream in found])
+            found += [] if stream is None else [stream]
+    return _named(block, found)
+
+
+def _as_before(block: RecordedBlock, before: tuple[Stream, ...]) -> bool:
+    """True if the streams of the block before are arguments of this one, and none comes back otherwise."""
+    for stream in before:
+        missing = stream.returned and len(block.results) <= (stream.out or 0)
+        if missing or not isinstance(block.leaves.get(stream.arg), Tensor):
+            return False
+    for stream in before:
+        value, position = block.leaves[stream.arg], stream.out or 0
+        result = block.results[position] if stream.returned else None
+        if isinstance(result, Tensor) and (
+            result.shape != value.shape or _token_dim(block, stream.arg, value, position) != stream.dim
+        ):
+            return False
+    return True
+
+
+def _returned_stream(block: RecordedBlock, position: int, result: Tensor, taken: Collection[str]) -> Stream | None:
+    """The argument that comes back as a result with its tokens changed."""
+    for path, value in block.leaves.items():
+        if not isinstance(value, Tensor) or "." in path or path in taken:
+            continue
+        if value.shape == result.shape and value.dtype == result.dtype:
+            dim = _token_dim(block, path, value, position)
+            if dim is not None:
+                return Stream(path, path, None if block.single else position, dim)
+    return None
+
+
+def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) -> int | None:
+    """The dimension along which an argument holds tokens, if its entries come back one by one.
+
+    The batch comes back one by one, too; of it whole samples of the queries are touched, of a token some rows, or some
+    module in the block makes one token touch others.
+    """
+    for dim in sorted(range(value.dim() - 1), key=lambda dim: dim != value.dim() - 2):
+        if value.shape[dim] < 2:
+            continue
+        places = block.half(value.shape[dim])
+        edits = {path: with_corrupted(value, dim, places)}
+        while True:
+            touched = block.touched(edits)
+            changed = changed_along(touched.results[position], dim)
+            if not changed[places].all():
+                break
+            if (changed & ~places).any() or any(
+                other != position and one is not None and one.any() for other, one in enumerate(touched.results)
+            ):
+                # Channels touch one another, too: then it is no dimension of tokens.
+                found = _mixing_module(block, edits, places)
+                if found is None:
+                    block.note = block.note or _mixing_note(block, path)
+                    break
+                block.mix(found[0], path, found[1])
+                continue
+            if any(mixer.arg == path for mixer in block.mixers) or touched.some_queries:
+                return dim
+            break
+    return None
+
+
+def _mixing_note(block: RecordedBlock, path: str) -> str:
+    mixers = [
+        f"{name} ({type(module).__name__})"
+        for name, module in block.module.named_modules()
+        if type(module).__name__.startswith(("Conv", "AvgPool", "MaxPool", "LSTM", "GRU"))
+    ]
+    return (
+        f"{block.site}: tokens of {path!r} change other tokens even when attention's answers are held fixed, so "
+        f"they are mixed by something else ({', '.join(mixers) or 'a patch, or attention without a softmax, say'})"
+    )
+
+
+def _mixing_module(block: RecordedBlock, edits: Mapping[str, Any], places: Tensor) -> tuple[str, int] | None:
+    """The innermost module that is given tokens of which some are spoilt, and returns others spoilt, too.
+
+    Returns:
+        Its path in the block, and the dimension of the tokens in what it is given.
+    """
+    known = [mixer.path for mixer in block.mixers]
+    for (name, given, made), (_, given_now, made_now) in zip(_inside(block, {}), _inside(block, edits), strict=False):
+        if any(covers(path, name) for path in known):
+            continue
+        results = [differs(new, old) for new, old in zip(made_now, made, strict=False)]
+        for changed in (differs(new, old) for new, old in zip(given_now, given, strict=False)):
+            for dim in range(0 if changed is None else changed.dim()):
+                if changed is None or not torch.equal(changed_along(changed, dim), places):
+                    continue
+                follow = [one for one in results if one is not None and one.dim() > dim]
+                if any((changed_along(one, dim) & ~places).any() for one in follow if one.shape[dim] == len(places)):
+                    return name, dim
+    return None
+
+
+def _inside(block: RecordedBlock, edits: Mapping[str, Any]) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """The inputs and results of every module in a block, the innermost first."""
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
+
+    def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # As they are now: a block may write to them behind this module.
+        given, made = ([v.clone() for v in tree_leaves(o) if isinstance(v, Tensor)] for o in ((args, kwargs), output))
+        calls.append((name, given, made))
+
+    with ExitStack() as undo:
+        for name, module in block.module.named_modules():
+            if name:
+                undo.callback(module.register_forward_hook(partial(note, name), with_kwargs=True).remove)
+        block.touched(edits)
+    return calls
+
+
+def _named(block: RecordedBlock, found: list[Stream]) -> tuple[Stream, ...]:
+    """Names for the streams; the first is the image."""
+
+    def of_picture(stream: Stream) -> tuple[bool, int]:
+        beside = any(word in stream.arg for word in ("encoder", "context", "txt", "text", "audio", "cond"))
+        return beside, -length_of(block, stream)
+
+    named: list[Stream] = []
+    for stream in sorted(found, key=of_picture):
+        sound = "audio" if "audio" in stream.arg and "encoder" not in stream.arg else ""
+        name = "image" if not named else sound or "text"
+        taken = [other.name for other in named]
+        named.append(replace(stream, name=stream.arg if name in taken else name))
+    return tuple(named)
+
+
+def _find_rows(block: RecordedBlock, stream: Stream, calls: list[CallStreams]) -> None:
+    """Note where a stream's tokens lie in the rows of every attention call."""
+    value = block.leaves[stream.arg]
+    _note_rows(
+        block, stream, calls, lambda places: block.touched({stream.arg: with_corrupted(value, stream.dim, places)})
+    )
+
+
+def _find_answered_rows(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[CallStreams]) -> None:
+    """The same for attention calls that are asked what an earlier one has answered, and nothing of an argument."""
+
+    def unknown() -> int:
+        """Rows of attention calls over tokens of no known stream."""
+        pairs = [
+            (rows, there.shape[2])
+            for call, asked in zip(calls, block.asked, strict=True)
+            for rows, there in ((call.queries, asked.q), (call.keys, asked.k))
+            if call.queries or call.keys
+        ]
+        return sum(there - sum(found.length for found in rows.values()) for rows, there in pairs)
+
+    left = 0
+    while left != (left := unknown()):
+        for stream in streams:
+            length = length_of(block, stream)
+            known = {n: call.queries[stream.name] for n, call in enumerate(calls) if stream.name in call.queries}
+            known = {number: rows for number, rows in known.items() if rows.length == length}
+
+            def touched(places: Tensor, known: dict[int, TokenRows] = known) -> Touched:
+                answers = {}
+                for number, rows in known.items():
+                    out = block.asked[number].out
+                    there = torch.zeros(out.shape[2], dtype=torch.bool)
+                    there[rows.start : rows.start + rows.length] = places
+                    answers[number] = with_corrupted(out, 2, there)
+                return block.touched({}, answers=answers)
+
+            if known:
+                _note_rows(block, stream, calls, touched)
+
+
+def _note_rows(
+    block: RecordedBlock, stream: Stream, calls: list[CallStreams], touched: Callable[[Tensor], Touched]
+) -> None:
+    """Note the rows of queries and keys that tokens of a stream touch, where they are not known yet."""
+    length = length_of(block, stream)
+    places = block.half(length)
+    all_of_it, some_of_it = touched(torch.ones(length, dtype=torch.bool)), touched(places)
+    for number, call in enumerate(calls):
+        for what, rows, by_all, by_some in (
+            ("queries", call.queries, all_of_it.q[number], some_of_it.q[number]),
+            ("keys", call.keys, all_of_it.k[number], some_of_it.k[number]),
+        ):
+            where = changed_along(by_all, 2).nonzero().flatten().tolist()
+            if not where or stream.name in rows:
+                continue
+            start, there = where[0], len(where)
+            whole = where == list(range(start, start + there))
+            follows = there < length or torch.equal(changed_along(by_some, 2)[start : start + there], places)
+            if not whole or there > length or not follows:
+                raise LayoutError(
+                    f"{block.site}: the {stream.name} tokens are not a run of the {what} of attention call {number + 1}"
+                    + (f"; {block.note}" if block.note else "")
+                )
+            rows[stream.name] = TokenRows(start, there)
+
+
+def _streams_only_read(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[CallStreams]) -> list[Stream]:
+    """Arguments that are attended to beside the streams and do not come back: every rank has them whole."""
+    found: list[Stream] = []
+    for number, call in enumerate(calls):
+        known = torch.zeros(block.asked[number].k.shape[2], dtype=torch.bool)
+        for rows in call.keys.values():
+            known[rows.start : rows.start + rows.length] = True
+        if not call.keys or known.all():
+            continue
+        for path, value in block.leaves.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+                continue
+            if any(path == stream.arg for stream in (*streams, *found)):
+                continue
+            dim = value.dim() - 2
+            everything = torch.ones(value.shape[dim], dtype=torch.bool)
+            touched = block.touched({path: with_corrupted(value, dim, everything)})
+            where = changed_along(touched.k[number], 2).nonzero().flatten().tolist()
+            fits = where and where == list(range(where[0], where[0] + value.shape[dim]))
+            if fits and not known[where].any() and not any(changed_along(r, 0).any() for r in touched.results):
+                name = "text" if all(s.name != "text" for s in (*streams, *found)) else path
+                stream = Stream(name, path, None, dim, used_after=False, replicate=True, returned=False)
+                found.append(stream)
+                _find_rows(block, stream, calls)
+                break
+    return found
+
+
+def _other_arguments(block: RecordedBlock, facts: Facts) -> None:
+    """Sort all other arguments than streams: cut with the tokens, counting them, or the same for all."""
+    for path, value in block.leaves.items():
+        if any(path == stream.arg for stream in facts.streams):
+            continue
+        if isinstance(value, Tensor):
+            cut = _cut(block, facts, path, value)
+            if cut is None:
+                facts.whole[path] = None
+            else:
+                facts.cuts[path] = cut
+        else:
+            counted = _count(block, facts, path, value)
+            if counted is not None:
+                facts.counts[path] = counted
+
+
+def _cut(block: RecordedBlock, facts: Facts, path: str, value: Tensor) -> Cut | None:
+    """The dimension by which an argument follows the tokens; None: none, or two."""
+    cuts = []
+    for dim, size in enumerate(value.shape):
+        orders = [order for order in _stream_orders(block, facts) if sum(n for _, n in order) == size]
+        if size < 2 or not orders:
+            continue
+        places = block.half(size)
+        try:
+            touched = block.touched({path: with_corrupted(value, dim, places)})
+        except LayoutError:
+            raise
+        except Exception:
+            # An index out of range, say: then it is no tensor of tokens.
+            continue
+        found = _tokens(block, facts, touched)
+        for order in orders:
+            parts = dict(zip((name for name, _ in order), places.split([n for _, n in order]), strict=True))
+            if found and all(name in parts and not (hit & ~parts[name]).any() for name, hit in found.items()):
+                cuts.append(Cut(path, dim, tuple(parts), ndim=value.dim()))
+                break
+    return cuts[0] if len(cuts) == 1 else None
+
+
+def _stream_orders(block: RecordedBlock, facts: Facts) -> Iterable[tuple[tuple[str, int], ...]]:
+    """Orders in which some streams may stand in an argument: single ones, then those of attention, then any."""
+    sizes = {stream.name: length_of(block, stream) for stream in facts.streams}
+    joint = [tuple(sorted(rows, key=lambda n, r=rows: r[n].start)) for c in facts.calls for rows in (c.queries, c.keys)]
+    every = [order for several in range(1, len(sizes) + 1) for order in permutations(sizes, several)]
+    ranked = sorted(every, key=lambda order: (len(order) > 1, order not in joint))
+    return [tuple((name, sizes[name]) for name in order) for order in ranked]
+
+
+def _tokens(block: RecordedBlock, facts: Facts, touched: Touched, without: Collection[int] = ()) -> dict[str, Tensor]:
+    """Tokens, by stream, with another result, queries, keys or mask than before; streams without any are left out."""
+    hits = {stream.name: torch.zeros(length_of(block, stream), dtype=torch.bool) for stream in facts.streams}
+    for stream in facts.streams:
+        if stream.returned:
+            changed = changed_along(touched.results[stream.out or 0], stream.dim)
+            if len(changed):
+                hits[stream.name] |= changed
+    for number, call in enumerate(facts.calls):
+        if number in without:
+            continue
+        for rows, changed in ((call.queries, touched.q[number]), (call.keys, touched.k[number])):
+            _mark_tokens(hits, rows, changed_along(changed, 2))
+        mask, asked = touched.masks[number], block.asked[number]
+        if mask is None or mask.dim() < 1 or mask.shape[-1] != asked.k.shape[2]:
+            continue
+        changed = mask.reshape(-1, *mask.shape[-2:]).any(0).cpu() if mask.dim() > 1 else mask.cpu()[None]
+        if changed.shape[0] == changed.shape[1] > 1:
+            # Perhaps the outer product of a mask per token: of one that changes, a row and a column do.
+            tokens = changed.diagonal()
+            if not (changed & ~tokens[:, None] & ~tokens[None]).any():
+                _mark_tokens(hits, call.keys, tokens)
+                continue
+        _mark_tokens(hits, call.keys, changed.any(0))
+        if changed.shape[0] == asked.q.shape[2] > 1:
+            _mark_tokens(hits, call.queries, changed.any(1))
+    return {name: hit for name, hit in hits.items() if hit.any()}
+
+
+def _mark_tokens(hits: dict[str, Tensor], rows: Mapping[str, TokenRows], changed: Tensor) -> None:
+    for name, found in rows.items():
+        if found.length == len(hits[name]):
+            hits[name] |= changed[found.start : found.start + found.length]
+
+
+def _count(block: RecordedBlock, facts: Facts, path: str, value: int) -> Count | None:
+    """The stream that an integer counts the tokens of; None: no stream's, or it is the same for all.
+
+    One less of the first so many, or of the last, changes one token. All of them are counted where a tensor is shaped
+    by the number: then another number is an error.
+    """
+    sizes = {stream.name: length_of(block, stream) for stream in facts.streams}
+    local = [number for number, call in enumerate(facts.calls) if not call.keys]
+
+    def changed_by(less: int) -> dict[str, list[int]]:
+        """Tokens by stream that change with a number that is so much less."""
+        try:
+            found = _tokens(block, facts, block.touched({path: value - less}, local), local)
+        except LayoutError:
+            raise
+        except Exception:
+            return {}
+        return {name: hit.nonzero().flatten().tolist() for name, hit in found.items()}
+
+    found = changed_by(1)
+    for name, where in found.items():
+        first, last = where == [value - 1], where == [sizes[name] - value]
+        if first and last:
+            # The one in the middle; then which of its neighbours is the next?
+            first = changed_by(2).get(name) == [value - 2, value - 1]
+        if len(found) == 1 and (first or last):
+            return Count(path, name, "first" if first else "last")
+    if found:
+        return None
+    whole = [name for name, size in sizes.items() if size == value]
+    return Count(path, whole[0], "all") if len(whole) == 1 else None
