@@ -64,7 +64,6 @@ COLLECTIVES = {
     "strategies/inputs.py",
     "strategies/same_latents.py",
     "strategies/text_encoders.py",
-    "verify/ranks.py",
     "train/data/agreement.py",
     "train/checkpoints/checkpoint.py",
     "train/data/encoded.py",
