@@ -170,8 +170,6 @@ def judge(
         for ours, theirs in zip(call, reference, strict=True)
     )
     same_images = all(run.digests == runs[0].digests for run in runs)
-    latents = [tensor for tensor in compared if tensor.tensor == "latents"]
-    errors = [*(tensor.error for tensor in latents), *(image.largest for image in images)]
     sent: Counter[str] = Counter()
     for run in runs:
         sent.update(run.sent)
@@ -180,10 +178,9 @@ def judge(
         verdict,
         equal=same_images and all(result.equal for result in (*images, *compared)),
         repeats=all(run.repeats for run in runs),
-        error=max([*errors, 0.0 if same_images else inf]),
+        **_errors(compared, images, same_images),
         **_worst(images),
         images=images,
-        latents=max((tensor.error for tensor in latents if tensor.step == latents[-1].step), default=None),
         seconds=max(run.seconds for run in runs),
         one_device_seconds=alone.seconds,
         bytes_sent=dict(sent),
@@ -191,6 +188,18 @@ def judge(
         first_beyond=_place(next((tensor for tensor in compared if not tensor.error <= limit), None)),
         growth=_growth(compared),
     )
+
+
+def _errors(
+    compared: Sequence[ComparedTensor], images: Sequence[metrics.Difference], same_images: bool
+) -> dict[str, Any]:
+    """The judged figure, and the difference of the last step's latents."""
+    latents = [tensor for tensor in compared if tensor.tensor == "latents"]
+    errors = [*(tensor.error for tensor in latents), *(image.largest for image in images)]
+    return {
+        "error": max([*errors, 0.0 if same_images else inf]),
+        "latents": max((tensor.error for tensor in latents if tensor.step == latents[-1].step), default=None),
+    }
 
 
 def _worst(images: Sequence[metrics.Difference]) -> dict[str, Any]:
