@@ -132,7 +132,7 @@ class Judge:
         draws = [random.integers(0, len(said), len(said)) for _ in range(RESAMPLES)]
         others = draws if paired else [random.integers(0, len(said), len(said)) for _ in range(RESAMPLES)]
         found: dict[str, Any] = {
-            "pictures": len(said),
+            "images": len(said),
             "right": share(said == self.labels),
             "same_verdict": share(said == self.said),
             "frechet": frechet(features, self.features),

@@ -106,7 +106,7 @@ class Tables:
         """Model, images and seeds."""
         of, seeds = table["table"], table["seeds"]
         return (
-            f"{of['model']}, {of['sampler']}, {of['steps']} steps; {table['pictures']} images, seeds {seeds[0]} to "
+            f"{of['model']}, {of['sampler']}, {of['steps']} steps; {table['images']} images, seeds {seeds[0]} to "
             f"{seeds[-1]}"
         )
 
@@ -178,7 +178,7 @@ def draw_tokens(tables: Tables) -> Path | None:
     axis.set_ylabel("PSNR, dB")
     axis.legend(fontsize=8, loc="upper right")
     names = ", ".join(table["table"]["model"] for _, table in known)
-    counts = sorted({one["pictures"] for _, one in known})
+    counts = sorted({one["images"] for _, one in known})
     seeds = f"{' or '.join(map(str, counts))} images each, seeds from 0"
     said = f"{names}; DDIM, 50 steps, one synchronous\n{seeds}; bars: standard error"
     return save(figure, "tokens", said)
@@ -230,7 +230,7 @@ def draw_objectives(tables: Tables) -> Path | None:
     axes[0].set_xlabel("synchronous steps at the beginning, of 50; and placed; N = 4")
     axes[0].set_ylabel("PSNR, dB")
     axes[0].legend(fontsize=7.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=1 + both)
-    said = "; ".join(f"{table['table']['model']}: {table['pictures']} images" for _, table in known)
+    said = "; ".join(f"{table['table']['model']}: {table['images']} images" for _, table in known)
     return save(figure, "objectives", f"50 steps (DDIM; flow: Euler), seeds from 0; bars: standard error\n{said}")
 
 
@@ -403,7 +403,7 @@ def of_four(tables: Tables, part: str) -> list[dict[str, Any]]:
 def steps_and_images(some: Sequence[dict[str, Any]]) -> str:
     """Of several tables."""
     steps = ", ".join(f"{one['table']['model']} {one['table']['sampler']} {one['table']['steps']}" for one in some)
-    counts = sorted({one["pictures"] for one in some})
+    counts = sorted({one["images"] for one in some})
     return f"N = 4; steps: {steps}\n{' or '.join(map(str, counts))} images each, seeds from 0"
 
 
@@ -520,7 +520,7 @@ def draw_distribution(_: Tables) -> Path | None:
     axes[1].set_xlabel("Fréchet distance to synchronous")
     axes[2].axvline(1, color="#999999", linewidth=0.8)
     axes[2].set_xlabel("sharpness over synchronous")
-    count = data["rows"][names[0]]["pictures"]
+    count = data["rows"][names[0]]["images"]
     said = (
         f"fashion-dit, DDIM, {data['setup']['steps']} steps; {count} images a row, seeds 0 to {count - 1} "
         "(other seeds: from 1,000,000); bars: standard error"
@@ -677,7 +677,7 @@ def draw_pictures(store: Path) -> Path | None:
             result = json.loads(line)
             cell = result["cell"]
             if cell["strategy"] == "synchronous" or (cell["devices"], cell["warmup"]) == (devices, "fixed(1)"):
-                found[cell["strategy"]] = result["pictures"]
+                found[cell["strategy"]] = result["images"]
                 folders[cell["strategy"]] = folder / "cells"
     names = [name for name in ("synchronous", "displaced", "pipefusion", "displaced-int4", "naive") if name in found]
     worst = min(range(len(found["displaced"])), key=lambda place: found["displaced"][place]["psnr"])

@@ -25,6 +25,7 @@ and how often its bound a step would take without that: they take the cores from
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import statistics
@@ -346,9 +347,8 @@ def show(result: dict[str, Any], rates: Sequence[float]) -> None:
 
 def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
     """A chart of seconds over nanoseconds a bit, in which times are straight lines and crossings can be read."""
-    from ditmesh.lab.pages.charts import DASHES, LEFT, LINE, NUM_COLOURS, TOP, line_chart
+    from ditmesh.lab.pages.charts import line_chart
     from ditmesh.lab.pages.curves import Series
-    from ditmesh.lab.pages.html import STYLE
 
     across = [1e9 / rate for rate in rates]
     lines = []
@@ -360,16 +360,7 @@ def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
         lines.append(Series(name, tuple(across), seconds))
     x_label, y_label = "nanoseconds a bit (1 is 1 Gb/s, 5 is 200 Mb/s)", "seconds a step"
     chart = line_chart(lines, "Two hosts, one rank each", x_label, y_label)
-    # A picture has no page around it: its legend goes where slow links have nothing, the slowest line uppermost.
-    slowest = sorted(range(len(lines)), key=lambda number: -lines[number].y[-1])
-    legend = []
-    for row, number in enumerate(slowest):
-        x, y = LEFT + 14, TOP + 10 + row * (LINE + 3)
-        dashes = f' stroke-dasharray="{DASHES[number % len(DASHES)]}"'
-        legend.append(f'<path class="line s{number % NUM_COLOURS}" d="M{x} {y - 4}h28"{dashes}/>')
-        legend.append(f'<text class="label" x="{x + 36}" y="{y}">{lines[number].name}</text>')
-    start, _, rest = chart.svg.replace("</svg>", "".join(legend) + "</svg>").partition(">")
-    file.write_text(f'{start} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{rest}', encoding="utf-8")
+    file.write_bytes(base64.b64decode(chart.source.partition(",")[2]))
 
 
 # What is predicted: a model and a device of the planner's tables, and bits a second between two hosts.

@@ -264,7 +264,7 @@ def figures_of(results: Any, pictures: Path) -> dict[str, Any]:
     plan = results.plan
     sampler, strategy = plan.samplers[0], plan.strategies[0]
     return {
-        "pictures": seeds_of(results)[0],
+        "images": seeds_of(results)[0],
         "seeds": seeds_of(results)[1],
         "prompts": sorted({prompt for _, prompt, _ in results.synchronous}),
         "rows": [row_of(results, at, pictures) for at in results.asked()],
@@ -323,10 +323,10 @@ def flips(results: Any, at: Any, pictures: Path) -> list[float]:
         with Image.open(pictures / name) as image:
             return np.asarray(image.convert("RGB"), dtype=np.float32) / 255
 
-    exact = [results.synchronous[at[0], one["prompt"], one["seed"]] for one in results.pictures(at)]
+    exact = [results.synchronous[at[0], one["prompt"], one["seed"]] for one in results.images(at)]
     return [
         float(flip_evaluator.evaluate(read(truth["file"]), read(one["file"]), "LDR")[1])
-        for one, truth in zip(results.pictures(at), exact, strict=True)
+        for one, truth in zip(results.images(at), exact, strict=True)
     ]
 
 
@@ -410,7 +410,7 @@ def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:
     apart, other = beside
     if other["same_steps"]:
         return "the same steps"
-    return f"{apart:+.2f}, {other['closer']:>2} of {row.pictures}"
+    return f"{apart:+.2f}, {other['closer']:>2} of {row.images}"
 
 
 def thousandfold(value: Any, sign: int = 1) -> Any:

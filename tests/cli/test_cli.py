@@ -121,24 +121,19 @@ def test_torchrun_ranks_are_used_and_none_started(model: Path, tmp_path: Path) -
 
 
 @pytest.mark.matrix
-def test_torchrun_ranks_verify_and_the_first_is_the_one_device(model: Path, tmp_path: Path) -> None:
+def test_torchrun_ranks_verify_and_the_first_is_the_one_device(model: Path) -> None:
     mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})
-    kept, trace = tmp_path / "kept", tmp_path / "trace.json"
-    kept.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "ditmesh", "verify", "ulysses=2", "ring=2 reproducible", "--prompt", "a red fox"]
-    command += ["--model", str(model), "--steps", "2", "--trace-dir", str(kept), "--trace", str(trace), "--json"]
+    command += ["--model", str(model), "--steps", "2", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     fast, same = result["configs"]
     assert [one["config"] for one in result["one_device"]] == ["one device", "1 device reproducible"]
     assert fast["passed"]
-    assert fast["seen"] == 1
     assert same["outcome"] == "same bits"
     assert all(sum(one["bytes_sent"].values()) > 0 for one in (fast, same))
-    assert json.loads(trace.read_text())["traceEvents"]
-    assert not list(kept.iterdir())
     other = [word if word != "ulysses=2" else "ulysses=4" for word in command]
     done = subprocess.run(other, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode != 0
@@ -689,8 +684,6 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Pa
         (("verify", ""), "the configuration '' is empty"),
         (("verify", "ulysses=1"), "'1 device' compares one device with itself"),
         (("verify", "reproducible"), "compares one device with itself"),
-        (("verify", "ulysses=2", "--html", "/proc/x/y.html"), "choose another one with --html"),
-        (("verify", "ulysses=2", "--trace-dir", ""), "--trace-dir names no folder"),
         (("verify", "ulysses=2", "--num-images", "2000"), "use 1024 at most"),
         (("doctor", "--device", "gpu"), "--device 'gpu' is none of auto, cpu, cuda"),
     ],

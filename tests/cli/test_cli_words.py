@@ -291,9 +291,9 @@ def test_the_table_of_verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
     one: dict[str, Any] = {"largest": None, "psnr": 143.2, "ssim": 0.9999, "latents": 1.2e-5, "seconds": 1234.56}
     one |= {"config": WORDY.describe(), "outcome": "not judged", "judged": False, "passed": True, "refused": ""}
-    one |= {"bytes_sent": {"ring": 123456789012}, "first_bit": None, "overlap": {}, "repeats": True, "seen": 1.0}
+    one |= {"bytes_sent": {"ring": 123456789012}, "first_bit": None, "repeats": True}
     result = {"prompts": ["a"], "dtype": "float32", "device": "cpu", "threads": 1, "configs": [one, one]}
-    result |= {"one_device": [{"config": "one device", "seconds": 1.0, "repeats": True, "channel_stride": 1}]}
+    result |= {"one_device": [{"config": "one device", "seconds": 1.0, "repeats": True}]}
     said = printed(monkeypatch, capsys, lambda: print_report(_say(result)))
     is_whole(said, [WORDY.describe(), "not judged", "infinite", "143.2", "1234.56", "123456.79", "PSNR dB", "sent MB"])
 
@@ -328,7 +328,7 @@ def test_the_tables_of_study_memory_and_layout(monkeypatch: Any, capsys: pytest.
     result = {"table": [row], "findings": [], "report": "report.html"}
     said = printed(monkeypatch, capsys, lambda: print_report(study._say(result)))
     is_whole(said, ["first_last(2, 1)", "40.1 of 100", "synchronous", "nearest", "PSNR dB", "sent MB"])
-    phase = {"weights": 123e9, "activations": 123e9, "kept": 1e9, "shared": 1e9, "process": 1e9, "total": 456e9}
+    phase = {"weights": 123e9, "activations": 123e9, "kept": 1e9, "process": 1e9, "total": 456e9}
     rank = {"stage": 0, "ranks": 1, "phases": {"denoise": phase}, "peak": "denoise", "peak_bytes": 1}
     needed = {"model": "m", "config": "c", "size": [8, 8], "dtype": "bfloat16", "ranks": [rank]}
     needed |= {"chosen": None, "exceeds": None, "command": None}

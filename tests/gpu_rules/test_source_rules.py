@@ -30,7 +30,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "launch/hardware.py": "before a measurement",
         "lab/study/running.py": "before a measurement",
         "verify/runs.py": "before a measurement",
-        "lab/verify/timeline.py": "before a measurement",
     },
     # Its handle keeps the buffers, and somebody has to wait.
     "a collective whose work is dropped": {},

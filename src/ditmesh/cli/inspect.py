@@ -47,8 +47,8 @@ def inspect(
 ) -> None:
     """Show a model's parameters and token counts.
 
-    With a configuration also the layers around the transformer's call and the data that ranks exchange, with reasons.
-    Nothing is read but configurations.
+    With a configuration also the layers around the transformer's call, with reasons. Nothing is read but
+    configurations.
 
     [bold]Examples[/bold]
 
@@ -72,7 +72,7 @@ def inspect(
         chosen = config_or_devices(devices, config, settings)
         if isinstance(chosen, int):
             chosen = ParallelConfig.auto(chosen, info.heads or 1)
-        facts |= _anatomy(info.transformer_class, info.transformer, layout, chosen, workload, dtype)
+        facts |= _layers(info.transformer_class, info.transformer, layout, chosen, dtype)
     emit(facts, as_json, _say)
 
 
@@ -95,40 +95,17 @@ def _facts(info: ModelInfo, layout: TokenLayout, workload: Workload) -> dict[str
     }
 
 
-def _anatomy(
-    transformer: str, sizes: Any, layout: TokenLayout, config: ParallelConfig, workload: Workload, dtype: str
-) -> dict[str, Any]:
-    """The layers around a call of the transformer, and the data that ranks exchange in it, as plain data."""
+def _layers(transformer: str, sizes: Any, layout: TokenLayout, config: ParallelConfig, dtype: str) -> dict[str, Any]:
+    """The layers around a call of the transformer, as plain data."""
     import torch
 
     from .. import recipe
     from ..layout.describe import meta_model
-    from ..memory.anatomy import anatomy
+    from ..memory.anatomy import layers_around
 
     recipe.check_recipe(recipe.RECIPE, config, [(meta_model(transformer, sizes), layout)])
-    layers, exchanges = anatomy(transformer, sizes, layout, config, workload, getattr(torch, dtype))
-    return {
-        "config": config.describe(),
-        "layers": [vars(layer) for layer in layers],
-        "exchanges": None if exchanges is None else [vars(exchange) for exchange in exchanges],
-    }
-
-
-def _say_anatomy(report: Report, facts: dict[str, Any]) -> None:
-    around, rows = "", []
-    for layer in facts["layers"]:
-        rows.append(("" if layer["around"] == around else layer["around"], layer["name"], layer["reason"]))
-        around = layer["around"]
-    report.table(("around", "what", "why"), rows, f"{facts['config']}, outermost first", keys=3)
-    if facts["exchanges"] is None:
-        report.text("Exchanges are not predicted for this configuration and model.")
-        return
-    rows = [
-        (each["where"], each["link"], each["kind"], str(each["times"]), f"{each['bytes'] / 1e6:.3g}")
-        for each in facts["exchanges"]
-    ]
-    caption = "Exchanges of rank 0 in a step, with one block of each kind; predicted"
-    report.table(("where", "link", "exchange", "times", "MB"), rows, caption, keys=3)
+    layers = layers_around(transformer, sizes, layout, config, getattr(torch, dtype))
+    return {"config": config.describe(), "layers": [vars(layer) for layer in layers]}
 
 
 def _say(facts: dict[str, Any]) -> Report:
@@ -141,6 +118,10 @@ def _say(facts: dict[str, Any]) -> Report:
         f"{width} x {height} pixels are {facts['image_tokens']:,} image tokens; "
         f"sizes in multiples of {facts['size_multiple']}"
     )
-    if "layers" in facts:
-        _say_anatomy(report, facts)
+    around, rows = "", []
+    for layer in facts.get("layers", ()):
+        rows.append(("" if layer["around"] == around else layer["around"], layer["name"], layer["reason"]))
+        around = layer["around"]
+    if rows:
+        report.table(("around", "what", "why"), rows, f"{facts['config']}, outermost first", keys=3)
     return report

@@ -158,7 +158,7 @@ def _say(result: dict[str, Any]) -> Report:
 
     width, height = result["size"]
     lead = f"{result['model']}, {result['config']}, {width} x {height}, {result['dtype']}"
-    report = memory_report(lead, result["ranks"], ("weights", "activations", "kept", "shared", "process"))
+    report = memory_report(lead, result["ranks"], ("weights", "activations", "kept", "process"))
     for line in (result["chosen"], result["exceeds"], result["command"]):
         if line is not None:
             report.text(line)

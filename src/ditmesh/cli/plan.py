@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,34 +23,30 @@ from .options import (
     choice,
     common_option,
     job_option,
+    with_groups,
 )
 from .show import emit
 from .values import check_planned
 
 if TYPE_CHECKING:
+    from ..lab.plan.hardware import Hardware
     from ..lab.plan.subject import Plan
 
 hardware_option = functools.partial(typer.Option, rich_help_panel="Hardware")
 
 
-def plan(
-    model: Annotated[
-        str,
-        typer.Argument(help="Plan for a model that ships (flux.1-dev, wan-14b …), or a pipeline's folder or hub id."),
-    ] = "",
+@dataclass(frozen=True)
+class HardwareOptions:
+    """Options of the hardware."""
+
     devices: Annotated[
         int | None,
         common_option("--devices", "-n", help="Plan for this many devices on all hosts.", callback=at_least(1)),
-    ] = None,
+    ] = None
     hardware: Annotated[
         str | None,
         common_option(metavar="DEVICE", help="Plan for this device: h100, l40s, 4090 …", show_default="this machine's"),
-    ] = None,
-    size: Size = None,
-    steps: Annotated[
-        int | None,
-        common_option("--steps", "-s", help="Set the number of denoising steps.", callback=at_least(1)),
-    ] = None,
+    ] = None
     link: Annotated[
         str | None,
         hardware_option(
@@ -58,15 +54,45 @@ def plan(
             help="Set the link between devices of a host: nvlink4, pcie4 …, or 10GB/s.",
             show_default="the device's usual one",
         ),
-    ] = None,
+    ] = None
     hosts: Annotated[
         int, hardware_option(help="Share the devices evenly over this many hosts.", callback=at_least(1))
-    ] = 1,
+    ] = 1
     between: Annotated[
         str | None, hardware_option(metavar="LINK", help="Set the link between hosts: infiniband-ndr, 25Gb/s …")
-    ] = None,
+    ] = None
     memory: Annotated[
         float | None, hardware_option(metavar="GB", help="Set the memory of a device.", callback=at_least(0.001))
+    ] = None
+
+    def machine(self, dtype: str) -> Hardware:
+        """The hardware that they name; raises as `lab.plan.hardware.hardware`."""
+        from ..lab.plan.hardware import hardware
+
+        room = None if self.memory is None else self.memory * 1e9
+        return hardware(
+            self.hardware,
+            self.devices,
+            dtype,
+            hosts=self.hosts,
+            between=self.between,
+            through=self.link,
+            memory=room,
+        )
+
+
+@with_groups
+def plan(
+    *,
+    model: Annotated[
+        str,
+        typer.Argument(help="Plan for a model that ships (flux.1-dev, wan-14b …), or a pipeline's folder or hub id."),
+    ] = "",
+    machine: HardwareOptions,
+    size: Size = None,
+    steps: Annotated[
+        int | None,
+        common_option("--steps", "-s", help="Set the number of denoising steps.", callback=at_least(1)),
     ] = None,
     frames: Frames = None,
     text: Annotated[int | None, job_option(help="Set the number of text tokens.", callback=at_least(0))] = None,
@@ -96,16 +122,14 @@ def plan(
     """
     check_planned(model)
     from ..lab.plan import subject as lab
-    from ..lab.plan.hardware import hardware as hardware_of
 
     started = time.perf_counter()
-    room = None if memory is None else memory * 1e9
-    machine = hardware_of(hardware, devices, dtype, hosts=hosts, between=between, through=link, memory=room)
+    hardware = machine.machine(dtype)
     about = lab.subject(
         model,
-        machine,
+        hardware,
         steps=steps,
-        dtype=dtype if machine.device.ahead else "float32",
+        dtype=dtype if hardware.device.ahead else "float32",
         pictures=pictures,
         offloaded=offload != "none",
         size=parse_size(size),
@@ -113,28 +137,33 @@ def plan(
         text=text,
         guidance=guidance,
     )
-    made = lab.plan(about, machine, stale)
-    workload = about.workload
-    result = {
-        "model": about.name,
-        "hardware": machine.describe(),
+    emit(_data(lab.plan(about, hardware, stale), started), as_json, _say)
+
+
+def _data(plan: Plan, started: float) -> dict[str, Any]:
+    """A plan as plain data; ``started``: when it was begun."""
+    from ..lab.plan.subject import row_data
+
+    workload = plan.subject.workload
+    return {
+        "model": plan.subject.name,
+        "hardware": plan.hardware.describe(),
         "predicted": True,
         "image_tokens": workload.image,
         "text_tokens": workload.text,
         "branches": workload.branches,
         "pictures": workload.pictures,
         "steps": workload.steps,
-        "configurations": [lab.row_data(row) for row in made.rows],
-        "refused": made.refused,
-        "auto": made.choice.config.describe(),
-        "verdict": made.verdict(),
-        "command": made.command(),
+        "configurations": [row_data(row) for row in plan.rows],
+        "refused": plan.refused,
+        "auto": plan.choice.config.describe(),
+        "verdict": plan.verdict(),
+        "command": plan.command(),
         "seconds": time.perf_counter() - started,
     }
-    emit(result, as_json, partial(_say, made=made))
 
 
-def _say(result: dict[str, Any], made: Plan) -> Report:
+def _say(result: dict[str, Any]) -> Report:
     from ..lab.plan.roofline import number
 
     report = Report()
@@ -151,9 +180,9 @@ def _say(result: dict[str, Any], made: Plan) -> Report:
         rows.append([StyledText(cell, "" if one["fits"] else "bad") for cell in cells])
     report.table(("configuration", "devices", "denoising s", "ms a step", "GB a rank"), rows)
     report.points([f"{one['words']}: {one['why']}" for one in result["configurations"]])
-    if made.refused:
-        reasons = list(dict.fromkeys(made.refused.values()))
-        report.text(f"{len(made.refused)} were refused: {'; '.join(reasons[:2])}", note=True)
+    if result["refused"]:
+        reasons = list(dict.fromkeys(result["refused"].values()))
+        report.text(f"{len(result['refused'])} were refused: {'; '.join(reasons[:2])}", note=True)
     report.text(result["verdict"])
     if result["command"]:
         report.text(result["command"])

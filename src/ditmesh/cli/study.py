@@ -102,14 +102,6 @@ class StudyOptions:
             callback=at_least(0),
         ),
     ] = None
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PART",
-            help="Also predict time and memory of every request on this device (h100, l40s, 4090 …).",
-            show_default="no prediction",
-        ),
-    ] = None
     jobs: Annotated[
         int,
         typer.Option(help="Run cells in this many processes at the same time, one thread each.", callback=at_least(1)),
@@ -151,17 +143,14 @@ def study(
     ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(0.05)" --images 4
     """
     from ..generate.job import check_layout, check_named
+    from ..lab.pages.charts import check_charts
 
+    check_charts()
     check_named(options.out)
     if options.launcher is not None and not options.real:
         raise InputError(f"--launcher {options.launcher} starts real ranks, and all are simulated; add --real")
     plan, info = _plan(options, prompts, model)
     check_layout(info)
-    if options.hardware is not None:
-        from ..lab.study.predicted import CostModel
-
-        # Settings that cannot be predicted are refused before anything runs.
-        CostModel(plan.setup, options.hardware)
     made_by = provenance(context.obj or ())
     emit(_run(plan, options, made_by), as_json, _say)
 
@@ -261,7 +250,7 @@ def _run(plan: StudyPlan, options: StudyOptions, made_by: dict[str, Any]) -> dic
         ran = run_cells(plan, store, options.jobs, on_cell, options.launcher)
         progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
-        data = write(StudyResults(plan, cells), out, options.target, made_by, options.hardware)
+        data = write(StudyResults(plan, cells), out, options.target, made_by)
     shown = ("findings", "table", "rules", "against_fixed", "against_others", "single_steps")
     facts = {"out": str(out), "report": str(out / "report.html"), "cells": len(plan.cells), "ran": ran}
     return facts | {name: data[name] for name in shown}
@@ -298,7 +287,7 @@ def _say(result: dict[str, Any]) -> Report:
     right = [row["right_synchronous"] for row in result["table"] if row["right_synchronous"]["value"] is not None]
     if right:
         report.text(
-            f"nearest: share of pictures that are nearest to the training picture asked for; of the synchronous ones "
+            f"nearest: share of images that are nearest to the training image asked for; of the synchronous ones "
             f"{number(right[0], 2)}"
         )
     report.points([*result["findings"], result["report"]])

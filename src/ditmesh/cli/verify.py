@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,33 +13,42 @@ import typer
 
 from .._version import library_versions
 from ..config import ParallelConfig
-from ..core.files import finite
 from ..errors import ConfigError, InputError
-from ..launch import TorchrunRanks, default_threads, guarded_folder, torchrun_rank
+from ..launch import TorchrunRanks, default_threads, torchrun_rank
 from ..report.formatting import count
 from ..report.report import Report, StyledText
 from ..request import MOST_TOGETHER
 from .generate import check_joined
-from .options import AsJson, RankOptions, SampleOptions, at_least, common_option, output_option, with_groups
-from .show import bar, emit, provenance
+from .options import AsJson, RankOptions, SampleOptions, at_least, common_option, with_groups
+from .show import bar, emit
 from .values import configs_of, fetched, picture_job, read_prompts
 
 if TYPE_CHECKING:
     from ..generate.job import PictureJob
     from ..generate.model_info import ModelInfo
-    from ..lab.verify.timeline import Overlap
-    from ..verify.ranks import VerifyRanks
-    from ..verify.runs import RankRun
-    from ..verify.verdicts import Verdict
-
-
-compare_option = functools.partial(typer.Option, rich_help_panel="Comparison")
+    from ..verify.ranks import JoinedRanks, StartedRanks
 
 
 @dataclass(frozen=True)
 class CompareOptions:
     """Options of the comparison."""
 
+    model: Annotated[
+        str | None,
+        common_option(
+            "--model", "-m", help="Load this model: folder or hub id, or an embedded model.", show_default="emoji-sd3"
+        ),
+    ] = None
+    prompt: Annotated[
+        list[str] | None,
+        common_option(
+            help="Generate from this prompt; may be repeated.", show_default="an embedded model's first caption"
+        ),
+    ] = None
+    more_configs: Annotated[
+        list[str] | None,
+        common_option("--configs", metavar="CONFIG", help="Verify this configuration too; may be repeated."),
+    ] = None
     all_of: Annotated[
         int | None,
         common_option(
@@ -49,61 +57,24 @@ class CompareOptions:
     ] = None
     tolerance: Annotated[
         float | None,
-        compare_option(
+        typer.Option(
+            rich_help_panel="Comparison",
             help="Accept this relative difference of latents and images at most.",
             show_default="float32 1e-4, float16 0.02, bfloat16 0.1; none for stale strategies",
             callback=at_least(0),
-        ),
-    ] = None
-    trace_dir: Annotated[
-        str | None,
-        compare_option(
-            metavar="DIR", help="Keep one device's results in this folder while this runs.", show_default="TMPDIR"
-        ),
-    ] = None
-    trace_gb: Annotated[
-        float,
-        compare_option(
-            metavar="GB",
-            help="Use this much of --trace-dir, and at most half of its free space; large models keep fewer channels.",
-            callback=at_least(0.001),
-        ),
-    ] = 4.0
-    html: Annotated[str | None, output_option(metavar="FILE", help="Write a page with images and curves.")] = None
-    trace: Annotated[
-        str | None,
-        output_option(
-            metavar="FILE", help="Write the times of computation and waiting as a Chrome trace for ui.perfetto.dev."
         ),
     ] = None
 
 
 @with_groups
 def verify(
-    context: typer.Context,
     *,
     configs: Annotated[
         list[str] | None,
         typer.Argument(metavar="CONFIG...", help='Verify these: words such as "ulysses=2 cfg=2", or a YAML file.'),
     ] = None,
-    model: Annotated[
-        str | None,
-        common_option(
-            "--model", "-m", help="Load this model: folder or hub id, or an embedded model.", show_default="emoji-sd3"
-        ),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        common_option(
-            help="Generate from this prompt; may be repeated.", show_default="an embedded model's first caption"
-        ),
-    ] = None,
-    more_configs: Annotated[
-        list[str] | None,
-        common_option("--configs", metavar="CONFIG", help="Verify this configuration too; may be repeated."),
-    ] = None,
-    pictures: SampleOptions,
     comparing: CompareOptions,
+    samples: SampleOptions,
     ranks: RankOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -116,42 +87,33 @@ def verify(
 
     ditmesh verify "ulysses=2" "ring=2 cfg=2" --prompt "a red fox"
 
-    ditmesh verify --all 4 --steps 8 --html verify.html
+    ditmesh verify --all 4 --steps 8 --json
 
     torchrun --nproc-per-node 2 -m ditmesh verify ulysses=2
     """
-    from ..generate.job import check_folder, check_job
+    from ..generate.job import check_job
     from ..generate.run import PRELOAD
 
-    asked = configs_of([*(more_configs or []), *(configs or [])])
+    asked = configs_of([*(comparing.more_configs or []), *(configs or [])])
     if not asked and comparing.all_of is None:
         raise InputError('there is no configuration to verify; write one, such as "ulysses=2", or say --all 2')
-    if pictures.num_images > MOST_TOGETHER:
-        raise InputError(f"--num-images {pictures.num_images}: verify compares one call's; use {MOST_TOGETHER} at most")
-    page_at, trace_at = _file_at(comparing.html, "--html"), _file_at(comparing.trace, "--trace")
-    room = comparing.trace_dir if comparing.trace_dir is not None else tempfile.gettempdir()
-    check_folder(room, "--trace-dir")
-    prompts = _prompts("emoji-sd3" if model is None else model, prompt, pictures.prompts_file)
-    job, info = picture_job(model, prompts, pictures, ranks.timeout, room, per_call=pictures.num_images)
+    if samples.num_images > MOST_TOGETHER:
+        raise InputError(f"--num-images {samples.num_images}: verify compares one call's; use {MOST_TOGETHER} at most")
+    prompts = _prompts(comparing.model or "emoji-sd3", comparing.prompt, samples.prompts_file)
+    together = samples.num_images
+    job, info = picture_job(comparing.model, prompts, samples, ranks.timeout, tempfile.gettempdir(), per_call=together)
     largest = max([config.world_size for config in asked] + [comparing.all_of or 1])
     check_job(job, info, largest)
     ranks.begin(PRELOAD)
     offered = _checked(job, info, asked, comparing.all_of)
-    there = torchrun_rank()
-    if there is not None:
-        _check_joined(there.world_size, [*asked, *offered], ranks)
-    kind = ranks.kind(largest if there is None else there.local_size)
+    joined = torchrun_rank()
+    if joined is not None:
+        _check_joined(joined.world_size, [*asked, *offered], ranks)
+    kind = ranks.kind(largest if joined is None else joined.local_size)
     job = fetched(job.changed(dtype=ranks.dtype_on(kind)), info)
-    made_by = None if page_at is None else provenance(context.obj or ())
-    found = _verify(job, asked, offered, kind, ranks, comparing, made_by)
-    if found is None:
+    result = _verify(job, asked, offered, kind, ranks, comparing.tolerance)
+    if result is None:
         return
-    result, page = found
-    if trace_at is not None:
-        result["trace"] = str(trace_at)
-    if page_at is not None and page is not None:
-        page.write(page_at)
-        result["html"] = str(page_at)
     emit(result, as_json, _say)
     if not result["passed"]:
         raise typer.Exit(1)
@@ -196,94 +158,36 @@ def _check_joined(world_size: int, configs: Sequence[ParallelConfig], ranks: Ran
             )
 
 
-def _file_at(name: str | None, option: str) -> Path | None:
-    """The path of an output file, if it is writable."""
-    from ..generate.job import check_folder
-
-    if name is None:
-        return None
-    if not name or Path(name).is_dir():
-        raise InputError(f"{option} {name!r} is a folder; give the name of a file in it")
-    check_folder(Path(name).parent, option)
-    return Path(name)
-
-
 def _verify(
     job: PictureJob,
     asked: Sequence[ParallelConfig],
     offered: Sequence[ParallelConfig],
     kind: Literal["cpu", "cuda"],
     ranks: RankOptions,
-    comparing: CompareOptions,
-    made_by: dict[str, Any] | None,
-) -> tuple[dict[str, Any], Any] | None:
-    """Run all configurations; returns the result as data, and the page if ``made_by`` is given.
-
-    None: another rank of torchrun says it.
-    """
-    from ..lab.verify.timeline import TimelineRecorder, overlaps, write_chrome_trace
+    tolerance: float | None,
+) -> dict[str, Any] | None:
+    """Run all configurations; returns the result as data. None: another rank of torchrun prints it."""
     from ..verify.comparison import Comparison
 
     configs = [*asked, *offered]
-    with _ranks(job, configs, kind, ranks) as (runner, folder), bar(shown=runner.is_reporter) as progress:
+    with _ranks(job, configs, kind, ranks) as runner, bar(shown=runner.is_reporter) as progress:
         task = progress.add_task("starting", total=None)
 
-        def said(what: str, steps: int = 0) -> None:
-            progress.update(task, description=what, advance=steps, total=comparison.runs)
+        def show(action: str, begun: int) -> None:
+            progress.update(task, description=action, advance=begun, total=comparison.runs)
 
-        timeline = TimelineRecorder if comparing.trace is not None else None
-        comparison = Comparison(job, configs, runner, folder, timeline, said)
-        comparison.run(comparing.trace_gb * 1e9)
+        comparison = Comparison(job, configs, runner, show)
+        comparison.run()
         if not runner.is_reporter:
             return None
-        said("comparing")
-        verdicts = comparison.verdicts(comparing.tolerance)
-        for config, verdict in zip(configs, verdicts, strict=True):
-            if verdict.refused and config in asked:
-                raise ConfigError(f"{verdict.config}: {verdict.refused}")
-    if comparing.trace is not None:
-        write_chrome_trace(comparing.trace, comparison.timelines())
-    overlap = {name: overlaps(of_ranks) for name, of_ranks in comparison.timelines().items()}
-    where = {"device": kind, "threads": runner.threads}
-    return _result(job, verdicts, comparison.alone, where, comparison.rank_0(), made_by, overlap)
-
-
-@contextmanager
-def _ranks(
-    job: PictureJob, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
-) -> Iterator[tuple[VerifyRanks, str]]:
-    """The ranks to run on, and a folder for the results of one device."""
-    from ..verify.ranks import JoinedRanks, StartedRanks, joined_folder
-
-    if (there := torchrun_rank()) is None:
-        # The same number of threads for all, because kernels may round differently otherwise.
-        threads = ranks.threads or default_threads(max(config.world_size for config in configs), kind)
-        with guarded_folder("ditmesh-verify-", job.out) as folder:
-            yield StartedRanks(ranks.launcher, kind, threads, job.timeout), folder
-        return
-    with (
-        TorchrunRanks(there.world_size, kind, ranks.threads, job.timeout) as joined,
-        joined_folder("ditmesh-verify-", job.out) as folder,
-    ):
-        yield JoinedRanks(joined), folder
-
-
-def _result(
-    job: PictureJob,
-    verdicts: list[Verdict],
-    alone: dict[str, RankRun],
-    where: dict[str, Any],
-    rank_0: dict[str, RankRun],
-    made_by: dict[str, Any] | None,
-    overlap: dict[str, dict[str, Overlap]],
-) -> tuple[dict[str, Any], Any]:
-    """The verdicts and overlaps by configuration as data, and the page if ``made_by`` is given."""
-    from ..lab.verify.page import page_of
-
-    ran = [verdict for verdict in verdicts if not verdict.refused]
-    if not ran:
+        show("comparing", 0)
+        verdicts = comparison.verdicts(tolerance)
+    for config, verdict in zip(configs, verdicts, strict=True):
+        if verdict.refused and config in asked:
+            raise ConfigError(f"{verdict.config}: {verdict.refused}")
+    if all(verdict.refused for verdict in verdicts):
         raise InputError(f"none of the {len(verdicts)} configurations can run: {verdicts[0].refused}")
-    facts = {
+    return {
         "model": job.name,
         "prompts": list(job.prompts),
         "seed": job.seed,
@@ -293,47 +197,49 @@ def _result(
         "images": job.n,
         "frames": job.frames,
         "dtype": job.dtype,
-        **where,
+        "device": kind,
+        "threads": runner.threads,
         "versions": library_versions(),
         "one_device": [
-            {"config": name, "seconds": one.seconds, "repeats": one.repeats, "channel_stride": one.stride}
-            for name, one in alone.items()
-            if not one.refused
+            {"config": name, "seconds": run.seconds, "repeats": run.repeats}
+            for name, run in comparison.alone.items()
+            if not run.refused
         ],
+        "configs": [verdict.as_data() for verdict in verdicts],
+        "passed": all(verdict.passed for verdict in verdicts),
     }
-    described = [
-        verdict.as_data()
-        | {"overlap": {axis: asdict(value) for axis, value in overlap.get(verdict.config, {}).items()}}
-        | {"outcome": verdict.outcome, "judged": verdict.judged}
-        for verdict in verdicts
-    ]
-    result = {**facts, "configs": described, "passed": all(verdict.passed for verdict in ran)}
-    if made_by is None:
-        return result, None
-    shown = {"device": where["device"], "threads of each rank": where["threads"], **made_by}
-    return result, page_of(job, verdicts, rank_0, alone, shown, finite(result))
+
+
+@contextmanager
+def _ranks(
+    job: PictureJob, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
+) -> Iterator[StartedRanks | JoinedRanks]:
+    """The ranks to run on."""
+    from ..verify.ranks import JoinedRanks, StartedRanks
+
+    if (joined := torchrun_rank()) is None:
+        # The same number of threads for all, because kernels may round differently otherwise.
+        threads = ranks.threads or default_threads(max(config.world_size for config in configs), kind)
+        yield StartedRanks(ranks.launcher, kind, threads, job.timeout)
+        return
+    with TorchrunRanks(joined.world_size, kind, ranks.threads, job.timeout) as started:
+        yield JoinedRanks(started)
 
 
 def _say(result: dict[str, Any]) -> Report:
     report = Report()
-    single = ", ".join(f"{one['config']} {one['seconds']:.2f} s" for one in result["one_device"])
+    references = ", ".join(f"{run['config']} {run['seconds']:.2f} s" for run in result["one_device"])
     report.text(
         f"{count(len(result['prompts']), 'prompt')}, {result['dtype']} on {result['device']}, "
-        f"{count(result['threads'], 'thread')} a rank; compared with: {single}"
+        f"{count(result['threads'], 'thread')} a rank; compared with: {references}"
     )
     header = ("configuration", "largest", "PSNR dB", "SSIM", "latents", "seconds", "sent MB", "verdict")
     report.table(header, [_cells(verdict) for verdict in result["configs"]])
-    for one in result["one_device"]:
-        if not one["repeats"]:
-            report.text(f"{one['config']}: two runs of it gave different bits")
-        if one["channel_stride"] > 1:
-            report.text(
-                f"{one['config']}: every bit was compared; how far blocks differ was measured on one channel in "
-                f"{one['channel_stride']}"
-            )
+    for run in result["one_device"]:
+        if not run["repeats"]:
+            report.text(f"{run['config']}: two runs of it gave different bits")
     for verdict in result["configs"]:
         report.points(_lines(verdict))
-    report.points([result[file] for file in ("html", "trace") if file in result])
     return report
 
 
@@ -374,19 +280,8 @@ def _lines(verdict: dict[str, Any]) -> list[str]:
                 f"{name}: difference of the latents {_error(start['latents'])} after step {start['step']}, "
                 f"{_error(end['latents'])} after step {end['step']}"
             )
-    for axis, found in verdict["overlap"].items():
-        hidden = 1 - found["waited"] / found["under_way"] if found["under_way"] else 1.0
-        lines.append(
-            f"{name}: {axis}: {found['messages']} messages under way for {found['under_way']:.3f} s, ranks waited "
-            f"{found['waited']:.3f} s for them; {hidden:.0%} overlapped computation"
-        )
     if not verdict["repeats"]:
         lines.append(f"{name}: two runs of it gave different bits")
-    if verdict["seen"] < 1:
-        lines.append(
-            f"{name}: {verdict['seen']:.1%} of one device's tensors were compared; the rest was not computed, or "
-            "stages do not show it"
-        )
     return lines
 
 

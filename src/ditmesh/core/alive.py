@@ -51,13 +51,6 @@ class LiveBytes(TorchDispatchMode):
             # Its address may be that of another one later.
             finalize(storage, self._held.discard, key).atexit = False
 
-    def ignore(self, tensor: Tensor) -> None:
-        """Stop counting a tensor's memory."""
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._counted:
-            self._gone(storage._cdata, self.size_of(tensor))
-        self.hold(tensor)
-
     def reset(self) -> None:
         """Restart the search for the peak."""
         self.peak = self.now

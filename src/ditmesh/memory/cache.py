@@ -27,14 +27,12 @@ class Needs:
         weights: of the model that runs.
         activations: of tensors that are alive at the peak, besides weights, and of what kernels take.
         kept: of these, what stays from step to step.
-        shared: of messages in shared memory, own and other ranks'.
         blocks: of the weights, those of one block of every kind.
     """
 
     weights: float
     activations: float
     kept: float = 0.0
-    shared: float = 0.0
     blocks: tuple[float, ...] = ()
 
 

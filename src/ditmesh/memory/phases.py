@@ -58,7 +58,6 @@ class Phase:
         weights: of all components that are there.
         activations: of tensors beside weights at the peak, with what kernels take.
         kept: keys and values of earlier steps that are there besides.
-        shared: messages in shared memory.
         process: bytes of a process without a model.
     """
 
@@ -66,13 +65,12 @@ class Phase:
     weights: float
     activations: float = 0.0
     kept: float = 0.0
-    shared: float = 0.0
     process: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.activations + self.kept + self.shared + self.process
+        return self.weights + self.activations + self.kept + self.process
 
 
 class _Summed(Protocol):
@@ -133,15 +131,15 @@ def needs(
 
     Args:
         process: bytes of a process without a model.
-        device: what ranks compute on. GPUs pass no tensors through shared memory; what their kernels take besides
-            results (cuDNN, cuBLAS) is not known and not counted.
+        device: what ranks compute on. What GPUs' kernels take besides results (cuDNN, cuBLAS) is not known and not
+            counted.
         offloaded: text encoders and autoencoder are elsewhere while they do not work.
         kernels: whether a CPU kernel's memory besides its results counts.
 
     Raises:
         LayoutError: a component cannot run without values, or has no reviewed layout.
     """
-    how = WalkOptions(dtype, config.shared_memory and device == "cpu", kernels and device == "cpu")
+    how = WalkOptions(dtype, kernels and device == "cpu")
     vae, text = _decoding(components, config, workload, how), _encoding(components, config, workload, how, offloaded)
     found: list[RankNeeds[Phase]] = []
     for stage, one in enumerate(_denoising(components, config, workload, how)):
@@ -181,14 +179,13 @@ class _EncoderMemory:
 
     Attributes:
         loaded, encoding, later: bytes of weights while the rank loads, while it encodes, and after that.
-        activations, shared: of the encoder that needs most, as of `Needs`.
+        activations: of the encoder that needs most, as of `Needs`.
     """
 
     loaded: float
     encoding: float = 0.0
     later: float = 0.0
     activations: float = 0.0
-    shared: float = 0.0
 
 
 def _phases(
@@ -196,15 +193,13 @@ def _phases(
 ) -> tuple[Phase, ...]:
     """A rank's memory for transformers, text encoders and the VAE."""
     around = one.weights + (0.0 if offloaded else vae.weights + components.other)
-    # Memory that messages have been written to stays with the process.
-    messages = text.shared + one.shared
     phases = [Phase("load", around + text.loaded, process=process)]
     if components.encoders:
-        phases.append(Phase("encode", around + text.encoding, text.activations, shared=text.shared, process=process))
-    phases.append(Phase("denoise", around + text.later, one.activations, shared=messages, process=process))
+        phases.append(Phase("encode", around + text.encoding, text.activations, process=process))
+    phases.append(Phase("denoise", around + text.later, one.activations, process=process))
     if components.vae is not None:
         pixels = around + text.later + offloaded * vae.weights
-        phases.append(Phase("decode", pixels, vae.activations, one.kept, messages + vae.shared, process))
+        phases.append(Phase("decode", pixels, vae.activations, one.kept, process))
     return tuple(phases)
 
 
@@ -215,14 +210,14 @@ def _encoding(
     alone, parts = ParallelConfig(), components.encoders.values()
     whole = [walk_encoder(part.kind, part.settings, alone, workload.text, how) for part in parts]
     cut = config.text_encoder == "sharded" and config.world_size > 1
-    among = _settings(config, "text_encoder", "shared_memory", ring=config.world_size)
+    among = _settings(config, "text_encoder", ring=config.world_size)
     every = [walk_encoder(part.kind, part.settings, among, workload.text, how) for part in parts] if cut else whole
     most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
     if offloaded:
-        return _EncoderMemory(0.0, most.weights, 0.0, most.activations, most.shared)
+        return _EncoderMemory(0.0, most.weights, 0.0, most.activations)
     loaded, held = (float(sum(each.weights for each in some)) for some in (whole, every))
     later = 0.0 if config.text_encoder == "freed" else held
-    return _EncoderMemory(loaded, held, later, most.activations, most.shared)
+    return _EncoderMemory(loaded, held, later, most.activations)
 
 
 def _decoding(components: Components, config: ParallelConfig, workload: Workload, how: WalkOptions) -> Needs:
@@ -231,7 +226,7 @@ def _decoding(components: Components, config: ParallelConfig, workload: Workload
         return Needs(0.0, 0.0)
     # The choice of axes that share the rows makes no difference; reproducible images are decoded whole.
     rest = 1 if config.reproducible else config.world_size // (config.data * config.cfg)
-    among = _settings(config, "data", "cfg", "vae", "reproducible", "shared_memory", ring=rest)
+    among = _settings(config, "data", "cfg", "vae", "reproducible", ring=rest)
     height, width = workload.height // components.scale, workload.width // components.scale
     sizes = workload.pictures, workload.latent_frames or workload.frames, height, width
     return decode(vae.kind, vae.settings, among, sizes, how)
@@ -249,7 +244,6 @@ def _denoising(components: Components, config: ParallelConfig, workload: Workloa
             sum(one.weights for one in parts),
             max(one.activations for one in parts),
             sum(one.kept for one in parts),
-            max(one.shared for one in parts),
         )
         for parts in zip(*stages, strict=True)
     ]
@@ -271,7 +265,7 @@ def _stages(part: Component, config: ParallelConfig, workload: Workload, how: Wa
     if not config.stages_or_patches:
         return [denoise(part.kind, part.settings, layout, config, workload, how)]
     # In synchronous steps every stage has the whole image, and nothing needs more. Keys of a stage's blocks stay.
-    whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "shared_memory", "vae")
+    whole = _settings(config, "data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "vae")
     one = denoise(part.kind, part.settings, layout, whole, workload, how)
     model = meta_model(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
@@ -281,5 +275,5 @@ def _stages(part: Component, config: ParallelConfig, workload: Workload, how: Wa
         here = [kind for kind, place in zip(order, stage_of(lengths), strict=True) if place == stage]
         absent = sum(one.blocks[kind] for kind in order) - sum(one.blocks[kind] for kind in here)
         own = sum(keys[kind] for kind in here)
-        found.append(Needs(one.weights - absent, one.activations + own, own, one.shared))
+        found.append(Needs(one.weights - absent, one.activations + own, own))
     return found

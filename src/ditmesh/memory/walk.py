@@ -43,7 +43,7 @@ from ..strategies.sharded import ShardedWeights, Unit
 from ..strategies.text_encoders import in_pieces
 from ..strategies.vae.parallel import BandedVae
 from .cache import Needs, kept
-from .phantom import SharedPools, phantom_mesh
+from .phantom import phantom_mesh
 from .sizes import Workload
 
 log = logging.getLogger(__name__)
@@ -63,18 +63,15 @@ class WalkOptions:
     """Options of all walks.
 
     Attributes:
-        shared_memory: whether ranks pass tensors through shared memory; else a process group.
         kernels: whether a CPU kernel's memory besides its results counts.
     """
 
     dtype: torch.dtype
-    shared_memory: bool = False
     kernels: bool = False
 
-    def meters(self, model: nn.Module) -> tuple[LiveBytes, SharedPools | None]:
-        """Meters of tensors that are alive beside a model's weights, and of messages in shared memory."""
-        alive = LiveBytes((*model.parameters(), *model.buffers()), cpu_workspace if self.kernels else None)
-        return alive, SharedPools(alive) if self.shared_memory else None
+    def meter(self, model: nn.Module) -> LiveBytes:
+        """A meter of tensors that are alive beside a model's weights."""
+        return LiveBytes((*model.parameters(), *model.buffers()), cpu_workspace if self.kernels else None)
 
 
 def denoise(
@@ -110,18 +107,16 @@ def denoise(
 
     once = look([1] * len(counts))
     weights = once.weights + sum((count - 1) * block for count, block in zip(counts, once.blocks, strict=True))
-    activations, kept, shared, grown = once.activations, once.kept, once.shared, 0.0
+    activations, kept = once.activations, once.kept
     for kind, count in enumerate(counts):
         if count == 1:
             continue
         twice = look([1 + (other == kind) for other in range(len(counts))])
         # The state of a block from step to step exists once per block.
         more = twice.kept - once.kept if keeps_between_steps(RECIPE, config) else 0.0
-        kept, grown = kept + (count - 1) * more, grown + (count - 1) * more
+        kept += (count - 1) * more
         activations = max(activations, twice.activations - more)
-        messages = twice.shared - once.shared
-        shared = shared + (count - 1) * messages if more else max(shared, twice.shared)
-    return Needs(weights, activations + grown, kept, shared, once.blocks)
+    return Needs(weights, activations + kept - once.kept, kept, once.blocks)
 
 
 class WithoutValues(TorchFunctionMode):
@@ -227,8 +222,7 @@ def _step(model: nn.Module, layout: TokenLayout, config: ParallelConfig, workloa
     size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
     for way in sorted(call_variants(model), key=lambda way: (way != VARIANTS.get(model), way.optional)):
         with fake_weights(model, how.dtype):
-            alive, pools = how.meters(model)
-            mesh: Any = phantom_mesh(config, pools)
+            alive, mesh = how.meter(model), phantom_mesh(config)
             engine = Engine([(model, layout)], config, mesh, owns_mesh=False)
             engine.open(model)
             units = _units(engine.models[0].find(ShardedWeights), alive)
@@ -244,13 +238,13 @@ def _step(model: nn.Module, layout: TokenLayout, config: ParallelConfig, workloa
                 make.dtype = how.dtype
                 kept = _some_steps(engine, model, alive, make, size, calls)
                 VARIANTS[model] = way
-                return Needs(weights, alive.peak, kept, pools.bytes if pools else 0.0, blocks)
+                return Needs(weights, alive.peak, kept, blocks)
             except (DitmeshError, *FAILURES) as error:
                 reasons.append(f"{first_line(error)} ({way})")
             finally:
                 engine.end_request(failed=True)
                 # Putting slices of weights together would take most of a walk's time.
-                mesh.tensor.over = True
+                mesh.tensor.over = True  # type: ignore[attr-defined]
                 engine.close()
     raise LayoutError(
         f"{type(model).__name__} cannot run without values, so what it needs is not known: {first_of(reasons)}"
@@ -406,8 +400,8 @@ def decode(
     pictures, frames, *plane = sizes
     latents = (pictures, channels, *((frames,) if video else ()), *plane)
     with fake_weights(vae, how.dtype), manual_collection():
-        alive, pools = how.meters(vae)
-        context = Context(config, phantom_mesh(config, pools), [])
+        alive = how.meter(vae)
+        context = Context(config, phantom_mesh(config), [])
         wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
         pipe = SimpleNamespace(vae=vae)
         try:
@@ -423,7 +417,7 @@ def decode(
             raise LayoutError(
                 f"{kind} cannot run without values, so what decoding needs is not known: {first_line(error)}"
             ) from error
-        return Needs(weight_bytes(vae), alive.peak, shared=pools.bytes if pools else 0.0)
+        return Needs(weight_bytes(vae), alive.peak)
 
 
 def encoder_on_meta(kind: str, settings: Mapping[str, Any]) -> Any:
@@ -459,10 +453,9 @@ def walk_encoder(
     model = encoder_on_meta(kind, settings)
     most = getattr(model.config, "max_position_embeddings", None) or tokens
     with fake_weights(model, how.dtype), manual_collection():
-        alive, pools = how.meters(model)
-        sharded = None
+        alive, sharded = how.meter(model), None
         if config.text_encoder == "sharded" and config.world_size > 1:
-            sharded = in_pieces(model, phantom_mesh(config, pools).world)
+            sharded = in_pieces(model, phantom_mesh(config).world)
             for tensor in model.parameters():
                 alive.hold(tensor)
         weights = weight_bytes(model, _units(sharded, alive))
@@ -471,7 +464,7 @@ def walk_encoder(
                 with alive:
                     ids = torch.zeros(1, min(tokens, most), dtype=torch.long)
                     model(input_ids=ids, **({"output_hidden_states": True} if several else {}))
-                return Needs(weights, alive.peak, shared=pools.bytes if pools else 0.0)
+                return Needs(weights, alive.peak)
             except FAILURES as error:
                 log.debug("%s does not run without values: %s", kind, error)
     # Streams of a token through the widest layer, which no encoder exceeds by much.

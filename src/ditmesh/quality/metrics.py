@@ -1,4 +1,4 @@
-"""Distances between images and between tensors, and digests of tokens for bitwise comparison.
+"""Distances between images and between tensors.
 
 No measure in this module needs weights; `quality.perceptual` has one that does.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import inf, log10
 from typing import TYPE_CHECKING, Any
 
@@ -129,29 +128,6 @@ def absolute_error(tensor: torch.Tensor, reference: torch.Tensor) -> tuple[float
     apart = torch.nan_to_num(apart, nan=inf, posinf=inf)
     scale = torch.nan_to_num(theirs.abs(), nan=0.0, posinf=0.0).max()
     return float(apart.max()), float(scale)
-
-
-def token_digests(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit digest of every row of the last dimension: int64, the shape of ``tensor`` without that dimension.
-
-    Rows are digested one by one, so that the digests of a part of the tokens are a part of the digests of all. The
-    digest is the sum of the row's bits, read as integers, times fixed random odd numbers, modulo 2^64 (multilinear
-    hashing, Carter & Wegman 1979): two rows that differ in one value always differ in it, others do but for about
-    one in 2^60. It is not meant to resist a search for collisions.
-    """
-    import torch
-
-    lanes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    integers = tensor.detach().contiguous().view(lanes[tensor.element_size()]).long()
-    return (integers * _odd_numbers(tensor.shape[-1]).to(tensor.device)).sum(-1)
-
-
-@cache
-def _odd_numbers(count: int) -> torch.Tensor:
-    import torch
-
-    drawn = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(20041), dtype=torch.int64)
-    return drawn * 2 + 1
 
 
 def _pair(picture: Any, reference: Any) -> tuple[Picture, Picture]:

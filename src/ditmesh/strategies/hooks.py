@@ -7,7 +7,7 @@ leaves the model exactly as it was.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -64,27 +64,6 @@ class BlockSite:
     feeds_next: bool
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The part of a stream that a block's output holds on this rank.
-
-    Attributes:
-        stream: name of the stream.
-        tensor: its tokens here; rows of the batch in dimension 0, but where tokens were folded into it.
-        dim: dimension of the tokens.
-        start: number of the first of them in the whole stream.
-    """
-
-    stream: str
-    tensor: Tensor
-    dim: int
-    start: int
-
-
-# An observer of a block's output (by its path) on this rank; it changes nothing.
-Tap = Callable[[str, Piece], None]
-
-
 class Handler(intercept.AttentionHandler, Protocol):
     """The handler of one transformer's hooks.
 
@@ -117,10 +96,6 @@ class Handler(intercept.AttentionHandler, Protocol):
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
         """Handle a block's ``output``; returns the output for the model."""
-
-    def pieces(self, site: BlockSite, output: Any) -> Iterable[Piece]:
-        """The part of each stream that a block's output holds before `after_block`."""
-        ...
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """Stand in for a block's forward, between the hooks, if need be; returns the undo."""
@@ -177,7 +152,6 @@ class ModelHooks:
         fixed: the settings that depend on this layout, as in `Forms`.
 
     Attributes:
-        tap: called with every block's result, if there is one.
         layout: that of the latest call.
         tokens_whole: whether blocks see all tokens on every rank, so that only the rows of a call need a layout.
 
@@ -191,7 +165,6 @@ class ModelHooks:
         self.model = model
         self.layout = layout
         self.handler = handler
-        self.tap: Tap | None = None
         self.tokens_whole = False
         self.recomputation = Recomputation()
         # Running calls of the model's own forward: a ControlNet that has some of its blocks calls them outside.
@@ -357,7 +330,7 @@ class _BlockRun:
         """Cut the block's arguments, and hand its attention calls to the handler."""
         hooks, handler = self._hooks, self._hooks.handler
         again = not hooks.running and torch._C._current_graph_task_id() >= 0
-        self._entered = (hooks.running > 0 or again) and not (handler.passive and hooks.tap is None)
+        self._entered = (hooks.running > 0 or again) and not handler.passive
         if not self._entered:
             return None
         arguments = Arguments(self._names, args, kwargs)
@@ -392,9 +365,6 @@ class _BlockRun:
             return None
         if folding is not None:
             output = folding.fold_output(output)
-        if hooks.tap is not None:
-            for piece in hooks.handler.pieces(self._site, output):
-                hooks.tap(self._site.path, piece)
         output = hooks.handler.after_block(self._site, output)
         hooks.in_block = False
         return output if folding is None else folding.unfold_output(output)

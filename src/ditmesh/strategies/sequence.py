@@ -7,7 +7,7 @@ travel between the groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ from .balance import EQUAL_SPEEDS, Balance
 from .base import ParallelModel
 from .coverage import Coverage
 from .heads import check_heads, heads_of
-from .hooks import BlockSite, BlockSkipped, Handler, Piece
+from .hooks import BlockSite, BlockSkipped, Handler
 from .token_cuts import TokenCut, only, tokens_of_part
 from .tokens import TokenStrategy
 
@@ -215,17 +215,6 @@ class SequenceParallel:
         call = self._call
         if call.ran and (self.link.size > 1 or self.keeps_keys):
             self.coverage.check(site, call.attention, call.attention_calls)
-
-    def pieces(self, site: BlockSite, output: Any) -> Iterator[Piece]:
-        """This rank's tokens of every stream; the whole stream where it is replicated."""
-        for stream in site.region.streams:
-            value, tokens = result_of(output, stream), self._call.tokens.select((stream.name,))
-            if not isinstance(value, Tensor) or not tokens.blocks:
-                continue
-            dim = stream.dim
-            if stream.folded:
-                value, dim = value.unflatten(dim, (-1, tokens.lengths[self.link.rank])), dim + 1
-            yield Piece(stream.name, value, dim, tokens.start(self.link.rank))
 
     def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
         late = self.gathers_late and not (stream.folded or tracked(value) or torch.compiler.is_compiling())

@@ -1,1 +1,1 @@
-"""Comparison of configurations with one device: `tracing` observes, `runs` runs on ranks, `verdicts` judges."""
+"""Comparison of configurations with one device: `runs` runs on ranks, `steps` compares there, `verdicts` judges."""

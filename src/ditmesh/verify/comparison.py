@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..config import ParallelConfig
 from ..generate.job import PictureJob
 from ..quality import perceptual
-from .ranks import VerifyRanks
-from .runs import MakeTimeline, RankRun, RunTask, budget_of, config_name, reference_config
+from .ranks import JoinedRanks, StartedRanks
+from .runs import RankRun, RunTask, config_name, reference_config
 from .verdicts import Verdict, judge
 
 
@@ -19,9 +18,7 @@ class Comparison:
 
     Args:
         job, configs: the request, and the configurations.
-        folder: keeps what one device computes.
-        timeline: records when ranks compute and wait; None: nothing does.
-        said: takes the present action, and how many runs have begun.
+        progress: takes the present action, and how many runs have begun.
 
     Attributes:
         alone: runs of one device, by name.
@@ -31,33 +28,24 @@ class Comparison:
         self,
         job: PictureJob,
         configs: Sequence[ParallelConfig],
-        ranks: VerifyRanks,
-        folder: str,
-        timeline: MakeTimeline | None,
-        said: Callable[[str, int], None],
+        ranks: StartedRanks | JoinedRanks,
+        progress: Callable[[str, int], None],
     ) -> None:
-        self._job, self._configs, self._ranks = job, configs, ranks
-        self._folder, self._timeline, self._said = folder, timeline, said
-        references = dict.fromkeys(reference_config(config) for config in configs)
-        self._traces = {reference: f"{folder}/trace-{number}" for number, reference in enumerate(references)}
+        self._job, self._configs, self._ranks, self._progress = job, configs, ranks, progress
+        self._references = list(dict.fromkeys(reference_config(config) for config in configs))
         self._runs: dict[str, list[RankRun]] = {}
         self.alone: dict[str, RankRun] = {}
 
     @property
     def runs(self) -> int:
         """The number of runs to make."""
-        return len(self._traces) + len(self._configs)
+        return len(self._references) + len(self._configs)
 
-    def run(self, trace_bytes: float) -> None:
-        """Make all runs; traces take about so many bytes. A collective call of the ranks that torchrun has started."""
-        budget = 0.0
-        if self._ranks.is_reporter:
-            budget = budget_of(self._folder, len(self._traces), trace_bytes)
-            for trace in self._traces.values():
-                os.mkdir(trace)
-        tasks = [RunTask(reference, trace, True, budget, self._timeline) for reference, trace in self._traces.items()]
-        for reference, (done,) in zip(self._traces, self._run(1, tasks), strict=True):
-            self.alone[config_name(reference)] = done
+    def run(self) -> None:
+        """Make all runs. A collective call of the ranks that torchrun has started."""
+        references = self._run(1, [RunTask(reference) for reference in self._references])
+        for reference, (run,) in zip(self._references, references, strict=True):
+            self.alone[config_name(reference)] = run
         for devices in sorted({config.world_size for config in self._configs}):
             # A request that fails on one device is not run on several.
             able = [
@@ -65,19 +53,19 @@ class Comparison:
                 for config in self._configs
                 if config.world_size == devices and not self._reference(config).refused
             ]
-            tasks = [
-                RunTask(config, self._traces[reference_config(config)], timeline=self._timeline) for config in able
-            ]
+            tasks = [RunTask(config, self._reference(config).steps) for config in able]
             for config, of_ranks in zip(able, self._run(devices, tasks) if able else [], strict=True):
                 self._runs[config_name(config)] = of_ranks
 
     def _run(self, devices: int, tasks: Sequence[RunTask]) -> list[list[RankRun]]:
-        self._said(f"starting {devices} rank{'s' if devices > 1 else ''}", 0)
+        """For each task the runs of its ranks."""
+        self._progress(f"starting {devices} rank{'s' if devices > 1 else ''}", 0)
 
         def begin(rank: int, began: Any) -> None:
-            self._said(began.what, 1)
+            self._progress(began.what, 1)
 
-        return self._ranks.run(devices, self._job, tasks, begin)
+        ranks = self._ranks.run(devices, self._job, tasks, begin)
+        return [list(of_ranks) for of_ranks in zip(*ranks, strict=True)]
 
     def _reference(self, config: ParallelConfig) -> RankRun:
         return self.alone[config_name(reference_config(config))]
@@ -91,19 +79,8 @@ class Comparison:
                 config,
                 self._runs.get(config_name(config), [self._reference(config)]),
                 self._reference(config),
-                self._traces[reference_config(config)],
                 tolerance,
                 learned,
             )
             for config in self._configs
         ]
-
-    def timelines(self) -> dict[str, list[Any]]:
-        """The recorded timelines of all ranks, by name of the configuration."""
-        runs = {name: [run] for name, run in self.alone.items()} | self._runs
-        timelines = {name: [run.timeline for run in of_ranks if run.timeline] for name, of_ranks in runs.items()}
-        return {name: of_ranks for name, of_ranks in timelines.items() if of_ranks}
-
-    def rank_0(self) -> dict[str, RankRun]:
-        """Rank 0's run of each configuration."""
-        return {name: of_ranks[0] for name, of_ranks in self._runs.items()}

@@ -1,27 +1,23 @@
 """Verification runs of every configuration and of one device.
 
-One device runs first and leaves a trace of everything on disk (`tracing`). Then every configuration runs twice: once
-recorded, each rank comparing its own part with the trace, and once unrecorded, against the clock.
+One device runs first, and what its scheduler was given and returned (`steps`) goes to all ranks. Then every
+configuration runs twice: once recorded and compared with that, and once unrecorded, against the clock.
 """
 
 from __future__ import annotations
 
 import gc
-import shutil
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from errno import ENOSPC
 from math import prod
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..comm import Link, Traffic
 from ..comm.backends import device_of_rank
@@ -29,20 +25,15 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.patching import Patch
 from ..errors import ConfigError, InputError, LayoutError, UntestedWarning
-from ..generate.arguments import call_parameters, steps_of
 from ..generate.job import PictureJob, check_config
 from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from ..launch import MessageSink
 from ..resizing import grids, resized
+from .steps import ComparedTensor, StepRecorder, Steps, compare_steps
 
 if TYPE_CHECKING:
     from ..generate.model_info import ModelInfo
-    from .tracing import ComparedPart, Recorder, Spot
-
-# Maximum bytes of a trace's values on disk, and minimum free bytes to begin a trace.
-TRACE_BUDGET = 4e9
-LEAST_BUDGET = 64e6
 
 
 def reference_config(config: ParallelConfig) -> ParallelConfig | None:
@@ -63,7 +54,7 @@ def config_name(config: ParallelConfig | None) -> str:
 def sensible(
     devices: int,
     model: ModelInfo,
-    pictures: int,
+    images: int,
     guided: bool,
     size: tuple[int, int] | None = None,
     frames: int = 1,
@@ -73,7 +64,7 @@ def sensible(
     Degrees are bounded by the model's heads and tokens, the images of one call, and whether there are two branches
     of guidance to share. The size is in pixels, width and height; None: the model's own. Videos have ``frames``.
     """
-    most = {"data": pictures, "cfg": 2 if guided else 1, "tensor": model.heads or 1}
+    most = {"data": images, "cfg": 2 if guided else 1, "tensor": model.heads or 1}
 
     def whole(*axes: str) -> list[dict[str, int]]:
         """Degrees of these axes that use all devices, the simplest first."""
@@ -115,50 +106,25 @@ class RankRun:
     """One configuration on one rank.
 
     Attributes:
-        pictures: float32 (B, H, W, C) from 0 to 1, one array for each call; of videos the frames, those of the first
+        images: float32 (B, H, W, C) from 0 to 1, one array for each call; of videos the frames, those of the first
             one first. Of rank 0 only.
         digests: of every call's images on this rank.
         seconds: time that the calls took unrecorded.
         repeats: whether the recorded and the unrecorded run gave the same bits.
         sent: bytes this rank sent in the unrecorded run, by axis.
-        parts, unknown: results of the comparison, when there was one.
-        stride: every ``stride``-th channel is in the trace, when one was written.
+        steps: the recorded tensors of every call, of the one device only.
+        compared: them against those of the one device.
         refused: why this configuration cannot run, if it cannot.
-        timeline: of the first unrecorded call, when it was asked for.
     """
 
-    pictures: tuple[np.ndarray, ...] = ()
+    images: tuple[np.ndarray, ...] = ()
     digests: tuple[str, ...] = ()
     seconds: float = 0.0
     repeats: bool = True
     sent: dict[str, int] = field(default_factory=dict)
-    parts: tuple[ComparedPart, ...] = ()
-    unknown: tuple[Spot, ...] = ()
-    stride: int = 1
+    steps: tuple[Steps, ...] = ()
+    compared: tuple[ComparedTensor, ...] = ()
     refused: str | None = None
-    timeline: Any = None
-
-
-class Timeline(Protocol):
-    """Records when a rank computes and waits, while its context is open."""
-
-    def __enter__(self) -> Timeline: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def result(self) -> Any:
-        """What was recorded; ranks send it, pickled."""
-        ...
-
-
-class MakeTimeline(Protocol):
-    """Makes the timeline of a rank's run; a class or a function of a module, because it is sent to ranks."""
-
-    def __call__(
-        self, pipe: Any, models: Sequence[tuple[nn.Module, Sequence[str]]], traffic: Traffic | None, alone: bool
-    ) -> Timeline:
-        """See `ditmesh.lab.verify.timeline.TimelineRecorder`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -167,41 +133,18 @@ class RunTask:
 
     Attributes:
         config: None: nothing parallelised.
-        trace_folder: of one device's trace: written by the one device, read by all others.
-        writes: whether this run is the one device, whatever other ranks the job has.
-        trace_bytes: bytes that the values of the trace may take, about.
-        timeline: records the timed run of this rank, such as `ditmesh.lab.verify.timeline.TimelineRecorder`.
+        reference: `RankRun.steps` of the one device; None: this run is the one device, whatever other ranks the job
+            has.
     """
 
     config: ParallelConfig | None
-    trace_folder: str
-    writes: bool = False
-    trace_bytes: float = TRACE_BUDGET
-    timeline: MakeTimeline | None = None
-
-
-def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> float:
-    """Bytes that the values of each of ``traces`` traces may take in a folder: at most half of what is free there.
-
-    Raises:
-        InputError: there is no room for traces.
-    """
-    free = shutil.disk_usage(folder).free
-    budget = min(wanted, free / 2 / traces)
-    if budget < min(wanted, LEAST_BUDGET):
-        raise InputError(
-            f"{str(folder)!r} has {free / 1e6:.0f} MB free, too little to keep what one device computes; name another "
-            "folder with --trace-dir"
-        )
-    return budget
+    reference: tuple[Steps, ...] | None = None
 
 
 def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink | None = None) -> list[RankRun]:
     """Run several tasks, with one loaded pipeline for all tasks that need whole weights.
 
-    Every rank calls this, and of a task that writes the first one alone.
-
-    Their results belong together.
+    Every rank calls this, and for the one device the first one alone.
 
     Args:
         job: what to generate; its own configuration does not count.
@@ -211,7 +154,6 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
     Raises:
         InputError: the pipeline cannot run the request.
     """
-
     from ..engine import parallelize, restore
     from ..generate.loading import partial_read_refusal
 
@@ -230,7 +172,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
             pipe = PipelineRunner.load(job, device).pipe
         if task.config is not None:
             # One device needs no other rank.
-            alone = {"world": Link("world", [0], 0, Traffic())} if task.writes else None
+            alone = {"world": Link("world", [0], 0, Traffic())} if task.reference is None else None
             mesh = Mesh(task.config, device=device, timeout=job.timeout, links=alone)
             try:
                 if share:
@@ -247,7 +189,8 @@ def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink 
                 continue
         if report is not None and rank == 0:
             report(RunBegan(config_name(task.config)))
-        runs.append(_run(job, pipe, task, rank))
+        with channels_first(pipe):
+            runs.append(_run(job, pipe, task, rank))
         if mesh is not None:
             if share:
                 # To make it whole takes room for all of it.
@@ -263,67 +206,32 @@ def _run(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> RankRun:
     from ..core.digests import digest
     from ..engine import engine_of
 
-    recorded, found = _recorded(job, pipe, task, rank)
+    recorded, steps, compared = [], [], []
+    for number in range(job.calls):
+        with StepRecorder(pipe) as recorder:
+            recorded.append(digest(_generate(job, pipe, number)))
+        if task.reference is None:
+            steps.append(recorder.steps())
+        else:
+            compared += compare_steps(number + 1, recorder.steps(), task.reference[number], rank)
     traffic = engine_of(pipe).mesh.traffic if task.config is not None else Traffic()
     traffic.reset()
-    pictures, seconds, timeline = _timed(job, pipe, task, traffic)
-    digests = tuple(map(digest, pictures))
-    return RankRun(
-        pictures=tuple(pictures) if rank == 0 else (),
-        digests=digests,
-        seconds=seconds,
-        repeats=digests == tuple(map(digest, recorded)),
-        sent=dict(traffic.bytes_sent),
-        timeline=timeline,
-        **found,
-    )
-
-
-def _recorded(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """The images of every call, and the trace's data, as fields of `RankRun`."""
-    from .tracing import Recorder, Trace, TraceComparer, TraceWriter
-
-    if task.writes:
-        # Guidance calls the transformer once or twice a step.
-        calls = steps_of(job, call_parameters(pipe)) * len(job.prompts) * 2
-        sink: Any = TraceWriter(task.trace_folder, task.trace_bytes, calls)
-    else:
-        sink = TraceComparer(Trace(task.trace_folder), rank)
-    try:
-        with Recorder(pipe, sink) as recorder, channels_first(pipe):
-            pictures = [_generate(job, pipe, number, recorder) for number in range(job.calls)]
-    except OSError as error:
-        if error.errno != ENOSPC:
-            raise
-        raise InputError(
-            f"no space is left in {str(Path(task.trace_folder).parent)!r} for what one device computes; name another "
-            "folder with --trace-dir, or keep less with --trace-gb"
-        ) from error
-    if task.writes:
-        return pictures, {"stride": sink.stride or 1}
-    return pictures, {"parts": tuple(sink.parts), "unknown": tuple(sink.unknown)}
-
-
-def _timed(job: PictureJob, pipe: Any, task: RunTask, traffic: Traffic) -> tuple[list[np.ndarray], float, Any]:
-    """The images of every call, the seconds of all, and the timeline of the first when it is asked for."""
-    from ..engine import denoisers, find_layout
-
-    if dist.is_initialized() and not task.writes:
+    if dist.is_initialized() and task.reference is not None:
         # The clock starts when all ranks are here.
         dist.barrier()
     started = time.perf_counter()
-    timeline = None
-    with channels_first(pipe):
-        if task.timeline is not None:
-            models = [(model, [one.blocks for one in find_layout(model).regions]) for model in denoisers(pipe)]
-            own = traffic if task.config is not None else None
-            with task.timeline(pipe, models, own, task.writes) as recorder:
-                pictures = [_generate(job, pipe, 0)]
-            timeline = recorder.result()
-        else:
-            pictures = [_generate(job, pipe, 0)]
-        pictures += [_generate(job, pipe, number) for number in range(1, job.calls)]
-    return pictures, time.perf_counter() - started, timeline
+    images = [_generate(job, pipe, number) for number in range(job.calls)]
+    seconds = time.perf_counter() - started
+    digests = [digest(images_of_call) for images_of_call in images]
+    return RankRun(
+        images=tuple(images) if rank == 0 else (),
+        digests=tuple(digests),
+        seconds=seconds,
+        repeats=digests == recorded,
+        sent=dict(traffic.bytes_sent),
+        steps=tuple(steps),
+        compared=tuple(compared),
+    )
 
 
 @contextmanager
@@ -349,12 +257,8 @@ def channels_first(pipe: Any) -> Iterator[None]:
         patch.undo()
 
 
-def _generate(job: PictureJob, pipe: Any, number: int, recorder: Recorder | None = None) -> np.ndarray:
+def _generate(job: PictureJob, pipe: Any, number: int) -> np.ndarray:
     """The images of one prompt, or the frames of its videos, before they are rounded to 8 bits."""
-    if recorder is not None:
-        recorder.begin(number)
     runner = PipelineRunner(pipe, device_of_rank())
-    made = runner.run(runner.prepare(job, number, {}, output_type="np"))
-    if recorder is not None:
-        recorder.end()
-    return np.concatenate([one.frames for one in made])
+    samples = runner.run(runner.prepare(job, number, {}, output_type="np"))
+    return np.concatenate([sample.frames for sample in samples])

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ...report.formatting import number_text
 from ...report.report import Report, ReportTable, filled_table
-from .charts import RAMP, Chart, picture_source
+from .charts import RAMP, Chart, image_source
 
 # Sections of a page that is worth a list of them.
 LISTED = 4
@@ -35,7 +35,7 @@ def as_html(report: Report) -> str:
         sections=report.sections,
         listed=LISTED,
         style=STYLE,
-        source=picture_source,
+        source=image_source,
         number=number_text,
         numbers=_numbers,
     )

@@ -78,7 +78,7 @@ class Charts(ReportBlock):
 
 
 @dataclass(frozen=True)
-class Pictures(ReportBlock):
+class ImageGrid(ReportBlock):
     """Images in rows and columns."""
 
     rows: tuple[tuple[GridImage, ...], ...]
@@ -106,9 +106,9 @@ class Page(Report):
         if charts:
             self.blocks.append(Charts(tuple(charts)))
 
-    def pictures(self, rows: Sequence[Sequence[GridImage]], caption: str) -> None:
+    def images(self, rows: Sequence[Sequence[GridImage]], caption: str) -> None:
         """Images in rows and columns."""
-        self.blocks.append(Pictures(tuple(map(tuple, rows)), caption))
+        self.blocks.append(ImageGrid(tuple(map(tuple, rows)), caption))
 
     def write(self, path: str | Path) -> Path:
         """Write the report as a page (see `html`), atomically.

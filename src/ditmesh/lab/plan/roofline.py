@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -178,17 +178,6 @@ def synchronous_steps(config: ParallelConfig, steps: int) -> int:
     levels = tuple(1 - at / steps for at in range(steps + 1))
     outlook = Outlook(config.patches or max(config.sequence, config.pipe), levels)
     return min(steps, sum(policy.decide(step, outlook, ()).synchronous for step in range(steps)))
-
-
-def enlarged(workload: Workload, side: int) -> Workload:
-    """The workload of an image whose sides are so many times as long."""
-    return replace(
-        workload,
-        rows=workload.rows * side,
-        cols=workload.cols * side,
-        width=workload.width * side,
-        height=workload.height * side,
-    )
 
 
 def milliseconds(value: float) -> str:

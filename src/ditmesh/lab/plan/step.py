@@ -197,7 +197,7 @@ def _walked(
             seen.append(recorder.work)
 
         with fake_weights(model, dtype):
-            engine = Engine([(model, layout)], config, phantom_mesh(config, None, recorder.listen), owns_mesh=False)
+            engine = Engine([(model, layout)], config, phantom_mesh(config, recorder.listen), owns_mesh=False)
             engine.open(model)
             make = Conventions(model, way)
             make.dtype = dtype

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import floor, nan, sqrt
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -27,7 +28,7 @@ FITTED = 3
 # Sampler, strategy, devices, warm-up.
 Combination = tuple[str, str, int, str]
 # Values of images, by prompt and seed.
-ByPicture = Mapping[tuple[str, int], float]
+ByImage = Mapping[tuple[str, int], float]
 # PSNR of all images (NaN: not measured), by devices and warm-up.
 Levels = Mapping[int, Mapping[int, np.ndarray]]
 
@@ -58,7 +59,7 @@ class Mean:
         if self.value is None:
             return "not measured"
         if self.error is None:
-            return f"{better if self.value > 0 else worse if self.value < 0 else none}, on one picture only"
+            return f"{better if self.value > 0 else worse if self.value < 0 else none}, on one image only"
         return (better if self.value > 0 else worse) if self.is_clear else none
 
 
@@ -76,22 +77,22 @@ def capped(psnr: float | None) -> float:
     return CAP if psnr is None else min(psnr, CAP)
 
 
-def mean_difference(pairs: Iterable[tuple[ByPicture, ByPicture]]) -> Mean:
+def mean_difference(pairs: Iterable[tuple[ByImage, ByImage]]) -> Mean:
     """Mean difference in dB between two ways to generate, each pair measured alike, by prompt and seed.
 
     One figure per image: several ways to generate one image are not independent.
     """
     apart: dict[tuple[str, int], list[float]] = {}
     for ours, theirs in pairs:
-        for picture in ours:
+        for image in ours:
             # With every step synchronous there is nothing to compare.
-            if picture in theirs and min(ours[picture], theirs[picture]) < CAP:
-                apart.setdefault(picture, []).append(ours[picture] - theirs[picture])
+            if image in theirs and min(ours[image], theirs[image]) < CAP:
+                apart.setdefault(image, []).append(ours[image] - theirs[image])
     return mean(sum(values) / len(values) for values in apart.values())
 
 
-def _paired(ours: ByPicture, theirs: ByPicture) -> Mean:
-    return mean(ours[picture] - theirs[picture] for picture in ours if picture in theirs)
+def _paired(ours: ByImage, theirs: ByImage) -> Mean:
+    return mean(ours[image] - theirs[image] for image in ours if image in theirs)
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Row:
     right: Mean
     right_synchronous: Mean
     equal: int
-    pictures: int
+    images: int
     seconds: float | None = None
     one_device_seconds: float | None = None
     sent: Mapping[str, int] | None = None
@@ -147,8 +148,8 @@ class StudyResults:
         for result in self.cells:
             cell = result["cell"]
             if cell["strategy"] == SYNCHRONOUS:
-                for picture in result["pictures"]:
-                    self.synchronous[cell["sampler"], picture["prompt"], picture["seed"]] = picture
+                for image in result["images"]:
+                    self.synchronous[cell["sampler"], image["prompt"], image["seed"]] = image
             elif cell["real"]:
                 self.real.append(result)
             else:
@@ -163,27 +164,27 @@ class StudyResults:
         """The rows of `asked`."""
         return [self.row(at) for at in self.asked()]
 
-    def pictures(self, at: Combination) -> list[Mapping[str, Any]]:
+    def images(self, at: Combination) -> list[Mapping[str, Any]]:
         """The measurements of a combination's images."""
-        return [picture for result in self.by.get(at, ()) for picture in result["pictures"]]
+        return [image for result in self.by.get(at, ()) for image in result["images"]]
 
     def row(self, at: Combination) -> Row:
         """One combination."""
-        results, pictures = self.by[at], self.pictures(at)
-        exact = [self.synchronous.get((at[0], p["prompt"], p["seed"]), {}) for p in pictures]
+        results, images = self.by[at], self.images(at)
+        exact = [self.synchronous.get((at[0], p["prompt"], p["seed"]), {}) for p in images]
         axes = ("sampler", "strategy", "devices", "warmup")
         real = next((result for result in self.real if tuple(result["cell"][axis] for axis in axes) == at), {})
         return Row(
             *at,
             synchronous=mean(logged_synchronous_steps(result) for result in results),
             evaluations=results[0]["evaluations"],
-            psnr=mean(capped(p["psnr"]) for p in pictures),
-            ssim=mean(p["ssim"] for p in pictures),
-            perceptual=mean(p["perceptual"] for p in pictures),
-            right=mean(p["right"] for p in pictures),
+            psnr=mean(capped(p["psnr"]) for p in images),
+            ssim=mean(p["ssim"] for p in images),
+            perceptual=mean(p["perceptual"] for p in images),
+            right=mean(p["right"] for p in images),
             right_synchronous=mean(p.get("right") for p in exact),
-            equal=sum(p["equal"] for p in pictures),
-            pictures=len(pictures),
+            equal=sum(p["equal"] for p in images),
+            images=len(images),
             seconds=latency(real),
             one_device_seconds=real.get("one_device_seconds"),
             sent=real.get("sent", results[0].get("sent")),
@@ -191,7 +192,7 @@ class StudyResults:
 
     def psnr_of(self, at: Combination) -> dict[tuple[str, int], float]:
         """PSNR of every image of a combination, by prompt and seed."""
-        return {(p["prompt"], p["seed"]): capped(p["psnr"]) for p in self.pictures(at)}
+        return {(p["prompt"], p["seed"]): capped(p["psnr"]) for p in self.images(at)}
 
     def paired(self, ours: Combination, theirs: Combination) -> Mean:
         """Mean difference in dB of the same images generated in two ways; positive: the first is closer."""
@@ -230,16 +231,16 @@ class StudyResults:
             fixed = {warmup: self.psnr_of(place) for warmup, place in self.fixed(*at[:3]).items()}
             ours, counts = self.psnr_of(at), self._counts(at)
             theirs = {
-                picture: expected
-                for picture, count in counts.items()
+                image: expected
+                for image, count in counts.items()
                 if count is not None
-                and (expected := interpolate({w: of[picture] for w, of in fixed.items() if picture in of}, count))
+                and (expected := interpolate({w: of[image] for w, of in fixed.items() if image in of}, count))
                 is not None
             }
             if theirs:
                 measured = {
                     "fixed_psnr": asdict(mean(theirs.values())),
-                    "difference": asdict(mean(ours[picture] - expected for picture, expected in theirs.items())),
+                    "difference": asdict(mean(ours[image] - expected for image, expected in theirs.items())),
                 }
                 compared.append(self._heading(at) | measured)
         return compared
@@ -270,14 +271,14 @@ class StudyResults:
     def _beside(self, at: Combination, other: Combination) -> dict[str, Any]:
         ours, theirs = self.psnr_of(at), self.psnr_of(other)
         felt, felt_there = (
-            {(p["prompt"], p["seed"]): p["perceptual"] for p in self.pictures(one) if p["perceptual"] is not None}
+            {(p["prompt"], p["seed"]): p["perceptual"] for p in self.images(one) if p["perceptual"] is not None}
             for one in (at, other)
         )
         return {
             "warmup": other[3],
             "psnr": asdict(self.row(other).psnr),
             "difference": asdict(_paired(ours, theirs)),
-            "closer": sum(ours[picture] > theirs[picture] for picture in ours),
+            "closer": sum(ours[image] > theirs[image] for image in ours),
             "perceptual_difference": asdict(_paired(felt, felt_there)),
             "same_steps": [self._synchronous(one) for one in self.by[other]]
             == [self._synchronous(one) for one in self.by[at]],
@@ -285,7 +286,7 @@ class StudyResults:
 
     def _counts(self, at: Combination) -> dict[tuple[str, int], int | None]:
         """Synchronous steps by prompt and seed."""
-        return {(p["prompt"], p["seed"]): logged_synchronous_steps(r) for r in self.by[at] for p in r["pictures"]}
+        return {(p["prompt"], p["seed"]): logged_synchronous_steps(r) for r in self.by[at] for p in r["images"]}
 
     @staticmethod
     def _synchronous(result: Mapping[str, Any]) -> list[bool]:
@@ -299,17 +300,17 @@ class StudyResults:
         half of those studies, reach the target, and of fewer than `FEWEST` images. ``fit``, ``sqrt``: None where
         under `FITTED` of the N need any warm-up at all: a power law through zeros is not determined.
         """
-        pictures = {
+        images = {
             devices: {warmup: self.psnr_of(at) for warmup, at in fixed.items()}
             for devices in self.plan.devices
             if (fixed := self.stale_fixed(sampler, strategy, devices))
         }
-        if not pictures:
+        if not images:
             return None
-        chosen = dict.fromkeys(picture for curve in pictures.values() for of in curve.values() for picture in of)
+        chosen = dict.fromkeys(image for curve in images.values() for of in curve.values() for image in of)
         levels = {
-            devices: {warmup: np.array([of.get(picture, nan) for picture in chosen]) for warmup, of in curve.items()}
-            for devices, curve in pictures.items()
+            devices: {warmup: np.array([of.get(image, nan) for image in chosen]) for warmup, of in curve.items()}
+            for devices, curve in images.items()
         }
         if target is None:
             target = float(floor(min(max(curve.values()) for curve in _curves(levels).values())))
@@ -362,6 +363,47 @@ class StudyResults:
 
         return [single(sampler) for sampler in self.plan.samplers]
 
+    def warmup_gains(self, pair: Pair) -> list[dict[str, Any]]:
+        """For every N the PSNR with the shortest and the longest fixed warm-up that has a stale step."""
+        gains = []
+        for devices in self.plan.devices:
+            fixed = self.stale_fixed(*pair, devices)
+            if len(fixed) > 1:
+                low, high = min(fixed), max(fixed)
+                short, long = (self.row(fixed[warmup]).psnr for warmup in (low, high))
+                difference = self.paired(fixed[high], fixed[low])
+                gains.append(
+                    {"devices": devices, "low": low, "high": high, "short": short, "long": long}
+                    | {"difference": difference}
+                )
+        return gains
+
+    def compared(self, axis: int, ours: Any, theirs: Any, of: tuple[str, ...] = ()) -> Mean:
+        """Mean difference over all pairs of combinations that begin with ``of`` and differ on one axis only."""
+        mine = [at for at in self.by if at[axis] == ours and at[: len(of)] == of and not has_given_steps(at[3])]
+        pairs: list[tuple[Any, Any]] = [(at, (*at[:axis], theirs, *at[axis + 1 :])) for at in mine]
+        return mean_difference((self.psnr_of(at), self.psnr_of(other)) for at, other in pairs)
+
+    def real_summaries(self) -> list[dict[str, Any]]:
+        """For every sampler, strategy and number of real ranks its runs, over the policies that ran there."""
+        groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
+        for result in self.real:
+            cell = result["cell"]
+            groups.setdefault((cell["sampler"], cell["strategy"], cell["devices"]), []).append(result)
+        return [
+            {
+                "sampler": sampler,
+                "strategy": strategy,
+                "devices": devices,
+                "policies": f"{len(runs)} policies" if len(runs) > 1 else runs[0]["cell"]["warmup"],
+                "others": [result["cell"]["warmup"] for result in runs if not result["equal_to_simulation"]],
+                "alone": next((run["one_device_seconds"] for run in runs if "one_device_seconds" in run), None),
+                "seconds": _range([seconds for run in runs if (seconds := latency(run)) is not None], 2),
+                "share": _range([100 * r["in_collectives"] / r["seconds"] for run in runs for r in run["ranks"]], 0),
+            }
+            for (sampler, strategy, devices), runs in groups.items()
+        ]
+
     def prediction_errors(self, at: Combination) -> list[Mean]:
         """Relative error of the prediction against the synchronous trajectory, for every evaluation."""
         steps = zip(*(result["prediction_error"] for result in self.by.get(at, [])), strict=True)
@@ -388,15 +430,15 @@ def _curves(levels: Levels, some: Any = slice(None)) -> dict[int, dict[int, floa
     }
 
 
-def _power_law(points: Mapping[int, float], levels: Levels, pictures: int, target: float) -> dict[str, Any]:
+def _power_law(points: Mapping[int, float], levels: Levels, images: int, target: float) -> dict[str, Any]:
     """Both fits through the warm-ups needed, by devices; see `StudyResults.rule`."""
     fit = fit_power(points) if sum(warmup > 0 for warmup in points.values()) >= FITTED else None
     if fit is None:
         return {"fit": None, "sqrt": None}
     base, spread = fit_root(points)
     interval = None
-    if len(points) > 2 and pictures >= FEWEST:
-        powers = _resampled_powers(levels, pictures, target)
+    if len(points) > 2 and images >= FEWEST:
+        powers = _resampled_powers(levels, images, target)
         if len(powers) >= RESAMPLES // 2:
             interval = [powers[round(share * (len(powers) - 1))] for share in (0.025, 0.975)]
     return {
@@ -405,11 +447,11 @@ def _power_law(points: Mapping[int, float], levels: Levels, pictures: int, targe
     }
 
 
-def _resampled_powers(levels: Levels, pictures: int, target: float) -> list[float]:
+def _resampled_powers(levels: Levels, images: int, target: float) -> list[float]:
     """Exponents of w = a · N^b on images drawn with replacement, sorted; only where every N reaches the target."""
     random, powers = Random(0), []
     for _ in range(RESAMPLES):
-        curves = _curves(levels, random.choices(range(pictures), k=pictures))
+        curves = _curves(levels, random.choices(range(images), k=images))
         points = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
         reached = {devices: warmup for devices, warmup in points.items() if warmup is not None}
         fit = fit_power(reached) if len(reached) == len(levels) else None
@@ -440,23 +482,16 @@ def first_reaching(curve: Mapping[int, float], target: float) -> float | None:
 def fit_power(points: Mapping[int, float]) -> tuple[float, float, float] | None:
     """Least squares of w = a · N^b: a, b and the root mean square of the residuals, in steps; None under two points.
 
-    For every b the best a is known; b is found by halving intervals around the best of a grid from -4 to 4.
+    For every b from -4 to 4, in steps of 1e-4, the best a is known. Not through logarithms: a warm-up may be zero.
     """
     if len(points) < 2 or not any(points.values()):
         return None
-    devices, warmups = (np.array([*some], dtype=float) for some in (points, points.values()))
-
-    def solve(b: float) -> tuple[float, float]:
-        powers = devices**b
-        a = warmups @ powers / (powers @ powers)
-        return float(a), float(((warmups - a * powers) ** 2).sum())
-
-    best, width = min((n / 20 for n in range(-80, 81)), key=lambda b: solve(b)[1]), 0.05
-    while width > 1e-9:
-        best = min((best - width, best - width / 2, best, best + width / 2, best + width), key=lambda b: solve(b)[1])
-        width /= 2
-    a, squares = solve(best)
-    return a, best, sqrt(squares / len(points))
+    exponents, warmups = np.linspace(-4, 4, 80001), np.array([*points.values()], dtype=float)
+    powers = np.array([*points], dtype=float) ** exponents[:, None]
+    factors = powers @ warmups / (powers**2).sum(1)
+    squares = ((warmups - factors[:, None] * powers) ** 2).mean(1)
+    best = squares.argmin()
+    return float(factors[best]), float(exponents[best]), sqrt(squares[best])
 
 
 def fit_root(points: Mapping[int, float]) -> tuple[float | None, float | None]:
@@ -471,161 +506,43 @@ def fit_root(points: Mapping[int, float]) -> tuple[float | None, float | None]:
 # --------------------------------------------------------------------------------------------------
 # In words
 
-# Sentences of the findings; a difference comes with its verdict.
-FINDINGS = {
-    "all": "Every figure is {over}. PSNR compares with the synchronous picture from the same seed.",
-    "root": "{pair}: {many} devices with {longer} warm-up steps against {devices} with {warmup}, which "
-    "a warm-up of base · √N takes for equal: {difference:+.2f} dB: {verdict}.",
-    "warm-up": "{pair}, {devices} devices: {short:.2f} dB with {low} and {long:.2f} dB with {high} "
-    "warm-up {steps}; the difference is {difference:+.2f} dB: warm-up {verdict}.",
-    "compared": "{what}, the same pictures and warm-ups: {difference:+.2f} dB: {verdict} ({count}).",
-    "fixed": "{warmup} with {devices} devices ({strategy}, {sampler}): {synchronous:.3g} of {evaluations} steps "
-    "synchronous, {psnr:.2f} dB; the fixed warm-up with as many: {fixed_psnr:.2f} dB. Difference {difference:+.2f} dB: "
-    "{verdict}.",
-    "other": "{warmup} with {devices} devices ({strategy}, {sampler}) against the best other policy of those measured "
-    "with {synchronous:.3g} synchronous steps, {other}: {difference:+.2f} dB: {verdict}.",
-    "gain": "{strategy}, {sampler}, {devices} devices: of all steps after the first, making step {step} synchronous "
-    "gains most, {mean:+.2f} dB.",
-    "cost": "{strategy}, {sampler}, {devices} devices: the one stale step that costs most is step {step}: {mean:.2f} "
-    "dB are left.",
-    "real": "On {devices} real ranks ({strategy}, {sampler}, {policies}) the picture {bits}. A request took {seconds} "
-    "s{alone}; ranks spent {share} % of their time inside collectives.",
-    "needed": "{strategy}, {sampler}: for {target_psnr:g} dB the warm-up steps needed are {steps}.",
-    "no fit": " A rule is not determined: {points_above_zero} of {numbers} numbers of devices need a warm-up above "
-    "zero and reach the target, and a fit of two parameters takes {fitted}.",
-    "fit": " Least squares: w = {a:.2f} · N^{b:.2f} (residual {residual:.2f} steps{sure}); w = {base:.2f} · √N leaves "
-    "{root_residual:.2f} steps. {points} points and two parameters: an indication, not a law.",
-    "sure": ", 95 of 100 resampled studies from N^{:.2f} to N^{:.2f}",
-}
-
 
 def findings(results: StudyResults, rules: Mapping[Pair, Mapping[str, Any] | None]) -> list[str]:
     """Sentences made from the figures. A difference under two standard errors is called none."""
-    plan = results.plan
-    pictures = max((row.pictures for row in results.rows()), default=0)
-    over = (
-        f"over {count(pictures, 'picture')}; ± is the standard error of the mean"
-        if pictures > 1
-        else "of one picture, and has no standard error"
+    images = max((row.images for row in results.rows()), default=0)
+    return _sentences("findings.txt", results, rules=rules, images=images) + policy_findings(results)
+
+
+def policy_findings(results: StudyResults) -> list[str]:
+    """The `findings` that compare policies with as many synchronous steps."""
+    return _sentences("policies.txt", results)
+
+
+def _sentences(template: str, results: StudyResults, **facts: Any) -> list[str]:
+    """The paragraphs of a template beside this file, each on one line."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    # Text for terminals: the page escapes it.
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    said = [FINDINGS["all"].format(over=over)]
-    for pair in plan.pairs:
-        said += _of_strategy(results, pair)
-        rule = rules.get(pair)
-        if rule is not None:
-            said.append(_rule_text(*pair, rule))
-        for roots in results.root_pairs(*pair):
-            apart = Mean(**roots["difference"])
-            facts = {**roots, "difference": apart, "verdict": apart.verdict("closer", "farther off")}
-            facts |= {"many": 4 * roots["devices"], "longer": 2 * roots["warmup"]}
-            said.append(FINDINGS["root"].format(pair=pair, **facts))
-    for ours, theirs in pairwise(plan.strategies):
-        said += _compared(results, f"{ours} against {theirs}", 1, ours, theirs)
-    for ours, theirs in pairwise(plan.samplers):
-        said += _compared(results, f"sampler {ours} against {theirs}", 0, ours, theirs)
-    said += policy_findings(results)
-    for single in results.single_steps():
-        for name, measured, most in (("gain", "gain", max), ("cost", "psnr_with_one_stale", min)):
-            steps = zip(single["steps"], (Mean(**one) for one in single[measured]), strict=True)
-            known = {step: one for step, one in steps if one.value is not None}
-            if known:
-                step = most(known, key=lambda step: known[step].value or 0.0)
-                said.append(FINDINGS[name].format(step=step, mean=known[step], **single))
-    return said + _real_text(results)
+    templates.filters |= {
+        "form": format,
+        "count": count,
+        "mean": lambda data: Mean(**data),
+        "neighbours": lambda names: list(pairwise(names)),
+        "extreme": _extreme,
+    }
+    text = templates.get_template(template).render(results=results, plan=results.plan, fitted=FITTED, **facts)
+    return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
 
 
-def _real_text(results: StudyResults) -> list[str]:
-    """One sentence for every sampler, strategy and number of real ranks, over the policies that ran there."""
-    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
-    for result in results.real:
-        cell = result["cell"]
-        groups.setdefault((cell["sampler"], cell["strategy"], cell["devices"]), []).append(result)
-    said = []
-    for (sampler, strategy, devices), some in groups.items():
-        others = [result["cell"]["warmup"] for result in some if not result["equal_to_simulation"]]
-        alone = next((result["one_device_seconds"] for result in some if "one_device_seconds" in result), None)
-        facts = {
-            "policies": f"{len(some)} policies" if len(some) > 1 else some[0]["cell"]["warmup"],
-            "bits": f"differs from the simulated one with {', '.join(others)}"
-            if others
-            else "has the same bits as the simulated one",
-            "seconds": _range([seconds for result in some if (seconds := latency(result)) is not None], 2),
-            "alone": "" if alone is None else f", one device {alone:.2f} s",
-            "share": _range([100 * r["in_collectives"] / r["seconds"] for result in some for r in result["ranks"]], 0),
-        }
-        said.append(FINDINGS["real"].format(sampler=sampler, strategy=strategy, devices=devices, **facts))
-    return said
+def _extreme(means: Sequence[Mapping[str, Any]], steps: Sequence[int], largest: bool) -> tuple[int, Mean] | None:
+    """The step with the largest or smallest mean, and that mean; None: nothing was measured."""
+    measured = [(step, Mean(**data)) for step, data in zip(steps, means, strict=True) if data["value"] is not None]
+    return (max if largest else min)(measured, key=lambda pair: pair[1].value or 0.0, default=None)
 
 
 def _range(values: Sequence[float], digits: int) -> str:
     low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
-
-
-def policy_findings(results: StudyResults) -> list[str]:
-    """The `findings` that compare policies with as many synchronous steps."""
-    said = []
-    for policy in results.against_fixed():
-        means = {name: Mean(**policy[name]) for name in ("psnr", "fixed_psnr", "difference")}
-        said.append(FINDINGS["fixed"].format_map({**policy, **means, "verdict": means["difference"].verdict()}))
-    for policy in results.against_others():
-        best = policy["others"][0]
-        apart = Mean(**best["difference"])
-        verdict = "the same steps" if best["same_steps"] else apart.verdict()
-        facts = {**policy, "other": best["warmup"], "difference": apart, "verdict": verdict}
-        said.append(FINDINGS["other"].format_map(facts))
-    return said
-
-
-def _of_strategy(results: StudyResults, pair: Pair) -> list[str]:
-    plan, said = results.plan, []
-    for devices in plan.devices:
-        some = results.stale_fixed(*pair, devices)
-        if len(some) < 2:
-            continue
-        low, high = min(some), max(some)
-        gain = results.paired(some[high], some[low])
-        facts = {
-            "devices": devices,
-            "low": low,
-            "short": results.row(some[low]).psnr,
-            "high": high,
-            "long": results.row(some[high]).psnr,
-            "steps": "step" if high == 1 else "steps",
-            "difference": gain,
-            "verdict": gain.verdict("helped", "hurt", "made no difference that can be told"),
-        }
-        said.append(FINDINGS["warm-up"].format(pair=pair, **facts))
-    few, many = min(plan.devices), max(plan.devices)
-    if few < many:
-        said += _compared(results, f"{pair}: {few} devices against {many}", 2, few, many, pair)
-    return said
-
-
-def _compared(
-    results: StudyResults, what: str, axis: int, ours: Any, theirs: Any, of: tuple[str, ...] = ()
-) -> list[str]:
-    """One sentence over all pairs of combinations that begin with ``of`` and differ on one axis only."""
-    mine = [at for at in results.by if at[axis] == ours and at[: len(of)] == of and not has_given_steps(at[3])]
-    pairs: list[tuple[Combination, Any]] = [(at, (*at[:axis], theirs, *at[axis + 1 :])) for at in mine]
-    apart = mean_difference((results.psnr_of(at), results.psnr_of(other)) for at, other in pairs)
-    if apart.value is None:
-        return []
-    facts = {"difference": apart, "verdict": apart.verdict("closer", "farther off")}
-    facts["count"] = count(apart.count, "picture")
-    return [FINDINGS["compared"].format(what=what, **facts)]
-
-
-def _rule_text(sampler: str, strategy: str, rule: Mapping[str, Any]) -> str:
-    steps = ", ".join(
-        f"{'none of those measured' if warmup is None else f'{warmup:.1f}'} at N = {devices}"
-        for devices, warmup in rule["needed"].items()
-    )
-    text = FINDINGS["needed"].format(sampler=sampler, strategy=strategy, steps=steps, **rule)
-    fit, root = rule["fit"], rule["sqrt"]
-    if fit is None:
-        return text + FINDINGS["no fit"].format(numbers=len(rule["needed"]), fitted=FITTED, **rule)
-    interval = fit["b_interval"]
-    sure = "" if interval is None else FINDINGS["sure"].format(*interval)
-    facts = {**rule, **fit, **root, "residual": fit["residual"], "root_residual": root["residual"], "sure": sure}
-    return text + FINDINGS["fit"].format_map(facts)

@@ -86,7 +86,7 @@ def place_maps(
     image = Image.fromarray(eight_bits(coloured(large, bright, borders)))
     seam, inside = seam_ratio(whole[:, :, 0], devices)
     ratio = "" if seam is None else f"; at the ranks' borders {number_text(seam)}, elsewhere {number_text(inside)}"
-    report.pictures(
+    report.images(
         [
             [
                 GridImage(
@@ -94,7 +94,7 @@ def place_maps(
                 )
             ]
         ],
-        f"{of}: where in the picture the predictions of stale steps are wrong, over the whole prediction's root mean "
+        f"{of}: where in the image the predictions of stale steps are wrong, over the whole prediction's root mean "
         f"square{ratio}. Dashes: where the ranks' shares meet, if they are even.",
     )
 

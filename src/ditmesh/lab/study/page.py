@@ -32,7 +32,6 @@ from .analysis import (
     logged_synchronous_steps,
     policy_findings,
 )
-from .costs import Costs
 from .maps import layer_charts, load_charts, place_maps
 from .plan import SYNCHRONOUS, Pair
 from .samplers import scheduler_class
@@ -48,21 +47,15 @@ Rules = Mapping[Pair, Mapping[str, Any] | None]
 
 
 def write(
-    results: StudyResults,
-    folder: Path,
-    target: float | None = None,
-    facts: Mapping[str, Any] | None = None,
-    hardware: str | None = None,
+    results: StudyResults, folder: Path, target: float | None = None, facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Write ``report.html``, ``results.json`` and ``results.csv`` to the study's folder; returns the JSON's data.
 
-    The target, in dB, is that of `StudyResults.rule`; the facts say where the figures are from, by name. With hardware,
-    such as ``h100``, also what requests are predicted to cost there.
+    The target, in dB, is that of `StudyResults.rule`; the facts say where the figures are from, by name.
     """
     plan = results.plan
     rules = {pair: results.rule(*pair, target) for pair in plan.pairs}
     sentences = findings(results, rules)
-    costs = None if hardware is None else Costs(results, hardware)
     setup = {name: value for name, value in asdict(plan.setup).items() if name != "model"}
     data = {
         "setup": setup | {"name": without_folder(plan.setup.name)},
@@ -78,7 +71,6 @@ def write(
         "against_fixed": results.against_fixed(),
         "against_others": results.against_others(),
         "single_steps": results.single_steps(),
-        "predicted": None if costs is None else costs.data(),
         "cells": results.cells,
     }
     files = (
@@ -87,7 +79,7 @@ def write(
     )
     for file in files:
         (folder / file.name).write_text(file.text, encoding="utf-8")
-    page_of(results, folder / "cells", sentences, rules, facts or {}, files, costs).write(folder / "report.html")
+    page_of(results, folder / "cells", sentences, rules, facts or {}, files).write(folder / "report.html")
     return data
 
 
@@ -106,27 +98,25 @@ def csv_of(results: StudyResults) -> str:
             "one_device_seconds": result.get("one_device_seconds"),
         }
         request |= {f"bytes_{axis}": None if sent is None else sent.get(axis, 0) for axis in axes}
-        rows += [request | {name: picture[name] for name in measures} for picture in result["pictures"]]
+        rows += [request | {name: image[name] for name in measures} for image in result["images"]]
     return as_csv(rows)
 
 
 def page_of(
     results: StudyResults,
-    pictures: Path,
+    images: Path,
     sentences: Sequence[str],
     rules: Rules,
     facts: Mapping[str, Any],
     files: Sequence[Download],
-    costs: Costs | None = None,
 ) -> Page:
     """The page.
 
     Args:
-        pictures: folder of its PNGs.
+        images: folder of its PNGs.
         rules: `StudyResults.rule` by sampler and strategy.
         facts: where the figures are from, by name.
         files: for download from the page.
-        costs: predicted ones; None: none were asked for.
     """
     plan = results.plan
     setup = plan.setup
@@ -146,29 +136,22 @@ def page_of(
         report.text(HINT, note=True)
     report.section("Quality against time and bytes")
     _costs(report, results)
-    if costs is not None:
-        costs.show(report)
     if policies:
         report.section("Policies with as many synchronous steps")
         report.points(policies, "In words")
         _others(report, results)
-    report.section("Warm-up")
-    for pair in plan.pairs:
-        _warmup_charts(report, results, pair, rules.get(pair))
-    report.section("Pictures")
-    for pair in plan.pairs:
-        _pictures(report, results, pair, pictures)
-        _frames(report, results, pair)
-    report.section("Error of the prediction, step by step")
-    report.text(PREDICTION)
-    for pair in plan.pairs:
-        _loss_curves(report, results, pair)
-    report.section("Step by layer")
-    for pair in plan.pairs:
-        _heat_maps(report, results, pair)
-    report.section("Where in the picture")
-    for pair in plan.pairs:
-        _places(report, results, pair)
+    for title, note, show in (
+        ("Warm-up", "", lambda pair: _warmup_charts(report, results, pair, rules.get(pair))),
+        ("Images", "", lambda pair: _images(report, results, pair, images)),
+        ("Error of the prediction, step by step", PREDICTION, lambda pair: _loss_curves(report, results, pair)),
+        ("Step by layer", "", lambda pair: _heat_maps(report, results, pair)),
+        ("Where in the image", "", lambda pair: _places(report, results, pair)),
+    ):
+        report.section(title)
+        if note:
+            report.text(note)
+        for pair in plan.pairs:
+            show(pair)
     _single_steps(report, results)
     _real_ranks(report, results)
     report.section("Circumstances")
@@ -187,7 +170,7 @@ def circumstances(results: StudyResults) -> dict[str, Any]:
         "digest of the weights": setup.weights,
         "steps": setup.steps,
         "guidance scale": setup.guidance,
-        "picture size": f"{setup.size[0]} × {setup.size[1]} pixels" if setup.size else None,
+        "image size": f"{setup.size[0]} × {setup.size[1]} pixels" if setup.size else None,
         **({"frames": setup.frames} if setup.frames is not None else {}),
         "longest prompt": f"{setup.max_sequence_length} tokens" if setup.max_sequence_length else None,
         "precision": setup.dtype,
@@ -200,7 +183,7 @@ def circumstances(results: StudyResults) -> dict[str, Any]:
         "strategies": plan.strategies,
         "prompts": [f"“{prompt}”" for prompt in dict.fromkeys(prompt for prompt, _ in asked)],
         "seeds": f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 2 else seeds,
-        "pictures": len(asked),
+        "images": len(asked),
     }
 
 
@@ -214,7 +197,7 @@ PREDICTION = (
 def _table(report: Page, results: StudyResults, pair: Pair) -> None:
     mine = [row for row in results.rows() if (row.sampler, row.strategy) == pair]
     axes = sorted({axis for row in mine for axis in row.sent or ()})
-    header = ["configuration", "synchronous", "PSNR dB", "SSIM", METRIC, "nearest picture", "time s", "one device s"]
+    header = ["configuration", "synchronous", "PSNR dB", "SSIM", METRIC, "nearest image", "time s", "one device s"]
     header += ["sent MB", *(f"{axis} MB" for axis in axes if len(axes) > 1)]
     rows, exact = [], ""
     for row in mine:
@@ -227,8 +210,8 @@ def _table(report: Page, results: StudyResults, pair: Pair) -> None:
         rows.append((f"N = {row.devices}, {row.warmup}", synchronous, *quality, *costs))
         if row.right_synchronous.value is not None:
             exact = (
-                " Nearest picture: share of drawings that are nearest to the training picture asked for (of the "
-                f"synchronous drawings: {row.right_synchronous:.3f})."
+                " Nearest image: share of images that are nearest to the training image asked for (of the "
+                f"synchronous ones: {row.right_synchronous:.3f})."
             )
     costs = [" Sent: by all ranks together in the first request."] if axes else []
     if any(row.seconds is not None for row in mine):
@@ -236,8 +219,8 @@ def _table(report: Page, results: StudyResults, pair: Pair) -> None:
     report.table(
         header,
         rows,
-        f"{pair}: against the synchronous picture; mean ± standard error over pictures. In means an "
-        f"equal picture counts as {CAP:g} dB.{exact}{''.join(costs)}",
+        f"{pair}: against the synchronous image; mean ± standard error over images. In means an "
+        f"equal image counts as {CAP:g} dB.{exact}{''.join(costs)}",
     )
 
 
@@ -306,8 +289,8 @@ def _others(report: Page, results: StudyResults) -> None:
         report.table(
             ("of", "synchronous", "adaptive", "PSNR dB", "other policy", "PSNR dB", "difference dB", "closer"),
             rows,
-            "Adaptive policies beside others with as many synchronous steps, on the same pictures; coloured: over two "
-            "standard errors of the difference. Closer: pictures on which the adaptive one has the higher PSNR.",
+            "Adaptive policies beside others with as many synchronous steps, on the same images; coloured: over two "
+            "standard errors of the difference. Closer: images on which the adaptive one has the higher PSNR.",
         )
 
 
@@ -320,7 +303,7 @@ def _warmup_charts(report: Page, results: StudyResults, pair: Pair, rule: Mappin
     if not lines:
         return
     chart = line_chart(lines, f"PSNR over warm-up, {of}", "warm-up steps", "PSNR, dB")
-    charts = [(chart, f"{of}: PSNR against the synchronous picture; bars: standard error.")]
+    charts = [(chart, f"{of}: PSNR against the synchronous image; bars: standard error.")]
     if rule is None or rule["fit"] is None:
         report.charts(charts)
         return
@@ -345,7 +328,7 @@ def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:
     return replace(series, low=low, high=high)
 
 
-def _pictures(report: Page, results: StudyResults, pair: Pair, folder: Path) -> None:
+def _images(report: Page, results: StudyResults, pair: Pair, folder: Path) -> None:
     """One image with every policy and N, and under each how it differs from the synchronous one: first and worst."""
     hidden = results.plan.warmups[ROWS:]
     more = f" Not shown: {', '.join(hidden)}." if hidden else ""
@@ -354,8 +337,8 @@ def _pictures(report: Page, results: StudyResults, pair: Pair, folder: Path) -> 
         if asked is None or (which == "worst" and asked == first):
             continue
         rows = _rows_of(results, pair, folder, asked)
-        what = "the first picture" if which == "first" else "the picture with the lowest PSNR of all"
-        report.pictures(
+        what = "the first image" if which == "first" else "the image with the lowest PSNR of all"
+        report.images(
             rows,
             f"{pair}: {what}, at the top left the synchronous one; under each the largest absolute "
             "difference of a pixel's 8-bit values, of values from 0 to 1. One scale serves a row: its bright end is "
@@ -363,15 +346,16 @@ def _pictures(report: Page, results: StudyResults, pair: Pair, folder: Path) -> 
             f"are even.{more}",
         )
     _distribution(report, results, pair)
+    _frames(report, results, pair)
 
 
 def _first_and_worst(results: StudyResults, pair: Pair) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
     """Prompt and seed of the first image, and of the one with the lowest PSNR of any policy and N."""
     some = [
-        (picture["prompt"], picture["seed"], picture["psnr"])
+        (image["prompt"], image["seed"], image["psnr"])
         for at in results.asked()
         if at[:2] == pair
-        for picture in results.pictures(at)
+        for image in results.images(at)
     ]
     if not some:
         return None, None
@@ -386,19 +370,19 @@ def _rows_of(results: StudyResults, pair: Pair, folder: Path, asked: tuple[str, 
     for warmup in results.plan.warmups[:ROWS]:
         found: list[tuple[int, str, Image.Image]] = []
         for devices in results.plan.devices:
-            for picture in results.pictures((pair.sampler, pair.strategy, devices, warmup)):
-                if (picture["prompt"], picture["seed"]) == asked:
-                    psnr = CAP + 1 if picture["psnr"] is None else picture["psnr"]
+            for image in results.images((pair.sampler, pair.strategy, devices, warmup)):
+                if (image["prompt"], image["seed"]) == asked:
+                    psnr = CAP + 1 if image["psnr"] is None else image["psnr"]
                     over = f"{psnr:.1f} dB" if psnr <= CAP else f"over {CAP:g} dB"
-                    caption = f"N = {devices}, {warmup}: {'equal' if picture['equal'] else over}"
-                    found.append((devices, caption, _read(folder / picture["file"])))
+                    caption = f"N = {devices}, {warmup}: {'equal' if image['equal'] else over}"
+                    found.append((devices, caption, _read(folder / image["file"])))
         if not found:
             continue
         begin = GridImage(None) if rows else _shown(exact, SYNCHRONOUS, asked[0])
         apart = [np.abs(as_picture(ours) - as_picture(exact)) for _, _, ours in found]
         bright = scale_maximum(apart)
         rows.append([begin, *(_shown(ours, caption, asked[0]) for _, caption, ours in found)])
-        # Frames of a video lie beside one another in its picture: no line says where tokens are in each.
+        # Frames of a video lie beside one another in its image: no line says where tokens are in each.
         still = results.plan.setup.frames is None
         rows.append(
             [
@@ -426,8 +410,8 @@ def _distribution(report: Page, results: StudyResults, pair: Pair) -> None:
             lines.append(Series(at[3], tuple(values), shares))
     if lines:
         of = f"{pair}, {devices} devices"
-        chart = line_chart(lines, f"Pictures up to every PSNR, {of}", "PSNR, dB", "share of the pictures, %")
-        report.chart(chart, f"{of}: share of the pictures with at most so much PSNR; farther right is better.")
+        chart = line_chart(lines, f"Images up to every PSNR, {of}", "PSNR, dB", "share of the images, %")
+        report.chart(chart, f"{of}: share of the images with at most so much PSNR; farther right is better.")
 
 
 def _frames(report: Page, results: StudyResults, pair: Pair) -> None:
@@ -435,7 +419,7 @@ def _frames(report: Page, results: StudyResults, pair: Pair) -> None:
     count = 0
     for devices, warmup in product(results.plan.devices, results.plan.warmups):
         levels = [
-            one["frames"] for one in results.pictures((pair.sampler, pair.strategy, devices, warmup)) if "frames" in one
+            one["frames"] for one in results.images((pair.sampler, pair.strategy, devices, warmup)) if "frames" in one
         ]
         for frame, several in enumerate(zip(*levels, strict=True)):
             count = max(count, frame + 1)
@@ -463,11 +447,11 @@ def _shown(image: Image.Image, caption: str, prompt: str, bright: float | None =
 
 def _difference(apart: np.ndarray, bright: float, devices: int, name: str) -> GridImage:
     if not apart.any():
-        return GridImage(np.zeros_like(apart), "no difference", f"{name}: no difference from the synchronous picture")
+        return GridImage(np.zeros_like(apart), "no difference", f"{name}: no difference from the synchronous image")
     borders = [rank / devices for rank in range(1, devices)]
     shades = Image.fromarray(eight_bits(coloured(apart, bright, borders)))
     caption = f"difference, largest {number_text(float(apart.max()), 2)}"
-    return _shown(shades, caption, f"{name} against the synchronous picture", bright)
+    return _shown(shades, caption, f"{name} against the synchronous image", bright)
 
 
 def _charted(results: StudyResults, pair: Pair) -> dict[int, list[Combination]]:
@@ -490,7 +474,7 @@ def _loss_curves(report: Page, results: StudyResults, pair: Pair) -> None:
         own = {at[3]: results.prediction_errors(at) for at in some}
         same = {at[3]: [Mean(e, None, 1) for e in results.by[at][0].get("same_latents") or ()] for at in some}
         for errors, on, bars in (
-            (own, "on its own trajectory", "; mean over pictures, bars: standard error"),
+            (own, "on its own trajectory", "; mean over images, bars: standard error"),
             ({name: means for name, means in same.items() if means}, "on the same latents", ""),
         ):
             if errors:

@@ -90,10 +90,7 @@ class Cell:
         """A digest of everything that affects the cell's figures."""
         # The folder's place says nothing about the model.
         known = {name: value for name, value in asdict(setup).items() if name not in ("model", "name")}
-        if setup.frames is None:
-            # As studies of images have it that were made before there were any of videos.
-            del known["frames"]
-        settings = {"format": 1, "setup": known, "cell": asdict(self)}
+        settings = {"format": 2, "setup": known, "cell": asdict(self)}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
 
     def describe(self) -> str:
@@ -249,20 +246,9 @@ def make_plan(
     Raises:
         InputError, ConfigError: what cannot be, in one sentence.
     """
-    if setup.guidance is not None and not isfinite(setup.guidance):
-        raise InputError(f"--guidance {setup.guidance} is not a number; use one such as 3.5")
     if seed + images * len(prompts) > 2**63:
         raise InputError(f"--seed {seed} is out of range; use one from 0 to 2^63 - {images * len(prompts)}")
-    for sampler in samplers:
-        check_sampler(sampler, Path(setup.model))
-    size = setup.size or model.default_size
-    if setup.frames is not None:
-        model.check_frames(setup.frames)
-    tokens = model.image_tokens(*size, setup.frames or 1) if size is not None else None
-    if tokens is not None and max(devices) > tokens:
-        raise ConfigError(
-            f"{max(devices)} devices cannot share the {tokens} image tokens of a picture; use at most {tokens}"
-        )
+    _check_setup(setup, model, samplers, max(devices))
     cells: list[Cell] = []
     starts = range(0, len(prompts), batch)
     for sampler, image, start in product(samplers, range(images), starts):
@@ -285,6 +271,20 @@ def make_plan(
     singles = (strategies[0], devices[0]) if which else None
     asked: Any = map(tuple, (devices, warmups, samplers, strategies))
     return StudyPlan(setup, tuple(dict.fromkeys(cells)), *asked, which=singles)
+
+
+def _check_setup(setup: Setup, model: ModelInfo, samplers: Sequence[str], devices: int) -> None:
+    """Reject settings that no cell can have on so many devices; raises as `make_plan`."""
+    if setup.guidance is not None and not isfinite(setup.guidance):
+        raise InputError(f"--guidance {setup.guidance} is not a number; use one such as 3.5")
+    for sampler in samplers:
+        check_sampler(sampler, Path(setup.model))
+    size = setup.size or model.default_size
+    if setup.frames is not None:
+        model.check_frames(setup.frames)
+    tokens = model.image_tokens(*size, setup.frames or 1) if size is not None else None
+    if tokens is not None and devices > tokens:
+        raise ConfigError(f"{devices} devices cannot share the {tokens} image tokens of an image; use at most {tokens}")
 
 
 def _single_steps(steps: int) -> list[str]:

@@ -59,24 +59,24 @@ class Runner:
         began = time.perf_counter()
         result: dict[str, Any] = {"key": key, "cell": asdict(cell)}
         if cell.strategy == SYNCHRONOUS:
-            pictures, predictions = run_cell(pipe, self.setup, cell)
-            kept = {"predictions": torch.stack(predictions), "pictures": torch.from_numpy(pictures)}
+            images, predictions = run_cell(pipe, self.setup, cell)
+            kept = {"predictions": torch.stack(predictions), "images": torch.from_numpy(images)}
             with written_whole(self.folder / f"{key}{SUFFIX}") as temporary:
                 torch.save(kept, temporary)
         elif cell.real:
-            pictures, result["ranks"] = generate_on_ranks(self.setup, cell, self._launcher)
+            images, result["ranks"] = generate_on_ranks(self.setup, cell, self._launcher)
             simulated = replace(cell, real=False)
             with stale(pipe, simulated), _one_thread():
                 expected, _ = run_cell(pipe, self.setup, simulated)
             result["one_device_seconds"] = self._seconds_alone(cell, pipe)
             result["sent"] = dict(sum((Counter(rank["sent"]) for rank in result["ranks"]), Counter()))
-            result["equal_to_simulation"] = bool(np.array_equal(pictures, expected))
+            result["equal_to_simulation"] = bool(np.array_equal(images, expected))
             kept = self._kept(cell)
         else:
             with stale(pipe, cell) as engine:
                 taps = Taps(pipe, engine) if cell.detail else None
                 with taps or nullcontext():
-                    pictures, predictions = run_cell(pipe, self.setup, cell)
+                    images, predictions = run_cell(pipe, self.setup, cell)
                 log = engine.staleness
                 # Patches in one process send nothing, unlike patches on several ranks.
                 result["sent"] = None if cell.strategy == "pipefusion" else dict(engine.mesh.traffic.bytes_sent)
@@ -97,7 +97,7 @@ class Runner:
                 result["token_error"] = token_errors(predictions, kept["predictions"], len(cell.prompts))
         result["seconds"] = time.perf_counter() - began
         result["evaluations"] = len(kept["predictions"])
-        result["pictures"] = self._compare(cell, key, pictures, kept["pictures"].numpy())
+        result["images"] = self._compare(cell, key, images, kept["images"].numpy())
         return result
 
     def pipe(self, sampler: str) -> Any:
@@ -127,17 +127,17 @@ class Runner:
             self._reference = key, torch.load(self.folder / f"{key}{SUFFIX}", weights_only=True)
         return self._reference[1]
 
-    def _compare(self, cell: Cell, key: str, pictures: np.ndarray, reference: np.ndarray) -> list[dict[str, Any]]:
-        right = nearest_matches_prompt(Path(self.setup.model), cell, pictures) or [None] * len(pictures)
+    def _compare(self, cell: Cell, key: str, images: np.ndarray, reference: np.ndarray) -> list[dict[str, Any]]:
+        right = nearest_matches_prompt(Path(self.setup.model), cell, images) or [None] * len(images)
         compared = []
-        for number, (picture, exact) in enumerate(zip(pictures, reference, strict=True)):
+        for number, (image, exact) in enumerate(zip(images, reference, strict=True)):
             name = f"{key}-{number}.png"
-            Image.fromarray(eight_bits(_as_one(picture))).save(self.folder / name)
-            if picture.ndim == 4:
-                frames = [compare(ours, theirs, perceptual=True) for ours, theirs in zip(picture, exact, strict=True)]
+            Image.fromarray(eight_bits(_as_one(image))).save(self.folder / name)
+            if image.ndim == 4:
+                frames = [compare(ours, theirs, perceptual=True) for ours, theirs in zip(image, exact, strict=True)]
                 apart = asdict(of_video(frames))
             else:
-                frames, apart = [], asdict(compare(picture, exact, perceptual=True))
+                frames, apart = [], asdict(compare(image, exact, perceptual=True))
             measures = {measure: apart[measure] for measure in ("equal", "psnr", "ssim", "perceptual")}
             measures |= {"frames": [one.psnr for one in frames]} if frames else {}
             asked = {"file": name, "prompt": cell.prompts[number], "seed": cell.seeds[number]}
@@ -214,8 +214,8 @@ def run_cell(
     finally:
         events.undo()
     # A run that diverged has no image; a black one is used.
-    pictures = [one.image if isinstance(one, Picture) else one.frames for one in made]
-    return np.nan_to_num(np.asarray(pictures, dtype=np.float32)), predictions
+    images = [one.image if isinstance(one, Picture) else one.frames for one in made]
+    return np.nan_to_num(np.asarray(images, dtype=np.float32)), predictions
 
 
 @contextmanager
@@ -319,13 +319,13 @@ class Taps:
         return [_relative(each) for each in sums]
 
 
-def token_errors(predictions: Sequence[Tensor], exact: Sequence[Tensor], pictures: int) -> list[list[list[float]]]:
+def token_errors(predictions: Sequence[Tensor], exact: Sequence[Tensor], images: int) -> list[list[list[float]]]:
     """The prediction's error by place in the image, for every evaluation: (evaluations, rows, columns).
 
     Args:
         predictions, exact: of every evaluation, (n, C, h, w), (n, C, frames, h, w), or packed tokens (n, S, C), which
             are taken for a square where S is one, and for a single column otherwise.
-        pictures: of the first so many rows.
+        images: of the first so many rows.
 
     Returns:
         The root mean square error of every place over images, channels and frames, over that of what is exact of the
@@ -333,7 +333,7 @@ def token_errors(predictions: Sequence[Tensor], exact: Sequence[Tensor], picture
     """
     found = []
     for ours, truth in zip(predictions, exact, strict=True):
-        apart, whole = ((ours - truth)[:pictures].float().square(), truth[:pictures].float().square())
+        apart, whole = ((ours - truth)[:images].float().square(), truth[:images].float().square())
         if apart.ndim == 3:
             side = isqrt(apart.shape[1])
             shape = (side, side) if side * side == apart.shape[1] else (apart.shape[1], 1)
@@ -358,17 +358,17 @@ def _first(output: Any) -> Tensor:
     return output if hasattr(output, "norm") else output[0]
 
 
-def nearest_matches_prompt(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool] | None:
+def nearest_matches_prompt(model: Path, cell: Cell, images: np.ndarray) -> list[bool] | None:
     """For every image, whether the nearest training image is that of its prompt; None: unknown.
 
     Known of the embedded models with training images in their folders, for prompts that are captions.
     """
-    if pictures.ndim != 4 or zoo.embedded(model) is None or not (model / "thumbnails.png").exists():
+    if images.ndim != 4 or zoo.embedded(model) is None or not (model / "thumbnails.png").exists():
         return None
     from ...zoo.references import nearest, read_references, read_sheet, shrink
 
     entries = json.loads((model / "captions.json").read_text(encoding="utf-8"))
-    generated = eight_bits(pictures)
+    generated = eight_bits(images)
     if cell.labels:
         references = read_references(model, len(entries), generated.shape[1])
         views = references.reshape(-1, *references.shape[2:])
@@ -406,10 +406,10 @@ def rank_of_cell(setup: Setup, cell: Cell) -> tuple[np.ndarray | None, dict[str,
     parallelize(pipe, cell.config())
     try:
         run_cell(pipe, setup, cell)
-        pictures, times = timed_request(pipe, setup, cell, engine_of(pipe).mesh)
+        images, times = timed_request(pipe, setup, cell, engine_of(pipe).mesh)
     finally:
         restore(pipe)
-    return (pictures if dist.get_rank() == 0 else None), times
+    return (images if dist.get_rank() == 0 else None), times
 
 
 def timed_request(pipe: Any, setup: Setup, cell: Cell, mesh: Any) -> tuple[np.ndarray, dict[str, Any]]:
@@ -424,7 +424,7 @@ def timed_request(pipe: Any, setup: Setup, cell: Cell, mesh: Any) -> tuple[np.nd
         dist.barrier()
         mesh.traffic.reset()
         marks = [_Mark.now(spent)]
-        pictures, _ = run_cell(pipe, setup, cell, on_step=lambda: marks.append(_Mark.now(spent)))
+        images, _ = run_cell(pipe, setup, cell, on_step=lambda: marks.append(_Mark.now(spent)))
         total = time.perf_counter() - marks[0].seconds
     sent = dict(mesh.traffic.bytes_sent)
     steps = [
@@ -436,7 +436,7 @@ def timed_request(pipe: Any, setup: Setup, cell: Cell, mesh: Any) -> tuple[np.nd
         for before, after in pairwise(marks)
     ]
     times = {"seconds": total, "in_collectives": sum(each for each, _ in spent), "bytes_sent": sum(sent.values())}
-    return pictures, times | {"sent": sent, "steps": steps}
+    return images, times | {"sent": sent, "steps": steps}
 
 
 class _Mark(NamedTuple):

@@ -36,7 +36,7 @@ class Store:
 
         check_folder(folder)
         check_folder(folder / IMAGE_FOLDER)
-        self.pictures = folder / IMAGE_FOLDER
+        self.images = folder / IMAGE_FOLDER
         self._file = folder / CELLS
         self._cells: dict[str, dict[str, Any]] = {}
         lines = self._file.read_bytes().splitlines() if self._file.exists() else []
@@ -58,10 +58,10 @@ class Store:
         result = self._cells.get(key)
         if result is None:
             return None
-        files = [picture["file"] for picture in result["pictures"]]
+        files = [image["file"] for image in result["images"]]
         if cell.strategy == SYNCHRONOUS:
             files.append(f"{key}{SUFFIX}")
-        return result if all((self.pictures / name).is_file() for name in files) else None
+        return result if all((self.images / name).is_file() for name in files) else None
 
     def add(self, result: dict[str, Any]) -> None:
         """Store a finished cell; it is on disk when this returns."""
@@ -82,7 +82,7 @@ def run_cells(
     missing = [cell for cell in plan.cells if store.get(cell, plan.setup) is None]
     say = on_cell or (lambda cell, total: None)
     if jobs == 1 or len(missing) < 2:
-        runner = Runner(plan.setup, store.pictures, launcher)
+        runner = Runner(plan.setup, store.images, launcher)
         for cell in missing:
             say(cell, len(missing))
             store.add(runner.run(cell))
@@ -91,7 +91,7 @@ def run_cells(
     # All reference cells run first.
     first = [cell for cell in missing if cell.strategy == SYNCHRONOUS]
     rest = [cell for cell in missing if cell.strategy != SYNCHRONOUS]
-    with get_context("spawn").Pool(jobs, _start, (plan.setup, store.pictures, launcher)) as pool:
+    with get_context("spawn").Pool(jobs, _start, (plan.setup, store.images, launcher)) as pool:
         for some in (first, rest):
             for cell, result in pool.imap_unordered(_run, some):
                 say(cell, len(missing))
