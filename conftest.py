@@ -108,8 +108,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-support",
         action="store_true",
-        help="write the pages of docs that tests generate, such as docs/classes.md; rows that did not run stay as "
-        "they are",
+        help="write the pages of docs that tests generate, such as docs/classes.md, and the table of the matrix; rows "
+        "and cells that did not run stay as they are",
     )
     parser.addoption(
         "--write-faults", action="store_true", help="write what the fault drills found to docs/reliability.md"
@@ -153,10 +153,12 @@ def record_support(record_property: Callable[[str, Any], None]) -> Callable[[str
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     # Of several processes the first one has the reports of all.
-    if session.config.getoption("--record") and not hasattr(session.config, "workerinput"):
+    if hasattr(session.config, "workerinput"):
+        return
+    if session.config.getoption("--record"):
         shares.record({key: list(tests.values()) for key, tests in SECONDS.items()})
-        if CELLS:
-            cells.write(CELLS)
+    if CELLS and (session.config.getoption("--record") or session.config.getoption("--write-support")):
+        cells.write(CELLS)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

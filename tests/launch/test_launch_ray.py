@@ -73,6 +73,7 @@ def gone() -> bool:
     return not actors()
 
 
+@pytest.mark.matrix
 def test_calls_messages_replies_and_exceptions(ranks2: Any) -> None:
     def there(report: Any) -> tuple[int, float]:
         import torch

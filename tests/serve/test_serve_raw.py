@@ -213,6 +213,7 @@ def test_connections_that_say_nothing_make_room_and_are_closed(port: int, first:
         assert httpx.get(f"http://127.0.0.1:{port}/v1/jobs/{job}").status_code == 200
 
 
+@pytest.mark.matrix
 def test_half_a_header_is_told_that_it_was_too_slow(port: int):
     answer = said(port, b"GET /healthz HTTP/1.1\r\nHo", wait=10.0)
     assert answer.statuses == [408]
@@ -223,6 +224,7 @@ def test_half_a_header_is_told_that_it_was_too_slow(port: int):
     assert answer.statuses == [200, 408]
 
 
+@pytest.mark.matrix
 def test_a_body_that_trickles_is_given_up(port: int):
     began = time.monotonic()
     answer = said(port, post(b"{", b"Content-Length: 1000"), *[b" "] * 8, pause=0.1, wait=60.0)
@@ -234,6 +236,7 @@ def test_a_body_that_trickles_is_given_up(port: int):
     assert said(port, post(b"", LENGTH), *parts, pause=0.05, enough=1).statuses == [202]
 
 
+@pytest.mark.matrix
 def test_streams_that_nobody_reads_are_closed_and_the_server_stays_reachable(backend: FakeBackend, port: int):
     for _ in range(20):
         with contextlib.ExitStack() as stack:
@@ -252,6 +255,7 @@ def test_streams_that_nobody_reads_are_closed_and_the_server_stays_reachable(bac
     assert "as many connections as this server can hold" in refused.json()["error"]["message"]
 
 
+@pytest.mark.matrix
 def test_a_client_that_does_not_read_its_answer_is_left(backend: FakeBackend, port: int):
     many = b"".join([get(b"/openapi.json")] * 400)
     connected = socket.socket()

@@ -1,7 +1,7 @@
 """The composition matrix: every class under every strategy, and under pairs and triples of them.
 
 ``make test`` runs a slice of it that touches every class and every combination; ``make test-all`` runs the
-whole and writes the outcome to ``src/ditmesh/strategies/support.json`` and ``docs/support.md`` (``--record``).
+whole, and ``--write-support`` writes the outcome to ``src/ditmesh/support.json`` and ``docs/support.md``.
 """
 
 from __future__ import annotations

@@ -349,6 +349,7 @@ def guided_in_two_calls(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("config", [{"cfg": 2}, {"ring": 2}], ids=str)
 def test_branches_that_run_ahead_are_compared_with_their_own_call(ranks, tmp_path, config):
     for found in ranks(2).run(guided_in_two_calls, str(tmp_path), config):
@@ -360,6 +361,7 @@ def test_branches_that_run_ahead_are_compared_with_their_own_call(ranks, tmp_pat
         assert found["alone"] < 1
 
 
+@pytest.mark.matrix
 def test_virtual_ranks_show_their_pieces_too(tmp_path):
     """Two ranks simulated in this process: the first step is exact, the others are not."""
     pipe = pipelines.flux()
@@ -385,6 +387,7 @@ def test_virtual_ranks_show_their_pieces_too(tmp_path):
 # ---- traces
 
 
+@pytest.mark.matrix
 def test_a_trace_keeps_to_its_budget_when_more_calls_come_than_were_expected(tmp_path):
     """Three branches of guidance, or samplers that ask twice a step."""
     whole = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0))
@@ -479,6 +482,7 @@ def test_what_is_promised_and_compared_with():
     assert config_name(None) == "one device"
 
 
+@pytest.mark.matrix
 def test_every_sensible_configuration(model):
     info = find_model(model)
     names = [config_name(config) for config in sensible(2, info, pictures=1, guided=True)]
@@ -592,6 +596,7 @@ def test_embedded_models_have_a_prompt_of_their_own(name, capfd):
     assert [one["equal"] for one in json.loads(captured.out)["configs"]] == [True]
 
 
+@pytest.mark.matrix
 def test_a_chrome_trace_shows_ranks_side_by_side_and_what_hides(model, tmp_path, capfd):
     """Every block of every step, every message where the traffic counter has it, and each wait after its posting."""
     file = tmp_path / "verify.trace.json"

@@ -1,7 +1,7 @@
 """The test results of the parity matrix: class x combination of strategies.
 
 The table (`support.json`) is written by the tests, never by hand: ``pytest tests/strategies/test_matrix.py
---record``. `parallelize` reads it: a combination known to be wrong is refused, one that no test has
+--write-support``. `parallelize` reads it: a combination known to be wrong is refused, one that no test has
 tested gives a warning by name.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -41,10 +40,7 @@ def combination(config: ParallelConfig, recipe: Recipe) -> str:
 
 @cache
 def support_table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """Class -> combination -> outcome: ``{"error": 3e-7}``, ``{"refused": why}`` or ``{"wrong": error}``.
-
-    An outcome has the ``"commit"`` at which it was found, too.
-    """
+    """Class -> combination -> outcome: ``{"error": 3e-7}``, ``{"refused": why}`` or ``{"wrong": error}``."""
     if not TABLE.exists():
         return {}
     return json.loads(TABLE.read_text(encoding="utf-8"))["classes"]
@@ -103,9 +99,8 @@ def as_markdown() -> str:
         "step and of a stale step with unchanged keys (for `cfg + pipe`, of synchronous steps only). For `naive` it",
         "is the error of synchronous steps; the other steps are lossy. *refused* means that `parallelize` raises an",
         "error; the number leads to its message.",
-        "`pytest tests/strategies/test_matrix.py --record` generates this page.",
+        "`pytest tests/strategies/test_matrix.py --write-support` generates this page.",
         "",
-        *_commits(classes),
         "## Single strategies",
         "",
     ]
@@ -116,14 +111,6 @@ def as_markdown() -> str:
     if reasons:
         lines += ["", "## Error messages", "", *_sentences(reasons, keys)]
     return "\n".join(lines) + "\n"
-
-
-def _commits(classes: Mapping[str, Row]) -> list[str]:
-    """A sentence on the commits at which cells were run, those of most cells first."""
-    known = Counter(cell["commit"] for row in classes.values() for cell in row.values() if "commit" in cell)
-    if not known:
-        return []
-    return [f"Cells by commit: {', '.join(f'`{commit}` {count}' for commit, count in known.most_common())}.", ""]
 
 
 def _reasons(classes: Mapping[str, Row]) -> Reasons:
