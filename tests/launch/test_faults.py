@@ -273,7 +273,7 @@ def stopped(config: dict[str, Any], at: int, timeout: float, *, report: Any) -> 
 @pytest.mark.parametrize(
     ("strategy", "at", "shared"),
     [
-        ("tensor", 9, True),
+        pytest.param("tensor", 9, True, marks=pytest.mark.matrix),
         pytest.param("ulysses", 5, False, marks=pytest.mark.matrix),
         pytest.param("tensor", 9, False, marks=pytest.mark.matrix),
         pytest.param("ulysses", 5, True, marks=pytest.mark.matrix),

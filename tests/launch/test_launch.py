@@ -222,6 +222,7 @@ print("done")
 """
 
 
+@pytest.mark.matrix
 def test_what_an_interactive_session_defines_can_be_run() -> None:
     """It has no main module that ranks could import; functions, classes and exceptions come back as they are."""
     mark, environment = processes.marked({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
