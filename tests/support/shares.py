@@ -26,23 +26,24 @@ def file_of(nodeid: str) -> str:
 def share_of(items: Sequence[pytest.Item], share: int, shares: int) -> list[pytest.Item]:
     """The tests of one share, from 1 on, in their order: whole files, and the tests of long files one by one."""
     means = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else {}
-    seconds = {item: means.get(file_of(item.nodeid), {}).get(kind_of(item.keywords), USUAL) for item in items}
-    files: dict[str, list[pytest.Item]] = defaultdict(list)
+    files: dict[str, dict[str, float]] = defaultdict(dict)
     for item in items:
-        files[file_of(item.nodeid)].append(item)
+        file = file_of(item.nodeid)
+        files[file][item.nodeid] = means.get(file, {}).get(kind_of(item.keywords), USUAL)
     # A file that would be a quarter of a share, with its cells in it, is spread over all of them.
-    longest = sum(seconds.values()) / shares / 4
-    units: list[list[pytest.Item]] = []
-    for file in files.values():
-        units += [file] if sum(map(seconds.__getitem__, file)) <= longest else [[item] for item in file]
-    units.sort(key=lambda unit: (-sum(map(seconds.__getitem__, unit)), unit[0].nodeid))
-    totals, own = [0.0] * shares, set()
+    longest = sum(sum(tests.values()) for tests in files.values()) / shares / 4
+    units: list[dict[str, float]] = []
+    for tests in files.values():
+        long = sum(tests.values()) > longest
+        units += [{test: seconds} for test, seconds in tests.items()] if long else [tests]
+    units.sort(key=lambda unit: (-sum(unit.values()), *unit))
+    totals, own = [0.0] * shares, set[str]()
     for unit in units:
         least = totals.index(min(totals))
-        totals[least] += sum(map(seconds.__getitem__, unit))
+        totals[least] += sum(unit.values())
         if least == share - 1:
             own.update(unit)
-    return [item for item in items if item in own]
+    return [item for item in items if item.nodeid in own]
 
 
 def record(seconds: dict[tuple[str, str], list[float]]) -> None:
