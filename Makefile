@@ -27,9 +27,8 @@ test: $(BIN)/ditmesh  ## the tests that every change must pass
 
 # One of N shares of all tests, the cells of the matrix among them: make test-share SHARE=2/12. CHOSEN="-m matrix" leaves out
 # what `make test` runs. Shares are balanced by tests/data/seconds.json.
-SHARE ?= 1/12
 test-share: $(BIN)/ditmesh  ## one share of all tests, such as SHARE=2/12
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q --share $(SHARE) $(CHOSEN) $(IN_TWO)
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q --share $(or $(SHARE),1/12) $(CHOSEN) $(IN_TWO)
 
 # What cells of the matrix found, and at which commit, goes to docs/support.md and its data; a change of src is committed before.
 test-all: $(BIN)/ditmesh  ## all tests, and what they find is recorded
