@@ -213,7 +213,6 @@ def test_connections_that_say_nothing_make_room_and_are_closed(port: int, first:
         assert httpx.get(f"http://127.0.0.1:{port}/v1/jobs/{job}").status_code == 200
 
 
-@pytest.mark.matrix
 def test_half_a_header_is_told_that_it_was_too_slow(port: int):
     answer = said(port, b"GET /healthz HTTP/1.1\r\nHo", wait=10.0)
     assert answer.statuses == [408]
