@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from diffusers import DiffusionPipeline
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -28,7 +27,6 @@ from ditmesh.strategies.pipefusion.stages import StageWeights
 from ditmesh.strategies.sequence import SequenceParallel
 from ditmesh.train import TrainConfig, reduce_gradients, run
 from ditmesh.train.gradients import reduce as averaging
-from ditmesh.train.model.frozen import FrozenLinear, freeze
 from ditmesh.train.trainer import Progress, Trainer
 from ditmesh.zoo import path as find
 from rules.fake_cuda import Look, attention_as_one_kernel, cuda, move_, unavailable
@@ -297,29 +295,19 @@ def summed_late(pause: float = 0.3) -> list[float]:
     return found
 
 
-def trained(
-    name: str, config: dict[str, Any], again: bool, frozen: tuple[str, float] | None = None
-) -> tuple[float, str, dict[str, int], list[set[str]]]:
+def trained(name: str, config: dict[str, Any], again: bool) -> tuple[float, str, dict[str, int]]:
     """A training step on CPUs and on fake CUDA devices, whose backward runs in autograd's thread of the device.
+
+    The worst relative error of a gradient, whose it is, and what the host waits for in a second step.
 
     Args:
         again: with activation checkpointing.
-        frozen: an adapter is trained above weights of this precision, this share of which stays on the host.
-
-    Returns:
-        The worst relative error of a gradient, whose it is, what the host waits for in a second step, and the devices
-        of frozen weights that stay on the host and of all parameters.
     """
     assert unavailable() is None
     config, size, found = {**config, "shared_memory": False}, sizes(name)["B=2 ragged"], []
     looks: dict[str, int] = {}
-    devices: list[set[str]] = []
     for on_cuda in (False, True):
-        model: Any = copy.deepcopy(tiny(name))
-        if frozen is not None:
-            freeze(model, *frozen)
-            torch.manual_seed(0)
-            inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_q", "net.2"], init_lora_weights=False), model)
+        model = copy.deepcopy(tiny(name))
         if again:
             model.enable_gradient_checkpointing()
         arguments = {key: gradients.cast(value, torch.float32) for key, value in inputs(name, size).items()}
@@ -327,9 +315,6 @@ def trained(
             if device is not None:
                 move_(model)
                 arguments = _moved(arguments, {})
-                layers = [layer for layer in model.modules() if isinstance(layer, FrozenLinear)]
-                devices.append({value.device.type for layer in layers for value in layer.on_host.values()})
-                devices.append({value.device.type for value in model.parameters()})
             with ditmesh.parallelized(model, config):
                 for _ in range(2):
                     if device is not None:
@@ -342,8 +327,7 @@ def trained(
                     looks = ours(device.looks)
                 values = device.values if device is not None else torch.clone
                 found.append({key: values(p.grad) for key, p in model.named_parameters() if p.grad is not None})
-    assert found[0]
-    return (*gradients.error(found[1], found[0]), looks, devices)
+    return (*gradients.error(found[1], found[0]), looks)
 
 
 def training_run(
