@@ -8,7 +8,7 @@ DEVICES ?= --devices 2 --cfg 2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
-.PHONY: generate test test-all test-faults oldest newest test-rules test-detail lint format bench bench-overhead bench-training gpu-check docs wheel release-check clean
+.PHONY: generate test test-share test-all test-faults oldest newest test-rules test-detail lint format bench bench-overhead bench-training gpu-check docs wheel release-check clean
 
 $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,8 +25,14 @@ IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(BIN)/ditmesh  ## the tests that every change must pass
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -m "not matrix" $(IN_TWO)
 
-test-all: $(BIN)/ditmesh  ## the full matrix as well
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q $(IN_TWO)
+# One of N shares of all tests, the cells of the matrix among them: make test-share SHARE=2/12. CHOSEN="-m matrix" leaves out
+# what `make test` runs. Shares are balanced by tests/data/seconds.json.
+test-share: $(BIN)/ditmesh  ## one share of all tests, such as SHARE=2/12
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q --share $(or $(SHARE),1/12) $(CHOSEN) $(IN_TWO)
+
+# What cells of the matrix found, and at which commit, goes to docs/support.md and its data; a change of src is committed before.
+test-all: $(BIN)/ditmesh  ## all tests, and what they find is recorded
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q --record $(IN_TWO)
 
 # Wrong edits of the product, one at a time in a copy, each with the tests that must see it: make test-faults ONLY=ring-order,
 # or SHARE=2/8 for one of eight shares. Prints the table, and writes it to docs/planted-faults.md.
@@ -37,30 +43,32 @@ test-faults: $(BIN)/ditmesh  ## whether the tests see planted faults
 oldest newest:  ## what a newcomer runs, with the oldest or the newest packages that pyproject.toml allows
 	$(PYTHON) .ci/environments.py $@ $(TRY)
 
-# What tests of several ranks do, held to NCCL's rules: once with communicators for groups, a part again with one for each
-# pair of ranks. What tests gloo or shared memory itself is skipped, and files that start no ranks are left out.
+# The folder of rules whole, and what tests of several ranks do, held to NCCL's rules: once with communicators for groups, a
+# part again with one for each pair of ranks. What tests gloo or shared memory itself is skipped, and files that start no ranks are left out.
 ON_RULES = $(shell grep -lE 'def test_.*ranks|RankPool|import .*processes' $(filter-out tests/strategies/test_matrix.py,$(wildcard \
 	tests/comm/test_*.py tests/engine/test_*.py tests/strategies/test_*.py)) tests/launch/test_faults.py tests/train/test_train.py)
 ON_PAIRS := tests/comm/test_comm.py tests/strategies/test_parity.py tests/strategies/test_pipefusion.py tests/strategies/test_displaced.py
 test-rules: $(BIN)/ditmesh  ## the tests of several ranks over a process group that holds them to NCCL's rules
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q rules $(IN_TWO)
 	OMP_NUM_THREADS=1 DITMESH_TEST_BACKEND=rules $(BIN)/python -m pytest -q -m "not matrix" $(ON_RULES)
 	OMP_NUM_THREADS=1 DITMESH_TEST_BACKEND=rules DITMESH_RULES_MODE=lazy $(BIN)/python -m pytest -q -m "not matrix" $(ON_PAIRS)
 
 # What torch itself compares: kind, shapes and dtype of every collective. It numbers messages over gloo among collectives, so that
 # ranks of one group with unequal numbers of messages (tests/comm, stages) look unlike; over NCCL they are numbered apart.
-ON_DETAIL := tests/nccl_rules/test_on_rules.py tests/strategies/test_parity.py tests/strategies/test_displaced.py
+ON_DETAIL := rules/test_on_rules.py tests/strategies/test_parity.py tests/strategies/test_displaced.py
 test-detail: $(BIN)/ditmesh  ## tests of several ranks under torch's comparison of collectives
 	OMP_NUM_THREADS=1 TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest -q -m "not matrix" $(ON_DETAIL)
 
+CODE := conftest.py src tests rules benchmarks training examples
 lint: $(BIN)/ditmesh  ## formatting, lint, types
-	$(BIN)/ruff format --check src tests benchmarks training examples
-	$(BIN)/ruff check src tests benchmarks training examples
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
 	$(BIN)/python .ci/house.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(BIN)/ditmesh
-	$(BIN)/ruff format src tests benchmarks training examples
-	$(BIN)/ruff check --fix src tests benchmarks training examples
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
 
 # AGAINST=../old/src measures another version in turns with this one, here and below.
 bench: $(BIN)/ditmesh  ## paired measurements on this machine; wants it quiet

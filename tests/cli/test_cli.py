@@ -105,6 +105,7 @@ def test_a_picture_depends_on_its_own_seed_alone(
     assert abs(pixels(one) - pixels(other)).max() <= 1
 
 
+@pytest.mark.matrix
 def test_torchrun_ranks_are_used_and_none_started(model: Path, tmp_path: Path) -> None:
     mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

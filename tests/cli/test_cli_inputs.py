@@ -118,7 +118,7 @@ def truth(picture: Path, mask: Path, lora: Path, sixteen: Path) -> dict[str, lis
         ("image", ("--ulysses", "2"), "StableDiffusion3Img2ImgPipeline"),
         ("mask", ("--cfg", "2"), "StableDiffusion3InpaintPipeline"),
         ("lora", ("--tensor", "2"), "StableDiffusion3Pipeline"),
-        ("image", ("--tensor", "2"), "StableDiffusion3Img2ImgPipeline"),
+        pytest.param("image", ("--tensor", "2"), "StableDiffusion3Img2ImgPipeline", marks=pytest.mark.matrix),
     ],
 )
 def test_pictures_are_those_of_one_device(what, config, kind, truth, picture, mask, lora, sixteen, tmp_path, capfd):
@@ -139,6 +139,7 @@ def test_pictures_are_those_of_one_device(what, config, kind, truth, picture, ma
     assert receipt.strength == (None if what == "lora" else 0.75)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("kept_ranks")
 def test_replay_finds_the_files_again(truth, picture, lora, tmp_path, capfd):
     """The same pixels on one device, from files that lie beside the picture by now; and sentences when they do not."""

@@ -298,6 +298,7 @@ def test_the_table_of_verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     is_whole(said, [WORDY.describe(), "not judged", "infinite", "143.2", "1234.56", "123456.79", "PSNR dB", "sent MB"])
 
 
+@pytest.mark.matrix
 def test_the_table_of_plan_has_a_line_for_why(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
@@ -459,8 +460,7 @@ def test_warnings_about_what_libraries_use_themselves_are_hidden() -> None:
     assert [str(one.message) for one in seen] == ["`steps` is deprecated"]
 
 
-@pytest.mark.parametrize("quiet", [True, False])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "quiet"), [(0, True), (1, True), (1, False)])
 def test_programs_of_torchrun_are_quiet_if_they_like(rank: int, quiet: bool) -> None:
     code = (
         "import warnings, torch, ditmesh.launch.torchrun as launch\n"

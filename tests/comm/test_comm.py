@@ -154,6 +154,7 @@ def waiting_for_another_host() -> str | None:
     return said
 
 
+@pytest.mark.matrix
 @ruled.shared_memory
 def test_who_waits_for_a_rank_of_another_host_says_who_passes_on_what_it_sends(ranks):
     _, near, taker, other = ranks(4).run(waiting_for_another_host)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rules.fake_world import one_of
 
 import ditmesh
 from ditmesh.comm import backends
@@ -18,7 +19,6 @@ from ditmesh.comm import grid as grid_module
 from ditmesh.comm import mesh as mesh_module
 from ditmesh.comm.hosts import Hosts
 from ditmesh.comm.link import Link
-from nccl_rules.fake_world import one_of
 
 
 def made(config: dict[str, Any]) -> tuple[int, int, float]:

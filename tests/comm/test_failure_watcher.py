@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rules.drills import DEADLINE, NAP, drilled, killed
+from rules.group import ruled as by_the_rules
 
 import ditmesh
 from ditmesh.comm.state import RequestState, raise_for_peer
-from nccl_rules.rules import ruled as by_the_rules
 from support import ruled
 from support.faults import PROMPT, STRATEGIES, processes, world_of
 from support.processes import alive
-from support.rule_drills import DEADLINE, NAP, drilled, killed
 
 # Seconds that a busy machine may take; without the watcher it would be the deadline.
 SOON = DEADLINE / 4

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rules.fake_cuda import FREE
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,6 @@ from ditmesh.comm import transports
 from ditmesh.comm.link import Link
 from ditmesh.comm.state import Traffic
 from ditmesh.core.partition import Partition, even_cut, weighted_cut
-from nccl_rules.fake_cuda import FREE
 from support import ruled
 
 HEADS, WIDTH = 24, 8

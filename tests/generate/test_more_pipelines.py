@@ -92,7 +92,7 @@ def check(results: list[Seen]) -> None:
         assert result.other > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sampled(FAMILIES, of=2))
 def test_tokens_over_two_ranks(ranks, name):
     results = ranks(2).run(seen, name, {"ulysses": 2}, [1])
     check(results)
@@ -119,7 +119,7 @@ def test_batched_guidance_halves_the_rows(ranks, name):
         assert [2 * rows for rows in result.rows] == result.alone
 
 
-@pytest.mark.parametrize("name", SEQUENTIAL)
+@pytest.mark.parametrize("name", sampled(SEQUENTIAL, of=3))
 def test_sequential_guidance_runs_one_branch_per_rank(ranks, name):
     """A transformer's first step learns what the branches are; at every other step each rank runs one."""
     results = ranks(2).run(seen, name, {"cfg": 2}, [1])
@@ -129,6 +129,7 @@ def test_sequential_guidance_runs_one_branch_per_rank(ranks, name):
         assert set(result.rows) == set(result.alone)
 
 
+@pytest.mark.matrix
 def test_guidance_in_calls_of_different_sizes(ranks):
     """LTX-2: both branches in one call, and a third prediction, without what the streams say to one another."""
     results = ranks(2).run(seen, "ltx2", {"cfg": 2}, [1])
@@ -137,6 +138,7 @@ def test_guidance_in_calls_of_different_sizes(ranks):
         assert 2 * result.rows[0] == result.alone[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", sampled(["wan", "qwen_image", "pixart", "z_image", "ltx2"], of=2))
 def test_guidance_and_tokens_over_four_ranks(ranks, name):
     check(ranks(4).run(seen, name, {"cfg": 2, "ulysses": 2}, [1, 2]))

@@ -94,6 +94,7 @@ def test_the_same_picture(ranks, truth_of, config):
         assert equal or config not in ({"ulysses": 2}, {"ulysses": 4})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "config",
     [

@@ -151,6 +151,7 @@ def test_every_step_is_told_and_can_be_the_last(pipe: RemotePipeline, local: Any
     assert_works(pipe, local)
 
 
+@pytest.mark.matrix
 def test_steps_of_a_pipeline_without_a_callback(ranks2: ditmesh.Ranks) -> None:
     # Its bar goes over a tensor.
     pipe = ranks2.load("emoji-dit-s", {"ulysses": 2})
@@ -224,6 +225,7 @@ def test_a_callback_runs_here_and_changes_all_ranks(pipe: RemotePipeline, local:
         torch.testing.assert_close(one[2], other[2], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.matrix
 def test_callbacks_of_diffusers_run_on_the_ranks(pipe: RemotePipeline, local: Any) -> None:
     from diffusers.callbacks import SD3CFGCutoffCallback
 
@@ -233,6 +235,7 @@ def test_callbacks_of_diffusers_run_on_the_ranks(pipe: RemotePipeline, local: An
     assert (cut[0] - latents(pipe)).abs().max() > 100 * TOLERANCE
 
 
+@pytest.mark.matrix
 def test_a_callback_sees_patches_that_arrive_later(ranks2: ditmesh.Ranks, folder: Path) -> None:
     pipe = ranks2.load(folder, {"pipe": 2, "patches": 2, "warmup": "fixed(1)"})
     pipe.set_progress_bar_config(disable=True)
@@ -418,6 +421,7 @@ def test_anything_else_says_what_to_do(ranks2: ditmesh.Ranks, pipe: RemotePipeli
 # ---- several pipelines, several threads
 
 
+@pytest.mark.matrix
 def test_several_pipelines_and_one_closed(
     ranks2: ditmesh.Ranks, pipe: RemotePipeline, local: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,6 +458,7 @@ def test_what_cannot_be_loaded_leaves_the_ranks(
     assert_works(pipe, local)
 
 
+@pytest.mark.matrix
 def test_ranks_that_load_differently_are_closed_if_pipelines_lose_their_groups(folder: Path) -> None:
     with ditmesh.Ranks(2, device="cpu", threads=1) as ranks:
         with pytest.raises(ArithmeticError, match=r"not on rank [01]"):

@@ -141,6 +141,7 @@ def test_a_promise_that_is_not_kept_is_exit_code_1(
     assert "though the same ones were promised" in said
 
 
+@pytest.mark.matrix
 def test_what_differs_is_said(reproducible: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """Another torch, other weights, another number of tiles: no promise, a list, exit code 0."""
     was = read_receipt(reproducible)
@@ -233,6 +234,7 @@ def test_a_reproducible_picture_is_drawn_alone_a_fast_one_with_its_neighbours(tm
     assert (job.seed, job.n, drawn_alone(was, ParallelConfig(ring=2))) == (9, 4, False)
 
 
+@pytest.mark.matrix
 def test_the_nearest_configuration_for_other_devices():
     def near(devices: int, **settings: Any) -> ParallelConfig:
         return resized(ParallelConfig(**settings), devices, heads=8)
@@ -314,6 +316,7 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
         assert part in captured.err
 
 
+@pytest.mark.matrix
 def test_another_model_can_be_named(model: Path):
     assert receipt_model(receipt(model="./gone"), str(model)).files == model
     with pytest.raises(InputError, match=r"no such folder"):

@@ -236,6 +236,7 @@ def test_the_picture_is_the_command_s_and_can_be_replayed(
     assert numpy.array_equal(pixels(next(replayed.glob("*.png"))), pixels(ours[1]))
 
 
+@pytest.mark.matrix
 def test_every_step_is_shown_with_a_preview(comfy: ComfyUI) -> None:
     shown = comfy.run(workflow(seed=6, images=2))
     steps = [content for kind, node, content in comfy.heard if kind == "progress" and node == "4"]
@@ -307,6 +308,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_pipeline_as_it_was(comfy: Comfy
     assert read_receipt(again).weights_digest == read_receipt(plain).weights_digest
 
 
+@pytest.mark.matrix
 def test_a_picture_to_begin_with(comfy: ComfyUI, command: Callable[..., list[Path]], tmp_path: Path) -> None:
     (begin,) = saved(comfy, comfy.run(workflow(seed=8)))
     prompt = workflow("image_to_image", seed=9, image=str(begin), strength=0.6)
@@ -322,6 +324,7 @@ def test_a_picture_to_begin_with(comfy: ComfyUI, command: Callable[..., list[Pat
     assert numpy.array_equal(pixels(next(replayed.glob("*.png"))), pixels(ours))
 
 
+@pytest.mark.matrix
 def test_another_scheduler_and_back(comfy: ComfyUI, command: Callable[..., list[Path]], tmp_path: Path) -> None:
     name = "UniPCMultistepScheduler"
     (plain,) = saved(comfy, comfy.run(workflow(seed=10)))
@@ -339,6 +342,7 @@ def test_another_scheduler_and_back(comfy: ComfyUI, command: Callable[..., list[
         comfy.run(workflow(seed=10, scheduler="DDIMScheduler"))
 
 
+@pytest.mark.matrix
 def test_pictures_that_were_changed_get_no_receipt(comfy: ComfyUI) -> None:
     class Brighter:
         CATEGORY, FUNCTION, RETURN_TYPES = "image", "run", ("IMAGE",)
@@ -358,6 +362,7 @@ def test_pictures_that_were_changed_get_no_receipt(comfy: ComfyUI) -> None:
         comfy.run(prompt)
 
 
+@pytest.mark.matrix
 def test_a_video_comes_as_its_frames(comfy: ComfyUI, command: Callable[..., list[Path]]) -> None:
     prompt = workflow(model="emoji-wan", seed=5)
     prompt["3"]["inputs"]["frames"] = 5
@@ -371,6 +376,7 @@ def test_a_video_comes_as_its_frames(comfy: ComfyUI, command: Callable[..., list
         comfy.run(prompt)
 
 
+@pytest.mark.matrix
 def test_frames_of_a_model_of_images_are_refused(comfy: ComfyUI) -> None:
     prompt = workflow(seed=5)
     prompt["3"]["inputs"]["frames"] = 5
@@ -411,6 +417,7 @@ def test_cancel_takes_effect_within_a_step_and_the_next_prompt_works(comfy: Comf
     assert pids(comfy) == ranks
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "memory", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["unload models", "free memory"]
 )
@@ -428,6 +435,7 @@ def test_unloading_ends_the_ranks_and_the_next_prompt_starts_them(comfy: ComfyUI
     assert numpy.array_equal(pixels(before), pixels(after))
 
 
+@pytest.mark.matrix
 def test_ranks_of_a_workflow_that_is_gone_make_room(comfy: ComfyUI) -> None:
     comfy.run(workflow(seed=16))
     ranks = pids(comfy)
@@ -454,6 +462,7 @@ def test_a_rank_that_is_lost_costs_one_prompt(comfy: ComfyUI) -> None:
     assert not set(pids(comfy)) & set(ranks)
 
 
+@pytest.mark.matrix
 def test_a_class_conditional_model_without_a_callback_shows_steps_and_can_be_cancelled(comfy: ComfyUI) -> None:
     prompt = workflow(model="emoji-dit-s", prompt="fox", cfg=1, ulysses=2)
     comfy.on_progress = lambda done, total: comfy.interrupt() if done == 2 else None
@@ -498,6 +507,7 @@ def test_a_model_and_adapters_are_found_in_comfyui_s_folders(comfy: ComfyUI, tmp
     assert host.lora_file("../../../secret.safetensors") == "../../../secret.safetensors"
 
 
+@pytest.mark.matrix
 def test_written_anew_is_loaded_anew(comfy: ComfyUI, tmp_path: Path, lora: Path) -> None:
     file = tmp_path / "changing.safetensors"
     file.write_bytes(lora.read_bytes())
@@ -547,6 +557,7 @@ def test_a_server_s_pictures_with_progress_and_receipts(comfy: ComfyUI, url: str
     assert any(preview is not None for _, _, preview in told)
 
 
+@pytest.mark.matrix
 def test_what_a_server_is_sent(comfy: ComfyUI, url: str, tmp_path: Path) -> None:
     Image.new("RGB", (64, 64), "red").save(tmp_path / "begin.png")
     prompt = at_server(
@@ -568,6 +579,7 @@ def test_what_a_server_is_sent(comfy: ComfyUI, url: str, tmp_path: Path) -> None
         comfy.run(prompt)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("queued", [False, True], ids=["running", "queued"])
 def test_cancel_cancels_the_server_s_job(comfy: ComfyUI, url: str, queued: bool) -> None:
     with Client(url, os.environ["KEY_OF_A_TEST"]) as client:
@@ -590,6 +602,7 @@ def test_cancel_cancels_the_server_s_job(comfy: ComfyUI, url: str, queued: bool)
     assert job.step == 0 if queued else 3 <= job.step < 100
 
 
+@pytest.mark.matrix
 def test_what_a_server_cannot_do_is_said(comfy: ComfyUI, url: str) -> None:
     with pytest.raises(InputError, match="scheduler UniPCMultistepScheduler: a server uses its models' own"):
         comfy.run(at_server(url, scheduler="UniPCMultistepScheduler"))
@@ -679,6 +692,7 @@ def test_real_comfyui_makes_the_command_s_picture(
     assert numpy.array_equal(pixels(next(tmp_path.glob("*-replayed.png"))), pixels(wanted))
 
 
+@pytest.mark.matrix
 def test_real_comfyui_cancels_within_a_step_and_goes_on(server: Server) -> None:
     (before,) = server.run(workflow(seed=6))
     ranks = processes.ranks_of(server.process.pid)
@@ -701,6 +715,7 @@ def test_real_comfyui_cancels_within_a_step_and_goes_on(server: Server) -> None:
     assert processes.ranks_of(server.process.pid) == ranks
 
 
+@pytest.mark.matrix
 def test_real_comfyui_s_unloading_and_other_settings_end_the_ranks(server: Server) -> None:
     (before,) = server.run(workflow(seed=8))
     ranks = processes.ranks_of(server.process.pid)
@@ -723,6 +738,7 @@ def test_real_comfyui_s_unloading_and_other_settings_end_the_ranks(server: Serve
     assert not set(others) & set(again)
 
 
+@pytest.mark.matrix
 def test_real_comfyui_begins_with_a_picture(server: Server, command: Callable[..., list[Path]]) -> None:
     (begin,) = server.run(workflow(seed=9))
     shutil.copy(begin, server.input / "begin.png")
@@ -731,6 +747,7 @@ def test_real_comfyui_begins_with_a_picture(server: Server, command: Callable[..
     assert numpy.array_equal(pixels(ours), pixels(wanted))
 
 
+@pytest.mark.matrix
 def test_real_comfyui_says_what_is_wrong(server: Server) -> None:
     with server.listening() as listener:
         heard = server.heard(listener, server.send(workflow(model="no-such-model")))

@@ -193,6 +193,7 @@ def own() -> Iterator[Any]:
     del sys.modules[name]
 
 
+@pytest.mark.matrix
 def test_nodes_that_were_imported_by_path(node: Any, own: Any) -> None:
     plain = Patcher(Base())
     truth = sample(plain)
@@ -294,6 +295,7 @@ def test_training_behind_the_node_is_refused(node: Any) -> None:
     assert relative_error(sample(made), sample(plain)) <= 1e-5
 
 
+@pytest.mark.matrix
 def test_rows_that_are_branches_one_time_and_pictures_another(node: Any) -> None:
     plain = Patcher(Base())
     truth, made = sample(plain), parallel(node, plain)
@@ -311,6 +313,7 @@ class Wrong(Autoencoder):
         return Autoencoder, ()
 
 
+@pytest.mark.matrix
 def test_a_vae_in_bands(node: Any, caplog: pytest.LogCaptureFixture) -> None:
     plain = Vae()
     package = sys.modules[type(node).__module__.rpartition(".")[0]]
@@ -342,6 +345,7 @@ class Interrupted(Exception):
     """What a sampler raises between two steps."""
 
 
+@pytest.mark.matrix
 def test_interrupts_and_lost_ranks_end_one_sampling(node: Any) -> None:
     plain = Patcher(Base())
     truth, made = sample(plain), parallel(node, plain)

@@ -130,6 +130,7 @@ def test_a_lora_that_changes_between_prompts(server: Server, node: str, loader: 
             assert relative_error(found, expected) <= 1e-5
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 def test_interrupts_and_lost_ranks_of_a_real_comfyui(server: Server) -> None:
     truth = latents(server, prompt(40))
@@ -153,6 +154,7 @@ def test_interrupts_and_lost_ranks_of_a_real_comfyui(server: Server) -> None:
 
 
 # The last one: it ends the server.
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_nothing_stays_of_a_comfyui_that_was_killed(server: Server) -> None:
     latents(server, prompt(60, settings="ulysses=2"))

@@ -137,6 +137,7 @@ def test_quality(small):
     assert [row["synchronous"]["value"] for row in table[:3]] == [0, 1, 3]
 
 
+@pytest.mark.matrix
 def test_measures_by_step(small):
     cells = json.loads((small / "results.json").read_text())["cells"]
     found = {(c["cell"]["strategy"], c["cell"]["warmup"]): c for c in cells}
@@ -159,6 +160,7 @@ def test_measures_by_step(small):
     assert set(one["steps"][1]["drift"]) == set(blocks)
 
 
+@pytest.mark.matrix
 def test_single_steps(small):
     (single,) = json.loads((small / "results.json").read_text())["single_steps"]
     assert single["steps"] == [2, 3]
@@ -219,6 +221,7 @@ def test_refuses(tmp_path, capsys, options, reason):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["displaced", "displaced-int8"])
 def test_simulated_is_real(tmp_path, capsys, monkeypatch, ranks, strategy):
     """The study's simulation of two ranks draws what two ranks draw, to the bit; the ranks' times are told."""
@@ -265,6 +268,7 @@ def test_simulated_is_real(tmp_path, capsys, monkeypatch, ranks, strategy):
     assert [p["psnr"] for p in simulated["images"]] == pytest.approx([p["psnr"] for p in real["images"]], abs=0.01)
 
 
+@pytest.mark.matrix
 def test_places_of_errors():
     """Against the formula spelt out, for latents, packed tokens, and a number of them that is no square."""
     import torch
@@ -293,6 +297,7 @@ def test_places_of_errors():
     assert not np.any(running.token_errors([torch.stack([exact[0], ours[0]])], [exact.repeat(2, 1, 1, 1, 1)], 1))
 
 
+@pytest.mark.matrix
 def test_errors_at_the_ranks_borders():
     places = np.ones((16, 4))
     places[[3, 4]] = 3.0
@@ -314,6 +319,7 @@ def loaded(folder: Path) -> StudyResults:
     return StudyResults(made, cells["cells"])
 
 
+@pytest.mark.matrix
 def test_taps_change_nothing(tmp_path):
     folder = zoo.path(MODEL)
     setup = plan.Setup(str(folder), MODEL, plan.weights_digest(folder), steps=2, guidance=3.0)
@@ -339,6 +345,7 @@ def test_taps_change_nothing(tmp_path):
     assert "step" not in vars(pipe.scheduler)
 
 
+@pytest.mark.matrix
 def test_pipefusion(tmp_path, capsys):
     """Patches in one process; the policy of single steps reaches them, and so does one that measures drift."""
     options = [*OPTIONS, "--strategy", "pipefusion", "--warmup", "1,3,steps(0 2),adaptive(9)"]
@@ -440,6 +447,7 @@ def test_fit():
     assert analysis.fit_root({}) == (None, None)
 
 
+@pytest.mark.matrix
 def test_curves():
     curve = {0: 20.0, 2: 30.0, 4: 29.0, 8: 40.0}
     assert analysis.first_reaching(curve, 25) == 1
@@ -473,6 +481,7 @@ def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> StudyR
     return StudyResults(plan.StudyPlan(setup, (), (4,), tuple(psnr), ("own",), ("displaced",)), cells)
 
 
+@pytest.mark.matrix
 def test_policies_against_fixed_warmups():
     """Beside the fixed warm-up with as many synchronous steps, picture by picture, interpolated where need be."""
     results = made_up(
@@ -497,6 +506,7 @@ def test_policies_against_fixed_warmups():
     assert "warm-up made no difference that can be told" in "\n".join(analysis.findings(level, {}))
 
 
+@pytest.mark.matrix
 def test_adaptive_against_every_policy_with_as_many_steps():
     """The others with as many synchronous steps, the best first; one that chose the same steps is told from a tie."""
     results = made_up(
@@ -578,6 +588,7 @@ def test_a_run_that_went_astray(tmp_path):
     assert analysis.mean([None, 1.0]) == Mean(1.0, None, 1)
 
 
+@pytest.mark.matrix
 def test_models_without_training_pictures(tmp_path):
     assert running.nearest_matches_prompt(tmp_path, plan.Cell("own", ("fox",), (0,)), np.zeros((1, 8, 8, 3))) is None
     info = find_model(zoo.path("emoji-sd3"))

@@ -75,6 +75,8 @@ def as_table(cells: dict[str, dict[str, str]]) -> str:
 KINDS = [(shared, inputs) for shared in (True, False) for inputs in ("broadcast", "trust")]
 # An exception at each of their operations takes long: the matrix has it.
 LONG = tuple(strategy for strategy in STRATEGIES if strategy not in ("ulysses", "data", "cfg"))
+# One of each kind of message.
+QUICK = ("cfg", "ulysses", "tensor", "displaced", "pipe")
 CASES = [
     pytest.param(
         strategy,
@@ -83,7 +85,7 @@ CASES = [
         share,
         id=f"{strategy}-{'shared memory' if shared else 'gloo'}-{inputs}-{share}",
         marks=()
-        if share == ("some" if strategy in LONG else "each") and (column - row) % 2 == 0
+        if strategy in QUICK and share == ("some" if strategy in LONG else "each") and (column - row) % 2 == 0
         else pytest.mark.matrix,
     )
     for row, strategy in enumerate(STRATEGIES)
@@ -271,7 +273,7 @@ def stopped(config: dict[str, Any], at: int, timeout: float, *, report: Any) -> 
 @pytest.mark.parametrize(
     ("strategy", "at", "shared"),
     [
-        ("tensor", 9, True),
+        pytest.param("tensor", 9, True, marks=pytest.mark.matrix),
         pytest.param("ulysses", 5, False, marks=pytest.mark.matrix),
         pytest.param("tensor", 9, False, marks=pytest.mark.matrix),
         pytest.param("ulysses", 5, True, marks=pytest.mark.matrix),

@@ -222,6 +222,7 @@ print("done")
 """
 
 
+@pytest.mark.matrix
 def test_what_an_interactive_session_defines_can_be_run() -> None:
     """It has no main module that ranks could import; functions, classes and exceptions come back as they are."""
     mark, environment = processes.marked({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
@@ -322,6 +323,7 @@ def test_a_call_that_a_stopped_rank_does_not_take_is_a_failure() -> None:
         assert_gone(pool)
 
 
+@pytest.mark.matrix
 def test_ranks_that_compute_for_long_are_not_stopped() -> None:
     with RankPool(1, threads=1, timeout=0.5) as pool:
         assert pool.run(on_rank.hold_everything, 2.0) == [2.0]
@@ -402,6 +404,7 @@ def test_a_fork_server_that_cannot_import_says_why(tmp_path: Path) -> None:
 # ---- launchers
 
 
+@pytest.mark.matrix
 def test_a_launcher_of_another_package_runs_a_job(tmp_path: Path) -> None:
     """By name, through the command."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

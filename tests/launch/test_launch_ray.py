@@ -23,7 +23,8 @@ from support import rank_functions as on_rank
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
 
-# Ray brings the cluster up and down in seconds, once for all tests.
+# A cluster takes longer to start than all of the pool's tests.
+pytestmark = pytest.mark.matrix
 TIMEOUT = 10.0
 
 
@@ -136,7 +137,6 @@ def signalled(number: int) -> float:
     return sum_of_ones()
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("number", "said"), [(signal.SIGKILL, "rank 1 of 2 is gone"), (signal.SIGSTOP, "rank 1 of 2 stalled")]
 )
@@ -151,7 +151,6 @@ def test_a_rank_that_is_lost_is_named(ranks2: Any, number: int, said: str) -> No
     assert gone()
 
 
-@pytest.mark.matrix
 def test_a_deadline(ranks2: Any) -> None:
     with pytest.raises(RankFailed, match=r"ranks 0, 1 of 2 had not answered within 0\.5 s") as failed:
         ranks2.run(time.sleep, 5, deadline=0.5)
@@ -170,7 +169,6 @@ def test_what_the_cluster_has_not(nodes: Nodes, world_size: int, threads: int | 
         launcher(f"ray@{nodes.address}", 1, "cuda")
 
 
-@pytest.mark.matrix
 def test_generate_on_a_cluster_has_the_bits_of_ranks_of_this_machine(nodes: Nodes, tmp_path: Path) -> None:
     nodes.again()
     settings = ("--devices", "2", "--ulysses", "2", "--reproducible", "--steps", "6", "--seed", "3", "--json")
@@ -182,7 +180,7 @@ def test_generate_on_a_cluster_has_the_bits_of_ranks_of_this_machine(nodes: Node
             [*program, "--out", str(tmp_path / out)], capture_output=True, text=True, timeout=200, check=False
         )
         assert done.returncode == 0, done.stderr
-        return [Image.open(picture["path"]).tobytes() for picture in json.loads(done.stdout)["pictures"]]
+        return [Image.open(picture["path"]).tobytes() for picture in json.loads(done.stdout)["images"]]
 
     assert pixels("cluster", "--launcher", f"ray@{nodes.address}") == pixels("here")
     assert gone()
@@ -196,7 +194,6 @@ def test_no_cluster_there() -> None:
         launcher("local@here", 1)
 
 
-@pytest.mark.matrix
 def test_a_call_that_is_watched(ranks2: Any) -> None:
     with pytest.raises(RankFailed, match="ranks 0, 1 of 2 had not come back"):
         ranks2.run(time.sleep, 10, watch=lambda: "come back")

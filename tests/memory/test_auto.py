@@ -166,6 +166,7 @@ def said(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return int(left.value.code or 0), captured.out, " ".join(captured.err.split())
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize("words", [("--devices", "2", "--ulysses", "2"), ("--devices", "1")], ids=" ".join)
 def test_advice_of_a_refusal_is_a_command_that_runs(
@@ -182,6 +183,7 @@ def test_advice_of_a_refusal_is_a_command_that_runs(
     assert json.loads(out)["config"]["tensor"] == 2
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("kept_ranks")
 def test_prompts_run_side_by_side_as_each_does_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     words = ["generate", "red", "fox", "sun", "--steps", "2", "--threads", "1", "--json=full"]

@@ -70,6 +70,7 @@ def taken(config: dict[str, Any]) -> float:
         ditmesh.restore(pipe)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("config", sampled(CONFIGS, of=4), ids=str)
 def test_activations_of_a_step_are_those_that_are_alive(ranks: Callable[[int], RankPool], config: dict[str, Any]):
     info = find_model(MODEL)
@@ -150,6 +151,7 @@ def test_weights_in_pieces_and_those_of_text_encoders_are_where_they_are_said_to
     assert min(one.phases[-1].weights for one in guesses) < 0.97 * whole
 
 
+@pytest.mark.matrix
 def test_stages_in_pieces_need_less():
     stages, pieces = (
         predicted({"pipe": 2, "patches": 2, "ulysses": 2, **extra})[0].phases[0].weights for extra in ({}, {"shard": 2})

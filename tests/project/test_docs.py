@@ -9,16 +9,13 @@ import re
 import socket
 import subprocess
 import sys
-import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 
 from support import hub
 
@@ -225,9 +222,7 @@ def test_make_targets_exist():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-# Links and anchors, as the site has them in each language, and as the repository's files have them.
 LINK = re.compile(r"\]\(<?([^)\s>]+)>?\)")
-LANGUAGES = {"en": "", "zh": ".zh"}
 
 
 def prose(text: str) -> str:
@@ -242,101 +237,28 @@ def headings(text: str) -> list[str]:
     return [re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading) for heading in found]
 
 
-def anchors(text: str, slug: Callable[[str], str], number: str, first: int) -> set[str]:
-    """Names that a link may have behind ``#``: those of headings, numbered where one comes twice, and those written."""
+def anchors(text: str) -> set[str]:
+    """Names that a link may have behind ``#``, as a code host makes them: those of headings, and those written."""
     found = set(re.findall(r'<a id="([^"]+)">', text))
     for heading in headings(text):
-        name, count = slug(heading), first
-        while name in found or not name:
-            name = f"{slug(heading)}{number}{count}"
-            count += 1
-        found.add(name)
+        name = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(next(each for each in (name, *(f"{name}-{count}" for count in range(1, 99))) if each not in found))
     return found
 
 
-def of_site(text: str) -> set[str]:
-    """As Python-Markdown's `toc` names headings: ASCII only, so that a Chinese heading is ``_1``."""
-
-    def slug(heading: str) -> str:
-        ascii_only = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
-        return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", ascii_only).strip().lower())
-
-    return anchors(text, slug, "_", 1)
-
-
-def of_repository(text: str) -> set[str]:
-    """As a code host names them: any letters, every blank a hyphen."""
-    return anchors(text, lambda heading: re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"), "-", 1)
-
-
-def broken(page: str, text: str, read: Callable[[str], str | None], names: Callable[[str], set[str]]) -> list[str]:
-    """Links of a page that lead to no file, or to no anchor of one; ``read`` gives the text of a target."""
-    wrong = []
-    for link in LINK.findall(prose(text)):
-        if re.match(r"[a-z]+:", link):
-            continue
-        target, _, anchor = link.partition("#")
-        there = read(target) if target else text
-        if there is None or (anchor and anchor not in names(there)):
-            wrong.append(f"{page}: {link}")
-    return wrong
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_links_of_the_site(language):
-    """In each language, whose pages are the English ones where nobody has translated them."""
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import hooks  # pyright: ignore[reportMissingImports]
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
-    config = SimpleNamespace(repo_url="https://repository", extra={})
-
-    def page_of(name: str) -> str | None:
-        """A page as the site has it; None if there is none."""
-        english = name.replace(".zh.md", ".md")
-        path = ROOT / "docs" / english.replace(".md", f"{LANGUAGES[language]}.md")
-        path = path if path.exists() else ROOT / "docs" / english
-        if not path.exists():
-            return None
-        if path.suffix != ".md":
-            return ""
-        page = SimpleNamespace(file=SimpleNamespace(src_uri=path.name))
-        return hooks.on_page_markdown(path.read_text(encoding="utf-8"), page, config)
-
-    names = {path.name.replace(".zh.md", ".md") for path in (ROOT / "docs").glob("*.md")}
-    pages = {name: page_of(name) or "" for name in names}
-    # The page of the API has the names of Python objects, which the plugin makes.
-    assert sorted(link for name, text in pages.items() for link in broken(name, text, page_of, of_site)) == []
-
-
 def test_links_of_the_repository():
-    """A reader of the files on a code host: the link's own file, the host's anchors."""
+    """A reader of the files on a code host; `make docs` checks the links of the site."""
     wrong = []
-    for document in [*DOCUMENTS, *ROOT.glob("*.md"), *ROOT.glob("integrations/*/README.md")]:
-
-        def read(target: str, folder: Path = document.parent) -> str | None:
-            path = folder / target
-            return None if not path.exists() else path.read_text(encoding="utf-8") if path.suffix == ".md" else ""
-
-        wrong += broken(str(document.relative_to(ROOT)), document.read_text(encoding="utf-8"), read, of_repository)
+    for document in [*DOCUMENTS, *ROOT.glob("*.md"), *ROOT.glob("integrations/*/README.md"), ROOT / "rules/README.md"]:
+        text = document.read_text(encoding="utf-8")
+        for link in LINK.findall(prose(text)):
+            target, _, anchor = link.partition("#")
+            path = document.parent / target if target else document
+            outside = re.match(r"[a-z]+:", link)
+            if outside or (path.exists() and (not anchor or anchor in anchors(path.read_text(encoding="utf-8")))):
+                continue
+            wrong.append(f"{document.relative_to(ROOT)}: {link}")
     assert wrong == []
-
-
-def titles(tree: Any) -> list[str]:
-    """Of all entries of the navigation."""
-    if isinstance(tree, str):
-        return []
-    if isinstance(tree, list):
-        return [title for entry in tree for title in titles(entry)]
-    return [title for name, entry in tree.items() for title in (name, *titles(entry))]
-
-
-def test_the_navigation_is_translated():
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    (i18n,) = [plugin["i18n"] for plugin in config["plugins"] if "i18n" in plugin]
-    (chinese,) = [one for one in i18n["languages"] if one["locale"] == "zh"]
-    assert set(titles(config["nav"])) == set(chinese["nav_translations"])
 
 
 def test_the_guide_to_training_is_translated_whole():
@@ -379,15 +301,6 @@ def test_translated_tables_have_the_same_figures(heading, translated):
     found = figures("memory.md", heading)
     assert sum(map(len, found)) > 50
     assert figures("memory.zh.md", translated) == found
-
-
-def test_checkers_of_links_find_what_is_broken():
-    page = "# One two\n\n[a](other.md#there) [b](other.md#nowhere) [c](missing.md) [d](#one-two) `[e](code.md)`\n"
-    other = "# 中文\n\n## There\n\n## There\n"
-    found = broken("page.md", page, {"other.md": other}.get, of_site)
-    assert found == ["page.md: other.md#nowhere", "page.md: missing.md"]
-    assert of_site(other) == {"_1", "there", "there_1"}
-    assert of_repository(other) == {"中文", "there", "there-1"}
 
 
 def tree() -> list[str]:

@@ -1,7 +1,8 @@
-"""docs/gpus.md: its tests and parts exist, and its commands run."""
+"""docs/gpus.md: its tests and parts exist, its items name them or say why there is none, and its commands run."""
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
@@ -39,7 +40,6 @@ def names(cell: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_test_and_part_that_is_named_exists(page: str, program: dict[str, Any]) -> None:
-    # The tables behind these are those of tests/gpu_rules/test_items.py.
     methods, listed, topics, *_ = tables(PAGES[page])
     parts = [*program["FIRST"], *program["SECOND"], *program["THIRD"]]
     assert [names(row[0])[0] for row in listed] == parts
@@ -73,3 +73,30 @@ def test_the_program_takes_the_commands_as_they_stand(command: str, program: dic
     options = program["options_of"](shlex.split(line.split("benchmarks/gpu_check", 1)[1]))
     assert (options.json, options.markdown) == (Path("gpu-check.json"), Path("gpu-check.md"))
     assert options.run or options.part or options.device == "cpu"
+
+
+# The heading of the items, and how a row begins that has no test.
+ITEMS = {"gpus.md": ("## Every item and its test", "no test: "), "gpus.zh.md": ("## 每一项及其测试", "无测试：")}
+
+
+def problem(item: str, cell: str, without: str) -> str | None:
+    """What is wrong with the row of an item; None: nothing."""
+    tests = re.findall(r"`((?:tests|rules)/[\w/]+\.py)::(\w+)`", cell)
+    if not tests and not (cell.startswith(without) and len(cell) > len(without) + 5):
+        return f"{item}: no test, and no reason"
+    for file, name in tests:
+        body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body if (ROOT / file).is_file() else []
+        if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in body):
+            return f"{item}: {file}::{name} is not there"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_item_has_a_test_or_a_reason(page: str) -> None:
+    heading, without = ITEMS[page]
+    (rows,) = tables(PAGES[page].partition(heading)[2].partition("\n## ")[0])
+    assert len(rows) > 30
+    assert [wrong for item, cell, *_ in rows if (wrong := problem(item, cell, without))] == []
+    assert problem("x", "`rules/test_rules.py::test_made_up`", without) is not None
+    assert problem("x", "`rules/made_up.py::test_x`", without) is not None
+    assert problem("x", "later", without) is not None

@@ -16,30 +16,12 @@ from ditmesh.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "hosts"
-# Fields of the custom resources that the examples use, as their definitions have them: JobSet v1alpha2, KubeRay v1.
-JOBSET = {
-    "network": {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"},
-    "failurePolicy": {"maxRestarts", "rules", "restartStrategy"},
-    "replicatedJobs": {"name", "replicas", "template", "dependsOn", "groupName"},
-}
-RAYJOB = {
-    "entrypoint",
-    "shutdownAfterJobFinishes",
-    "ttlSecondsAfterFinished",
-    "activeDeadlineSeconds",
-    "rayClusterSpec",
-}
-RAY_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
-POD = {"restartPolicy", "containers", "volumes"}
-CONTAINER = {"name", "image", "command", "args", "ports", "resources", "volumeMounts"}
 
 
-def check_pod(spec: dict[str, Any]) -> dict[str, Any]:
+def first_container(spec: dict[str, Any]) -> dict[str, Any]:
     """A pod's first container; all of its mounts are volumes of the pod."""
-    assert set(spec) <= POD
     for container in spec["containers"]:
-        assert {"name", "image"} <= set(container) <= CONTAINER
-        assert {one["name"] for one in container["volumeMounts"]} <= {one["name"] for one in spec["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in spec["volumes"]}
     return spec["containers"][0]
 
 
@@ -77,13 +59,10 @@ def test_jobset_example():
     data = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text(encoding="utf-8"))
     assert (data["apiVersion"], data["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     spec = data["spec"]
-    assert set(spec) <= set(JOBSET)
     (job,) = spec["replicatedJobs"]
-    for name, fields in JOBSET.items():
-        assert set(job if name == "replicatedJobs" else spec[name]) <= fields
     pods = job["template"]["spec"]
     assert pods["completionMode"] == "Indexed"
-    container = check_pod(pods["template"]["spec"])
+    container = first_container(pods["template"]["spec"])
     (line,) = container["args"]
     options = check_options(command_of(line))
     # Pod 0 of job 0, by the name that JobSet gives it.
@@ -99,13 +78,10 @@ def test_jobset_example():
 def test_rayjob_example():
     data = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text(encoding="utf-8"))
     assert (data["apiVersion"], data["kind"]) == ("ray.io/v1", "RayJob")
-    assert set(data["spec"]) <= RAYJOB
     options = check_options(command_of(data["spec"]["entrypoint"]))
     cluster = data["spec"]["rayClusterSpec"]
-    assert set(cluster) == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
     assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
     (workers,) = cluster["workerGroupSpecs"]
-    assert set(cluster["headGroupSpec"]) | set(workers) <= RAY_GROUP
-    check_pod(cluster["headGroupSpec"]["template"]["spec"])
-    gpus = workers["replicas"] * check_pod(workers["template"]["spec"])["resources"]["limits"]["nvidia.com/gpu"]
+    first_container(cluster["headGroupSpec"]["template"]["spec"])
+    gpus = workers["replicas"] * first_container(workers["template"]["spec"])["resources"]["limits"]["nvidia.com/gpu"]
     assert int(options["--devices"]) == int(options["--cfg"]) * int(options["--ulysses"]) == gpus

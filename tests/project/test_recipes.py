@@ -39,6 +39,7 @@ def configurations(name: str) -> dict[str, ParallelConfig]:
     return {key: ParallelConfig(**(one[0] if isinstance(one, tuple) else one)) for key, one in found.items()}
 
 
+QUICK = ("sd35_large", "wan21_14b")
 CASES = [(name, machine, config) for name in recipes.MODELS for machine, config in configurations(name).items()]
 
 
@@ -70,12 +71,14 @@ def models(tmp_path_factory) -> Any:
 @pytest.mark.parametrize(
     ("name", "machine", "config"),
     [
-        # Every program, and of its machines of two devices the first.
+        # Two of the programs, and of their machines of two devices the first.
         pytest.param(
             *case,
             id=f"{case[0]} {case[1]}",
             marks=()
-            if case[2].world_size == 2 and all(one[0] != case[0] or one[2].world_size != 2 for one in CASES[:number])
+            if case[0] in QUICK
+            and all(one[0] != case[0] or one[2].world_size != 2 for one in CASES[:number])
+            and case[2].world_size == 2
             else pytest.mark.matrix,
         )
         for number, case in enumerate(CASES)

@@ -12,6 +12,7 @@ SOURCE = Path(__file__).parents[2] / "benchmarks" / "server_attack.py"
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.matrix
 def test_honest_clients_are_served_while_others_attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(SOURCE.parent)
     module = importlib.import_module(SOURCE.stem)

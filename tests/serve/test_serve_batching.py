@@ -67,8 +67,10 @@ def spec(**config: Any) -> ModelSpec:
 
 # --- calls that are joined ---------------------------------------------------------------------------------------
 
+IN_THE_MATRIX = [pytest.param(config, marks=pytest.mark.matrix) for config in ({"cfg": 2}, {"data": 2})]
 
-@pytest.mark.parametrize("config", [{}, {"ulysses": 2}, {"cfg": 2}, {"data": 2}], ids=str)
+
+@pytest.mark.parametrize("config", [{}, {"ulysses": 2}, *IN_THE_MATRIX], ids=str)
 @pytest.mark.parametrize(("name", "branches"), [("wan", 2), ("dit", 1)])
 def test_requests_that_join_at_a_step_are_drawn_as_alone(ranks, name, branches, config):
     """A call a branch and step for all that run, not for each; Wan calls its transformer for every branch."""
@@ -80,6 +82,7 @@ def test_requests_that_join_at_a_step_are_drawn_as_alone(ranks, name, branches, 
         assert found["restored"] == 0
 
 
+@pytest.mark.matrix
 def test_requests_have_the_same_bits_as_alone_in_reproducible_mode(ranks):
     for found in ranks(2).run(staggered, "dit", {"ulysses": 2, "reproducible": True}, [4, 3], "parallel"):
         assert found["why"] == []
@@ -333,6 +336,7 @@ def test_what_is_wrong_with_an_output_fails_its_task_and_no_replica(ranks):
     assert len(of(said, Preview, "last")) == STEPS - 1
 
 
+@pytest.mark.matrix
 def test_outputs_that_are_no_images_are_named():
     image = Image.new("RGB", (8, 8))
     assert outputs_of(SimpleNamespace(images=[image])) == [Picture(image)]
@@ -376,6 +380,7 @@ def test_steps_are_those_of_the_loop():
     assert loop_steps(None, 3) == 3
 
 
+@pytest.mark.matrix
 def test_a_lora_that_fits_in_part_is_named(tmp_path):
     path = save_lora(tmp_path / "half", 1)
     # Half of its layers are those of another model.
@@ -576,6 +581,7 @@ def test_what_is_kept_of_a_step_is_one_question():
         assert not keeps_between_steps(RECIPE, ParallelConfig(), [pipe.transformer])
 
 
+@pytest.mark.matrix
 def test_classes_and_several_models(ranks):
     names = list(zoo_labels("fashion-dit"))
     fashion = ModelSpec("fashion", str(zoo.path("fashion-dit")), ParallelConfig(ulysses=2))
@@ -704,6 +710,7 @@ def serve_guilty(specs: Any, *, report: Any) -> None:
         SD3Transformer2DModel.forward = whole
 
 
+@pytest.mark.matrix
 def test_of_a_batch_that_fails_the_guilty_one_is_found(ranks):
     starts = [task("0", PROMPTS[0]), task("1", PROMPTS[1], seed=1, steps=7), task("2", PROMPTS[2], seed=2)]
     said = Owner(at_once(*starts), 3).serve(ranks(2), [spec(ulysses=2)], serve_guilty)

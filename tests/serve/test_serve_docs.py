@@ -135,6 +135,7 @@ def test_the_dashboard_asks_for_metrics_that_exist():
     assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}) == len(board["panels"])
 
 
+@pytest.mark.matrix
 def test_the_examples_start_servers(starts: list[Any], tmp_path: Path):
     """Containers and units run commands that exist, and give them longer than they need to stop."""
     (grace,) = [one.default for one in typer.main.get_command(app).commands["serve"].params if one.name == "grace"]  # type: ignore[attr-defined]

@@ -229,6 +229,7 @@ class Flaky(ThreadRanks):
             raise RankFailed("rank 0 of 1 ended without an answer (exit code 1)", 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("launcher", "model", "said"),
     [
@@ -266,6 +267,7 @@ def test_a_server_that_never_serves_gives_up_and_keeps_its_jobs(
     asyncio.run(main())
 
 
+@pytest.mark.matrix
 def test_jobs_fail_when_ranks_that_have_served_do_not_start_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +297,7 @@ def test_jobs_fail_when_ranks_that_have_served_do_not_start_any_more(
     asyncio.run(main())
 
 
+@pytest.mark.matrix
 def test_the_next_model_is_loaded_when_the_first_cannot_be(tmp_path: Path) -> None:
     models = [ModelSpec("broken", "emoji-sd3", dtype="bfloat16"), ModelSpec("well", "emoji-sd3")]
 

@@ -1084,6 +1084,7 @@ def fuzzed(seconds: float, each: int) -> int:
     return sent
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("seconds", "each", "least"),

@@ -289,6 +289,7 @@ def test_a_job_from_the_prompt_to_the_receipt(seen: Seen, backend: Scripted, add
     assert not seen.page.locator("dialog").is_visible()
 
 
+@pytest.mark.matrix
 def test_the_form_follows_the_model(seen: Seen, backend: Scripted, address: str) -> None:
     """Defaults, sizes, classes, adapters and input pictures are those of the model's card."""
     seen.page.goto(address)
@@ -375,6 +376,7 @@ def test_cancel_and_reload(seen: Seen, backend: Scripted, address: str) -> None:
     assert not seen.page.locator("#queue-section").is_visible()
 
 
+@pytest.mark.matrix
 def test_a_stream_goes_on_where_it_broke_off(seen: Seen, backend: Scripted, address: str) -> None:
     """The next stream is asked for what came after the last event that was seen."""
     seen.page.goto(address)
@@ -391,6 +393,7 @@ def test_a_stream_goes_on_where_it_broke_off(seen: Seen, backend: Scripted, addr
     assert backend.asked_after == [3]
 
 
+@pytest.mark.matrix
 def test_server_that_goes_away(seen: Seen, backend: Scripted) -> None:
     """The page says so, and goes on by itself when the server is back."""
     with serving(backend) as url:
@@ -404,6 +407,7 @@ def test_server_that_goes_away(seen: Seen, backend: Scripted) -> None:
         seen.page.get_by_role("button", name="Open: a red fox").wait_for()
 
 
+@pytest.mark.matrix
 def test_same_again_is_compared(seen: Seen, backend: Scripted, address: str) -> None:
     """The same request with the same seed, all digits of it, and a verdict on the bytes of the picture."""
     seed = 2**60 + 1
@@ -501,6 +505,7 @@ FAULTS = """() => {
 }"""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.matrix)])
 def test_everybody_can_read_it(seen: Seen, backend: Scripted, address: str, scheme: Any) -> None:
     """AA contrast, names for all controls, headings in order, nothing wider than a phone, in both themes."""

@@ -225,6 +225,7 @@ def test_half_a_header_is_closed_in_time(port: int):
     assert answer.closed
 
 
+@pytest.mark.matrix
 def test_a_body_that_trickles_is_given_up(port: int):
     began = time.monotonic()
     answer = said(port, post(b"{", b"Content-Length: 1000"), *[b" "] * 8, pause=0.1, wait=60.0)
@@ -236,6 +237,7 @@ def test_a_body_that_trickles_is_given_up(port: int):
     assert said(port, post(b"", LENGTH), *parts, pause=0.05, enough=1).statuses == [202]
 
 
+@pytest.mark.matrix
 def test_streams_that_nobody_reads_are_closed_and_the_server_stays_reachable(backend: FakeBackend, port: int):
     for _ in range(20):
         with contextlib.ExitStack() as stack:
@@ -254,6 +256,7 @@ def test_streams_that_nobody_reads_are_closed_and_the_server_stays_reachable(bac
     assert "as many connections as this server can hold" in refused.json()["error"]["message"]
 
 
+@pytest.mark.matrix
 def test_a_client_that_does_not_read_its_answer_is_left(backend: FakeBackend, port: int):
     many = b"".join([get(b"/openapi.json")] * 400)
     connected = socket.socket()

@@ -143,6 +143,7 @@ def test_the_official_client_gets_the_pipelines_frames(
     assert made.id in [video.id for video in listed]
 
 
+@pytest.mark.matrix
 def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The command's files: MP4s with receipts."""
     common = ["generate", "a fox", "--server", str(http.base_url), "--seed", "5", "--steps", str(STEPS)]
@@ -171,6 +172,7 @@ def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.
     assert "--video: servers accept input images" in capfd.readouterr().err
 
 
+@pytest.mark.matrix
 def test_progress_and_cancelling(http: httpx.Client, client: openai.OpenAI):
     made = http.post("/v1/videos", json={**ASKED, "size": "64x32", "frames": FRAMES, "steps": 200}).json()
     names = []

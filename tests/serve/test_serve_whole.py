@@ -146,6 +146,7 @@ def test_clients_get_what_generate_gives(
         assert remote[name] == local[name], name
 
 
+@pytest.mark.matrix
 def test_progress_previews_and_batches(client: ditmesh.Client):
     """Four at a time: each is the one it is alone."""
     with ThreadPoolExecutor(4) as threads:
@@ -188,6 +189,7 @@ def test_cancelling_takes_a_step(client: ditmesh.Client):
     assert client.server().running == 0
 
 
+@pytest.mark.matrix
 def test_the_official_client_streams(server: Command):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         events = list(client.images.generate(prompt="a pizza", stream=True, partial_images=2, extra_body={"steps": 6}))
@@ -221,6 +223,7 @@ def test_the_process_that_answers_has_no_torch(server: Command):
     assert psutil.Process(server.process.pid).memory_info().rss < 150e6
 
 
+@pytest.mark.matrix
 def test_metrics_of_ranks(server: Command, client: ditmesh.Client):
     """While a job runs: a rank's last round between jobs may have waited for no other rank."""
     missing = {"step_seconds", "waiting_seconds", "memory_bytes"}

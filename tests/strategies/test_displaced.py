@@ -211,7 +211,7 @@ def traffic(name: str, config: dict[str, Any], size: Any) -> tuple[int, int, int
         *((name, "linear") for name in (None, "int4")),
     ],
 )
-@pytest.mark.parametrize(("name", "world"), [("SD3", 2), ("Flux", 3)])
+@pytest.mark.parametrize(("name", "world"), [("SD3", 2), pytest.param("Flux", 3, marks=pytest.mark.matrix)])
 def test_bytes(ranks, name, world, compress, predict):
     """What is sent and what is kept equal their formulas; only what is stale is compressed."""
     config = displaced(world, text="shard", compress=compress, predict=predict)

@@ -219,7 +219,7 @@ def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["sd3", "flux"])
+@pytest.mark.parametrize("name", ["sd3", pytest.param("flux", marks=pytest.mark.matrix)])
 def test_latents_keep_their_bits_on_ranks(ranks, name, config):
     for same, hits, modules in ranks(2).run(drawn, name, config):
         assert same

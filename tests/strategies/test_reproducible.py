@@ -249,6 +249,7 @@ def test_tokens_lie_alike_in_every_stage(ranks):
     assert not lying({})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", sampled(["flux", "sd3", "pixart", "dit"], of=2))
 def test_pipelines_in_patches(ranks, family):
     """Three prompts, guidance, a synchronous step and a stale one: the same latents, also with pictures shared out."""
@@ -271,6 +272,7 @@ def test_a_picture_in_patches_does_not_depend_on_those_beside_it(ranks):
     assert ranks(2).run(neighbours, {"pipe": 2, "reproducible": True}) == [True, True]
 
 
+@pytest.mark.matrix
 def test_the_embedded_model_in_patches(ranks):
     """Whole pictures on one and two stages."""
     found = [

@@ -66,6 +66,7 @@ def test_compiled_blocks_learn_as_eager_ones(given, alone, more):
     assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-5
 
 
+@pytest.mark.matrix
 def test_compiled_blocks_learn_beside_a_parallel_model(given, alone):
     """While another model of the process is parallel, compiled blocks call attention as an operator."""
     with intercept.handled_by(None):

@@ -243,6 +243,7 @@ def test_what_is_promised_and_compared_with():
     assert config_name(None) == "one device"
 
 
+@pytest.mark.matrix
 def test_every_sensible_configuration(model):
     info = find_model(model)
     names = [config_name(config) for config in sensible(2, info, images=1, guided=True)]

@@ -1,14 +1,15 @@
-"""The embedded model as it is shipped, and what its training is made of."""
+"""The embedded models as they are shipped: what they are, what they make, and that ranks make the same."""
 
 from __future__ import annotations
 
-import io
-import math
+import json
+import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,19 +18,24 @@ from PIL import Image
 
 import ditmesh
 from ditmesh import zoo
-from ditmesh.zoo import references as known
-from support.embedded import check_captioned_card
+from ditmesh.generate.model_info import find_model
+from ditmesh.zoo import references
+from support.embedded import TOLERANCE, card_of, check_captioned_card, generated, on_ranks, pipeline_of
 
-DRAWN = (
-    "a red fox",
-    "a cactus",
-    "a red apple",
-    "a soccer ball",
-    "a rainbow",
-    "a red heart",
-    "a penguin",
-    "a house",
-)
+# What each is asked for, in images that its training knows.
+ASKED: dict[str, tuple[str, ...]] = {
+    "emoji-sd3": ("a red fox", "a cactus", "a red apple", "a soccer ball", "a rainbow", "a red heart"),
+    "emoji-flux": ("a red fox", "a cactus", "a soccer ball", "a rainbow", "a red heart", "a penguin"),
+    "emoji-dit-s": ("fox", "cactus", "strawberry", "football", "heart", "panda"),
+    "emoji-dit-l": ("fox", "cactus", "strawberry", "football", "heart", "panda"),
+    "emoji-wan": ("a red apple moves left", "a rocket moves up", "a yellow star grows"),
+    "fashion-dit": tuple(zoo.captions("fashion-dit")),
+}
+
+
+def in_the_matrix(names: Any, *quick: Any) -> list[Any]:
+    """Parameters of which only those of `quick` are no cells of the matrix."""
+    return [pytest.param(name, id=str(name), marks=[] if name in quick else pytest.mark.matrix) for name in names]
 
 
 def test_importing_the_zoo_is_cheap():
@@ -38,14 +44,21 @@ def test_importing_the_zoo_is_cheap():
     assert out.stdout.strip() == "set()"
 
 
-def test_an_unknown_name_is_answered_with_the_names():
+def test_an_embedded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="emoji-sd3"):
         zoo.path("emoji-sd4")
+    info = find_model("emoji-dit-s")
+    assert (info.name, info.files, info.local) == ("emoji-dit-s", zoo.path("emoji-dit-s"), True)
+    assert zoo.embedded(info.files) is zoo.EMBEDDED["emoji-dit-s"]
+    with pytest.raises(ditmesh.InputError, match="emoji-dit-l"):
+        find_model("emoji-dit-xl")
+    shutil.copytree(info.files, tmp_path / "emoji-dit-s", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert find_model("emoji-dit-s").files == Path("emoji-dit-s")  # a folder of that name goes first
+    assert zoo.embedded(Path("emoji-dit-s")) is None
 
 
 def test_without_its_distribution_a_model_is_answered_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    from ditmesh.generate.model_info import find_model
-
     monkeypatch.setattr(zoo, "_folders", list)
     with pytest.raises(ditmesh.InputError, match=r"'emoji-flux' is not installed; pip install 'ditmesh\[zoo\]'"):
         find_model("emoji-flux")
@@ -68,228 +81,133 @@ def test_models_of_the_distribution_are_found(tmp_path: Path, monkeypatch: pytes
     assert zoo.embedded(source / "emoji-wan") is None
 
 
-# --- the shipped model -------------------------------------------------------------------------------------
+@pytest.mark.matrix
+def test_all_embedded_models_together_are_small():
+    """As a wheel holds them: compressed, so that rows of classes nobody trained count for nothing."""
+    weights = [file for name in zoo.EMBEDDED for file in zoo.path(name).rglob("*.safetensors")]
+    assert sum(len(zlib.compress(file.read_bytes())) for file in weights) <= 57e6
 
 
-@pytest.fixture(scope="module")
-def model() -> Path:
-    return zoo.path("emoji-sd3")
+@pytest.mark.parametrize("name", zoo.EMBEDDED)
+def test_a_folder_has_its_licence_and_no_place_where_it_was_made(name: str):
+    owner = "Zalando" if name == "fashion-dit" else "Microsoft"
+    assert owner in (zoo.path(name) / "LICENSE-DATA").read_text(encoding="utf-8")
+    assert [file for file in zoo.path(name).rglob("*.json") if "_name_or_path" in file.read_text("utf-8")] == []
 
 
-@pytest.fixture(scope="module")
-def pipe(model: Path):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("TRANSFORMERS_OFFLINE", "1")
-        from diffusers import DiffusionPipeline
-
-        pipe = DiffusionPipeline.from_pretrained(model)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def test_the_weights_are_small(model: Path):
-    assert sum(file.stat().st_size for file in model.rglob("*.safetensors")) <= 40e6
-    assert (model / "README.md").exists()
-    assert "Microsoft" in (model / "LICENSE-DATA").read_text(encoding="utf-8")
-
-
-def test_there_are_at_least_200_captions(model: Path):
-    captions = zoo.captions()
-    assert len(set(captions)) == len(captions) >= 200
-    assert {"a red fox", "a cactus"} <= set(captions)
-
-
-def test_captions_are_those_of_the_training_table(model: Path):
-    from training.data import read_entries
-
-    entries = read_entries()
-    assert [entry.caption for entry in entries] == zoo.captions()
-
-
-def test_it_loads_in_float32_with_256_image_tokens_and_8_heads(pipe):
-    from diffusers import StableDiffusion3Pipeline
-
-    assert type(pipe) is StableDiffusion3Pipeline
-    for name in ("transformer", "vae", "text_encoder", "text_encoder_2"):
-        assert {p.dtype for p in getattr(pipe, name).parameters()} == {torch.float32}, name
+@pytest.mark.parametrize("name", zoo.EMBEDDED)
+def test_it_is_what_the_zoo_says(name: str):
+    if name == "emoji-wan":
+        pytest.importorskip("ftfy", reason="Wan's pipeline wants ftfy: pip install ftfy")
+    pipe, told = pipeline_of(name), zoo.EMBEDDED[name]
+    assert type(pipe).__name__ == told.pipeline
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            assert {p.dtype for p in part.parameters()} <= {torch.float32}
     config = pipe.transformer.config
-    assert (config.sample_size // config.patch_size) ** 2 == zoo.EMBEDDED["emoji-sd3"].image_tokens >= 256
-    assert config.num_attention_heads == 8
-    assert config.attention_head_dim % 8 == 0
-    assert pipe.tokenizer.model_max_length == 16
+    if told.frames:
+        side = told.size // pipe.vae_scale_factor_spatial
+        assert side * side * ((told.frames - 1) // pipe.vae_scale_factor_temporal + 1) == told.image_tokens
+    elif told.pipeline == "FluxPipeline":
+        assert (told.size // pipe.vae_scale_factor // 2) ** 2 == told.image_tokens
+    else:
+        assert (config.sample_size // config.patch_size) ** 2 == told.image_tokens
+    if told.classes:
+        assert pipe.get_label_ids(zoo.captions(name)) == list(range(told.classes))
 
 
-def test_its_third_text_encoder_says_what_an_absent_one_would(pipe):
-    with torch.no_grad():
-        theirs = pipe._get_t5_prompt_embeds(["a red fox"], max_sequence_length=20)
-    assert theirs.shape == (1, 20, pipe.transformer.config.joint_attention_dim)
-    assert not theirs.any()
+def test_captions_are_those_of_the_training_tables():
+    from training.data import CLASSES, read_entries
+
+    captions = zoo.captions()
+    assert [entry.caption for entry in read_entries()] == captions == zoo.captions("emoji-flux")
+    assert len(set(captions)) == len(captions) >= 200
+    for name in ("emoji-dit-s", "emoji-dit-l"):
+        assert [entry.caption for entry in read_entries(CLASSES)] == zoo.captions(name)
 
 
-def test_its_drawings_are_nearest_to_the_right_training_pictures(pipe, model: Path):
-    from training import evaluate
-
-    names = zoo.captions()
-    references = known.read_sheet(model / "thumbnails.png", len(names))
-    drawn = evaluate.draw(pipe, list(DRAWN), steps=8, max_sequence_length=16)
-    assert drawn.shape == (len(DRAWN), 64, 64, 3)
-    found = [names[i] for i in known.nearest(known.shrink(drawn), references)]
-    assert sum(a == b for a, b in zip(found, DRAWN, strict=True)) >= len(DRAWN) - 1, found
-
-
-def test_the_card_states_the_measured_figures():
-    card, measured = check_captioned_card("emoji-sd3", "nearest_picture_accuracy")
-    assert measured["padded_accuracy"] >= 0.9
-    assert f"{measured['padded_accuracy']:.3f}" in card
-
-
-# --- its training ------------------------------------------------------------------------------------------
-
-
-def webp(color: tuple[int, int, int, int]) -> bytes:
-    picture = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
-    picture.paste(color, (8, 8, 24, 24))
-    data = io.BytesIO()
-    picture.save(data, "webp", lossless=True)
-    return data.getvalue()
+@pytest.mark.parametrize("name", zoo.EMBEDDED)
+def test_the_card_states_the_measured_figures(name: str):
+    if not zoo.EMBEDDED[name].classes:
+        kind = "caption" if name == "emoji-wan" else "picture"
+        check_captioned_card(name, f"nearest_{kind}_accuracy")
+        return
+    card, measured = card_of(name)
+    if name == "fashion-dit":
+        assert measured["classifier_on_drawn"] >= 0.8
+        assert f"{measured['classifier_on_drawn']:.1%} of the generated ones" in card
+        near = measured["nearest_training_picture"]
+        # Learnt by heart, they would lie on their training images.
+        assert near["drawn"]["1 %"] > near["test"]["1 %"] / 2
+        return
+    for sampler, row in measured["samplers"].items():
+        assert row["nearest_picture_accuracy"] >= 0.9
+        assert f"| {sampler} | {row['nearest_picture_accuracy']:.3f} | {row['psnr_to_nearest']:.1f} dB |" in card
 
 
-@pytest.fixture
-def archive(tmp_path: Path) -> Path:
-    file = tmp_path / "pictures.tgz"
-    with tarfile.open(file, "w:gz") as tar:
-        for code, color in {
-            "1f98a": (255, 0, 0, 255),
-            "1f335": (0, 255, 0, 255),
-            "1f4a1": (0, 0, 255, 255),
-            "1f44b-1f3fb": (9, 9, 9, 255),
-        }.items():
-            data = webp(color)
-            member = tarfile.TarInfo(f"package/assets/{code}.webp")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return file
+# --- what they make
 
 
-def entries():
-    from training.data import Entry
+def made(name: str, config: dict[str, Any] | None, steps: int) -> np.ndarray:
+    """Images or videos of what is asked for, on the ranks of a configuration; None: without ditmesh."""
+    from training import evaluate, evaluate_dit, motion
 
-    return (Entry("1f98a", ("a red fox", "a fox")), Entry("1f335", ("a cactus",)))
-
-
-def test_pictures_are_laid_on_white_and_near_copies_left_out(archive: Path):
-    from training.data import build
-
-    pictures = build(archive, 16, entries())
-    assert pictures.chosen.shape == (2, 16, 16, 3)
-    assert pictures.chosen[0, 0, 0].tolist() == [255, 255, 255]
-    assert pictures.chosen[0, 8, 8].tolist() == [255, 0, 0]
-    assert len(pictures.wider) == 1  # neither the chosen ones nor the one with a skin tone
+    told, asked = zoo.EMBEDDED[name], list(ASKED[name])
+    with on_ranks(pipeline_of(name), config) as pipe:
+        if told.frames:
+            return np.stack([motion.generate(pipe, one, steps, guidance=told.guidance_scale, seed=3) for one in asked])
+        if told.classes:
+            return evaluate_dit.draw(pipe, pipe.get_label_ids(asked), steps=steps, guidance=told.guidance_scale)
+        more = {"max_sequence_length": 16} if name == "emoji-sd3" else {"size": told.size}
+        return evaluate.draw(pipe, asked, steps=steps, guidance=told.guidance_scale, **more)
 
 
-def test_a_missing_picture_is_named(archive: Path):
-    from training.data import Entry, build
+def recognised(name: str, images: np.ndarray) -> list[str]:
+    """The captions whose training images are the nearest; for clothes what the classifier says."""
+    from training.evaluate_fashion import in_parts, read_classifier
+    from training.fashion_data import narrow
 
-    with pytest.raises(ValueError, match="1f40d"):
-        build(archive, 16, (Entry("1f40d", ("a snake",)),))
+    from training import evaluate_dit, motion
 
-
-@pytest.mark.parametrize("line", ["1f98a", "1f98a | ", "1f98a | a fox\n1f335 | a fox"])
-def test_a_bad_caption_table_is_refused(tmp_path: Path, line: str):
-    from training.data import read_entries
-
-    table = tmp_path / "captions.txt"
-    table.write_text(line, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"captions\.txt:\d"):
-        read_entries(table)
-
-
-def test_without_npm_the_fetch_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from training.data import fetch
-
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match="npm was not found"):
-        fetch(tmp_path)
-
-
-def test_every_word_of_a_caption_is_one_token_and_other_words_are_spelled(tmp_path: Path):
-    from training import text
-
-    tokenizer = text.make_tokenizer(["a red fox", "a cactus"], tmp_path)
-    assert tokenizer.tokenize("a picture of a Red fox") == [
-        "a</w>",
-        "picture</w>",
-        "of</w>",
-        "a</w>",
-        "red</w>",
-        "fox</w>",
+    folder, told, names = zoo.path(name), zoo.EMBEDDED[name], zoo.captions(name)
+    if name == "fashion-dit":
+        return [names[at] for at in in_parts(read_classifier(folder), narrow(images)).argmax(1).tolist()]
+    if told.classes:
+        views = references.read_references(folder, told.classes, told.size)
+        found, _ = evaluate_dit.judge(references.shrink(images), views)
+        return [ASKED[name][pipeline_of(name).get_label_ids(list(ASKED[name])).index(at)] for at in found]
+    if not told.frames:
+        sheet = references.read_sheet(folder / "thumbnails.png", len(names))
+        return [names[at] for at in references.nearest(references.shrink(images), sheet)]
+    sheet, size = np.asarray(Image.open(folder / "subjects.png").convert("RGB")), motion.SIZE
+    tiles = [
+        sheet[y : y + size, x : x + size] for y in range(0, len(sheet), size) for x in range(0, len(sheet[0]), size)
     ]
-    assert len(tokenizer.tokenize("zebra")) > 1
-    nothing = tokenizer("", padding="max_length", truncation=True)["input_ids"]
-    assert nothing == [tokenizer.bos_token_id] + [tokenizer.eos_token_id] * (text.MAX_TOKENS - 1)
+    subjects = dict(zip(motion.SUBJECTS, tiles, strict=False))
+    videos = np.stack([motion.video(subjects[subject], moves) for subject, moves, _ in motion.captions()])
+    return [motion.captions()[motion.judge(video, videos)[0]][2] for video in images]
 
 
-def test_the_same_captions_make_the_same_tokenizer(tmp_path: Path):
-    from training import text
-
-    captions = zoo.captions("emoji-sd3")
-    for folder in ("once", "again"):
-        text.make_tokenizer(captions, tmp_path / folder)
-    assert (tmp_path / "once" / "merges.txt").read_bytes() == (tmp_path / "again" / "merges.txt").read_bytes()
+@pytest.mark.parametrize("name", in_the_matrix(zoo.EMBEDDED, "emoji-flux"))
+def test_its_images_show_what_is_asked_for(name: str):
+    found = recognised(name, made(name, None, zoo.EMBEDDED[name].steps))
+    wrong = [(asked, shown) for asked, shown in zip(ASKED[name], found, strict=True) if asked != shown]
+    assert len(wrong) <= 1, wrong
 
 
-def test_the_learning_rate_rises_stays_and_falls_to_zero():
-    from training.loop import Plan
-
-    plan = Plan(steps=100, batch=1, rate=2.0, warmup=10, cooldown=0.5)
-    assert [plan.rate_at(step) for step in (0, 9, 30, 50, 75)] == [0.2, 2.0, 2.0, 2.0, 1.0]
-    assert plan.rate_at(100) == 0.0
-
-
-def test_nearest_and_psnr():
-    from training.autoencoder import psnr
-
-    from ditmesh.zoo.references import nearest
-
-    pictures = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
-    assert nearest(pictures[::-1], pictures).tolist() == [4, 3, 2, 1, 0]
-    assert math.isclose(psnr(np.zeros((1, 2, 2, 3), np.uint8), np.full((1, 2, 2, 3), 255, np.uint8))[0], 0.0)
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["emoji-flux", "emoji-wan", "fashion-dit"])
+def test_two_ranks_generate_what_one_does(ranks, name: str):
+    (truth,) = ranks(1).run(made, name, None, 4)
+    for axis in ("ulysses", "ring", "tensor" if name == "emoji-flux" else "cfg"):
+        for images in ranks(2).run(made, name, {axis: 2}, 4):
+            assert np.abs(images.astype(int) - truth).max() <= TOLERANCE, axis
 
 
-def test_training_resumes_bit_equal(archive: Path, tmp_path: Path):
-    from training.data import build
-    from training.loop import Plan
-
-    from training import autoencoder as ae
-
-    pictures, plan = build(archive, 16, entries()), Plan(steps=4, batch=2, rate=1e-3, warmup=2)
-
-    def trained(file: Path, stops: tuple[int | None, ...]) -> dict[str, torch.Tensor]:
-        for stop in stops:
-            torch.manual_seed(0)
-            model = ae.make_autoencoder((8, 8), 4, 16)
-            outcome = ae.train(model, plan, pictures.chosen, pictures.wider, file, stop_at=stop)
-            assert outcome.finished == (stop is None)
-        state = torch.load(file, weights_only=True)
-        return state["modules"]["vae"] | {f"average.{i}": v for i, v in enumerate(state["average"]["shadow_params"])}
-
-    once, twice = trained(tmp_path / "a.pt", (None,)), trained(tmp_path / "b.pt", (1, 3, None))
-    assert once.keys() == twice.keys()
-    assert all(torch.equal(once[key], twice[key]) for key in once)
-
-
-def test_a_decoder_that_is_trained_alone_leaves_the_latents_as_they_are(archive: Path, tmp_path: Path):
-    from training.data import build
-    from training.loop import Plan
-
-    from training import autoencoder as ae
-
-    torch.manual_seed(0)
-    pictures, model = build(archive, 16, entries()), ae.make_autoencoder((8, 8), 4, 16)
-    latents, restored = ae.encode(model, pictures.chosen), ae.decode(model, ae.encode(model, pictures.chosen))
-    plan = Plan(steps=30, batch=4, rate=3e-3, warmup=2, average=0.5)
-    ae.train_decoder(model, plan, pictures.chosen, pictures.wider, tmp_path / "decoder.pt")
-    assert torch.equal(ae.encode(model, pictures.chosen), latents)
-    before, after = (ae.psnr(some, pictures.chosen).mean() for some in (restored, ae.decode(model, latents)))
-    assert after > before + 3
+@pytest.mark.parametrize("name", in_the_matrix(["emoji-dit-s", "emoji-flux", "emoji-wan"], "emoji-dit-s"))
+def test_generate_takes_size_and_settings_of_the_card(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str):
+    told = zoo.EMBEDDED[name]
+    receipt = generated(name, ASKED[name][0], tmp_path, capfd)
+    assert (receipt.width, receipt.height, receipt.frames or 0) == (told.size, told.size, told.frames)
+    assert receipt.guidance == told.guidance_scale
+    assert json.loads((zoo.path(name) / "training.json").read_text("utf-8"))["evaluation"]["steps"] == told.steps

@@ -1,0 +1,166 @@
+"""Attention on CUDA without a GPU: which kernel a call gets, what it returns, and how ring attention adds up."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ditmesh.attention.kernels import attend_backward, attend_with_lse, lse, merge_
+from rules.fake_cuda import cuda, has_kernels, unavailable
+
+needs_guard = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+AMPERE, TURING = (8, 0), (7, 5)
+
+
+class Kernels(TorchDispatchMode):
+    """The attention kernels that are called, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::_scaled_dot_product_")
+        if name != func._schema.name:
+            self.names.append(name.replace("_attention", ""))
+        return func(*args, **(kwargs or {}))
+
+
+@needs_guard
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("width", [64, 60, 256, 320])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("capability", [AMPERE, TURING])
+def test_every_call_gets_a_kernel_that_the_gpu_has(capability, dtype, width, masked):
+    """Flash from Ampere on, bfloat16 as well; float64 has none; shapes and dtypes are those of the reference."""
+    with FakeTensorMode(), has_kernels(capability), Kernels() as called:
+        q = torch.empty(2, 9, 3, width, device="cuda", dtype=dtype).transpose(1, 2)
+        k = torch.empty(2, 21, 3, width, device="cuda", dtype=dtype).transpose(1, 2)
+        mask = torch.ones(2, 1, 1, 21, dtype=torch.bool, device="cuda") if masked else None
+        out, found = attend_with_lse(q, k, k, mask)
+        gradients = attend_backward(out, q, k, k, out, found, mask)
+    half = dtype in (torch.float16, torch.bfloat16)
+    if dtype == torch.float64 or (dtype == torch.bfloat16 and capability == TURING):
+        kernel = None
+    else:
+        kernel = "flash" if half and capability == AMPERE and width <= 256 and not masked else "efficient"
+    assert called.names == ([] if kernel is None else [kernel, f"{kernel}_backward"])
+    assert (out.shape, out.dtype) == (q.shape, dtype)
+    assert (found.shape, found.dtype) == (q.shape[:3], torch.promote_types(dtype, torch.float32))
+    assert [one.shape for one in gradients] == [q.shape, k.shape, k.shape]
+
+
+@needs_guard
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_costs_six_kernels_more(dtype):
+    """Two make the kernel's bias of it, aligned, and four leave out queries that see no key."""
+    launched = []
+    for masked in (False, True):
+        with cuda() as device:
+            q, k = (torch.ones(1, 2, length, 64, device="cuda") for length in (16, 21))
+            mask = torch.ones(1, 1, 1, 21, device="cuda").to(dtype) if masked else None
+            device.launches.clear()
+            attend_with_lse(q, k, k, mask)
+            launched.append(device.launches.total())
+    assert launched == [1, 7]
+
+
+def flash(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, found: Tensor, *_: Any, scale: float) -> Any:
+    """The kernel's backward by its definition."""
+    return lse.attend_backward_reference(grad, q, k, v, out, found, None, scale)
+
+
+def efficient(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor, found: Tensor, *_: Any, scale: float
+) -> Any:
+    assert found.shape[2] % 32 == 0
+    # In half precision it takes the distance of two tokens for all heads' width (kernel_backward.h, o_strideM).
+    heads, width = out.shape[1], out.shape[3]
+    out = out.as_strided(out.shape, (out.stride(0), out.stride(1), heads * width, 1))
+    return *lse.attend_backward_reference(grad, q, k, v, out, found[..., : q.shape[2]], bias, scale), None
+
+
+@pytest.mark.parametrize("width", [64, 60])
+@pytest.mark.parametrize("kernel", [flash, efficient])
+def test_backward_by_blocks_of_keys_is_that_of_all_keys(kernel, width):
+    """What is padded for a kernel is cut off again, and the blocks' gradients of q add up."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 37, width, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mask = torch.rand(2, 1, 37, 37) > 0.3 if kernel is efficient else None
+    if mask is not None:
+        mask[..., 0] = True
+    truth = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    grad = torch.randn_like(truth)
+    truth.backward(grad)
+    out, found = lse.attend_with_lse_reference(q, k, v, None if mask is None else lse.additive(mask, q.dtype), None)
+    blocks = []
+    with (
+        torch.no_grad(),
+        mock.patch.object(lse, "_cuda_kernel", return_value=kernel.__name__),
+        mock.patch.object(lse, "fused", return_value=kernel),
+    ):
+        for part in (slice(0, 16), slice(16, 37)):
+            bias = None if mask is None else lse.additive(mask[..., part], q.dtype)
+            given = grad, q, k[:, :, part], v[:, :, part], out.detach(), found.detach()
+            blocks.append(lse._cuda_backward(*given, bias, None))
+    by_q = sum(block[0] for block in blocks)
+    by_k, by_v = (torch.cat([block[place] for block in blocks], 2) for place in (1, 2))
+    for value, leaf in ((by_q, q), (by_k, k), (by_v, v)):
+        assert leaf.grad is not None
+        assert torch.allclose(value, leaf.grad, atol=1e-12)
+
+
+def rms_error(value: Tensor, truth: Tensor) -> float:
+    return float((value.double() - truth).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_a_ring_rounds_once(dtype, ranks):
+    """Parts merged in float32: at most 1.35 times one kernel's error on any number of ranks."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 256, 64).to(dtype) for _ in range(3))
+    truth = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    parts = [attend_with_lse(q, *pair) for pair in zip(k.chunk(ranks, 2), v.chunk(ranks, 2), strict=True)]
+    errors = {}
+    for wide in (torch.float32, dtype):
+        out, found = parts[0][0].to(wide, copy=True), parts[0][1]
+        for part in parts[1:]:
+            out, found = merge_(out, found, *part)
+        errors[wide] = rms_error(out.to(dtype), truth)
+    alone = rms_error(attend_with_lse(q, k, v)[0], truth)
+    assert errors[torch.float32] <= 1.35 * alone
+    assert errors[torch.float32] < errors[dtype]
+
+
+def ring_error(ranks: int) -> tuple[float, float]:
+    """Of `ring_attention` on this rank, and of one kernel, in bfloat16."""
+    from ditmesh.attention.ring import ring_attention
+    from ditmesh.comm.mesh import Mesh
+    from ditmesh.config import ParallelConfig
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 256, 64).bfloat16() for _ in range(3))
+    truth = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    mesh = Mesh(ParallelConfig(ring=ranks))
+    try:
+        own = [tensor.chunk(ranks, 2)[mesh.ring.rank] for tensor in (q, k, v)]
+        value = ring_attention(mesh.ring, *own, [256 // ranks] * ranks)
+    finally:
+        mesh.close()
+    assert value.dtype == torch.bfloat16
+    mine = truth.chunk(ranks, 2)[mesh.ring.rank]
+    one = attend_with_lse(q, k, v)[0].chunk(ranks, 2)[mesh.ring.rank]
+    return rms_error(value, mine), rms_error(one, mine)
+
+
+def test_ring_attention_rounds_once(ranks):
+    for error, alone in ranks(4).run(ring_error, 4):
+        assert error <= (1.35 if lse._amx() else 1.2) * alone

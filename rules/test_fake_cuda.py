@@ -1,0 +1,94 @@
+"""Requests on a fake CUDA device: no host waits for it, no tensor is elsewhere, and the picture is the CPUs'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ditmesh import ParallelConfig
+from rules.fake_cuda import cuda
+from rules.requests import planted, request
+
+STALE = {"warmup": "fixed(1)"}
+MODES: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "ulysses": {"ulysses": 2, "vae": "bands"},
+    "ring": {"ring": 2},
+    "tensor": {"tensor": 2},
+    "cfg": {"cfg": 2},
+    "data": {"data": 2},
+    "displaced": {"ring": 2, "exchange": "displaced", **STALE},
+    "linear, int4": {"ring": 2, "exchange": "displaced", "predict": "linear", "compress": "int4", **STALE},
+    "pipe": {"pipe": 2, **STALE},
+    "shard": {"ulysses": 2, "shard": 2},
+}
+CASES = [
+    ("flux", "ulysses"),
+    ("wan", "ulysses"),
+    ("pixart", "ring"),
+    # Two calls a step, so that a call's step is found by comparing timesteps.
+    ("flux", "displaced"),
+    ("flux", "pipe"),
+    *(("sd3", mode) for mode in MODES),
+]
+TOLERANCE = 1e-5
+# Looks of the host after the last step, once a request: whether all ranks have the same latents; with stages, which
+# patches the result consists of, and when the model is restored, which stage has each parameter.
+AFTER = {"strategies/same_latents.py": 1}
+AFTER_STAGES = {"parts/lazy.py": 1, "strategies/pipefusion/stages.py": 2}
+
+
+@pytest.mark.parametrize(("family", "mode"), CASES)
+def test_a_request(ranks, family, mode):
+    config = MODES[mode]
+    found = ranks(ParallelConfig(**config).world_size).run(request, family, config)
+    refusals = {one.refused for one in found}
+    assert len(refusals) == 1, refusals
+    if found[0].refused:
+        pytest.skip(found[0].refused)
+    for one in found:
+        assert one.error <= TOLERANCE
+        assert {place for place in one.steady if place.startswith("ditmesh ")} == set()
+        after: dict[str, int] = {}
+        for place, count in one.after.items():
+            file = place.partition(":")[0].removeprefix("ditmesh ")
+            after[file] = after.get(file, 0) + count
+        most = AFTER | (AFTER_STAGES if mode == "pipe" else {})
+        assert all(count <= most.get(file, 0) for file, count in after.items()), after
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("wait", {"ditmesh made_up.py:1 _local_scalar_dense"}),
+        ("index", {"ditmesh made_up.py:1 index by a CPU tensor"}),
+        ("tensor", "made_up.py:1: "),
+    ],
+)
+def test_planted_faults_are_found(ranks, kind, found):
+    """Negative controls: a host wait and tensors on the host, in every attention."""
+    for one in ranks(2).run(planted, kind):
+        if isinstance(found, str):
+            assert one.startswith(found)
+            assert "to be on the same device" in one
+        else:
+            assert set(one) == found
+
+
+def test_the_device_refuses_what_a_gpu_would():
+    """Negative controls: a CPU tensor among CUDA tensors; host waits are seen, and answered right."""
+    with cuda() as device, torch.no_grad():
+        x = torch.arange(6.0).to("cuda")
+        with pytest.raises(RuntimeError, match="to be on the same device"):
+            x + torch.ones(6)
+        device.looks.clear()
+        assert float(x.sum()) == 15.0
+        assert x[x > 3].shape == (2,)
+        assert torch.equal(x, x.clone())
+        assert x.view(2, 3).t().contiguous().cpu().tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+        assert [one.operation for one in device.looks] == ["_local_scalar_dense", "index", "equal", "_to_copy"]
+        view = x[2:4]
+        view.mul_(10)
+        assert x.cpu().tolist() == [0.0, 1.0, 20.0, 30.0, 4.0, 5.0]

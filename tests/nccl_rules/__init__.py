@@ -1,1 +1,0 @@
-"""NCCL's rules of order, checked on CPUs: programs recorded from gloo runs and replayed by NCCL's queues."""

@@ -1,8 +1,0 @@
-"""Preloaded by the fork server of tests that are to hold to NCCL's rules: what it enters, ranks never leave."""
-
-from __future__ import annotations
-
-from .rules import ruled
-
-ENTERED = ruled()
-ENTERED.__enter__()
