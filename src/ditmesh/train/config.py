@@ -64,12 +64,14 @@ class TrainConfig(SettingsGroup):
 
     pretrained_model_name_or_path: str = Field(description="The folder or hub id of a pipeline, or an embedded model.")
     output_dir: str = Field(description="The folder of checkpoints, logs and the trained pipeline.")
-    data: DataConfig = Field(DataConfig(), description="The samples, and how they are encoded.")
-    model: ModelConfig = Field(ModelConfig(), description="What is trained, towards what, and how it is computed.")
-    optimizer: OptimizerConfig = Field(
-        OptimizerConfig(), description="The steps of the run, and how they change the weights."
+    data: DataConfig = Field(default_factory=DataConfig, description="The samples, and how they are encoded.")
+    model: ModelConfig = Field(
+        default_factory=ModelConfig, description="What is trained, towards what, and how it is computed."
     )
-    output: OutputConfig = Field(OutputConfig(), description="Checkpoints, validation and logs.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=OptimizerConfig, description="The steps of the run, and how they change the weights."
+    )
+    output: OutputConfig = Field(default_factory=OutputConfig, description="Checkpoints, validation and logs.")
     lora: LoraConfig | None = Field(None, description="Train adapters on ``train_modules`` instead of their weights.")
     parallel: ParallelConfig = Field(
         ParallelConfig(),
@@ -123,7 +125,7 @@ class TrainConfig(SettingsGroup):
         settings: dict[str, Any] = {}
         for name, value in self.model_dump(mode="json").items():
             if name in GROUPS:
-                settings |= {FLAT_NAMES.get((name, inner), inner): one for inner, one in value.items()}
+                settings |= {_flat_name(name, inner): one for inner, one in value.items()}
             else:
                 settings[name] = value
         return settings
@@ -131,7 +133,7 @@ class TrainConfig(SettingsGroup):
     @staticmethod
     def flat_names() -> list[str]:
         """The names of all settings, as `flat` has them."""
-        grouped = [FLAT_NAMES.get(place, place[1]) for place in _places()]
+        grouped = [_flat_name(*place) for place in _places()]
         return [*(name for name in TrainConfig.model_fields if name not in GROUPS), *grouped]
 
     @staticmethod
@@ -168,9 +170,13 @@ class TrainConfig(SettingsGroup):
             raise ConfigError(_problem_of(error)) from None
 
 
+def _flat_name(group: str, name: str) -> str:
+    return FLAT_NAMES.get((group, name), name)
+
+
 def grouped(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by the names that checkpoints have for them, in the groups of a run file."""
-    places = {FLAT_NAMES.get(place, place[1]): place for place in _places()}
+    places = {_flat_name(*place): place for place in _places()}
     run: dict[str, Any] = {}
     for name, value in settings.items():
         group, inner = places.get(name, ("", name))

@@ -11,7 +11,7 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -76,7 +76,7 @@ def _drawn(draw: Callable[[Axes], None], x_label: str, y_label: str, height: flo
     from matplotlib.figure import Figure
 
     data = io.BytesIO()
-    with rc_context(STYLE):
+    with rc_context(cast(Any, STYLE)):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.subplots()
         axes.set(xlabel=x_label, ylabel=y_label)
@@ -105,7 +105,7 @@ def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str,
         if log_y:
             axes.set_yscale("symlog", linthresh=_smallest(value for line in series for value in line.y), linscale=0.4)
             axes.yaxis.set_major_formatter("{x:g}")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        cast(Any, axes.xaxis.get_major_locator()).set_params(integer=True)
         axes.grid(axis="y", alpha=0.4)
         axes.legend()
 
