@@ -64,22 +64,24 @@ class TrainConfig(SettingsGroup):
 
     pretrained_model_name_or_path: str = Field(description="The folder or hub id of a pipeline, or an embedded model.")
     output_dir: str = Field(description="The folder of checkpoints, logs and the trained pipeline.")
-    data: DataConfig = Field(default_factory=DataConfig, description="The samples, and how they are encoded.")
+    data: DataConfig = Field(default=DataConfig(), description="The samples, and how they are encoded.")
     model: ModelConfig = Field(
-        default_factory=ModelConfig, description="What is trained, towards what, and how it is computed."
+        default=ModelConfig(), description="What is trained, towards what, and how it is computed."
     )
     optimizer: OptimizerConfig = Field(
-        default_factory=OptimizerConfig, description="The steps of the run, and how they change the weights."
+        default=OptimizerConfig(), description="The steps of the run, and how they change the weights."
     )
-    output: OutputConfig = Field(default_factory=OutputConfig, description="Checkpoints, validation and logs.")
-    lora: LoraConfig | None = Field(None, description="Train adapters on ``train_modules`` instead of their weights.")
+    output: OutputConfig = Field(default=OutputConfig(), description="Checkpoints, validation and logs.")
+    lora: LoraConfig | None = Field(
+        default=None, description="Train adapters on ``train_modules`` instead of their weights."
+    )
     parallel: ParallelConfig = Field(
-        ParallelConfig(),
+        default=ParallelConfig(),
         description="The axes of `ParallelConfig`; ``data`` ranks train on different samples. With ``reproducible: "
         "true`` and a ``global_batch_size`` weights are the same to the bit on any number of ranks.",
     )
     seed: Annotated[int, Field(ge=0, lt=2**62)] = Field(
-        0, description="Seed of the samples' order, noise, noise levels, random weights and adapters."
+        default=0, description="Seed of the samples' order, noise, noise levels, random weights and adapters."
     )
 
     @model_validator(mode="after")
@@ -194,7 +196,7 @@ def _misplaced(name: str, group: str | None) -> str:
     if name in GONE:
         return f"{where!r} is no training setting any more: {GONE[name]}"
     for place in _places():
-        if FLAT_NAMES.get(place, place[1]) == name:
+        if _flat_name(*place) == name:
             return f"{where!r} stands in a group of settings: write {place[0]}: {{{place[1]}: ...}}"
     if name in GROUPS:
         return f"{name} is a group of settings: write {name}: {{NAME: VALUE}}"

@@ -30,28 +30,30 @@ class LoraConfig(SettingsGroup):
     """Adapters in place of full fine-tuning."""
 
     type: Literal["lora", "dora"] = Field(
-        "lora",
+        default="lora",
         description="``lora`` (Hu et al. 2021, arXiv:2106.09685) or ``dora`` (with magnitudes, Liu et al. 2024, "
         "arXiv:2402.09353).",
     )
-    rank: int = Field(4, ge=1, le=2**16, description="Rank of the update matrices.")
-    alpha: float | None = Field(None, gt=0, description="The update is scaled by ``alpha / rank``; None: ``rank``.")
-    rslora: bool = Field(
-        False, description="Scale the update by ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732)."
+    rank: int = Field(default=4, ge=1, le=2**16, description="Rank of the update matrices.")
+    alpha: float | None = Field(
+        default=None, gt=0, description="The update is scaled by ``alpha / rank``; None: ``rank``."
     )
-    dropout: BelowOne = Field(0.0, description="Dropout of the adapters' inputs.")
+    rslora: bool = Field(
+        default=False, description="Scale the update by ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732)."
+    )
+    dropout: BelowOne = Field(default=0.0, description="Dropout of the adapters' inputs.")
     target_modules: tuple[str, ...] | str = Field(
-        ("to_q", "to_k", "to_v", "to_out.0"),
+        default=("to_q", "to_k", "to_v", "to_out.0"),
         description="Names of the transformer's linear layers with an adapter, ``all-linear``, or a regular expression "
         "for whole names; a class without the default names has them on its attention projections, and so have text "
         "encoders.",
     )
     base_lora: Annotated[tuple[str, ...], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = Field(
-        (), description="Frozen adapters below the one that is trained, each as ``FILE[:scale]``."
+        default=(), description="Frozen adapters below the one that is trained, each as ``FILE[:scale]``."
     )
-    fuse_base_lora: bool = Field(False, description="Add the frozen adapters to the weights before training.")
+    fuse_base_lora: bool = Field(default=False, description="Add the frozen adapters to the weights before training.")
     comfyui: bool = Field(
-        False,
+        default=False,
         description="Save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX, Lumina 2, "
         "HunyuanVideo and Cosmos it knows no others.",
     )
@@ -67,40 +69,43 @@ class SampleSettings(SettingsGroup):
     """How samples are read and worded: of a run, and of one of its data sets."""
 
     caption_column: str | None = Field(
-        None,
+        default=None,
         description="The column of captions, or of labels, in the listing or table, or their key in an image's JSON "
         "file; None: the first of ``text``, ``caption`` and ``prompt`` that exists, or ``label``.",
     )
-    instance_prompt: str | None = Field(None, description="The caption of samples that have none.")
+    instance_prompt: str | None = Field(default=None, description="The caption of samples that have none.")
     trigger_word: str | None = Field(
-        None,
+        default=None,
         description="Replaces ``[trigger]`` in captions, and precedes captions that have neither, with a comma.",
     )
     shuffle_tags: bool = Field(
-        False, description="Put the tags of a caption in another order whenever the sample is trained."
+        default=False, description="Put the tags of a caption in another order whenever the sample is trained."
     )
     keep_tokens: int = Field(
-        0, ge=0, description="The number of tags at the beginning that are neither shuffled nor dropped."
+        default=0, ge=0, description="The number of tags at the beginning that are neither shuffled nor dropped."
     )
-    tag_dropout: Share = Field(0.0, description="The share of tags that is left out whenever a sample is trained.")
+    tag_dropout: Share = Field(
+        default=0.0, description="The share of tags that is left out whenever a sample is trained."
+    )
     mask_dir: str | None = Field(
-        None, description="A folder of masks with the names of the images: the loss counts where they are white."
+        default=None,
+        description="A folder of masks with the names of the images: the loss counts where they are white.",
     )
     conditioning_dir: str | None = Field(
-        None,
+        default=None,
         description="A folder of reference images with the names of the images, for edit and control models.",
     )
     conditioning_image_column: str | None = Field(
-        None, description="The column or key with an image's reference images; in a tar, their suffix."
+        default=None, description="The column or key with an image's reference images; in a tar, their suffix."
     )
     resolution: Pixels = Field(
-        512,
+        default=512,
         description="Pixels along a side; with ``aspect_ratio_buckets``, of a square with the same number of pixels.",
     )
     aspect_ratio_buckets: str | None = Field(
-        None, description='Sizes "H,W" separated by semicolons; each sample uses the nearest size.'
+        default=None, description='Sizes "H,W" separated by semicolons; each sample uses the nearest size.'
     )
-    random_flip: bool = Field(False, description="Mirror half of the samples.")
+    random_flip: bool = Field(default=False, description="Mirror half of the samples.")
 
     @property
     def has_references(self) -> bool:
@@ -118,7 +123,7 @@ class DataSetConfig(SampleSettings):
 
     dir: str = Field(description="As ``train_data_dir``.")
     weight: float = Field(
-        1.0, gt=0, le=1e4, description="How often an epoch has each sample: 2 twice, 0.5 every other one."
+        default=1.0, gt=0, le=1e4, description="How often an epoch has each sample: 2 twice, 0.5 every other one."
     )
 
     @property
@@ -135,39 +140,39 @@ class DataConfig(SampleSettings):
     """The samples of a run, and how they are encoded."""
 
     train_data_dir: str = Field(
-        "",
+        default="",
         description="A folder of images or videos with ``metadata.jsonl``, another listing or caption files, or a "
         "folder of WebDataset tars, or a data set of the ``datasets`` package.",
     )
     train_data: tuple[DataSetConfig, ...] = Field(
-        (),
+        default=(),
         description="Several data sets in place of ``train_data_dir``, each with ``dir``, ``weight`` and settings of "
         "its own.",
     )
     class_data_dir: str | None = Field(
-        None,
+        default=None,
         description="Images of the class of the subject, for prior preservation: every sample is trained together with "
         "one of them (Ruiz et al. 2022, arXiv:2208.12242).",
     )
-    class_prompt: str | None = Field(None, description="The caption of class images that have none.")
-    prior_loss_weight: float = Field(1.0, ge=0, description="The weight of the loss of the class images.")
+    class_prompt: str | None = Field(default=None, description="The caption of class images that have none.")
+    prior_loss_weight: float = Field(default=1.0, ge=0, description="The weight of the loss of the class images.")
     num_frames: Pixels | None = Field(
-        None,
+        default=None,
         description="For a video model, the number of frames used from the start of every file (videos, animated "
         "images); None: images.",
     )
     max_sequence_length: Positive | Annotated[tuple[Positive, ...], Field(min_length=1)] | None = Field(
-        None,
+        default=None,
         description="Tokens of a prompt. A list: every micro-batch uses one of these lengths, and the trained model "
         "works with each of them; None: the pipeline's default.",
     )
     cache_dir: str | None = Field(
-        None,
+        default=None,
         description="A folder for latents, and for text embeddings if text encoders are not trained, which leave the "
         "GPU then with the autoencoder; None: encode in every step.",
     )
     proportion_empty_prompts: Share = Field(
-        0.0,
+        default=0.0,
         description="The share of samples trained without a caption, which guidance needs; 1: also if no sample has "
         "one.",
     )
@@ -194,44 +199,44 @@ class ModelConfig(SettingsGroup):
     """What is trained, towards what, and how it is computed."""
 
     train_modules: tuple[str, ...] = Field(
-        ("transformer",),
+        default=("transformer",),
         description="The components to train. Of a pipeline with two transformers (Wan 2.2) ``transformer``, for high "
         "noise levels, or ``transformer_2``, for low ones; each is trained on its own levels.",
     )
-    from_scratch: bool = Field(False, description="Start from random weights of the same configuration.")
+    from_scratch: bool = Field(default=False, description="Start from random weights of the same configuration.")
     base_precision: Bits | None = Field(
-        None,
+        default=None,
         description="With ``lora``, the bits of the transformer's frozen linear layers: ``bf16``, ``fp16``, or "
         "quantised: ``int8``, ``fp8`` (torchao), ``nf4`` (bitsandbytes); None: as they are.",
     )
     encoder_precision: Bits | None = Field(
-        None,
+        default=None,
         description="The same as ``base_precision`` for the linear layers of text encoders that are not trained.",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] = Field(
-        "no", description="Dtype of the forward and backward; weights stay float32."
+        default="no", description="Dtype of the forward and backward; weights stay float32."
     )
     sharding: Sharding = Field(
-        "auto",
+        default="auto",
         description="``ddp`` (DistributedDataParallel) or ``fsdp`` (FSDP2) over the data and sequence ranks, or "
         "``none`` (gradients are averaged after the backward pass); ``auto``: ``ddp``, in reproducible mode ``none``.",
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute blocks in the backward pass.")
+    gradient_checkpointing: bool = Field(default=False, description="Recompute blocks in the backward pass.")
     compile: bool | str = Field(
-        False, description="Compile the transformer's blocks with torch.compile: ``true``, or a backend's name."
+        default=False, description="Compile the transformer's blocks with torch.compile: ``true``, or a backend's name."
     )
     objective: str = Field(
-        "auto",
+        default="auto",
         description="``auto`` (the scheduler's objective), ``flow``, ``epsilon``, ``v_prediction``, or a registered "
         "one.",
     )
     weighting_scheme: Literal["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"] = Field(
-        "logit_normal",
+        default="logit_normal",
         description="Density of noise levels and loss weights of rectified flow (Esser et al. 2024, arXiv:2403.03206).",
     )
-    logit_mean: float = Field(0.0, description="For ``logit_normal``, the mean of the levels' logits.")
+    logit_mean: float = Field(default=0.0, description="For ``logit_normal``, the mean of the levels' logits.")
     snr_gamma: float | None = Field(
-        None,
+        default=None,
         gt=0,
         description="Min-SNR loss weights of epsilon- and v-prediction (Hang et al. 2023, arXiv:2303.09556).",
     )
@@ -241,42 +246,46 @@ class OptimizerConfig(SettingsGroup):
     """The steps of a run, and how they change the weights."""
 
     name: str = Field(
-        "AdamW",
+        default="AdamW",
         description="``AdamW``, ``Adam``, ``SGD``, ``Adafactor``, ``Muon`` (AdamW for all but the matrices of blocks), "
         "``AdamW8bit`` (bitsandbytes), ``Prodigy``, ``AdamWScheduleFree``, ``RAdamScheduleFree`` or "
         "``SGDScheduleFree``.",
     )
     args: dict[str, Any] = Field(
-        {},
+        default={},
         description="Arguments of the optimizer, by name. Optimizers with betas have ``{betas: [0.9, 0.999], "
         "weight_decay: 0.01, eps: 1.0e-8}`` by default.",
     )
-    learning_rate: float = Field(1e-4, gt=0, description="The highest learning rate of the run.")
+    learning_rate: float = Field(default=1e-4, gt=0, description="The highest learning rate of the run.")
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine", "warmup_stable_decay"] = Field(
-        "constant",
+        default="constant",
         description="A schedule of `diffusers.optimization.get_scheduler`, or ``warmup_stable_decay`` (Hu et al. 2024, "
         "arXiv:2404.06395).",
     )
-    lr_warmup_steps: int = Field(0, ge=0, description="The number of steps at the beginning with a linear rise.")
+    lr_warmup_steps: int = Field(
+        default=0, ge=0, description="The number of steps at the beginning with a linear rise."
+    )
     lr_decay_steps: Positive | None = Field(
-        None, description="For ``warmup_stable_decay``, the number of steps at the end with a linear decay to zero."
+        default=None,
+        description="For ``warmup_stable_decay``, the number of steps at the end with a linear decay to zero.",
     )
     max_grad_norm: float = Field(
-        1.0, ge=0, description="The norm over all ranks to which gradients are clipped; 0: no clipping."
+        default=1.0, ge=0, description="The norm over all ranks to which gradients are clipped; 0: no clipping."
     )
     ema_decay: Share | None = Field(
-        None, description="Keep an exponential moving average of the weights and save it; None: save the weights."
+        default=None,
+        description="Keep an exponential moving average of the weights and save it; None: save the weights.",
     )
-    train_batch_size: Samples = Field(4, description="Samples per forward on one data rank.")
+    train_batch_size: Samples = Field(default=4, description="Samples per forward on one data rank.")
     global_batch_size: Samples | None = Field(
-        None,
+        default=None,
         description="Samples per optimizer step over all ranks, in as many forwards as that takes: the curve does not "
         "depend on the number of ranks; None: ``train_batch_size`` times the number of data ranks.",
     )
-    max_train_steps: Positive | None = Field(None, description="The length of the run in optimizer steps.")
-    num_train_epochs: Positive = Field(1, description="The length of the run, without ``max_train_steps``.")
+    max_train_steps: Positive | None = Field(default=None, description="The length of the run in optimizer steps.")
+    num_train_epochs: Positive = Field(default=1, description="The length of the run, without ``max_train_steps``.")
     data_speeds: Literal["auto"] | tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
-        None,
+        default=None,
         description="Relative speeds of the data ranks, by which micro-batches are distributed: numbers, or ``auto`` "
         "(measured over the last steps); None: equal. The distribution changes only the rounding of the curve.",
     )
@@ -286,31 +295,33 @@ class OutputConfig(SettingsGroup):
     """Checkpoints, validation and logs."""
 
     checkpointing_steps: Positive = Field(
-        500, description="The number of steps between checkpoints; another checkpoint follows at the end."
+        default=500, description="The number of steps between checkpoints; another checkpoint follows at the end."
     )
-    checkpoints_total_limit: Positive | None = Field(None, description="The number of checkpoints to keep; None: all.")
-    resume_from_checkpoint: str | None = Field(None, description="``latest`` or a folder.")
+    checkpoints_total_limit: Positive | None = Field(
+        default=None, description="The number of checkpoints to keep; None: all."
+    )
+    resume_from_checkpoint: str | None = Field(default=None, description="``latest`` or a folder.")
     resume_allow_changed: tuple[str, ...] = Field(
-        (),
+        default=(),
         description="Settings that may differ from the checkpoint although they change the training data or loss "
         "(``seed``, ``global_batch_size``, ``resolution``, ...; ``data`` for the samples themselves).",
     )
     validation_prompts: tuple[str, ...] = Field(
-        (), description="Prompts, or labels, of images that the run generates for validation."
+        default=(), description="Prompts, or labels, of images that the run generates for validation."
     )
     validation_steps: Positive = Field(
-        500,
+        default=500,
         description="The number of steps between validations; images are also drawn before the first step and after "
         "the last.",
     )
-    validation_inference_steps: Positive = Field(20, description="Denoising steps of validation images.")
+    validation_inference_steps: Positive = Field(default=20, description="Denoising steps of validation images.")
     validation_split: BelowOne = Field(
-        0.0,
+        default=0.0,
         description="The share of the samples that is not trained on, chosen by names; the loss of up to 64 of them is "
         "measured every ``validation_steps``, at 8 fixed noise levels.",
     )
     report_to: str | tuple[str, ...] = Field(
-        "csv",
+        default="csv",
         description="``csv`` is always written; ``tensorboard`` also writes TensorBoard files, and other trackers of "
         "accelerate (``wandb``, ``trackio``, ``comet_ml``, ``mlflow``, ...) get the same numbers. One, or a list.",
     )
