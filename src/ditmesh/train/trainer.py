@@ -255,8 +255,7 @@ class Trainer:
                 else:
                     # As in accelerate, a skipped step does not advance the schedule.
                     self.update.schedule.step()
-                held_out = self._held_out_loss()
-                if held_out is not None:
+                if (held_out := self._held_out_loss()) is not None:
                     outcome.held_out[self.step - 1] = held_out
                 now = Progress(
                     step=self.step,
