@@ -374,7 +374,7 @@ def test_missing_weights_are_refused_by_name_everywhere(tmp_path, model, compone
         sentence_of(PipelineRunner.load, picture_job(folder), torch.device("cpu")),
         sentence_of(loaded_pipeline, run),
         sentence_of(train, run, check_memory=False),
-        sentence_of(train, {**frozen, "base_precision": "int8"}, check_memory=False),
+        sentence_of(train, configured({**frozen, "base_precision": "int8"}), check_memory=False),
     ]
     for sentence in sentences:
         assert f"the component {component} (" in sentence

@@ -73,7 +73,6 @@ COLLECTIVES = {
     "train/memory_check.py",
     "train/run.py",
     "train/state.py",
-    "train/parallel.py",
 }
 
 MODULES = ("pickle", "cloudpickle", "dill", "marshal", "joblib", "shelve", "cPickle", "_pickle")

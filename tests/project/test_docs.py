@@ -338,8 +338,11 @@ def test_imports_run_one_way():
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).with_suffix("").parts
         here = place(parts)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if here is None or not isinstance(node, ast.ImportFrom) or not node.level:
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        for_checkers = [n for n in module.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        skipped = {node for block in for_checkers for node in ast.walk(block)}
+        for node in ast.walk(module):
+            if here is None or node in skipped or not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
             target = [*parts[: len(parts) - node.level], *(node.module.split(".") if node.module else ())]
             for alias in node.names:

@@ -115,8 +115,8 @@ def test_the_server_is_held_to_it(gpu: LazyGpu) -> None:
     ranks: Any = SimpleNamespace(message=SimpleNamespace(failed={}), rank=0)
     models: Any = SimpleNamespace(device=torch.device("cuda"))
     scheduler = TaskScheduler(ranks, models)
-    request = SimpleNamespace(priority=0)
-    task: Any = SimpleNamespace(id="a", model="m", owner="o", request=request)
+    request = SimpleNamespace(priority=0, model="m")
+    task: Any = SimpleNamespace(id="a", owner="o", request=request)
     scheduler.tasks["a"] = RunningTask(task, 0, run=run)  # type: ignore[arg-type]
     model: Any = SimpleNamespace(
         spec=SimpleNamespace(name="m"), engine=SimpleNamespace(mesh=SimpleNamespace(waited=0.0)), batcher=None

@@ -285,9 +285,9 @@ class PlayedReplica:
             card = {"pipeline": "Fake", "batching": True, "steps": 4}
             self.say(ModelReady(command.spec.name, card, {}, "", ()))
         elif isinstance(command, Start):
-            assert command.task.model in self.models
-            assert command.task.id not in self.running
-            self.running[command.task.id] = command.task, 0
+            assert command.request.model in self.models
+            assert command.id not in self.running
+            self.running[command.id] = command, 0
         elif isinstance(command, Cancel) and command.id in self.running:
             _, step = self.running.pop(command.id)
             self.say(Cancelled(command.id, step))

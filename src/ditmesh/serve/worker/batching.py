@@ -93,7 +93,7 @@ class Batcher:
         self._joiner = Joiner(self.engine, exchange, self._begin_trial, self.close_request)
         # The only task of the batch: ranks run its guidance branches ahead.
         self._guided_task: PipelineTask | None = None
-        # Whether another component's call has run since the latest step.
+        # Whether calls of other components have run since the latest step.
         self._between_steps = False
 
     def run_alone(self, why: str) -> None:
@@ -173,9 +173,9 @@ class Batcher:
     # --- a round -----------------------------------------------------------------------------------------------
 
     def round(self, runs: Sequence[PipelineTask]) -> FailedCalls | None:
-        """Run pending calls and resume their tasks: the calls of a step, or one call of another component.
+        """Run pending calls and resume their tasks: the calls of a step, or one task's calls of other components.
 
-        Text encoders and autoencoders do not hold up the steps of others: between two steps there is one call.
+        Text encoders and autoencoders hold up the steps of others by one task's calls at most.
 
         Args:
             runs: in order; the same on every rank, as are their states.
@@ -192,7 +192,7 @@ class Batcher:
         failed = None
         if others and not (steps and self._between_steps):
             self._between_steps = True
-            self._run_component(others[0])
+            self._run_components(others[0])
         else:
             self._between_steps = False
             failed = self._run_steps(steps) if steps else None
@@ -200,17 +200,18 @@ class Batcher:
             self._end_guided_task()
         return failed
 
-    def _run_component(self, run: PipelineTask) -> None:
-        """Run a call of a text encoder, an autoencoder or another component."""
+    def _run_components(self, run: PipelineTask) -> None:
+        """Run a task's calls of text encoders, autoencoders and other components up to its next step."""
         self._switch_to(self._current_pipe or self._template)
         self.adapt(run.adapters)
-        pending, answer, error = run.waits_for, None, None
-        with run.generators.active():
-            try:
-                answer = pending.call(*pending.args, **pending.kwargs)
-            except Exception as failed:
-                error = bare(failed)
-        run.resume(answer, error)
+        while run.pending is not None and not self.steps(run):
+            pending, answer, error = run.waits_for, None, None
+            with run.generators.active():
+                try:
+                    answer = pending.call(*pending.args, **pending.kwargs)
+                except Exception as failed:
+                    error = bare(failed)
+            run.resume(answer, error)
 
     def _run_steps(self, runs: list[PipelineTask]) -> FailedCalls | None:
         """Run calls of transformers; compatible calls run as one."""
