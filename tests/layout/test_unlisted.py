@@ -15,6 +15,7 @@ from ditmesh.layout import LOCAL, Count, Cut, Stream, joint
 from ditmesh.layout.derive import derive_layout
 from ditmesh.layout.forms import form_of, holds_tensors, news, objects_in
 from ditmesh.layout.probe import probe
+from support.classes.videos import CASES
 from support.made_up import MadeUpTransformer
 from support.models import relative_error, run, tiny
 from support.parity import NoExchange
@@ -113,6 +114,15 @@ def test_a_mask_that_a_block_makes_by_what_it_sees_is_refused():
     """With some of the tokens it would leave out another key on every rank."""
     with pytest.raises(ditmesh.LayoutError, match=r"layers\.0: with some of its tokens it hands attention call 1"):
         derive_layout(Positioned().eval(), arguments())
+
+
+def test_one_sample_of_latents_with_two_of_text_is_refused():
+    """As AnyFlow's pipeline calls it without guidance: the first block makes two samples of one."""
+    case = CASES["AnyFlowTransformer3DModel"]
+    call = case.calls["prompt"]()
+    call["encoder_hidden_states"] = call["encoder_hidden_states"].repeat(2, 1, 1)
+    with pytest.raises(ditmesh.LayoutError, match=r"blocks\.0 returns none of its arguments in the shape that it came"):
+        derive_layout(case.make(), call)
 
 
 def test_what_a_block_mixes_itself_is_refused_by_name():

@@ -460,6 +460,11 @@ def _region(path: str, seen: list[_SeenBlock], observer: _Observer) -> Region:
     leaves: dict[str, Leaf] = {}
     local, folds = observer.local[path], observer.folds.get(path, ())
     for site, facts, kinds in seen:
+        if not facts.streams:
+            raise LayoutError(
+                f"{site} returns none of its arguments in the shape that it came in, and other blocks of {path} do "
+                f"(one sample of latents with two of text, say); {WAY_OUT}"
+            )
         if [(s.name, s.arg, s.dim) for s in facts.streams] != [(s.name, s.arg, s.dim) for s in first.streams]:
             raise LayoutError(f"{site} has other streams of tokens than the blocks before it; {WAY_OUT}")
         calls = _attention(site, facts, observer)
