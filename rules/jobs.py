@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from ditmesh.comm import backends, mesh
+from ditmesh.comm import backends, grid
 from ditmesh.engine import engine_of, restore
 from ditmesh.generate.files import adapter, input_picture
 from ditmesh.generate.job import Generated, PictureJob
@@ -36,7 +36,7 @@ def gpu_of_rank() -> Iterator[FakeDevice]:
     assert reason is None, reason
     where = torch.device("cuda", 0)
     with cuda(found=True) as device, ExitStack() as stack:
-        for module in (backends, mesh, model_cache):
+        for module in (backends, grid, model_cache):
             stack.enter_context(mock.patch.object(module, "device_of_rank", return_value=where))
         yield device
 

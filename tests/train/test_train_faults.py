@@ -77,7 +77,7 @@ class Faulty:
         elif point == "optimizer":
             trainer.update.optimizer.register_step_pre_hook(self._now)
         elif point == "state":
-            trainer._state = self._before(trainer._state)
+            trainer.state.tensors = self._before(trainer.state.tensors)
         else:
             HuggingFaceStorageWriter.write_data = self._before(self._write)
 
@@ -92,7 +92,7 @@ class Faulty:
                 # In a thread, perhaps while the next step is done.
                 step = int(Path(arguments[0].path).stem.rpartition("-")[2])
             # The state of step 2 is asked for when that is done.
-            if step >= 1 + (function.__name__ in ("_state", "write_data")):
+            if step >= 1 + (function.__name__ in ("tensors", "write_data")):
                 injected()
             return function(*arguments)
 
