@@ -1,28 +1,11 @@
-"""The configurations of a number of devices, for `verify`, and those of other devices, for `generate` and `replay`."""
+"""A configuration for another number of devices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 
 from .config import AXES, REPLICAS, ParallelConfig
-
-
-def grids(devices: int, most: Mapping[str, int], axes: Sequence[str] = AXES) -> Iterator[dict[str, int]]:
-    """Degrees of the axes whose product divides a number of devices, in the order of the axes, each from 1 up.
-
-    Args:
-        devices: there are.
-        most: of an axis; default: as many as there are devices.
-        axes: that have degrees.
-    """
-    if not axes:
-        yield {}
-        return
-    axis, *others = axes
-    for degree in range(1, min(devices, most.get(axis, devices)) + 1):
-        if devices % degree == 0:
-            yield from ({axis: degree, **rest} for rest in grids(devices // degree, most, others))
 
 
 def resized(config: ParallelConfig, devices: int, heads: int | None = None) -> ParallelConfig:

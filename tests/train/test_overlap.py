@@ -32,7 +32,7 @@ def gradients_of(steps: list[list[str]], ranks: int) -> list[dict[str, torch.Ten
     model = Branches()
     modules = nn.ModuleDict({"transformer": model})
     sync = GradientSync(modules, mesh, "ddp", TensorSlicesOf(model, mesh, "transformer."))
-    kinds: list[dict[str, torch.Tensor]] = []
+    gradients: list[dict[str, torch.Tensor]] = []
     try:
         for step, micro_batches in enumerate(steps):
             numbers = [list(range(rank, len(micro_batches), ranks)) for rank in range(ranks)]
@@ -42,13 +42,13 @@ def gradients_of(steps: list[list[str]], ranks: int) -> list[dict[str, torch.Ten
                 with sync.accumulating(number, len(micro_batches), is_last=number == mine[-1]):
                     sync.transformer(tokens, micro_batches[number]).square().sum().backward()
             sync.reduce(numbers)
-            found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            kinds.append({**found, "overlaps": torch.tensor(isinstance(sync.transformer, Overlapped))})
+            of_step = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            gradients.append({**of_step, "overlaps": torch.tensor(isinstance(sync.transformer, Overlapped))})
             model.zero_grad(set_to_none=True)
     finally:
         sync.close()
         mesh.close()
-    return kinds
+    return gradients
 
 
 @pytest.mark.parametrize(

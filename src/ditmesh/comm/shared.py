@@ -325,11 +325,6 @@ class SharedChannel:
         return take
 
 
-def message_bytes(specs: Sequence[Spec]) -> int:
-    """Bytes of shared memory for one message of tensors with these shapes and dtypes."""
-    return _places(tuple(specs))[1]
-
-
 # Shapes repeat from block to block.
 @lru_cache(maxsize=4096)
 def _places(specs: tuple[Spec, ...]) -> tuple[list[slice], int]:

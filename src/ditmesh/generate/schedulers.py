@@ -22,7 +22,7 @@ SCHEDULERS = (*FLOW_SCHEDULERS, *FLOW_BY_SETTING, *NOISE)
 
 
 def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
-    """A diffusers scheduler with the settings of the pipeline's own, whose class is ``own``.
+    """The scheduler class ``name`` of diffusers, with the settings of the pipeline's scheduler of class ``own``.
 
     Raises:
         InputError: it is none of `SCHEDULERS`, or solves another equation than the model was trained for.

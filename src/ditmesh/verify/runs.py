@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from ..generate.job import PictureJob, check_config
 from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from ..launch import MessageSink
-from ..resizing import grids, resized
+from ..resizing import resized
 from .steps import ComparedTensor, StepRecorder, Steps, compare_steps
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ def sensible(
 
     def whole(*axes: str) -> list[dict[str, int]]:
         """Degrees of these axes that use all devices, the simplest first."""
-        some = [grid for grid in grids(devices, most, axes) if prod(grid.values()) == devices]
+        divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+        degrees = ([n for n in divisors if n <= most.get(axis, devices)] for axis in axes)
+        some = [dict(zip(axes, grid, strict=True)) for grid in product(*degrees) if prod(grid) == devices]
         return sorted(some, key=lambda grid: (sum(d > 1 for d in grid.values()), [-d for d in grid.values()]))
 
     rings, pipes = (

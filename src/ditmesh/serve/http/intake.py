@@ -182,7 +182,7 @@ class Server:
             raise Refused(400, message, param="size")
 
     async def _stored(self, given: Sequence[Input], kept: list[str]) -> tuple[Input, ...]:
-        """A job's inputs after images in the request are stored, whose digests go into ``kept``.
+        """Store the images of a request, and append their digests to ``kept``; returns the job's inputs.
 
         Raises:
             Refused: one of them is no image, or a mask has another size than its image.
@@ -203,7 +203,7 @@ class Server:
         return tuple(stored)
 
     async def client_gone(self, job: Job, owner: str, key: str | None) -> None:
-        """Cancel a job whose client has disconnected. With an ``Idempotency-Key`` it may come back: the job goes on."""
+        """Cancel the job of a client that has disconnected, unless an ``Idempotency-Key`` lets the client ask again."""
         if self.settings.cancel_on_disconnect and not self.stopping and key is None:
             await self.backend.cancel(job.id, owner)
 

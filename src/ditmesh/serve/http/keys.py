@@ -17,7 +17,7 @@ from ...errors import InputError
 # Keys are 256 random bits, too many to be tried out: one round of SHA-256 hides them as well as a slow hash would.
 PREFIX = "dm-"
 LINE = re.compile(r"(?P<hash>[0-9a-f]{64})(?:\s+(?P<name>\S.*))?")
-# Clients whose latest jobs are remembered before those of long ago are forgotten.
+# Maximum clients whose latest job is remembered; beyond it the client of the oldest job is forgotten.
 MOST_CLIENTS = 10_000
 # Seconds between two checks whether the file has changed.
 RELOAD_SECONDS = 1.0

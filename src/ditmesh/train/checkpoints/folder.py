@@ -1,4 +1,4 @@
-"""The output folder of a run: whose it is, its lock, and the settings that a resumed run may change."""
+"""The output folder of a run: the run that owns it, its lock, and the settings that a resumed run may change."""
 
 from __future__ import annotations
 

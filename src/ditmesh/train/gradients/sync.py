@@ -32,14 +32,14 @@ from .reduce import reduce_gradients
 class GradientSync:
     """Synchronises the gradients of the ranks.
 
+    With ``ddp`` the first step averages gradients after its backward passes, and DistributedDataParallel is put around
+    the modules then, unless a weight got no gradient: later steps average as the first one did then. The search for
+    such weights that torch has walks the graph of every forward, and has crashed (docs/decisions.md).
+
     Args:
         modules: the trained ones, by name; parallelised already.
         sharding: as in `TrainConfig`.
         slices: what tensor ranks hold.
-
-    DistributedDataParallel is put around the modules after the first step, whose gradients are averaged after its
-    backward passes: where a weight got none, all later ones are averaged so, too. Its own search for such weights walks
-    the graph of every forward, which costs time and has crashed under gradient checkpointing (docs/decisions.md).
 
     Attributes:
         transformer: what to call in the place of the transformer.
