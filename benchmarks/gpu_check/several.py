@@ -477,7 +477,7 @@ def _with_adapter(package: Any, config: dict[str, Any], staged: bool) -> float:
 
 AROUND: dict[str, tuple[str, dict[str, Any]]] = {
     "VAE in bands": ("pictures", {"ring": 2, "vae": "bands"}),
-    "text encoders on one rank": ("pictures", {"ulysses": 2, "text_encoder": "rank0"}),
+    "text encoders in slices": ("pictures", {"ulysses": 2, "text_encoder": "tensor"}),
     "text encoders in pieces": ("pictures", {"ulysses": 2, "text_encoder": "sharded"}),
     "text encoders freed": ("pictures", {"ulysses": 2, "text_encoder": "freed"}),
     "LoRA, ring": ("LoRA", {"ring": 2}),

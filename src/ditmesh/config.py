@@ -21,7 +21,7 @@ Exchange = Literal["exact", "gather", "displaced", "naive"]
 Compression = Literal["fp16", "bf16", "int8", "int4"]
 Prediction = Literal["linear", "none"]
 VaePolicy = Literal["auto", "bands", "whole"]
-TextEncoderPolicy = Literal["whole", "sharded", "rank0", "freed"]
+TextEncoderPolicy = Literal["whole", "tensor", "sharded", "freed"]
 
 # Mesh axes from the slowest-varying to the fastest: neighbours on the last axes sit on neighbouring ranks,
 # because those axes exchange most often and profit most from the nearest links.
@@ -167,10 +167,10 @@ class ParallelConfig(BaseModel):
         vae: parallelisation of the VAE. ``"bands"``: each rank decodes some rows of the image and receives border rows
             from its neighbours; exact, unlike tiled decoding. ``"whole"``: every rank decodes whole images (its share
             of a batch). ``"auto"``: bands for large images. In reproducible mode always whole. See docs/vae.md.
-        text_encoder: placement of the text encoders' weights. ``"whole"``: on every rank. ``"sharded"``: a
-            part on each rank, gathered layer by layer while they run. ``"rank0"``: on the first rank, which sends
-            their outputs to the others. ``"freed"``: on every rank until the transformer is called, and read again
-            from their files for the next call. The images are the same: see docs/memory.md.
+        text_encoder: placement of the text encoders' weights. ``"whole"``: on every rank. ``"tensor"``: a slice of
+            every layer on each rank, which computes with it (embeddings then differ in their last bits).
+            ``"sharded"``: a part on each rank, gathered layer by layer while they run. ``"freed"``: on every rank until
+            the transformer is called, and read again from their files for the next call. See docs/memory.md.
         strict: raise an error with the name of a tensor or integer argument of a block that follows the token count and
             is not in the model's layout. If False, such an argument is passed on whole.
 
@@ -318,8 +318,8 @@ class ParallelConfig(BaseModel):
     text_encoder: Annotated[
         TextEncoderPolicy,
         Setting(
-            "Choose where text encoders are: on every rank, a part on each, on rank 0, or freed after use.",
-            form="whole|sharded|rank0|freed",
+            "Choose where text encoders are: on every rank, in slices that compute or parts, or freed after use.",
+            form="whole|tensor|sharded|freed",
             untrained="text encoders run whole on every rank; leave it out, and use cache_dir to encode once",
         ),
     ] = "whole"

@@ -91,8 +91,8 @@ def test_pipelines_that_share_a_transformer_share_its_ranks(ranks, folder, confi
         assert found["weights"]
 
 
-def test_pipelines_that_share_a_text_encoder_of_one_rank(ranks, folder):
-    config = {"ulysses": 2, "text_encoder": "rank0"}
+def test_pipelines_that_share_a_text_encoder_in_slices(ranks, folder):
+    config = {"ulysses": 2, "text_encoder": "tensor"}
     for found in ranks(2).run(both_parallel, folder, config, 0):
         assert found == {"error": pytest.approx(0, abs=1e-4), "alone": [True, True], "weights": True}
 

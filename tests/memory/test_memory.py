@@ -133,7 +133,7 @@ def held(config: dict[str, Any]) -> float:
         {"ulysses": 2, "shard": 2, "text_encoder": "sharded"},
         *(
             pytest.param({"ulysses": 2, "text_encoder": how}, marks=pytest.mark.matrix)
-            for how in ("sharded", "rank0", "freed")
+            for how in ("sharded", "tensor", "freed")
         ),
     ],
     ids=str,

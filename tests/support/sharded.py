@@ -289,6 +289,11 @@ def of_words(pipe: Any, prompt: str, steps: int = 2) -> torch.Tensor:
         return pipe(prompt, num_inference_steps=steps, **kind).images
 
 
+def alike(how: str, image: torch.Tensor, truth: torch.Tensor) -> bool:
+    """Whether an image is the same: to the bit, unless ranks add up embeddings of which each computes a part."""
+    return torch.allclose(image, truth, atol=1e-4) if how == "tensor" else torch.equal(image, truth)
+
+
 def encoded(how: str, config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     """Pictures of a prompt with text encoders in their place and elsewhere, and what a rank holds of them."""
     pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"))
@@ -299,7 +304,7 @@ def encoded(how: str, config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
         truth = [of_words(pipe, prompt, steps) for prompt in prompts]
     ditmesh.parallelize(pipe, {**config, "text_encoder": how})
     found: dict[str, Any] = {
-        "images": all(torch.equal(of_words(pipe, p, steps), t) for p, t in zip(prompts, truth, strict=True))
+        "images": all(alike(how, of_words(pipe, p, steps), t) for p, t in zip(prompts, truth, strict=True))
     }
     placed = [each for _, each, _ in ditmesh.engine_of(pipe).context.get(TextEncoders)._placed.values()]
     held = sum(map(bytes_of, encoders)) + sum(one.held for one in placed if isinstance(one, ShardedWeights))
@@ -323,7 +328,7 @@ def encoder_broken_off(how: str, config: dict[str, Any], act: str) -> dict[str, 
     with ditmesh.parallelized(pipe, {**config, "shard": 1}):
         truth = of_words(pipe, "a red apple")
     ditmesh.parallelize(pipe, {**config, "text_encoder": how})
-    found: dict[str, Any] = {"first": torch.equal(of_words(pipe, "a red apple"), truth)}
+    found: dict[str, Any] = {"first": alike(how, of_words(pipe, "a red apple"), truth)}
 
     def fail(*_: Any) -> None:
         if act.startswith("SIG"):
@@ -343,7 +348,7 @@ def encoder_broken_off(how: str, config: dict[str, Any], act: str) -> dict[str, 
         return "nothing"
 
     found["error"] = failing()
-    found["next"] = torch.equal(of_words(pipe, "a red apple"), truth)
+    found["next"] = alike(how, of_words(pipe, "a red apple"), truth)
     found["again"] = failing()
     ditmesh.restore(pipe)
     found["restored"] = all(same_bits(a, bits(b)) for a, b in zip(before, encoders, strict=True))

@@ -121,7 +121,7 @@ class Engine:
             )
         try:
             if undo is not None:
-                if self.config.text_encoder in ("sharded", "rank0"):
+                if self.config.text_encoder in ("tensor", "sharded"):
                     self._meet_to_restore()
                 undo.close()
         finally:
@@ -135,7 +135,7 @@ class Engine:
             PeerError: weights could not be put together again; everything else is undone all the same.
         """
         with self._undo:
-            if self.config.cuts_weights or self.config.text_encoder in ("sharded", "rank0"):
+            if self.config.cuts_weights or self.config.text_encoder in ("tensor", "sharded"):
                 self._meet_to_restore()
             for undo in [*self._attached.values()]:
                 self._undo.push(undo)

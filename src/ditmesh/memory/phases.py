@@ -144,11 +144,7 @@ def needs(
     found: list[RankNeeds[Phase]] = []
     for stage, one in enumerate(_denoising(components, config, workload, how)):
         ranks = config.world_size // config.pipe
-        encoding = int(stage == 0) if config.text_encoder == "rank0" else ranks
-        for count, encodes in ((encoding, True), (ranks - encoding, False)):
-            if count:
-                mine = text if encodes else _EncoderMemory(text.loaded)
-                found.append(RankNeeds(stage, count, _phases(components, one, mine, vae, offloaded, process)))
+        found.append(RankNeeds(stage, ranks, _phases(components, one, text, vae, offloaded, process)))
     return found
 
 
@@ -209,7 +205,7 @@ def _encoding(
     """The memory of a rank that encodes."""
     alone, parts = ParallelConfig(), components.encoders.values()
     whole = [walk_encoder(part.kind, part.settings, alone, workload.text, how) for part in parts]
-    cut = config.text_encoder == "sharded" and config.world_size > 1
+    cut = config.text_encoder in ("tensor", "sharded") and config.world_size > 1
     among = _settings(config, "text_encoder", ring=config.world_size)
     every = [walk_encoder(part.kind, part.settings, among, workload.text, how) for part in parts] if cut else whole
     most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))

@@ -40,7 +40,7 @@ from ..strategies.base import Context, Request, Strategy
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.rows import DecodedRows
 from ..strategies.sharded import ShardedWeights, Unit
-from ..strategies.text_encoders import in_pieces
+from ..strategies.text_encoders import in_pieces, in_slices
 from ..strategies.vae.parallel import BandedVae
 from .cache import Needs, kept
 from .phantom import phantom_mesh
@@ -443,7 +443,7 @@ def walk_encoder(
     tokens: int,
     how: WalkOptions,
 ) -> Needs:
-    """A text encoder's run over one prompt on a rank that holds it, whole or sharded.
+    """A text encoder's run over one prompt on a rank that holds it, whole, in slices or sharded.
 
     Args:
         kind, settings: class of transformers, and configuration.
@@ -456,6 +456,9 @@ def walk_encoder(
         alive, sharded = how.meter(model), None
         if config.text_encoder == "sharded" and config.world_size > 1:
             sharded = in_pieces(model, phantom_mesh(config).world)
+        elif config.text_encoder == "tensor" and config.world_size > 1:
+            in_slices("the text encoder", model, phantom_mesh(config).world)
+        if config.text_encoder != "whole":
             for tensor in model.parameters():
                 alive.hold(tensor)
         weights = weight_bytes(model, _units(sharded, alive))

@@ -1,4 +1,4 @@
-"""Text encoders that are not whole on every rank: in pieces, on one rank, or freed once they have run.
+"""Text encoders that are not whole on every rank: in slices, in pieces, or freed once they have run.
 
 They run once for an image and can be larger than a rank's share of the transformer. In each form the pipeline finds
 the modules it always has, calls them as always, and gets what they return on one device.
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..comm import Link
 from ..config import ParallelConfig
@@ -23,12 +22,14 @@ from ..core.alignment import memory, offset_of
 from ..core.arguments import Arguments
 from ..core.patching import CallChain, Proceed, refuse_reading, refuse_saving
 from ..core.values import as_bytes
-from ..errors import InputError
+from ..errors import ConfigError, InputError
 from .base import Context, Strategy
-from .pipefusion.stages import give_up, is_away, parts_of, shape_of, take_back, whole_or_refused
+from .pipefusion.stages import give_up, is_away, parts_of, shape_of, take_back
 from .sharded import GatherGroup, ShardedWeights, grouped
+from .tensor.parallel import TensorParallel
+from .tensor.slices import plan_encoder
 
-_WAY_OUT = "use text_encoder='rank0' or 'sharded'"
+_WAY_OUT = "use text_encoder='tensor' or 'sharded'"
 
 
 class PlacedEncoder(Protocol):
@@ -60,64 +61,22 @@ def in_pieces(module: nn.Module, link: Link) -> ShardedWeights:
     return ShardedWeights(module, groups, link, CallChain(module))
 
 
-class OnOneRank:
-    """A text encoder on the first rank of a link, which sends the outputs to the others.
+def in_slices(name: str, module: nn.Module, link: Link) -> TensorParallel:
+    """A text encoder that runs tensor-parallel: every rank holds a slice of each layer and computes with it.
 
     Args:
-        module: the encoder, whole on every rank. All ranks call it together, with the same inputs.
+        name: of the component, for messages.
+        module: the encoder, whole on every rank.
+        link: all ranks call it together, with the same inputs.
+
+    Raises:
+        ConfigError: no rule cuts its layers, or it has fewer heads than the link has ranks.
+        InputError: its weights are quantised.
     """
-
-    def __init__(self, module: nn.Module, link: Link) -> None:
-        self._module, self._link = module, link
-        self._undo = ExitStack()
-        self._parts = [part for parameter in module.parameters() for part in parts_of(parameter)]
-        self._offsets = [offset_of(part) for part in self._parts]
-        self._undo.callback(CallChain(module).add(self._around_call))
-        self._undo.callback(
-            refuse_saving(module, InputError("this text encoder is on rank 0 only; call ditmesh.restore(...) first"))
-        )
-        self._undo.callback(refuse_reading(module, partial(_away, module), "nothing, as the encoder is on rank 0,"))
-        if link.rank == 0:
-            return
-        for part in self._parts:
-            give_up(part)
-        for path, child in module.named_modules():
-            if child is not module:
-                self._undo.callback(child.register_forward_pre_hook(partial(self._refuse, path)).remove)
-
-    def _refuse(self, path: str, *_: Any) -> None:
-        raise InputError(
-            f"{path} of a text encoder was called by itself, and with text_encoder='rank0' its weights are on rank 0; "
-            "use text_encoder='sharded'"
-        )
-
-    def _around_call(self, proceed: Proceed, arguments: Arguments) -> Any:
-        """Run the encoder on rank 0, and send its output to all ranks."""
-        link = self._link
-        if link.rank == 0:
-            leaves, form = tree_flatten(proceed(arguments))
-            link.broadcast_object((form, [_Sent.of(leaf) for leaf in leaves]))
-            for leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    link.broadcast(leaf.contiguous(), 0)
-            return tree_unflatten(leaves, form)
-        form, sent = link.broadcast_object(None)
-        device = self._parts[0].device
-        received = [
-            link.broadcast(torch.empty(one.shape, dtype=one.dtype, device=device), 0) if isinstance(one, _Sent) else one
-            for one in sent
-        ]
-        return tree_unflatten(received, form)
-
-    def close(self) -> None:
-        """Give the encoder to all ranks again, bit for bit. Collective."""
-        self._undo.close()
-        with whole_or_refused(self._module), torch.no_grad():
-            for part, offset in zip(self._parts, self._offsets, strict=True):
-                away = is_away(part)
-                value = self._link.broadcast(_like(part, offset) if away else part.data.contiguous(), 0)
-                if away:
-                    take_back(part, value)
+    try:
+        return TensorParallel(module, link, plan_encoder(module, link.size))
+    except (ConfigError, InputError) as error:
+        raise type(error)(f"text_encoder='tensor' does not fit {name}: {error}. Use text_encoder='sharded'") from error
 
 
 def _away(module: nn.Module) -> set[int]:
@@ -129,17 +88,6 @@ def _like(parameter: Tensor, offset: int) -> Tensor:
     """Memory for a parameter that is away, which begins as the parameter's did."""
     shape = shape_of(parameter)
     return memory(shape.numel() * parameter.element_size(), offset, parameter.device).view(parameter.dtype).view(shape)
-
-
-class _Sent:
-    """Form of a tensor that is sent by itself."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-    @staticmethod
-    def of(leaf: Any) -> Any:
-        return _Sent(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 class FreedAfterUse:
@@ -296,7 +244,7 @@ def _stored(file: Path, key: str) -> Tensor:
 
 
 class TextEncoders(Strategy):
-    """The text encoders of every pipeline: in pieces, on one rank, or freed after use."""
+    """The text encoders of every pipeline: in slices, in pieces, or freed after use."""
 
     name = "text encoders"
 
@@ -342,7 +290,7 @@ class TextEncoders(Strategy):
         link = self.context.mesh.world
         makers: dict[str, Callable[[], PlacedEncoder]] = {
             "sharded": lambda: in_pieces(module, link),
-            "rank0": lambda: OnOneRank(module, link),
+            "tensor": lambda: in_slices(name, module, link),
             "freed": lambda: FreedAfterUse(name, module),
         }
         return makers[self.context.config.text_encoder]()

@@ -47,6 +47,7 @@ class TensorParallel:
         model: the transformer, with the same weights on every rank, or with this rank's slices as `ditmesh.load`
             leaves them.
         link: the ranks that share the weights.
+        plan: of the slices; None: that of `plan_slices`.
 
     Raises:
         ConfigError: a module has fewer heads than the link has ranks.
@@ -54,10 +55,10 @@ class TensorParallel:
             processors have weights, which no rule cuts.
     """
 
-    def __init__(self, model: nn.Module, link: Link) -> None:
+    def __init__(self, model: nn.Module, link: Link, plan: TensorPlan | None = None) -> None:
         self.model = model
         self.link = link
-        self.plan: TensorPlan = plan_slices(model, link.size)
+        self.plan = plan or plan_slices(model, link.size)
         self._check_share()
         # Query, key and value projections that were fused since, which have a rank's width.
         self._fused: list[Tensor] = []
@@ -256,7 +257,7 @@ class TensorParallel:
     def _follow_adapters(self) -> None:
         """Cut adapters that are still whole, and hang every epilogue behind base and adapters together."""
         for site, outer in self._linears():
-            if site.kind != "column" and self._lacks("epilogue", site.path, outer):
+            if site.kind not in ("column", "table") and self._lacks("epilogue", site.path, outer):
                 self._hung["epilogue", site.path] = outer, outer.register_forward_hook(self._epilogue(site))
             self._cut(site, _adapter_parameters(site, outer))
 
@@ -275,7 +276,7 @@ class TensorParallel:
         Every rank has the gradients of its own slices; gradients of whole weights get a part from every rank.
         """
         for site, outer in self._linears():
-            if site.kind != "row" and self._lacks("prologue", site.path, outer):
+            if site.kind in ("column", "gathered") and self._lacks("prologue", site.path, outer):
                 self._hung["prologue", site.path] = outer, outer.register_forward_pre_hook(self._prologue)
             for parameter, whole in _adapter_gradients(site, outer):
                 self._complete(parameter, self._added_once if whole else self.link.all_reduce)

@@ -124,6 +124,39 @@ SLICE_RULES: tuple[Rule, ...] = (
     Rule(name="modulation adaLN_modulation.1", needs=("adaLN_modulation.1",), gathered=("adaLN_modulation.1",)),
 )
 
+# Of the text encoders of transformers: Llama, Qwen, Mistral, Gemma, CLIP; T5. An embedding that is looked up by the
+# distance of two tokens has a column for each head.
+ENCODER_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="attention of a text encoder",
+        needs=("q_proj", "k_proj", "v_proj", "o_proj|out_proj"),
+        column={"q_proj": ("queries",), "k_proj": ("keys",), "v_proj": ("keys",)},
+        row={"o_proj": ("queries",), "out_proj": ("queries",)},
+        attention="",
+    ),
+    Rule(
+        name="attention of T5",
+        needs=("q", "k", "v", "o"),
+        column={"q": ("queries",), "k": ("keys",), "v": ("keys",)},
+        row={"o": ("queries",)},
+        attention="",
+    ),
+    _feed_forward("gated feed-forward gate_proj", ("gate_proj", "up_proj"), "down_proj"),
+    Rule(
+        name="feed-forward gate_up_proj",
+        needs=("gate_up_proj", "down_proj"),
+        column={"gate_up_proj": ("hidden", "hidden")},
+        row={"down_proj": ("hidden",)},
+        gated=True,
+    ),
+    _feed_forward("feed-forward fc1", ("fc1",), "fc2"),
+    _feed_forward("gated feed-forward wi_0", ("wi_0", "wi_1"), "wo"),
+    _feed_forward("feed-forward wi", ("wi",), "wo"),
+)
+
+# Names of projections to queries and to keys.
+QUERIES, KEYS = ("to_q", "q_proj", "q"), ("to_k", "k_proj", "k")
+
 # Norms inside an attention; cut only when they average over all heads together.
 NORMS: Mapping[str, str] = {
     "norm_q": "queries",

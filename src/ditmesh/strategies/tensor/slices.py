@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -17,12 +17,12 @@ from ...core.library import library_name
 from ...core.partition import Partition, even_cut
 from ...errors import ConfigError, InputError
 from ...layout import Table, known_tables
-from .rules import ATTRIBUTES, NORMS, SLICE_RULES, Rule
+from .rules import ATTRIBUTES, ENCODER_RULES, KEYS, NORMS, QUERIES, SLICE_RULES, Rule
 
 # Shares of a hidden width are multiples of this where possible: matrix kernels are slow on odd widths.
 WIDTH_UNIT = 16
 
-SliceKind = Literal["column", "gathered", "row", "norm"]
+SliceKind = Literal["column", "gathered", "row", "norm", "embedding", "table"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Site:
         path: where it is in the model.
         kind: ``"column"``: output features are cut; ``"gathered"``: the same, and the output is put together
             again; ``"row"``: input features are cut, the output is summed; ``"norm"``: a norm over features that
-            are cut.
-        cut: of its output features (column, gathered, norm) or input features (row).
+            are cut; ``"embedding"``: the features of an embedding are cut, and the output is put together again;
+            ``"table"``: an embedding with a column for each head.
+        cut: of its output features, or (row) of its input features.
     """
 
     path: str
@@ -44,7 +45,7 @@ class Site:
     @property
     def dim(self) -> int:
         """Dimension of the weight that is cut."""
-        return 1 if self.kind == "row" else 0
+        return 1 if self.kind in ("row", "embedding", "table") else 0
 
     def dim_of(self, parameter: str) -> int | None:
         """Dimension of ``"weight"`` or ``"bias"`` that is cut; None: the first rank holds it whole, the others zeros.
@@ -80,7 +81,7 @@ class TensorPlan:
                 yield f"{site.path}.{name}", dim, None if dim is None else site.cut
 
 
-def plan_slices(model: nn.Module, degree: int) -> TensorPlan:
+def plan_slices(model: nn.Module, degree: int, rules: Sequence[Rule] = SLICE_RULES) -> TensorPlan:
     """Work out how ``degree`` ranks share a model's weights. Reads module attributes only, never weights.
 
     A linear that no rule covers stays whole on every rank: exact, only not smaller.
@@ -95,13 +96,31 @@ def plan_slices(model: nn.Module, degree: int) -> TensorPlan:
     claimed: set[str] = set()
     blocks = {path: module for path, module in modules.items() if not _inside_adapter(path)}
     # An attention without an output projection may be cut only when its block has one: those blocks come first.
-    for rule in SLICE_RULES:
+    for rule in rules:
         for path, module in blocks.items():
             if path not in claimed and rule.fits(partial(_linear_at, module), module._modules) and _wired(rule, module):
                 _apply(made, rule, path, module, degree, claimed)
     order = {path: index for index, path in enumerate(modules)}
     made.sites.sort(key=lambda site: order[site.path])
     return made
+
+
+def plan_encoder(model: nn.Module, degree: int) -> TensorPlan:
+    """`plan_slices` for a text encoder of transformers, its table of words and its logits among them.
+
+    Where both have one weight it stays whole: one is cut by features, the other by words.
+    """
+    plan = plan_slices(model, degree, ENCODER_RULES)
+    encoder: Any = model
+    words, logits = encoder.get_input_embeddings(), encoder.get_output_embeddings()
+    if logits is None or logits.weight is not words.weight:
+        for path, module in model.named_modules():
+            if module is logits:
+                plan.sites.append(Site(path, "gathered", _hidden_cut(module.out_features, degree)))
+            elif isinstance(module, nn.Embedding) and module.weight is words.weight:
+                # T5 has the same table twice.
+                plan.sites.append(Site(path, "embedding", _hidden_cut(module.embedding_dim, degree)))
+    return plan
 
 
 def _apply(made: TensorPlan, rule: Rule, path: str, module: nn.Module, degree: int, claimed: set[str]) -> None:
@@ -209,6 +228,9 @@ def _cut_attention(made: TensorPlan, path: str, attention: nn.Module, widths: di
                     "parallelism knows RMS norms there only. Use ulysses or ring for this model"
                 )
             made.sites.append(Site(_join(path, name), "norm", widths[width]))
+    distances = attention._modules.get("relative_attention_bias")
+    if isinstance(distances, nn.Embedding):
+        made.sites.append(Site(_join(path, "relative_attention_bias"), "table", widths["heads"]))
     for table in known_tables():
         if table.kind == library_name(attention):
             made.tables.append((path, table, widths[table.width]))
@@ -232,12 +254,16 @@ def _wired(rule: Rule, module: nn.Module) -> bool:
 
 def _head_cuts(attention: nn.Module, path: str, degree: int) -> dict[str, Partition]:
     """Cuts of everything that follows the heads; keys and values of a group of queries stay with them."""
+    query, key = (
+        next((linear for name in names if (linear := _linear_at(attention, name))), None) for names in (QUERIES, KEYS)
+    )
+    queries = query.out_features if query is not None else vars(attention).get("inner_dim", 0)
     named = (vars(attention).get(name) for name in ("heads", "num_heads", "n_heads", "num_attention_heads"))
     heads = next((value for value in named if type(value) is int), None)
+    if heads is None and type(width := vars(attention).get("head_dim")) is int:
+        heads = queries // width
     if heads is None:
         raise InputError(f"{path} ({type(attention).__name__}) does not say how many heads it has")
-    query, key = _linear_at(attention, "to_q"), _linear_at(attention, "to_k")
-    queries = query.out_features if query is not None else vars(attention).get("inner_dim", 0)
     head_dim = queries // heads
     keys = key.out_features if key is not None else queries
     if head_dim == 0 or queries % heads or keys % head_dim or heads % (keys // head_dim):
