@@ -12,6 +12,7 @@ from torch import nn
 import ditmesh
 from ditmesh.comm.mesh import Mesh
 from ditmesh.config import ParallelConfig
+from ditmesh.memory.walk import WalkOptions, walk_encoder
 from ditmesh.strategies.text_encoders import in_slices
 
 LLAMA = {
@@ -71,7 +72,7 @@ def sliced(names: list[str]) -> dict[str, dict[str, Any]]:
         with torch.no_grad():
             truth = encoder(input_ids=ids, output_hidden_states=True)
             slices = in_slices(name, encoder, mesh.world)
-            held = sum(each.numel() for each in counted)
+            held, stored = sum(each.numel() for each in counted), sum(each.nbytes for each in encoder.parameters())
             states = encoder(input_ids=ids, output_hidden_states=True)
             slices.close()
         pairs = [*zip(truth.hidden_states, states.hidden_states, strict=True)]
@@ -80,6 +81,7 @@ def sliced(names: list[str]) -> dict[str, dict[str, Any]]:
         results[name] = {
             "difference": max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs),
             "held": held / total,
+            "stored": stored,
             "restored": all(torch.equal(value, weights[key]) for key, value in encoder.state_dict().items()),
         }
     return results
@@ -91,6 +93,10 @@ def test_embeddings_of_every_family(ranks):
             assert result["difference"] < 1e-5, name
             assert result["held"] <= 0.55, name
             assert result["restored"], name
+            cls, config = ENCODERS[name]
+            among = ParallelConfig(ulysses=2, text_encoder="tensor")
+            walked = walk_encoder(cls.__name__, config.to_dict(), among, 9, WalkOptions(torch.float32, False))
+            assert walked.weights == pytest.approx(result["stored"], rel=0.02), name
 
 
 def refused(case: str) -> str:
@@ -111,4 +117,4 @@ def test_an_encoder_that_cannot_be_cut_is_named_with_a_way_out(ranks, case, reas
     for message in ranks(2).run(refused, case):
         assert message.startswith("text_encoder='tensor' does not fit text_encoder_2: ")
         assert reason in message
-        assert message.endswith("Use text_encoder='sharded'")
+        assert message.endswith("; use text_encoder='sharded'")

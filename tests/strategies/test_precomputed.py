@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 import ditmesh
+from ditmesh.comm.mesh import Mesh
 from ditmesh.config import ParallelConfig
 from ditmesh.core.arguments import Arguments, parameter_names
 from ditmesh.core.clock import CallClock
 from ditmesh.core.partial_run import PartialRun, Unknown, unknown_like
 from ditmesh.core.patching import CallChain
 from ditmesh.strategies.precomputed import PrecomputedModel
+from ditmesh.strategies.tensor.parallel import TensorParallel
 from support.classes import images, others, videos
 from support.models import MAKERS, RAGGED, inputs, tiny
 from support.pipelines import MAKERS as PIPELINES
@@ -82,11 +84,11 @@ def test_what_is_written_into_has_no_values_any_more():
 # --- every class ---------------------------------------------------------------------------------------------
 
 
-def precomputed(model: nn.Module, names: tuple[str, ...] = ()) -> PrecomputedModel:
-    """A transformer's part of the strategy, without ranks."""
+def precomputed(model: nn.Module, slices: TensorParallel | None = None) -> PrecomputedModel:
+    """A transformer's part of the strategy, without an engine."""
     clock = CallClock()
     context = SimpleNamespace(clock=clock, mesh=SimpleNamespace(device=torch.device("cpu")), pipe=None)
-    parallel = SimpleNamespace(model=model, layout=None, chain=CallChain(model))
+    parallel = SimpleNamespace(model=model, layout=None, chain=CallChain(model), find=lambda _: slices)
     part = PrecomputedModel(parallel, context)  # type: ignore[arg-type]
     part.begin(True)
     return part
@@ -111,9 +113,11 @@ def flat(output: Any) -> list[torch.Tensor]:
     return [tensor for item in items for tensor in flat(item)]
 
 
-def share(model: nn.Module, call: dict[str, Any]) -> tuple[float, tuple[str, ...]]:
+def share(
+    model: nn.Module, call: dict[str, Any], slices: TensorParallel | None = None
+) -> tuple[float, tuple[str, ...]]:
     """The share of the weights that goes ahead; with NaN in their place, the values are right for another image."""
-    part = precomputed(model)
+    part = precomputed(model, slices)
     truth = called(model, None, call)
     first = called(model, part, call)
     assert all(torch.equal(a, b) for a, b in zip(first, truth, strict=True))
@@ -160,6 +164,18 @@ def test_reviewed_classes(name):
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_reviewed_class(name):
     assert share(tiny(name), inputs(name, RAGGED))[1]
+
+
+def share_of_slices(name: str) -> tuple[float, tuple[str, ...]]:
+    model = tiny(name)
+    return share(model, inputs(name, RAGGED), TensorParallel(model, Mesh(ParallelConfig(tensor=2)).tensor))
+
+
+@pytest.mark.parametrize("name", ["SD3", *(pytest.param(n, marks=pytest.mark.matrix) for n in MAKERS if n != "SD3")])
+def test_every_reviewed_class_in_slices(ranks, name):
+    first, second = ranks(2).run(share_of_slices, name)
+    assert first[1]
+    assert first[1] == second[1]
 
 
 # Calls with caches, or that are decided by the image's values: they run as ever.
@@ -216,6 +232,7 @@ def drawn(name: str, config: dict[str, Any], frees: bool = False, **more: Any) -
         {"ring": 2, "exchange": "gather"},
         {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
         {"ulysses": 2, "reproducible": True},
+        {"tensor": 2},
     ],
     ids=str,
 )
@@ -303,9 +320,7 @@ def test_a_wrong_value_is_seen_in_the_first_calls(monkeypatch, row):
         draw(pipe, arguments("sd3", [1]))
 
 
-@pytest.mark.parametrize(
-    "setting", [{"tensor": 2}, {"pipe": 2}, {"ulysses": 2, "shard": 2}, {"compile": "eager"}], ids=str
-)
+@pytest.mark.parametrize("setting", [{"pipe": 2}, {"ulysses": 2, "shard": 2}, {"compile": "eager"}], ids=str)
 def test_what_does_not_go_together_is_refused(setting):
     with pytest.raises(ditmesh.ConfigError, match="precompute=True"):
         ParallelConfig(**setting, precompute=True)

@@ -237,8 +237,7 @@ def test_a_rank_that_is_killed_while_it_encodes(how):
 @pytest.mark.parametrize("how", ["sharded", pytest.param("tensor", marks=pytest.mark.matrix)])
 def test_a_prompt_that_one_rank_encodes_alone_names_the_encoder(ranks, how):
     every = ranks(2).run(encoded_alone, how, 3.0)
-    waits = r"rank 0 waited in .*, in a call of StableDiffusion3Pipeline > CLIPTextModelWithProjection.*; "
-    waits += r"rank 1 waited in the boundary of a call of StableDiffusion3Pipeline"
+    waits = r"rank 0 waited in .* > CLIPTextModel.*; rank 1 waited in the boundary of a call of \w+Pipeline"
     assert any(re.search(waits, said) for said in every), every
 
 

@@ -294,10 +294,15 @@ def alike(how: str, image: torch.Tensor, truth: torch.Tensor) -> bool:
     return torch.allclose(image, truth, atol=1e-4) if how == "tensor" else torch.equal(image, truth)
 
 
+def with_encoders(how: str) -> tuple[Any, list[torch.nn.Module]]:
+    """A pipeline, and its text encoders; for slices one whose encoders have several heads."""
+    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-flux" if how == "tensor" else "emoji-sd3"))
+    return pipe, [component for name, component in pipe.components.items() if name.startswith("text_encoder")]
+
+
 def encoded(how: str, config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     """Pictures of a prompt with text encoders in their place and elsewhere, and what a rank holds of them."""
-    pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"))
-    encoders = [pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
+    pipe, encoders = with_encoders(how)
     before, whole = [bits(one) for one in encoders], sum(map(bytes_of, encoders))
     prompts = ("a red apple", "a blue fish")
     with ditmesh.parallelized(pipe, config):
@@ -322,8 +327,8 @@ def encoder_broken_off(how: str, config: dict[str, Any], act: str) -> dict[str, 
         config: of the ranks.
         act: ``"raise"``, ``"interrupt"`` as Ctrl-C does, or the name of a signal that it gets.
     """
-    pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"))
-    encoders = [pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3, pipe.transformer]
+    pipe, encoders = with_encoders(how)
+    encoders.append(pipe.transformer)
     before = [bits(one) for one in encoders]
     with ditmesh.parallelized(pipe, {**config, "shard": 1}):
         truth = of_words(pipe, "a red apple")
@@ -336,7 +341,7 @@ def encoder_broken_off(how: str, config: dict[str, Any], act: str) -> dict[str, 
         raise KeyboardInterrupt("on purpose") if act == "interrupt" else RuntimeError("on purpose")
 
     def failing() -> str:
-        layer = pipe.text_encoder.text_model.encoder.layers[0]
+        layer = next(module for path, module in pipe.text_encoder.named_modules() if path.endswith("layers.0"))
         handle = layer.register_forward_pre_hook(fail) if dist.get_rank() == 0 else None
         try:
             of_words(pipe, "a blue fish")
@@ -357,7 +362,7 @@ def encoder_broken_off(how: str, config: dict[str, Any], act: str) -> dict[str, 
 
 def encoded_alone(how: str, timeout: float) -> str:
     """The error of a rank where rank 0 encodes a prompt by itself, and rank 1 calls the pipeline."""
-    pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"))
+    pipe, _ = with_encoders(how)
     ditmesh.parallelize(pipe, {"ulysses": 2, "text_encoder": how}, timeout=timeout)
     try:
         if dist.get_rank() == 0:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.group import ExchangeGroup, Group
+from ..core.partial_run import exchanged
 from ..core.values import tracked
 from .link import Link
 
@@ -60,7 +61,7 @@ def all_gather(link: Group, piece: Tensor, lengths: Sequence[int], dim: int) -> 
 def gather_features(link: Link, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
     """All-gather between ranks that compute one loss: the backward takes this rank's piece of the gradient."""
     if not tracked(piece):
-        return link.all_gather(piece, lengths, dim)
+        return exchanged(lambda own: link.all_gather(own, lengths, dim), piece, sum(lengths))
     return cast(Tensor, _AllGather.apply(piece, link, tuple(lengths), dim, False))
 
 
@@ -71,12 +72,16 @@ def enter_slices(link: Link, tensor: Tensor) -> Tensor:
 
 def leave_slices(link: Link, tensor: Tensor) -> Tensor:
     """Megatron's g, behind weights that are cut by row: `Link.all_reduce`; the backward passes the gradient on."""
-    return cast(Tensor, _Sum.apply(tensor, link, True, False)) if tracked(tensor) else link.all_reduce(tensor)
+    if not tracked(tensor):
+        return exchanged(link.all_reduce, tensor)
+    return cast(Tensor, _Sum.apply(tensor, link, True, False))
 
 
 def sum_of_slices(link: Link, tensor: Tensor) -> Tensor:
     """`Link.all_reduce` where every rank makes something of its own of the sum: the backward adds up, too."""
-    return cast(Tensor, _Sum.apply(tensor, link, True, True)) if tracked(tensor) else link.all_reduce(tensor)
+    if not tracked(tensor):
+        return exchanged(link.all_reduce, tensor)
+    return cast(Tensor, _Sum.apply(tensor, link, True, True))
 
 
 class _AllToAll(torch.autograd.Function):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import LayoutError
@@ -116,6 +116,14 @@ class Tape:
             self._held.append(tensor)
         args, kwargs = tree_map(self._placed, (args, kwargs))
         self._operations.append(_NotedOperation(function, args, kwargs, tuple(results)))
+
+    def note_exchange(self, exchange: Callable[[Tensor], Tensor], tensor: Tensor, result: Tensor) -> None:
+        """Ranks have exchanged a tensor with values; they do so again where it follows from the inputs."""
+        if self.follows(tensor):
+            self._made.add(_memory(result))
+            number = self._slots.setdefault(id(result), len(self._held))
+            self._held.append(result)
+            self._operations.append(_NotedOperation(exchange, (self._placed(tensor),), {}, (number,)))
 
     def _placed(self, leaf: Any) -> Any:
         return _Slot(self._slots[id(leaf)]) if isinstance(leaf, Tensor) and self.follows(leaf) else leaf
@@ -249,6 +257,26 @@ class PartialRun(TorchDispatchMode):
             return shapes[id(leaf)] if id(leaf) in shapes else Unknown(leaf, device)
 
         return tree_map(lambda leaf: unknown(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def exchanged(exchange: Callable[[Tensor], Tensor], tensor: Tensor, width: int | None = None) -> Tensor:
+    """What ranks make of a tensor together; in a partial run without values, only its shape.
+
+    Args:
+        exchange: gives a tensor of the same shape, dtype and device, but for the last dimension.
+        width: of the last dimension; None: that of the tensor.
+    """
+    run = _get_current_dispatch_mode()
+    if not isinstance(run, PartialRun):
+        return exchange(tensor)
+    if run.is_unknown(tensor):
+        meta = _meta(tensor)
+        shape = (*meta.shape[:-1], meta.shape[-1] if width is None else width)
+        return Unknown(meta.new_empty(shape), tensor.device)
+    with _disable_current_modes():
+        result = exchange(tensor)
+    run.tape.note_exchange(exchange, tensor, result)
+    return result
 
 
 class _NumbersRead(TorchFunctionMode):

@@ -303,11 +303,16 @@ def derive_layout(
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """The model without hooks and without replaced forwards, so that trial calls have no side effects in them.
 
-    Hooks that bring weights, which have a true ``brings_weights``, stay: without them there is nothing to try.
+    Hooks and forwards that bring weights, or what other ranks' slices of them give, stay: without them there is
+    nothing to try. They have a true ``brings_weights``.
     """
     kinds = [name for name in vars(model) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))]
     saved = [(module, {name: vars(module)[name] for name in kinds}) for module in model.modules()]
-    forwards = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
+    forwards = [
+        (module, forward)
+        for module in model.modules()
+        if (forward := vars(module).get("forward")) is not None and not getattr(forward, "brings_weights", False)
+    ]
     for module, hooks in saved:
         needed = {
             key

@@ -33,6 +33,7 @@ from ..layout.forms import form_of
 from ..layout.types import CallForm
 from .base import Context, ParallelModel, Request, Strategy
 from .pipefusion.stages import give_up, take_back
+from .tensor.parallel import TensorParallel
 
 # Calls of a request that may be other than foreseen; then the modules compute as ever until it ends.
 MAX_SURPRISES = 4
@@ -92,6 +93,7 @@ class PrecomputedModel:
         self.hits = 0
         self.note = ""
         self._model, self._context = model.model, context
+        self._parallel = model
         # On a CPU, host memory is where they are.
         self.frees_weights = context.mesh.device.type != "cpu"
         self._timestep = timestep_of(model.model, model.layout)
@@ -243,7 +245,12 @@ class PrecomputedModel:
             if self._is_image(arguments, path, value):
                 given.set(path, unknown_like(value))
         run = PartialRun([value.value for value in timestep.values()])
-        with torch.no_grad(), without_hooks(self._model), _Watch(self._model, run) as watch, run:
+        with (
+            torch.no_grad(),
+            without_hooks(self._model),
+            _Watch(self._model, run, self._parallel.find(TensorParallel)) as watch,
+            run,
+        ):
             self._model(*fresh(given.args), **fresh(given.kwargs))
         later = [] if run.tape.obstacle else self._later(timestep)
         row = {path: calls for path, calls in watch.outputs(1 + len(later)).items() if path not in self._excluded}
@@ -302,6 +309,10 @@ class PrecomputedModel:
             if not self._compares:
                 return fresh(values[number])
             result = patch.original(*args, **kwargs)
+            for hook in module._forward_hooks.values():
+                # Of the slices of all ranks, as the values that were computed ahead.
+                if getattr(hook, "completes", False):
+                    result = hook(module, args, result)
             if number < len(values):
                 self._compare(path, result, values[number])
             return result
@@ -369,10 +380,13 @@ class _Watch:
     Args:
         model: without hooks.
         run: the partial run.
+        slices: of its weights, if a rank holds slices.
     """
 
-    def __init__(self, model: nn.Module, run: PartialRun) -> None:
+    def __init__(self, model: nn.Module, run: PartialRun, slices: TensorParallel | None) -> None:
         self._model, self._run = model, run
+        # Of weights by the mean of the ranks, so that all ranks decide alike.
+        self._whole, self._ranks = ({}, 1) if slices is None else (slices.whole_shapes(), slices.link.size)
         self._returned: dict[str, list[tuple[Any, list[int | None]]]] = {}
         self._unknown: set[str] = set()
         self._inside: list[str] = []
@@ -439,7 +453,12 @@ class _Watch:
             if [version_of(tensor) for tensor in tensors] != versions:
                 return False
             held += sum(tensor.nbytes * (times if self._run.tape.follows(tensor) else 1) for tensor in tensors)
-        return held < sum(parameter.nbytes for parameter in parameters)
+        return held < sum(
+            self._whole[parameter].numel() * parameter.element_size() / self._ranks
+            if parameter in self._whole
+            else parameter.nbytes
+            for parameter in parameters
+        )
 
 
 class Precomputed(Strategy):

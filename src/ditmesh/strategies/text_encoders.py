@@ -76,7 +76,8 @@ def in_slices(name: str, module: nn.Module, link: Link) -> TensorParallel:
     try:
         return TensorParallel(module, link, plan_encoder(module, link.size))
     except (ConfigError, InputError) as error:
-        raise type(error)(f"text_encoder='tensor' does not fit {name}: {error}. Use text_encoder='sharded'") from error
+        reason = str(error).partition(";")[0]
+        raise type(error)(f"text_encoder='tensor' does not fit {name}: {reason}; use text_encoder='sharded'") from error
 
 
 def _away(module: nn.Module) -> set[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,15 +89,20 @@ class TensorParallel:
         for site in self.plan.sites:
             if site.kind == "norm":
                 norm = model.get_submodule(site.path)
-                self._undo.callback(Patch(norm, "forward", _norm_over_ranks(norm, link)))
+                over_ranks: Any = _norm_over_ranks(norm, link)
+                over_ranks.brings_weights = True
+                self._undo.callback(Patch(norm, "forward", over_ranks))
         for path, table, cut in self.plan.tables:
             module = model.get_submodule(path)
-            slicer = _table_slicer(module, table, cut, link)
+            slicer: Any = _table_slicer(module, table, cut, link)
+            slicer.brings_weights = True
             self._undo.callback(module.register_forward_pre_hook(slicer, with_kwargs=True).remove)
         self._guard()
         self._follow_adapters()
         # Adapters come and go between calls; looking once a call is cheap and misses none.
-        self._undo.callback(model.register_forward_pre_hook(self._before_call, prepend=True).remove)
+        before: Any = partial(self._before_call)
+        before.brings_weights = True
+        self._undo.callback(model.register_forward_pre_hook(before, prepend=True).remove)
         self._undo.callback(model.register_forward_hook(self._after_call, always_call=True).remove)
 
     def close(self) -> None:
@@ -248,9 +254,14 @@ class TensorParallel:
             return leave_slices(link, output)
 
         def gather(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+            # Values that were computed ahead are whole already.
+            if output.shape[-1] == site.cut.total:
+                return output
             return gather_features(link, output.contiguous(), lengths, output.dim() - 1)
 
-        return add_up if site.kind == "row" else gather
+        epilogue: Any = add_up if site.kind == "row" else gather
+        epilogue.brings_weights = epilogue.completes = True
+        return epilogue
 
     # --- adapters ----------------------------------------------------------------------------------------
 
