@@ -168,7 +168,11 @@ def test_every_reviewed_class(name):
 
 def share_of_slices(name: str) -> tuple[float, tuple[str, ...]]:
     model = tiny(name)
-    return share(model, inputs(name, RAGGED), TensorParallel(model, Mesh(ParallelConfig(tensor=2)).tensor))
+    slices = TensorParallel(model, Mesh(ParallelConfig(tensor=2)).tensor)
+    try:
+        return share(model, inputs(name, RAGGED), slices)
+    finally:
+        slices.close()
 
 
 @pytest.mark.parametrize("name", ["SD3", *(pytest.param(n, marks=pytest.mark.matrix) for n in MAKERS if n != "SD3")])

@@ -266,7 +266,7 @@ def exchanged(exchange: Callable[[Tensor], Tensor], tensor: Tensor, width: int |
         exchange: gives a tensor of the same shape, dtype and device, but for the last dimension.
         width: of the last dimension; None: that of the tensor.
     """
-    run = _get_current_dispatch_mode()
+    run = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
     if not isinstance(run, PartialRun):
         return exchange(tensor)
     if run.is_unknown(tensor):
