@@ -15,7 +15,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.memory.walk import WalkOptions, walk_encoder
 from ditmesh.strategies.text_encoders import in_slices
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -23,8 +23,8 @@ LLAMA = {
     "num_key_value_heads": 2,
     "vocab_size": 512,
 }
-T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 512}
-CLIP = {
+T5: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 512}
+CLIP: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
