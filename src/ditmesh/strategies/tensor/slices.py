@@ -115,7 +115,7 @@ def plan_encoder(model: nn.Module, degree: int) -> TensorPlan:
     words, logits = encoder.get_input_embeddings(), encoder.get_output_embeddings()
     if logits is None or logits.weight is not words.weight:
         for path, module in model.named_modules():
-            if module is logits:
+            if module is logits and isinstance(module, nn.Linear):
                 plan.sites.append(Site(path, "gathered", _hidden_cut(module.out_features, degree)))
             elif isinstance(module, nn.Embedding) and module.weight is words.weight:
                 # T5 has the same table twice.
