@@ -255,6 +255,22 @@ def test_weights_leave_while_it_denoises(name):
     assert hits == 2 * (1 + (name == "flux"))
 
 
+def test_weights_are_away_in_every_step():
+    pipe = PIPELINES["sd3"]()
+    parameters = [*pipe.transformer.parameters()]
+    whole, held = sum(each.numel() for each in parameters), []
+    with ditmesh.parallelized(pipe, {"precompute": True}):
+        (part,) = ditmesh.engine_of(pipe).parts(PrecomputedModel)
+        part.frees_weights = True
+        attention = pipe.transformer.transformer_blocks[0].attn
+        hook = attention.register_forward_pre_hook(lambda *_: held.append(sum(each.numel() for each in parameters)))
+        draw(pipe, arguments("sd3", [1], steps=4))
+        gone = sum(each.numel() for path in part.modules for each in pipe.transformer.get_submodule(path).parameters())
+        hook.remove()
+    assert held == [whole - gone] * 4
+    assert gone > 0.2 * whole
+
+
 def at_step(step: int, change: Any) -> dict[str, Any]:
     """A callback that changes the pipeline, or a call's tensors, when a step is over."""
 

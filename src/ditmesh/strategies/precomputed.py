@@ -10,8 +10,8 @@ the end of the request. A call whose arguments are others than foreseen is compu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,7 @@ class PrecomputedModel:
             self._bring_all()
             return proceed(arguments)
         batch = foreseen.batch
+        self._leave()
         self._row, self._calls, self._compares = foreseen.row, {}, batch.compares > 0
         try:
             result = proceed(arguments)
@@ -156,8 +157,6 @@ class PrecomputedModel:
             batch.compares -= 1
             if not batch.compares:
                 self._trusted.add(batch.form)
-        if not any(row.batch.compares for row in self._rows):
-            self._leave()
         return result
 
     def _settle(self, foreseen: _Foreseen) -> None:
@@ -167,6 +166,8 @@ class PrecomputedModel:
             for path in self._excluded:
                 row.row.pop(path, None)
         self.modules = tuple(path for path in self.modules if path not in self._excluded)
+        for path in self._excluded & self._away.keys():
+            self._bring(path)
 
     def _foreseen(self, arguments: Arguments) -> _Foreseen | None:
         """The call with its values, which are computed where it was not foreseen; None: it is to run as ever."""
@@ -308,7 +309,8 @@ class PrecomputedModel:
             self._calls[path] = number + 1
             if not self._compares:
                 return fresh(values[number])
-            result = patch.original(*args, **kwargs)
+            with self._lent(path):
+                result = patch.original(*args, **kwargs)
             for hook in module._forward_hooks.values():
                 # Of the slices of all ranks, as the values that were computed ahead.
                 if getattr(hook, "completes", False):
@@ -343,11 +345,25 @@ class PrecomputedModel:
                     give_up(parameter)
                 self._states[path] = self._state(path)
 
+    @contextmanager
+    def _lent(self, path: str) -> Iterator[None]:
+        """The weights of a module on the device, for one call of it."""
+        weights = self._away.get(path, {})
+        for parameter, value in weights.items():
+            take_back(parameter, value.to(self._context.mesh.device, copy=True))
+        try:
+            yield
+        finally:
+            for parameter in weights:
+                give_up(parameter)
+
+    def _bring(self, path: str) -> None:
+        for parameter, value in self._away.pop(path).items():
+            take_back(parameter, value.to(self._context.mesh.device))
+
     def _bring_all(self) -> None:
-        while self._away:
-            _, weights = self._away.popitem()
-            for parameter, value in weights.items():
-                take_back(parameter, value.to(self._context.mesh.device))
+        for path in [*self._away]:
+            self._bring(path)
 
     def away(self) -> set[int]:
         """The parameters whose values are in host memory now, by id."""
