@@ -176,7 +176,8 @@ class Environment:
             )
         try:
             url = self._url(server, log)
-            return self.call("ditmesh", "generate", "a red apple", "--server", url, "--steps", "2", "--out", "asked")
+            program = f"import ditmesh; print(ditmesh.Client({url!r}).generate('a red apple', steps=2)[0].size)"
+            return self.call("python", "-c", program)
         except EnvironmentMistake as error:
             raise EnvironmentMistake(f"{error}\nthe server said:\n{log.read_text(encoding='utf-8')[-4000:]}") from None
         finally:

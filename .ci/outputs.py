@@ -70,7 +70,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "generate bad config": ("generate", "a", "--config", "{file}", "--json", "--out", "{out}"),
     "generate no frames": ("generate", "a", "--frames", "9", "--json", "--out", "{out}"),
     "generate no memory": ("generate", "a", "--memory-limit", "0.001", "--json", "--out", "{out}"),
-    "generate no server": ("generate", "a", "--server", "http://127.0.0.1:9", "--json", "--out", "{out}"),
     "generate stopped": ("generate", "a red fox", *SMALL, "--num-images", "999", "--batch", "1", "--out", "{out}"),
     "generate stopped ranks": (
         *("generate", "a red fox", *SMALL, *TWO, "--ulysses", "2", "--num-images", "999", "--batch", "1"),
@@ -342,21 +341,6 @@ def responses(source: Path, folder: Path, wanted: str) -> dict[str, dict[str, An
                     job = answers[f"http {name}"].pop("job")
                     while asked(url, "GET", f"/v1/jobs/{job}", None)["json"]["status"] in ("queued", "running"):
                         time.sleep(0.2)
-        if wanted in "http generate":
-            words = (
-                "generate",
-                "a red fox",
-                "--server",
-                url,
-                "--steps",
-                "2",
-                "--seed",
-                "1",
-                "--out",
-                "{out}",
-                "--json",
-            )
-            answers["http generate"] = command(source, words, folder / "sent", folder)
         return answers
     finally:
         started.terminate()

@@ -810,15 +810,12 @@ def test_versions_of_vendors_count_as_the_releases_that_they_precede(monkeypatch
         assert bool(outdated()) is old, version
 
 
-@pytest.mark.parametrize("words", ["import ditmesh; ditmesh.Client", "from ditmesh.__main__ import main; main()"])
-def test_a_client_without_httpx_is_one_sentence(words):
-    program = f"import sys; sys.modules['httpx'] = None; {words}"
-    command = [sys.executable, "-c", program, "generate", "a fox", "--server", "http://127.0.0.1:9"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_a_client_without_httpx_is_one_sentence():
+    program = "import sys; sys.modules['httpx'] = None; import ditmesh; ditmesh.Client"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr.splitlines()[-1].endswith(
         "a client of a server needs httpx, which is not installed; pip install 'ditmesh[serve]'"
     )
-    assert done.returncode == 2 or words.startswith("import")
 
 
 def test_doctor_prints_what_to_type_as_it_is(monkeypatch, capsys):

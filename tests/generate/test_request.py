@@ -14,10 +14,8 @@ import torch
 from PIL import Image
 
 from ditmesh import InputError
-from ditmesh.cli.options import InputOptions, PictureOptions
-from ditmesh.cli.remote import _fields as remote_fields
+from ditmesh.cli.options import PictureOptions
 from ditmesh.cli.values import picture_job
-from ditmesh.client import job_body
 from ditmesh.config import ParallelConfig
 from ditmesh.core.files import digest_of_file
 from ditmesh.generate.files import InputFile
@@ -342,7 +340,6 @@ def options_of(fields: dict[str, Any]) -> PictureOptions:
 
 @pytest.mark.parametrize("name", list(PictureRequest.model_fields))
 def test_every_option_of_the_command_reaches_the_pipeline(name: str, image: Path):
-    """Here, and through the body that the command sends to a server."""
     model, fields, files = asked(name, image)
     value, expected = (2, {"num_images_per_prompt": 2, "generator": [3, 4]}) if name == "n" else CHANGED[name]
     runner = PipelineRunner(None, kind=Videos if name in VIDEO_FIELDS else Images)
@@ -354,10 +351,6 @@ def test_every_option_of_the_command_reaches_the_pipeline(name: str, image: Path
 
     plain = call(fields)
     assert call({**fields, name: value}) == {**plain, **expected} != plain
-    given = {**fields, name: value}
-    sent = remote_fields(model, options_of(given), InputOptions(strength=given.get("strength")))
-    body = job_body(given["prompt"], {**sent, "n": given.get("n", 1)})
-    assert getattr(validated(JobRequest, body), name) == value
 
 
 def test_a_value_of_zero_is_a_value():

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from support import fault_points, hosts
+from support import hosts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Other versions of matplotlib place labels elsewhere.
@@ -70,13 +70,6 @@ def check_overhead(figures: dict[str, Any]) -> None:
     # One rank launches what plain diffusers launches, and never waits.
     assert rows[0]["kernels"] == rows[1]["kernels"]
     assert rows[1]["host synchronisations"] == 0
-
-
-def check_soak(figures: dict[str, Any]) -> None:
-    assert figures["operations"]
-    assert not figures["wrong"]
-    assert not figures["lost"]
-    assert any(name.startswith("rank 1") for name in figures["growth"])
 
 
 def check_big_model(figures: dict[str, Any]) -> None:
@@ -162,7 +155,6 @@ SMALL = ["--megabytes", "12", "--blocks", "3", "--latent", "8", "--steps", "1", 
 RUNS: dict[str, tuple[list[str], Callable[[Any], None]]] = {
     "exact": (["--repeats", "2", "--runs", "1", "--only", "ring=2", "--against", SOURCE], check_taking_turns),
     "overhead": (["--repeats", "1", "--runs", "1", "--only", "1 rank", "ulysses=2"], check_overhead),
-    "serving_soak": (["--minutes", "1", "--settle", "0.3", "--every", "3", "--history", "20"], check_soak),
     "big_model tensor": (["--megabytes", "60", "--config", "tensor=2", "--whole"], check_big_model),
     "big_model pipe": (["--megabytes", "60", "--config", "pipe=2", "--whole"], check_big_model),
     "training": (["--steps", "2", "--repeats", "1"], check_training),
@@ -198,31 +190,7 @@ def test_a_benchmark_runs_to_its_end(tmp_path: Path, run: str) -> None:
     if name == "links" and (reason := hosts.missing()):
         pytest.skip(reason)
     place = [PLACES[name], tmp_path / "more.svg"] if name in PLACES else []
-    # In its first minute a server grows, which the soak says by its code.
-    codes = (0, 1) if name == "serving_soak" else (0,)
-    check(measured(f"{name}.py", *arguments, *place, codes=codes, figures=tmp_path / "figures.json"))
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(fault_points.missing() is not None, reason=fault_points.missing() or "")
-@pytest.mark.parametrize("more", [["--faults", 42], ["--ranks", "model", "--faults", 8, "--operations", 300]])
-def test_what_clients_see_of_a_server_while_everything_fails_has_no_anomaly(tmp_path: Path, more: list[Any]) -> None:
-    history = tmp_path / "history.jsonl"
-    few = ["--operations", 1000, "--seed", 3, "--seconds", 400, "--history", history]
-    result = measured("serving_history", *few, *more, figures=tmp_path / "out.json")
-    assert (result["anomalies"], result["not_back"]) == ({}, [])
-    assert result["faults"] >= 8
-    if "model" not in more:
-        assert len(result["kinds_of_faults"]) >= 19
-    # A history that lost an answer is not accepted.
-    lines = history.read_text().splitlines()
-    first = next(n for n, line in enumerate(lines) if '"f":"submit"' in line and '"owner":"a"' in line)
-    number = json.loads(lines[first])["op"]
-    history.write_text("".join(f"{line}\n" for line in lines if f'"op":{number},' not in line))
-    checked = script("serving_history", "--check", history)
-    assert checked.returncode == 1
-    assert "no client has asked for it" in checked.stdout
+    check(measured(f"{name}.py", *arguments, *place, figures=tmp_path / "figures.json"))
 
 
 # --- the runner, the figures of pages, and what benchmarks compute
@@ -234,7 +202,7 @@ def test_the_runner_knows_all_benchmarks(monkeypatch: pytest.MonkeyPatch, capsys
     listed = capsys.readouterr().out.splitlines()
     shared = {"__main__", "comfyui_files", "harness", "machine", "open_loop", "quiet"}
     files = {path.stem for path in BENCHMARKS.glob("*.py")} - shared
-    assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check", "serving_history"}
+    assert {line.split()[0] for line in listed[2:]} == files | {"gpu_check"}
     with pytest.raises(SystemExit, match="there is no benchmark 'exakt'; use one of batches, big_model, "):
         runner["main"](["exakt"])
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.client import Client
 from ditmesh.errors import InputError
-from ditmesh.generate.receipt import Receipt, read_receipt
+from ditmesh.generate.receipt import Receipt
 from ditmesh.serve.errors import NoSpace, QueueFull, UnknownJob
 from ditmesh.serve.http.keys import new_key
 from ditmesh.serve.settings import ApiSettings
@@ -259,78 +256,3 @@ def test_a_submission_whose_answer_is_lost_is_made_again_and_is_one_job(url: str
         # Whoever breaks off does not wait.
         with pytest.raises(ditmesh.ServerError, match="does not answer"):
             client.cancel(job.id)
-
-
-# --- the command
-
-
-def test_generate_on_a_server(url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """The same files, receipts and JSON as without --server."""
-    common = ["generate", "a red fox", "a bird", "--server", url, "--num-images", "9", "--seed", "5", "--steps", "2"]
-    assert run(*common, "--size", "32x32", "--out", tmp_path, "--json=full") == 0
-    result = json.loads(capfd.readouterr().out)
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert len(files) == 18
-    assert files[0] == "0000-a-red-fox-seed5.png"
-    assert files[-1] == "0017-a-bird-seed22.png"
-    for number, picture in enumerate(result["images"]):
-        receipt = read_receipt(picture["path"])
-        assert receipt == Receipt.model_validate(picture)
-        assert (receipt.index, receipt.seed) == (number, 5 + number)
-        with Image.open(picture["path"]) as image:
-            assert image.tobytes() == drawn(receipt.prompt, receipt.seed, (32, 32)).tobytes()
-    local = {"images", "out", "config", "devices", "device", "threads", "seconds", "load_seconds", "total_seconds"}
-    assert set(result) == {*local, "server"}
-    assert (result["devices"], result["threads"], result["config"]) == (2, 1, {"ulysses": 2})
-    # Files that are there stay.
-    assert run(*common, "--size", "32x32", "--out", tmp_path, "--json") == 0
-    assert set(json.loads(capfd.readouterr().out)["images"][0]) == {"path", "prompt", "seed", "together", "place"}
-    assert len(list(tmp_path.iterdir())) == 36
-    assert run("generate", "a", "--server", url, "--out", tmp_path) == 0
-    assert "1 image in" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--devices", "2"], "--devices: with --server the server decides this"),
-        (["--ulysses", "2", "--dtype", "bf16"], "--dtype"),
-        (["--lora", "none:0.5"], "there is no LoRA 'none'"),
-        (["--lora", "oil:x"], "the scale 'x' is not a number"),
-        (["--image", "none.png"], "cannot read the image 'none.png'"),
-        (["--model", "x"], "model 'x' is none of this server's"),
-        (["--size", "33x32"], "33 pixels are no multiple of 8"),
-    ],
-)
-def test_what_generate_on_a_server_refuses(
-    url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], words: str
-):
-    assert run("generate", "a", "--server", url, "--out", tmp_path, *arguments) == 2
-    said = capfd.readouterr().err
-    assert words in said
-    assert "Traceback" not in said
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_breaking_off_the_command_cancels_its_jobs(url: str, backend: FakeBackend, tmp_path: Path):
-    backend.hold(True)
-    before = len(asyncio.run(backend.jobs("", 1000)))
-    command = [sys.executable, "-m", "ditmesh", "generate", "left", "--server", url, "--num-images", "30"]
-    process = subprocess.Popen([*command, "--out", tmp_path], stderr=subprocess.PIPE, text=True)
-    try:
-        alarm = threading.Event()
-        for _ in range(600):
-            if len(asyncio.run(backend.jobs("", 1000))) == before + 4:
-                break
-            alarm.wait(0.1)
-        process.terminate()
-        assert process.wait(60) == 143
-        assert [job.status for job in asyncio.run(backend.jobs("", 4))] == ["cancelled"] * 4
-    finally:
-        process.kill()
-        backend.hold(False)
-
-
-def test_what_fails_on_the_server_is_a_sentence(url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    assert run("generate", "fail:stalled", "--server", url, "--out", tmp_path) == 1
-    assert capfd.readouterr().err.strip().endswith("ditmesh: it failed of stalled")

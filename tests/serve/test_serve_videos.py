@@ -19,7 +19,7 @@ from PIL import Image, ImageSequence
 
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
-from ditmesh.generate.receipt import PNG_KEYWORD, Receipt, read_receipt
+from ditmesh.generate.receipt import PNG_KEYWORD, Receipt
 from ditmesh.generate.video import frames_digest, metadata_of, write_mp4
 from ditmesh.media.videos import read_frames
 from ditmesh.serve.offers import ModelSpec
@@ -141,35 +141,6 @@ def test_the_official_client_gets_the_pipelines_frames(
     listed = client.videos.list(limit=1)
     assert [video.id for video in listed.data] == [again["id"]]
     assert made.id in [video.id for video in listed]
-
-
-@pytest.mark.matrix
-def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """The command's files: MP4s with receipts."""
-    common = ["generate", "a fox", "--server", str(http.base_url), "--seed", "5", "--steps", str(STEPS)]
-    common += ["--guidance", "3", "--size", "64x32", "--frames", str(FRAMES), "--out", str(tmp_path), "--json=full"]
-    assert run(*common, "--fps", str(FPS), "--num-images", "2") == 0
-    result = json.loads(capfd.readouterr().out)
-    assert [Path(one["path"]).name for one in result["images"]] == ["0000-a-fox-seed5.mp4", "0001-a-fox-seed6.mp4"]
-    for number, one in enumerate(result["images"]):
-        receipt = read_receipt(one["path"])
-        assert receipt == Receipt.model_validate(one)
-        assert (receipt.index, receipt.frames, receipt.fps) == (number, FRAMES, FPS)
-        assert len(read_frames(one["path"], "video")) == FRAMES
-    # As in the file that the server keeps, but for the rounding of a call of two videos, which MP4 makes larger.
-    asked = {**ASKED, "size": "64x32", "frames": FRAMES}
-    job = finished(http, http.post("/v1/jobs", json=asked).json()["id"])
-    served, first, second = (
-        np.stack([np.asarray(one).astype(float) for one in read_frames(file, "video")])
-        for file in (http.get(job["images"][0]["url"]).content, *(one["path"] for one in result["images"]))
-    )
-    assert abs(served - first).mean() < 1
-    assert abs(served - second).mean() > 5
-
-    assert run(*common, "--fps", "7.5") == 2
-    assert "--fps 7.5: servers take whole frames a second" in capfd.readouterr().err
-    assert run(*common, "--video", "fox.mp4") == 2
-    assert "--video: servers accept input images" in capfd.readouterr().err
 
 
 @pytest.mark.matrix

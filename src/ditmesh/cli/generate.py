@@ -33,10 +33,8 @@ from .options import (
     memory_check,
     output_option,
     picture_option,
-    rank_option,
     with_groups,
 )
-from .remote import check_options, generate_on
 from .show import bar, emit
 from .values import fetched, parallel_config, picture_job, read_prompts, videos_of
 
@@ -70,10 +68,6 @@ class RunOptions:
     ] = None
     config: ConfigFile = None
     memory_limit: MemoryLimit = None
-    server: Annotated[
-        str | None,
-        rank_option("--server", metavar="URL", help="Generate on this `ditmesh serve`; DITMESH_API_KEY holds the key."),
-    ] = None
     overwrite: Overwrite = False
     compare: Annotated[
         bool, output_option("--compare", help="Generate on one device too, and compare speed and images.")
@@ -103,7 +97,6 @@ Out = Annotated[str, common_option("--out", "-o", metavar="DIR", help="Write the
 
 @with_groups
 def generate(
-    context: typer.Context,
     *,
     prompts: Prompts = None,
     model: Model = None,
@@ -133,18 +126,14 @@ def generate(
 
     ditmesh generate "a red fox" --devices 8 --launcher ray@10.0.0.1:6379
     """
-    if run.server is not None:
-        check_options(context)
-        result = generate_on(run.server, prompts, model, pictures, inputs, out, run.overwrite)
-    else:
-        began, settings = time.perf_counter(), parallel.settings()
-        asked = read_prompts(prompts, pictures.prompts_file)
-        job, info = picture_job(model, asked, pictures, ranks.timeout, out, **inputs.of_job(), **run.of_job())
-        world_size, chosen = parallel_config(devices, run.config, settings, info.heads)
-        _check_launch(ranks, world_size, run.compare)
-        job, kind = _checked(job.changed(config=chosen or "auto"), info, ranks, world_size)
-        _tell_apart(prompts or [])
-        result = _on_ranks(job, ranks, world_size, kind, run.compare, began)
+    began, settings = time.perf_counter(), parallel.settings()
+    asked = read_prompts(prompts, pictures.prompts_file)
+    job, info = picture_job(model, asked, pictures, ranks.timeout, out, **inputs.of_job(), **run.of_job())
+    world_size, chosen = parallel_config(devices, run.config, settings, info.heads)
+    _check_launch(ranks, world_size, run.compare)
+    job, kind = _checked(job.changed(config=chosen or "auto"), info, ranks, world_size)
+    _tell_apart(prompts or [])
+    result = _on_ranks(job, ranks, world_size, kind, run.compare, began)
     if result is not None:
         shown = short(result) if run.as_json and not run.json_full else result
         emit(shown, run.as_json or run.json_full, _say)
@@ -369,7 +358,7 @@ def _say(result: dict[str, Any]) -> Report:
         f"{count(len(result['images']), what)} in {result['out']}: "
         f"{result['seconds']:.2f} s on {devices} ({where}), "
         f"{start}"
-        f"{result['load_seconds']:.1f} s {'waiting' if 'server' in result else 'to load'}, "
+        f"{result['load_seconds']:.1f} s to load, "
         f"{result['total_seconds']:.1f} s in all"
     )
     if "compare" in result:
