@@ -43,7 +43,7 @@ def check_folders(config: TrainConfig) -> None:
     """
     data = config.data
     names = [f"train_data.{number}.dir" for number in range(len(data.train_data))] or ["train_data_dir"]
-    for one, name in zip(data.sets, [*names, "class_data_dir"], strict=False):
+    for one, name in zip(data.sets, names, strict=True):
         places = [(name, one.train_data_dir), ("mask_dir", one.mask_dir), ("conditioning_dir", one.conditioning_dir)]
         for setting_name, place in places:
             if place is None:
@@ -82,9 +82,6 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
             raise ConfigError(f"train_modules: {info.pipeline_class} has no module {name!r}{near}")
     size = None if config.data.aspect_ratio_buckets is not None else (config.data.resolution, config.data.resolution)
     check_config(config.parallel, info, config.parallel.world_size, size, config.data.num_frames or 1)
-    from .objective import check_objective
-
-    check_objective(config.model.objective)
     from .logs.trackers import check_trackers
     from .optimizer.optimizers import check_optimizer
 

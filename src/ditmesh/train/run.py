@@ -20,7 +20,6 @@ from ..generate.model_info import find_model
 from ..generate.runner import PipelineRunner, rank_of_process
 from .checkpoints.export import export
 from .config import TrainConfig
-from .logs.training_log import average_used
 from .memory_check import check_training_memory
 from .model.frozen import read_pipeline_frozen
 from .trainer import Outcome, Trainer
@@ -106,22 +105,17 @@ def _read_pipeline(config: TrainConfig, limit: float | None) -> Any:
 def _facts(config: TrainConfig, outcome: Outcome) -> dict[str, Any]:
     """The result of a run.
 
-    ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``validation_loss`` (of
-    held-out samples after it; None without them), ``validated`` (which average of the weights that is; None: the
-    weights themselves), ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's),
-    each a list of sentences, and ``overflowed`` (steps that changed no weight: gradients overflowed in float16).
+    ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), and lists of sentences:
+    ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's).
     """
     return {
         "step": outcome.step,
         "resumed": outcome.step - len(outcome.losses),
         "loss": outcome.losses.get(outcome.step - 1),
-        "validation_loss": outcome.held_out.get(outcome.step - 1),
-        "validated": average_used(config),
         "skipped": outcome.skipped,
         "notes": outcome.notes,
         "unsaved": outcome.unsaved,
         "changed": outcome.changed,
-        "overflowed": outcome.overflowed,
     }
 
 
@@ -134,7 +128,7 @@ class _Validation:
         if trainer.config.output.validation_prompts and draws is not None and not draws():
             raise ConfigError(
                 f"validation_prompts: {type(trainer.pipe).__name__} draws from an image, and a prompt alone has none; "
-                "leave it out, and use validation_split to measure the loss of images"
+                "leave it out"
             )
 
     def run(self, step: int) -> dict[str, Path]:

@@ -17,13 +17,11 @@ LEFT = ("checkpoint-*", "pipeline", "lora")
 # Settings without effect on data and loss, or covered by another entry (the data's digest, the batch).
 NO_MATTER = {
     # Their samples, weights and settings are in the data's digest.
-    *("train_data", "class_data_dir", "mask_dir", "conditioning_dir"),
+    *("train_data", "mask_dir", "conditioning_dir"),
     *("output_dir", "train_data_dir", "cache_dir", "report_to", "from_scratch", "parallel", "data_speeds", "sharding"),
     *("checkpointing_steps", "checkpoints_total_limit", "gradient_checkpointing"),
     *("resume_from_checkpoint", "resume_allow_changed", "global_batch_size"),
     *("validation_prompts", "validation_steps", "validation_inference_steps"),
-    # The digest tells which samples are left to train on.
-    "validation_split",
 }
 # Settings with a new value from the first step on.
 AT_ONCE = {
@@ -38,7 +36,6 @@ OTHER_WEIGHTS = {
     "lora.rank",
     "lora.target_modules",
     "lora.type",
-    "lora.decompose_factor",
 }
 
 

@@ -12,8 +12,7 @@ from ...media.images import opened_image
 from ..config import TrainConfig
 from ..observed.family import family_of
 from .encoded import EncodedSamples
-from .held_out import with_held_out
-from .order import DrawnSample, SampleOrder
+from .order import SampleOrder
 from .samples import Sample
 from .sources import Sources, all_samples, sources_of
 from .training_data import check_video_length
@@ -23,14 +22,14 @@ MOST_DECODED = 1000
 
 
 def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
-    """Read a run's data as a run would, decode it, and look at the first step.
+    """Read a run's data as a run would, and decode it.
 
     Args:
         pipe: its pipeline, for the lengths of captions and the sizes that it takes.
 
     Returns:
-        ``sets``, ``buckets``, ``captions``, ``skipped``, ``notes``, ``decoded`` (how many were), ``steps`` and
-        ``first_step`` (name, caption, size, mirrored, kind).
+        ``sets``, ``buckets``, ``captions``, ``skipped``, ``notes``, ``decoded`` (how many were), ``samples``, ``steps``
+        and ``batch``.
 
     Raises:
         ConfigError, InputError: as the run would.
@@ -39,11 +38,12 @@ def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
     check_video_length(pipe, family, config)
     samples = all_samples(config.data, family.conditioned_by)
     samples.check(config.data)
-    samples, _ = with_held_out(samples, config)
     sources = sources_of(config.data, samples)
     encoded = EncodedSamples(pipe, family, samples.good, sources.sizes, config, torch.device("cpu"))
     per_step = config.batch // config.optimizer.train_batch_size
-    order = SampleOrder(sources.sizes, config.seed, config.optimizer.train_batch_size, per_step, sources.sets)
+    order = SampleOrder(
+        sources.sizes, config.seed, config.optimizer.train_batch_size, per_step, sources.numbers, sources.weights
+    )
     # All samples, or evenly chosen ones of many.
     chosen = samples.good[:: max(1, -(-len(samples.good) // MOST_DECODED))]
     broken, animated = _decoded(chosen, config.data.num_frames)
@@ -64,11 +64,6 @@ def checked_data(config: TrainConfig, pipe: Any) -> dict[str, Any]:
         "samples": len(samples.good),
         "steps": config.optimizer.max_train_steps or order.steps(config.optimizer.num_train_epochs),
         "batch": config.batch,
-        "first_step": [
-            _drawn(encoded, samples.good, drawn, micro.size, place >= micro.count)
-            for micro in order.step(0)
-            for place, drawn in enumerate(micro.samples)
-        ],
     }
 
 
@@ -77,16 +72,14 @@ def _sets(sources: Sources, order: SampleOrder) -> list[dict[str, Any]]:
     per_epoch = order.of_sets(len(sources.configs))
     for number, config in enumerate(sources.configs):
         samples = [sample for sample in sources.samples.good if sample.source == number]
-        is_prior = number == sources.sets.prior
         sets.append(
             {
                 "dir": config.train_data_dir,
                 "samples": len(samples),
-                "weight": None if is_prior else sources.sets.weights[number],
-                "per_epoch": sum(per_epoch) if is_prior else per_epoch[number],
+                "weight": sources.weights[number],
+                "per_epoch": per_epoch[number],
                 "masks": sum(sample.attached.mask is not None for sample in samples),
                 "references": sum(bool(sample.attached.references) for sample in samples),
-                "class_images": is_prior,
             }
         )
     return sets
@@ -132,17 +125,3 @@ def _decoded(samples: Sequence[Sample], frames: int | None) -> tuple[list[str], 
         except (OSError, InputError) as error:
             broken.append(str(error))
     return broken, animated
-
-
-def _drawn(
-    encoded: EncodedSamples, samples: Sequence[Sample], drawn: DrawnSample, size: tuple[int, int], of_class: bool
-) -> dict[str, Any]:
-    """A sample of the first step, as the model gets it."""
-    mirrored, caption = encoded.drawn(drawn)
-    return {
-        "name": samples[drawn.index].name,
-        "caption": "" if caption is None else str(caption),
-        "size": list(size),
-        "mirrored": mirrored,
-        "kind": "class image" if of_class else "sample",
-    }

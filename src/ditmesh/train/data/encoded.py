@@ -7,7 +7,7 @@ number, so that it does not depend on the batch or the rank that computes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from ...errors import ConfigError, InputError
 from ..config import TrainConfig
 from ..families import Conditions, Family, stacked
 from ..staging import onto
-from ..uneven import RankProgress, Show, uneven_work
+from ..uneven import Show, uneven_work
 from .cache import DamagedFile, SampleCache
 from .encoder import SampleEncoder, condition_name
 from .encoders import Encoders
@@ -47,18 +47,12 @@ class Batch:
         conditions: tensors with B rows.
         generators: of the samples, for noise and noise levels.
         mask: (B, 1, ...) how much each latent counts, with a mean of one over a sample; None: all alike.
-        weights: (B,) of the samples' losses; None: 1.
     """
 
     latents: Tensor
     conditions: Conditions
     generators: list[torch.Generator]
     mask: Tensor | None = None
-    weights: Tensor | None = None
-
-    def weighted(self, losses: Tensor) -> Tensor:
-        """Losses (B,) times the samples' weights."""
-        return losses if self.weights is None else losses * self.weights
 
 
 class _Encoded(NamedTuple):
@@ -122,14 +116,14 @@ class EncodedSamples:
 
     # --- the cache ---------------------------------------------------------------------------------------
 
-    def fill_cache(self, mesh: Mesh, show: Callable[[str, list[RankProgress]], None] | None = None) -> None:
+    def fill_cache(self, mesh: Mesh, show: Show | None = None) -> None:
         """Encode every sample that is not in rank 0's cache yet, distributed over the ranks. Collective.
 
         Rank 0 alone says which samples those are and under which names they are kept. Where ranks have caches of their
         own, each encodes missing samples when it trains them.
 
         Args:
-            show: called with the action and each rank's progress.
+            show: as for `uneven_work`.
 
         Raises:
             InputError: the cache cannot be written, or another rank's encoders have other weights.
@@ -140,7 +134,7 @@ class EncodedSamples:
         rank, size = mesh.world.rank, mesh.world.size
         keys: list[str] = []
         missing: list[int] = []
-        with uneven_work(mesh, "hashing encoders", _shown(show, "hashing encoders")) as advance:
+        with uneven_work(mesh, "hashing encoders", show) as advance:
             fingerprint = self._encoder.fingerprint(advance)
             folder = Path(self._config.data.cache_dir) / fingerprint
             if rank == 0:
@@ -154,7 +148,7 @@ class EncodedSamples:
                 f"rank the same files of {self._config.pretrained_model_name_or_path!r}"
             )
         keys, missing = mesh.world.broadcast_object((keys, missing))
-        with uneven_work(mesh, "encoding samples", _shown(show, "encoding samples")) as advance:
+        with uneven_work(mesh, "encoding samples", show) as advance:
             self._cache = SampleCache(folder, keys)
             lacking = set(self._cache.missing())
             if self._keeps_text and rank == 0 and not self._encoder.has_references:
@@ -273,7 +267,6 @@ class EncodedSamples:
             conditions={name: onto(value, self._device) for name, value in conditions.items()},
             generators=generators,
             mask=self._counting(stacked_masks(masks, mean), latents),
-            weights=self._weights(micro),
         )
 
     def _counting(self, mask: Tensor | None, latents: Tensor) -> Tensor | None:
@@ -291,24 +284,11 @@ class EncodedSamples:
     def _is_kept(self) -> bool:
         return self._cache is not None and self._keeps_text
 
-    def _weights(self, micro: MicroBatch) -> Tensor | None:
-        if not micro.prior:
-            return None
-        weights = [1.0] * micro.count + [self._config.data.prior_loss_weight] * micro.prior
-        # On the device also where latents come from the cache, which is in host memory.
-        return onto(torch.tensor(weights), self._device)
-
     def _chances(self, drawn: DrawnSample, generator: torch.Generator) -> tuple[bool, bool]:
         """(mirrored, without a caption): the random decisions for a sample."""
         chances = torch.rand(2, generator=generator)
         flip = self._encoder.flips(drawn.index) and bool(chances[0] < 0.5)
         return flip, bool(chances[1] < self._config.data.proportion_empty_prompts)
-
-    def drawn(self, drawn: DrawnSample) -> tuple[bool, Any]:
-        """(mirrored, caption or label): the form in which a sample is trained in a step."""
-        flip, empty = self._chances(drawn, torch.Generator().manual_seed(self.seed_of(drawn)))
-        words = self._encoder.words(drawn.index, self.seed_of(drawn, "caption"))
-        return flip, self._encoder.nothing if empty else words
 
     def _length(self, micro: MicroBatch) -> int | None:
         """The prompt length of a micro-batch; from several lengths the first sample selects one."""
@@ -362,10 +342,6 @@ class EncodedSamples:
             name = condition_name(variant, flip and is_referenced)
         row = {key.removeprefix(f"{name}."): v for key, v in encoded.items() if key.startswith(f"{name}.")}
         return _Encoded(values, index, row, mask, None)
-
-
-def _shown(show: Callable[[str, list[RankProgress]], None] | None, what: str) -> Show | None:
-    return None if show is None else lambda ranks: show(what, ranks)
 
 
 def _check(

@@ -227,7 +227,7 @@ def condition_name(variant: int | None, flip: bool) -> str:
 
 
 def _identity(part: Part) -> tuple[Any, ...]:
-    return part.name, part.offset, part.length, part.stamp()
+    return part.name, part.stamp()
 
 
 def _settings_of(part: Any) -> str:

@@ -1,4 +1,4 @@
-"""The data sets of a run as one list of samples: those of `TrainConfig.train_data`, and class images last."""
+"""The data sets of a run as one list of samples: those of `TrainConfig.train_data`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...core.digests import digest
-from ...errors import InputError
 from ..settings import DataConfig
-from .attached import SampleImages, renamed
+from .attached import SampleImages
 from .captions import By
-from .order import SampleSets, buckets_of
+from .order import buckets_of
 from .reading import read_samples
-from .samples import Sample, Samples
+from .samples import Samples
 
 # Settings of a data set that do not affect training, or are in the samples themselves.
-_ELSEWHERE = {"train_data_dir", "train_data", "class_data_dir", "mask_dir", "conditioning_dir"}
+_ELSEWHERE = {"train_data_dir", "train_data", "mask_dir", "conditioning_dir"}
 
 
 @dataclass(frozen=True)
@@ -26,16 +25,20 @@ class Sources:
     Attributes:
         samples: of all data sets in their order; each knows the number of its own.
         names: of the data sets, as they are called before the names of samples; one alone has none.
-        configs: the settings of every data set.
+        configs, weights: the settings of every data set, and how often an epoch has each of its samples.
         sizes: (height, width) of every sample's bucket.
-        sets: the data sets, for the order of samples.
     """
 
     samples: Samples
     names: tuple[str, ...]
     configs: tuple[DataConfig, ...]
+    weights: tuple[float, ...]
     sizes: tuple[tuple[int, int], ...]
-    sets: SampleSets
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of every sample's data set."""
+        return [sample.source for sample in self.samples.good]
 
     @property
     def digest(self) -> str:
@@ -54,7 +57,7 @@ class Sources:
         ]
         first = own[0]
         changed = [{name: value for name, value in one.items() if value != first[name]} for one in own]
-        return digest((plain, beside, [sample.source for sample in good], self.sets.weights, str(changed)))
+        return digest((plain, beside, self.numbers, self.weights, str(changed)))
 
 
 def all_samples(config: DataConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
@@ -95,27 +98,12 @@ def sources_of(config: DataConfig, samples: Samples) -> Sources:
 
     Raises:
         ConfigError: sizes of buckets are none.
-        InputError: there are class images for some buckets only.
     """
-    configs, numbers = config.sets, [sample.source for sample in samples.good]
+    configs = config.sets
     sizes: list[tuple[int, int]] = []
     for number, one in enumerate(configs):
         sizes += buckets_of([sample.size for sample in samples.good if sample.source == number], one)
-    prior = None if config.class_data_dir is None else len(configs) - 1
-    if prior is not None:
-        wanted, there = (
-            {size for size, source in zip(sizes, numbers, strict=True) if (source == prior) is of_class}
-            for of_class in (False, True)
-        )
-        if lacking := sorted(wanted - there):
-            height, width = lacking[0]
-            raise InputError(
-                f"class_data_dir={config.class_data_dir!r} has no image for the bucket of {height} x {width} pixels "
-                "(height x width), in which there are samples; add one of that shape, or leave aspect_ratio_buckets out"
-            )
-    repeats = tuple(sample.repeats for sample in samples.good)
-    sets = SampleSets(tuple(numbers), config.weights, prior, repeats if max(repeats, default=1) > 1 else ())
-    return Sources(samples, names_of(config), configs, tuple(sizes), sets)
+    return Sources(samples, names_of(config), configs, config.weights, tuple(sizes))
 
 
 def names_of(config: DataConfig) -> tuple[str, ...]:
@@ -134,18 +122,23 @@ def _marked(samples: Samples, name: str, number: int) -> Samples:
     prefix = f"{name}/"
     return replace(
         samples,
-        good=tuple(_with_prefix(sample, prefix, number) for sample in samples.good),
+        good=tuple(
+            replace(
+                sample,
+                name=f"{prefix}{sample.name}",
+                part=sample.part.renamed(prefix),
+                source=number,
+                attached=SampleImages(
+                    sample.attached.mask and sample.attached.mask.renamed(prefix),
+                    tuple(image.renamed(prefix) for image in sample.attached.references),
+                ),
+            )
+            for sample in samples.good
+        ),
         corrupt=tuple(f"{prefix}{sentence}" for sentence in samples.corrupt),
         notes=tuple(f"{name}: {note}" for note in samples.notes),
         sources=tuple((f"{source} of {name}", count) for source, count in samples.sources),
     )
-
-
-def _with_prefix(sample: Sample, prefix: str, number: int) -> Sample:
-    mask, references = sample.attached.mask, sample.attached.references
-    attached = SampleImages(mask and renamed(mask, prefix), tuple(renamed(image, prefix) for image in references))
-    part = renamed(sample.part, prefix)
-    return replace(sample, name=part.name, part=part, source=number, attached=attached)
 
 
 def lines_of(sources: Sources, per_epoch: Sequence[int]) -> list[str]:
@@ -156,13 +149,9 @@ def lines_of(sources: Sources, per_epoch: Sequence[int]) -> list[str]:
     """
     if len(sources.names) == 1:
         return []
-    total = sum(count for number, count in enumerate(per_epoch) if number != sources.sets.prior)
     lines = []
     for number, (name, count) in enumerate(zip(sources.names, per_epoch, strict=True)):
-        there = sum(sample.source == number for sample in sources.samples.good)
-        if number == sources.sets.prior:
-            lines.append(f"  {name}: {there} class images, one beside every sample")
-        else:
-            share = f"{count} in an epoch, {count / max(total, 1):.0%}"
-            lines.append(f"  {name}: {there} samples, weight {sources.sets.weights[number]:g} ({share})")
+        share = f"{count} in an epoch, {count / max(sum(per_epoch), 1):.0%}"
+        there = sources.numbers.count(number)
+        lines.append(f"  {name}: {there} samples, weight {sources.weights[number]:g} ({share})")
     return lines

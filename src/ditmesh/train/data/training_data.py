@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +11,9 @@ from ...comm.mesh import Mesh
 from ...errors import ConfigError, InputError
 from ..config import TrainConfig
 from ..families import Family
-from ..uneven import RankProgress
+from ..uneven import Show
 from .agreement import agreed_samples
 from .encoded import Batch, EncodedSamples
-from .held_out import with_held_out
 from .order import MicroBatch, SampleOrder
 from .sources import all_samples, lines_of, sources_of
 
@@ -26,11 +24,10 @@ class TrainingData:
     Args:
         pipe: encodes samples.
         family: how the pipeline is called in training.
-        show: called with the action and each rank's progress.
+        show: as for `uneven_work`.
 
     Attributes:
         report: of used and skipped samples.
-        held_out: samples for the held-out loss, which are not trained on.
         samples, corrupt: the readable samples, and a sentence for every other one.
         digest: of names, sizes and captions.
         encoded: the samples for the transformer.
@@ -48,25 +45,21 @@ class TrainingData:
         config: TrainConfig,
         mesh: Mesh,
         device: torch.device,
-        show: Callable[[str, list[RankProgress]], None],
+        show: Show,
     ) -> None:
         check_video_length(pipe, family, config)
-        found = agreed_samples(
-            mesh,
-            lambda advance: all_samples(config.data, family.conditioned_by, advance),
-            lambda ranks: show("reading the data set", ranks),
-        )
+        found = agreed_samples(mesh, lambda advance: all_samples(config.data, family.conditioned_by, advance), show)
         found.check(config.data)
-        found, self.held_out = with_held_out(found, config)
         sources = sources_of(config.data, found)
         self.samples, self.corrupt = found.good, list(found.corrupt)
         self.digest = sources.digest
         self.encoded = EncodedSamples(pipe, family, self.samples, sources.sizes, config, device)
         steps = config.optimizer
         per_step = config.batch // steps.train_batch_size
-        self.order = SampleOrder(sources.sizes, config.seed, steps.train_batch_size, per_step, sources.sets)
-        held_out = len(self.held_out) if config.output.validation_split else None
-        report, more = found.report(held_out), lines_of(sources, self.order.of_sets(len(sources.configs)))
+        self.order = SampleOrder(
+            sources.sizes, config.seed, steps.train_batch_size, per_step, sources.numbers, sources.weights
+        )
+        report, more = found.report(), lines_of(sources, self.order.of_sets(len(sources.configs)))
         cut = self.encoded.long_captions()
         lines = (*report.lines, *more, *(f"  {one}" for one in cut))
         self.report = replace(report, lines=lines, odd=report.odd or bool(cut))

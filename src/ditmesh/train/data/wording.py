@@ -1,7 +1,4 @@
-"""The caption that a sample is trained with: one of several, with a trigger word, tags shuffled or left out.
-
-Random choices are drawn from a generator of the sample's own, so that it does not depend on the ranks.
-"""
+"""The caption that a sample is trained with: one of several, with a trigger word."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ class Wording:
     config: DataConfig
 
     def variants(self, said: Any) -> tuple[Any, ...]:
-        """All captions that a sample can have; of labels and missing captions the one, as it is.
-
-        With tags that are shuffled or left out, those with all tags in their order.
-        """
+        """All captions that a sample can have; of labels and missing captions the one, as it is."""
         every = said if isinstance(said, tuple) else (said,)
         return tuple(self._triggered(one) if isinstance(one, str) and one.strip() else one for one in every)
 
@@ -39,14 +33,7 @@ class Wording:
             said: caption, several, label or None.
             seed: of the sample in this step.
         """
-        chance = random.Random(seed)
-        if isinstance(said, tuple):
-            said = said[self.chosen(said, seed)]
-        if not self.config.varies_tags or not isinstance(said, str) or not said.strip():
-            return self.variants(said)[0]
-        # A choice among several captions is drawn from the same seed, and in the same way without tags.
-        chance.random()
-        return self._varied(self._triggered(said), chance)
+        return self.variants(said)[self.chosen(said, seed)]
 
     def chosen(self, said: Any, seed: int) -> int:
         """The number of the caption that is drawn among several; 0 for one."""
@@ -57,16 +44,6 @@ class Wording:
         if word is None or TRIGGER in text:
             return text if word is None else text.replace(TRIGGER, word)
         return text if word in text else f"{word}, {text}"
-
-    def _varied(self, text: str, chance: random.Random) -> str:
-        config = self.config
-        tags = [tag.strip() for tag in text.split(",")]
-        kept, rest = tags[: config.keep_tokens], tags[config.keep_tokens :]
-        if config.shuffle_tags:
-            chance.shuffle(rest)
-        if config.tag_dropout:
-            rest = [tag for tag in rest if chance.random() >= config.tag_dropout]
-        return ", ".join([*kept, *rest])
 
 
 def long_captions(pipe: Any, config: DataConfig, captions: Sequence[tuple[str, str]]) -> list[str]:
