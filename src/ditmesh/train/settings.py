@@ -54,8 +54,8 @@ class LoraConfig(SettingsGroup):
     fuse_base_lora: bool = Field(default=False, description="Add the frozen adapters to the weights before training.")
     comfyui: bool = Field(
         default=False,
-        description="Save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX, Lumina 2, "
-        "HunyuanVideo and Cosmos it knows no others.",
+        description="Save the adapter in ComfyUI's names as well, as ``comfyui.safetensors``: of Wan, LTX, Lumina 2 "
+        "and HunyuanVideo it knows no others.",
     )
 
     @model_validator(mode="after")
