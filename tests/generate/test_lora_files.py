@@ -76,41 +76,20 @@ def test_the_settings_of_a_folder_count_for_its_digest(tmp_path: Path) -> None:
     assert file_digest(file) != first
 
 
-# Blocks that the tiny models do not have.
-EXCESS = {
-    "Flux": ("lora_unet_double_blocks_{}_img_attn_qkv", "lora_unet_double_blocks_{}_txt_attn_qkv"),
-    "Wan": ("lora_unet_blocks_{}_self_attn_q", "lora_unet_blocks_{}_cross_attn_k"),
-    "SD3": ("lora_unet_joint_blocks_{}_x_block_attn_qkv", "lora_unet_joint_blocks_{}_x_block_mlp_fc1"),
-    "ZImage": ("lora_unet_layers_{}_attention_qkv", "lora_unet_layers_{}_feed_forward_w1"),
-}
-
-
-@pytest.mark.parametrize("family", [*EXCESS])
-def test_blocks_that_the_model_lacks_are_counted(family: str, tmp_path: Path) -> None:
-    made = written(family, "kohya")
-    for block in (3, 4, 5):
-        for name in EXCESS[family]:
-            layer = name.format(block)
-            made.tensors |= {f"{layer}{KOHYA[0]}": torch.randn(RANK, 8), f"{layer}{KOHYA[1]}": torch.randn(8, RANK)}
-    there = len(FAMILIES[family][1]) + 6
-    error, note = loaded(family, made, tmp_path)
-    assert error < TOLERANCE
-    assert note is not None
-    assert note.startswith(f"6 of the {there} layers of lora.safetensors are none of ")
-    assert any(name.format(3) in note for name in EXCESS[family])
-
-
-def test_layers_of_t5_are_told(tmp_path: Path) -> None:
+def test_blocks_and_encoders_that_the_model_lacks_are_counted(tmp_path: Path) -> None:
     made = written("Flux", "kohya")
-    for block in range(4):
-        layer = f"lora_te3_encoder_block_{block}_layer_0_SelfAttention_q"
-        made.tensors |= {f"{layer}{KOHYA[0]}": torch.randn(RANK, 32), f"{layer}{KOHYA[1]}": torch.randn(32, RANK)}
-        made.tensors[f"{layer}.alpha"] = torch.tensor(2.0)
+    for block in (3, 4, 5):
+        for layer in (
+            f"lora_unet_double_blocks_{block}_img_attn_qkv",
+            f"lora_te3_encoder_block_{block}_layer_0_SelfAttention_q",
+        ):
+            made.tensors |= {f"{layer}{KOHYA[0]}": torch.randn(RANK, 8), f"{layer}{KOHYA[1]}": torch.randn(8, RANK)}
     error, note = loaded("Flux", made, tmp_path)
     assert error < TOLERANCE
     assert note is not None
-    assert "4 of the 12 layers" in note
-    assert "text encoder into which diffusers loads no LoRA" in note
+    assert "3 of the 14 layers of lora.safetensors are none of " in note
+    assert "3 of the 14 layers of lora.safetensors are of a text encoder" in note
+    assert "lora_unet_double_blocks_3_img_attn_qkv" in note
 
 
 @pytest.mark.parametrize("start", ["lora_te{}_text_model_", "text_encoder{}.text_model."])
@@ -152,9 +131,9 @@ def test_small_scales_keep_the_digits_of_float16(tmp_path: Path) -> None:
         assert float((update * 2**14 - up @ down).norm() / (up @ down).norm()) < 2**-10
 
 
-@pytest.mark.parametrize("family", ["Flux", "QwenImage"])
 @pytest.mark.parametrize("name", ["dora_scale", "lora_magnitude_vector"])
-def test_dora_is_read(family: str, name: str, tmp_path: Path) -> None:
+def test_dora_is_read(name: str, tmp_path: Path) -> None:
+    family = "Flux"
     made = written(family, "kohya" if name == "dora_scale" else "diffusers")
     form = FORMATS["kohya" if name == "dora_scale" else "diffusers"]
     for theirs, parts in FAMILIES[family][1]:
@@ -175,10 +154,9 @@ def test_dora_is_read(family: str, name: str, tmp_path: Path) -> None:
     assert "magnitudes (DoRA) for" in refused(family, made, tmp_path / "some")
 
 
-@pytest.mark.parametrize("partly", [False, True])
-def test_biases_of_all_or_of_some_layers(partly: bool, tmp_path: Path) -> None:
+def test_biases_of_some_layers(tmp_path: Path) -> None:
     made, layers = written("Wan", "ComfyUI with alpha"), FAMILIES["Wan"][1]
-    for name, (part,) in layers[: 2 if partly else None]:
+    for name, (part,) in layers[:2]:
         bias = torch.randn(tiny("Wan").get_submodule(part).out_features)
         made.tensors[f"diffusion_model.{name}.diff_b"] = bias
         made.added[f"{part}.bias"] = bias.double()
@@ -196,14 +174,11 @@ def test_differences_of_whole_weights_are_told_unless_they_are_zero(tmp_path: Pa
     made.tensors["diffusion_model.blocks.0.self_attn.norm_q.diff"] += 1
     error, note = loaded("Wan", made, tmp_path)
     assert error < TOLERANCE
-    assert note == (
-        "1 differences of weights in lora.safetensors are not read (diffusion_model.blocks.0.self_attn.norm_q.diff)"
-    )
+    assert note is not None
+    assert "diffusion_model.blocks.0.self_attn.norm_q.diff" in note
 
 
-def test_attention_alone_and_names_of_xlabs(tmp_path: Path) -> None:
-    attention = [layer for layer in FAMILIES["Wan"][1] if "attn" in layer[0]]
-    assert loaded("Wan", written("Wan", "kohya", attention), tmp_path) == (pytest.approx(0, abs=TOLERANCE), None)
+def test_names_of_xlabs(tmp_path: Path) -> None:
     made, model = Written(), tiny("Flux")
     block = "transformer_blocks.1.attn"
     for name, parts in (
@@ -239,15 +214,12 @@ def test_names_that_diffusers_alone_knows(tmp_path: Path) -> None:
     assert loaded("Krea2", made, tmp_path) == (pytest.approx(0, abs=TOLERANCE), None)
     name = "diffusion_model.blocks.7.attn.wq"
     made.tensors |= {f"{name}{KOHYA[0]}": torch.randn(RANK, 8), f"{name}{KOHYA[1]}": torch.randn(8, RANK)}
+    # What a conversion leaves out, it leaves out without a word.
     (tmp_path / "larger").mkdir()
-    error, note = loaded("Krea2", made, tmp_path / "larger")
-    assert error < TOLERANCE
-    assert note is not None
-    assert note.startswith("1 of the 4 layers")
-    assert name in note
+    assert "take a LoRA of this model" in refused("Krea2", made, tmp_path / "larger")
 
 
-@pytest.mark.parametrize(("family", "other"), [("Flux", "Wan"), ("SD3", "Flux"), ("Wan", "QwenImage"), ("Wan", "Flux")])
+@pytest.mark.parametrize(("family", "other"), [("Flux", "Wan"), ("Wan", "QwenImage")])
 def test_a_lora_of_another_model_is_refused(family: str, other: str, tmp_path: Path) -> None:
     message = refused(family, written(other, "kohya"), tmp_path)
     assert "take a LoRA of this model" in message
@@ -260,19 +232,15 @@ def test_a_larger_model_of_the_family_is_refused(tmp_path: Path) -> None:
     assert "for 3072 inputs and 3072 outputs, and that of FluxTransformer2DModel has 128 and 128" in message
 
 
-# Beginnings of names, and what the sentence says.
-OTHER_KINDS = {
-    "transformer.transformer_blocks.0.attn.to_q.hada_w1_a": "LoHa",
-    "lora_unet_double_blocks_0_img_attn_qkv.lora_mid.weight": "LoCon",
-    "transformer.transformer_blocks.0.attn.to_q.oft_blocks": "OFT",
-    "lora_unet_double_blocks_0_img_attn_proj.lokr_w1": "LoKr",
-}
-
-
-@pytest.mark.parametrize("name", [*OTHER_KINDS])
-def test_other_kinds_of_adapters_are_named(name: str, tmp_path: Path) -> None:
-    made = Written({name: torch.randn(4, 4)})
-    assert OTHER_KINDS[name] in refused("Flux", made, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("transformer.transformer_blocks.0.attn.to_q.hada_w1_a", "holds no LoRA"),
+        ("lora_unet_double_blocks_0_img_attn_qkv.lora_mid.weight", "third matrix"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(name: str, words: str, tmp_path: Path) -> None:
+    assert words in refused("Flux", Written({name: torch.randn(4, 4)}), tmp_path)
 
 
 def test_half_a_pair_is_refused(tmp_path: Path) -> None:
@@ -286,33 +254,24 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
 BACKTRACKS = "(([a-z_.0-9]+)+)+X"
 SETTINGS = {
     "rank_pattern": ({"rank_pattern": {BACKTRACKS: 4}}, "patterns of files are not run"),
-    "alpha_pattern": ({"alpha_pattern": {BACKTRACKS: 4}}, "patterns of files are not run"),
     "target_modules": ({"target_modules": BACKTRACKS}, None),
-    "exclude_modules": ({"exclude_modules": BACKTRACKS}, None),
-    "layers_pattern": ({"layers_pattern": BACKTRACKS, "layers_to_transform": [0]}, None),
     "rank": ({"r": 2_000_000}, "settings say rank 2000000"),
-    "rank of text": ({"r": "4"}, "no such number"),
     "alpha": ({"lora_alpha": float("nan")}, "no such number"),
     "rank of 400 digits": ({"r": 10**400}, "no such number"),
     "dora": ({"use_dora": True}, "has no magnitudes"),
-    "unknown": ({"nonsense": 1}, "setting 'nonsense'"),
     "replication": ({"layer_replication": [[0, 4], [0, 400]]}, "setting 'layer_replication'"),
-    "megatron": ({"megatron_config": {"a": 1}, "megatron_core": "evil_module"}, "setting 'megatron_config'"),
     "pissa": ({"init_lora_weights": "pissa"}, "changed the weights below"),
 }
 
 
 @pytest.mark.parametrize("case", [*SETTINGS])
-@pytest.mark.parametrize("where", ["metadata", "folder"])
-def test_settings_of_strangers_are_bounded(case: str, where: str, tmp_path: Path) -> None:
+def test_settings_of_strangers_are_bounded(case: str, tmp_path: Path) -> None:
     given, sentence = SETTINGS[case]
     settings = {"r": RANK, "lora_alpha": RANK, "target_modules": ["to_q"], **given}
     made = written("QwenImage", "diffusers")
-    if where == "folder":
-        made.settings = settings
-    else:
-        told = {f"transformer.{key}": value for key, value in settings.items()}
-        made.metadata = {"lora_adapter_metadata": json.dumps(told)}
+    made.metadata = {
+        "lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in settings.items()})
+    }
     started = time.monotonic()
     if sentence is None:
         assert loaded("QwenImage", made, tmp_path) == (pytest.approx(0, abs=TOLERANCE), None)
@@ -336,36 +295,6 @@ def test_settings_of_strangers_are_bounded(case: str, where: str, tmp_path: Path
 def test_names_and_sizes_of_strangers_are_bounded(made: Written, sentence: str, tmp_path: Path) -> None:
     made.tensors |= {key.replace("lora_A", "lora_B"): value.clone() for key, value in made.tensors.items()}
     assert sentence in refused("QwenImage", made, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("family", "form", "alpha", "noted"),
-    [
-        ("QwenImage", "diffusers", "8", True),
-        ("Krea2", "diffusers", "2.0", True),
-        ("QwenImage", "diffusers", "x", True),
-        ("QwenImage", "diffusers", str(RANK), False),
-        ("QwenImage", "diffusers", f"{RANK}.0", False),
-        # The alpha of the layers is used.
-        ("QwenImage", "kohya", "8", False),
-    ],
-)
-def test_an_alpha_of_the_metadata_alone_is_told(
-    family: str, form: str, alpha: str, noted: bool, tmp_path: Path
-) -> None:
-    if family == "Krea2":
-        # diffusers reads these names, not ditmesh.
-        made = Written()
-        name, own = "diffusion_model.blocks.0.attn.wq", "transformer_blocks.0.attn.to_q"
-        made.pair(tiny("Krea2"), name, [own], 1.0, KOHYA)
-    else:
-        made = written(family, form)
-    made.metadata = {"alpha": alpha}
-    error, note = loaded(family, made, tmp_path)
-    assert error < TOLERANCE
-    assert (note is not None) == noted
-    if note is not None:
-        assert f"says alpha={alpha!r} in its metadata, which is not read: its layers have the strength 1" in note
 
 
 def test_an_alpha_that_contradicts_the_settings_is_refused(tmp_path: Path) -> None:

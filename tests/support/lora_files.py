@@ -140,25 +140,6 @@ FAMILIES: dict[str, tuple[str, list[Layer]]] = {
             ("final_layer.adaLN_modulation.1", ("~norm_out.linear",)),
         ],
     ),
-    "Cosmos": (
-        "CosmosTextToWorldPipeline",
-        [
-            ("blocks.block0.blocks.0.block.attn.to_q.0", ("transformer_blocks.0.attn1.to_q",)),
-            ("blocks.block1.blocks.1.block.attn.to_out.0", ("transformer_blocks.1.attn2.to_out.0",)),
-            ("blocks.block1.blocks.2.block.layer1", ("transformer_blocks.1.ff.net.0.proj",)),
-        ],
-    ),
-    "Chroma": (
-        "ChromaPipeline",
-        [
-            ("double_blocks.0.img_attn.qkv", _qkv("transformer_blocks.0.attn")),
-            ("single_blocks.1.linear2", ("single_transformer_blocks.1.proj_out",)),
-        ],
-    ),
-    "AuraFlow": (
-        "AuraFlowPipeline",
-        [(name, (name,)) for name in ("joint_transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.attn.to_k")],
-    ),
     "PixArt": (
         "PixArtAlphaPipeline",
         [(name, (name,)) for name in ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.ff.net.2")],

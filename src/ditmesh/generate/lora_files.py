@@ -29,6 +29,8 @@ NAME_LENGTH = 300
 LARGEST_NUMBER = 1e9
 # Names become parts of patterns in peft: nothing in them may mean anything there but a dot.
 _PLAIN = re.compile(r"[A-Za-z0-9_./-]+")
+# Of LoCon: a layer is a product of three matrices.
+_THIRD_MATRIX = ".lora_mid."
 
 # Ends of tensors' names, and what these tensors are. All of them are short, and none repeats a group.
 _ENDS = {
@@ -47,19 +49,6 @@ _ENDS = {
     "diff": re.compile(r"\.diff$"),
     "diff_b": re.compile(r"\.diff_b$"),
 }
-# Parts of names by which other kinds of adapters are known.
-_OTHER_KINDS = {
-    ".lokr_": "LoKr",
-    ".hada_w": "LoHa",
-    ".lora_mid.": "LoCon with a third matrix",
-    ".oft_": "OFT",
-    ".boft_": "BOFT",
-    ".on_input": "IA3",
-    ".glora_": "GLoRA",
-    ".a1.weight": "GLoRA",
-    ".lora_embedding_": "LoRA of embeddings",
-    ".lora_ind": "sparse LoRA",
-}
 # Settings of peft that say nothing on what the tensors mean.
 _IDLE = {
     "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out",
@@ -70,8 +59,6 @@ _IDLE = {
 _READ = {
     "alpha_pattern", "lora_alpha", "r", "rank_pattern", "use_dora", "use_rslora",
 }  # fmt: skip
-# Keys of metadata in which trainers note an alpha of all layers: ComfyUI reads none, diffusers the first (MiniMax H3).
-_METADATA_ALPHAS = ("alpha", "lora_alpha", "network_alpha")
 # Ways of peft to begin a training that change the weights below the adapter.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "milora")
 
@@ -140,7 +127,6 @@ class LoraContent:
         others: names of tensors that are none of a layer.
         settings: by component; under "" those of all.
         component: the transformer that the file is for, where it says so.
-        alphas: what the file's metadata calls so, by key, where neither layers nor settings have one.
     """
 
     path: Path
@@ -148,7 +134,6 @@ class LoraContent:
     others: list[str]
     settings: dict[str, Strength]
     component: str | None
-    alphas: dict[str, str]
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -156,17 +141,6 @@ class LoraContent:
         from safetensors.torch import load_file
 
         return load_file(self.path)
-
-    def alpha_note(self) -> str | None:
-        """Which alpha of the metadata would be another strength than 1, in words; None: there is none."""
-        ranks = {self.tensors[layer.tensors["down"]].shape[0] for layer in self.layers if "down" in layer.tensors}
-        for key, alpha in self.alphas.items():
-            if any(alpha not in (str(rank), f"{rank}.0") for rank in ranks):
-                return (
-                    f"{self.path.name} says {key}={alpha[:40]!r} in its metadata, which is not read: its layers have "
-                    "the strength 1, not alpha / rank (give the adapter another scale if it should)"
-                )
-        return None
 
 
 def read_lora(path: Path) -> LoraContent:
@@ -188,10 +162,7 @@ def read_lora(path: Path) -> LoraContent:
     if not any("down" in layer.tensors for layer in layers):
         some = ", ".join(names[:3]) or "nothing"
         raise InputError(f"holds no LoRA (it has {some}); give the adapter's file")
-    settings = _settings(path, metadata)
-    told = bool(settings) or any("alpha" in layer.tensors for layer in layers)
-    alphas = {} if told else {key: metadata[key] for key in _METADATA_ALPHAS if key in metadata}
-    return LoraContent(path, layers, others, settings, metadata.get(COMPONENT), alphas)
+    return LoraContent(path, layers, others, _settings(path, metadata), metadata.get(COMPONENT))
 
 
 def _check_names(names: list[str]) -> None:
@@ -203,12 +174,9 @@ def _check_names(names: list[str]) -> None:
                 f"has a tensor {name[:80]!r}, which no layer is called (letters, digits, '.', '_', '-', '/', at most "
                 f"{NAME_LENGTH}); take another file"
             )
-    for name in names:
-        kind = next((kind for part, kind in _OTHER_KINDS.items() if part in f".{name}"), None)
-        if kind is not None:
-            raise InputError(
-                f"holds {kind} ({name}), which is not read; take a LoRA, or merge it into the model's weights"
-            )
+        if _THIRD_MATRIX in name:
+            # Its layer would be another one without it.
+            raise InputError(f"holds a third matrix ({name}), which is not read; merge it into the model's weights")
 
 
 def _sorted_out(names: Iterable[str]) -> tuple[list[LoraLayer], list[str]]:

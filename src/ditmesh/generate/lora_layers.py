@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import log2
@@ -58,9 +57,9 @@ class FittedLora:
     others: list[str] = field(default_factory=list)
 
     @property
-    def left_out(self) -> int:
-        """The number of layers and tensors that are not used."""
-        return len(self.left) + len(self.differences) + len(self.others)
+    def whole(self) -> bool:
+        """True if nothing of the file is left out."""
+        return not (self.left or self.differences or self.others)
 
     def note(self, pipeline: str, file: str) -> str | None:
         """What is left out, in words; None: nothing."""
@@ -90,8 +89,12 @@ class _Names:
     """The layers of a model by every name that a file may have for them."""
 
     def __init__(self, model: nn.Module) -> None:
+        from torch import nn
+
         self.model = model
-        self.modules = {name: module for name, module in model.named_modules() if _takes_adapter(module)}
+        kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        modules = {name: getattr(module, "base_layer", module) for name, module in model.named_modules()}
+        self.modules: dict[str, Any] = {name: module for name, module in modules.items() if isinstance(module, kinds)}
         own = [OriginalLayer(name, (name,)) for name in self.modules]
         self._known: dict[str, OriginalLayer] = {}
         theirs = [layer for layer in original_layers(model) if self.modules.keys() >= set(layer.parts)]
@@ -116,17 +119,7 @@ class _Names:
     def size(self, path: str) -> tuple[int, int] | None:
         """The inputs and outputs of a linear layer; None: it is another one."""
         layer = self.modules[path]
-        layer = cast(Any, getattr(layer, "base_layer", layer))
-        if hasattr(layer, "in_features"):
-            return layer.in_features, layer.out_features
-        return None
-
-
-def _takes_adapter(module: nn.Module) -> bool:
-    from torch import nn
-
-    base = getattr(module, "base_layer", module)
-    return isinstance(base, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        return (layer.in_features, layer.out_features) if hasattr(layer, "in_features") else None
 
 
 def _component_of(layer: str) -> tuple[str, list[str]]:
@@ -147,8 +140,13 @@ def fitted(pipe: Any, content: LoraContent, component: str) -> FittedLora:
     for layer in content.layers:
         if "down" in layer.tensors:
             fitting.add(layer)
-        else:
-            fitting.add_rest(layer)
+            continue
+        for kind, name in layer.tensors.items():
+            if kind not in ("alpha", "diff", "diff_b"):
+                fitting.found.others.append(name)
+            elif kind != "alpha" and content.tensors[name].any():
+                # A difference of zeros changes nothing.
+                fitting.found.differences.append(name)
     _complete(fitting.found.weights)
     return fitting.found
 
@@ -187,15 +185,6 @@ class _Fitting:
             rows = self._rows(layer, place, settings)
             self._check_size(layer, names, place, rows)
             self._cut(part, own, names, place, rows)
-
-    def add_rest(self, layer: LoraLayer) -> None:
-        """Note what there is of a layer without matrices; differences of zeros change nothing."""
-        for kind, name in layer.tensors.items():
-            if kind in ("diff", "diff_b"):
-                if self._tensors[name].any():
-                    self.found.differences.append(name)
-            elif kind != "alpha":
-                self.found.others.append(name)
 
     def _rows(self, layer: LoraLayer, place: OriginalLayer, settings: Strength | None) -> dict[str, Tensor]:
         """The tensors of a layer, with the scale in them."""
@@ -311,107 +300,53 @@ def _complete(weights: dict[str, Tensor]) -> None:
 
 
 def as_diffusers_reads(pipe: Any, content: LoraContent) -> FittedLora | None:
-    """The adapter of a file as diffusers' conversions for the pipeline use it, if they can read it.
+    """The adapter of a file as diffusers' conversions for the pipeline read it, where all of the file goes in.
 
-    They are given tensors that hold a number of their own, and these numbers are looked for in what they make of them.
+    Some conversions drop what they do not know without a word: all numbers of the second matrices have to come out of
+    one again, in layers that are there.
     """
     read = getattr(type(pipe), "lora_state_dict", None)
-    if read is None or content.settings:
+    layers = [layer for layer in content.layers if "down" in layer.tensors]
+    plain = all(layer.tensors.keys() <= {"down", "up", "alpha"} for layer in content.layers)
+    if read is None or content.settings or content.others or not plain:
         return None
-    made = []
+    models = [(name, model) for name, model in pipe.components.items() if hasattr(model, "named_modules")]
+    places = {f"{name}.{path}" for name, model in models for path, _ in model.named_modules()}
     # Some conversions know peft's ends of names alone, and others kohya's.
-    for renamed in (True, False):
-        weights = _scaled(content, renamed)
+    for ends in ((".lora_A.weight", ".lora_B.weight"), None):
+        weights, numbers = _scaled(content, layers, ends), 0
         try:
-            converted = cast(Any, read)(_numbered(weights))
+            converted = cast(Any, read)(dict(weights))
         except (MemoryError, KeyboardInterrupt):
             raise
         except Exception:
             # They fail in any way at names that they do not know.
             continue
-        made.append(_used(pipe, content, weights, converted, renamed))
-    return min(made, key=lambda adapter: adapter.left_out, default=None)
+        found: dict[str, list[str]] = {}
+        for key, value in converted.items():
+            component, _, rest = key.partition(".")
+            path, end, _ = rest.partition(".lora_B.weight")
+            if end and f"{component}.{path}" in places:
+                found.setdefault(component, []).append(path)
+                numbers += value.numel()
+        if numbers == sum(content.tensors[layer.tensors["up"]].numel() for layer in layers):
+            return FittedLora(weights, found, {}, len(layers))
+    return None
 
 
-def _ends(layer: LoraLayer, renamed: bool) -> dict[str, str]:
-    """The names of a layer's tensors, by what they are, perhaps with peft's ends."""
-    known = {"down": ".lora_A.weight", "up": ".lora_B.weight"} if renamed else {}
-    return {kind: f"{layer.name}{known[kind]}" if kind in known else name for kind, name in layer.tensors.items()}
-
-
-def _scaled(content: LoraContent, renamed: bool) -> dict[str, Tensor]:
-    """The tensors of a file under its names, with the scales in them."""
+def _scaled(content: LoraContent, layers: Iterable[LoraLayer], ends: tuple[str, str] | None) -> dict[str, Tensor]:
+    """The matrices of a file with the scales in them, under its names, perhaps with other ``ends``."""
     import torch
 
-    tensors = content.tensors
-    weights = {name: tensors[name] for name in content.others}
-    for layer in content.layers:
-        names = _ends(layer, renamed)
-        weights |= {name: _computable(tensors[layer.tensors[kind]]) for kind, name in names.items()}
-        if "alpha" in names and "down" in names:
-            rank = weights[names["down"]].shape[0]
-            scale = _scale(layer.name, layer.name, rank, weights.pop(names["alpha"]), None)
-            pair = _with_scale(weights[names["down"]], weights[names["up"]], scale)
-            weights[names["down"]], weights[names["up"]] = pair
-            if not renamed:
+    weights: dict[str, Tensor] = {}
+    for layer in layers:
+        names = [layer.tensors[kind] for kind in ("down", "up")]
+        pair = [_computable(content.tensors[name]) for name in names]
+        if (alpha := layer.tensors.get("alpha")) is not None:
+            rank = pair[0].shape[0]
+            pair = _with_scale(*pair, _scale(layer.name, layer.name, rank, content.tensors[alpha], None))
+            if ends is None:
                 # Conversions of kohya's names ask for it.
-                weights[names["alpha"]] = torch.tensor(float(rank))
+                weights[alpha] = torch.tensor(float(rank))
+        weights |= zip(names if ends is None else [f"{layer.name}{end}" for end in ends], pair, strict=True)
     return weights
-
-
-def _numbers(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: number for number, (name, value) in enumerate(weights.items(), 1) if value.ndim}
-
-
-def _numbered(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the same sizes that hold their number everywhere, and take no memory."""
-    import torch
-
-    numbers = _numbers(weights)
-    return {
-        name: torch.full((1,) * value.ndim, float(numbers[name])).expand(value.shape) if name in numbers else value
-        for name, value in weights.items()
-    }
-
-
-def _used(
-    pipe: Any, content: LoraContent, weights: dict[str, Tensor], made: Mapping[str, Tensor], renamed: bool
-) -> FittedLora:
-    """What a conversion has used of a file, by what it has made of numbered tensors."""
-    numbers, used = _numbers(weights), set()
-    layers: dict[str, dict[str, None]] = {}
-    for key, value in made.items():
-        component, _, rest = key.partition(".")
-        path = re.sub(r"\.lora_[AB]\.(?:weight|bias)$|\.lora_magnitude_vector$|\.(?:weight|bias)$", "", rest)
-        model = getattr(pipe, component, None)
-        path = next((form for form in (path, path.removeprefix("text_model.")) if _has(model, form)), "")
-        if path:
-            used |= _numbers_in(value)
-            if ".lora_" in rest:
-                layers.setdefault(component, {})[path] = None
-    left, differences = {}, []
-    for layer in content.layers:
-        unused = {kind: name for kind, name in _ends(layer, renamed).items() if numbers.get(name, 0) not in {0, *used}}
-        if {"down", "up"} & unused.keys():
-            left[layer.name] = NOT_THERE
-        else:
-            differences += [name for name in unused.values() if weights[name].any()]
-    others = [name for name in content.others if numbers.get(name) not in used]
-    total = sum("down" in layer.tensors for layer in content.layers)
-    return FittedLora(weights, {name: list(own) for name, own in layers.items()}, left, total, differences, others)
-
-
-def _has(model: nn.Module | None, path: str) -> bool:
-    try:
-        return model is not None and bool(path) and model.get_submodule(path) is not None
-    except AttributeError:
-        return False
-
-
-def _numbers_in(tensor: Tensor) -> set[int]:
-    """The numbers in a tensor of blocks: each block has rows or columns of its own."""
-    values = tensor.float()
-    while values.ndim > 2:
-        values = values.amax(-1)
-    sides = [values.amax(side) for side in range(values.ndim)] if values.ndim == 2 else [values]
-    return {int(number) for side in sides for number in side.unique().tolist()}

@@ -178,52 +178,8 @@ _Z_IMAGE: Rows = (
     ("final_layer.linear", "all_final_layer.2-1.linear"),
     ("final_layer.adaLN_modulation.1", "all_final_layer.2-1.adaLN_modulation.1"),
 )
-_COSMOS1: Rows = (
-    *(
-        (f"blocks.block*.blocks.{place}.block.attn.{theirs}", f"transformer_blocks.*.attn{place + 1}.{own}")
-        for place in (0, 1)
-        for theirs, own in (("to_q.0", "to_q"), ("to_k.0", "to_k"), ("to_v.0", "to_v"), ("to_out.0", "to_out.0"))
-    ),
-    ("blocks.block*.blocks.2.block.layer1", "transformer_blocks.*.ff.net.0.proj"),
-    ("blocks.block*.blocks.2.block.layer2", "transformer_blocks.*.ff.net.2"),
-    *(
-        (
-            f"blocks.block*.blocks.{place}.adaLN_modulation.{number}",
-            f"transformer_blocks.*.norm{place + 1}.linear_{number}",
-        )
-        for place in (0, 1, 2)
-        for number in (1, 2)
-    ),
-    ("x_embedder.proj.1", "patch_embed.proj"),
-    ("t_embedder.1.linear_1", "time_embed.t_embedder.linear_1"),
-    ("t_embedder.1.linear_2", "time_embed.t_embedder.linear_2"),
-    ("final_layer.adaLN_modulation.1", "norm_out.linear_1"),
-    ("final_layer.adaLN_modulation.2", "norm_out.linear_2"),
-    ("final_layer.linear", "proj_out"),
-)
-_COSMOS2: Rows = (
-    *(
-        (f"blocks.*.{theirs}_attn.{short}", f"transformer_blocks.*.attn{number}.{own}")
-        for number, theirs in ((1, "self"), (2, "cross"))
-        for short, own in (("q_proj", "to_q"), ("k_proj", "to_k"), ("v_proj", "to_v"), ("output_proj", "to_out.0"))
-    ),
-    ("blocks.*.mlp.layer1", "transformer_blocks.*.ff.net.0.proj"),
-    ("blocks.*.mlp.layer2", "transformer_blocks.*.ff.net.2"),
-    *(
-        (f"blocks.*.adaln_modulation_{theirs}.{number}", f"transformer_blocks.*.norm{place}.linear_{number}")
-        for place, theirs in ((1, "self_attn"), (2, "cross_attn"), (3, "mlp"))
-        for number in (1, 2)
-    ),
-    ("x_embedder.proj.1", "patch_embed.proj"),
-    ("t_embedder.1.linear_1", "time_embed.t_embedder.linear_1"),
-    ("t_embedder.1.linear_2", "time_embed.t_embedder.linear_2"),
-    ("final_layer.adaln_modulation.1", "norm_out.linear_1"),
-    ("final_layer.adaln_modulation.2", "norm_out.linear_2"),
-    ("final_layer.linear", "proj_out"),
-)
 _TABLES: dict[str, Rows] = {
     "ChromaTransformer2DModel": _FLUX,
-    "CosmosTransformer3DModel": _COSMOS2,
     "Flux2Transformer2DModel": _FLUX2,
     "FluxTransformer2DModel": _FLUX,
     "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
@@ -254,13 +210,8 @@ class OriginalLayer:
 
 def original_layers(model: nn.Module) -> list[OriginalLayer]:
     """The layers of a transformer as its authors name them, where that differs; ComfyUI's names first."""
-    rows = _TABLES.get(_kind(model), ())
-    if rows is _COSMOS2:
-        # The first generation has learned positions beside the rotary ones.
-        first = getattr(model, "config", {}).get("extra_pos_embed_type")
-        rows = (*_COSMOS1, *_COSMOS2) if first else (*_COSMOS2, *_COSMOS1)
     own = {name for name, _ in model.named_modules()}
-    return [layer for row in rows for layer in _expanded(row, own)]
+    return [layer for row in _TABLES.get(_kind(model), ()) for layer in _expanded(row, own)]
 
 
 def takes_comfyui_names(model: nn.Module) -> bool:

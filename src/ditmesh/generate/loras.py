@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.patching import parts_readable
 from ..errors import InputError
 from .lora_files import read_lora
-from .lora_layers import FittedLora, as_diffusers_reads, fitted
+from .lora_layers import as_diffusers_reads, fitted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,18 +52,20 @@ def load_lora(pipe: Any, file: Path, name: str, component: str | None = None) ->
     if component != "transformer" and getattr(pipe, component, None) is None:
         raise InputError(f"is for the {component} of a pipeline with two, and {type(pipe).__name__} has none")
     adapter = fitted(pipe, content, component)
-    if adapter.left_out:
+    if not adapter.whole:
         # diffusers knows more families' names.
-        theirs = as_diffusers_reads(pipe, content)
-        if theirs is not None and theirs.left_out < adapter.left_out:
-            adapter = theirs
+        adapter = as_diffusers_reads(pipe, content) or adapter
     if not adapter.weights:
         some = ", ".join(layer.name for layer in content.layers[:2])
         raise InputError(f"adapts no layer of {type(pipe).__name__} (it has {some}); take a LoRA of this model")
     _put(pipe, adapter.weights, name, component)
-    _check_loaded(pipe, adapter, name)
-    notes = (adapter.note(type(pipe).__name__, file.name), content.alpha_note())
-    return "; ".join(note for note in notes if note) or None
+    for part, layers in adapter.layers.items():
+        modules = dict(getattr(pipe, part).named_modules())
+        for path in layers:
+            layer = modules.get(path)
+            if name not in getattr(layer, "lora_A", ()) or abs(layer.scaling[name] - 1) > 1e-6:  # type: ignore[union-attr]
+                raise InputError(f"was not loaded as it is: {path} of the {part} has another adapter, or none")
+    return adapter.note(type(pipe).__name__, file.name)
 
 
 def _put(pipe: Any, weights: dict[str, Tensor], name: str, component: str) -> None:
@@ -77,18 +79,13 @@ def _put(pipe: Any, weights: dict[str, Tensor], name: str, component: str) -> No
     if hasattr(model, "load_lora_adapter"):
         model.load_lora_adapter(weights, adapter_name=name, prefix="transformer")
     else:
-        own = {key.removeprefix("transformer."): value for key, value in weights.items()}
-        _inject(model, _lora_config(own), own, name)
+        # What diffusers' method does, for transformers that do not have it.
+        from peft import inject_adapter_in_model, set_peft_model_state_dict
 
-
-def _check_loaded(pipe: Any, adapter: FittedLora, name: str) -> None:
-    """Compare the layers that have the adapter now with those that were to get it, and their scales with 1."""
-    for component, layers in adapter.layers.items():
-        modules = dict(getattr(pipe, component).named_modules())
-        for path in layers:
-            layer = modules.get(path)
-            if name not in getattr(layer, "lora_A", ()) or abs(layer.scaling[name] - 1) > 1e-6:  # type: ignore[union-attr]
-                raise InputError(f"was not loaded as it is: {path} of the {component} has another adapter, or none")
+        plain = {key.removeprefix("transformer."): value for key, value in weights.items()}
+        inject_adapter_in_model(_lora_config(plain), model, adapter_name=name, state_dict=plain)
+        with parts_readable():
+            set_peft_model_state_dict(model, plain, name)
 
 
 def _lora_config(weights: Mapping[str, Tensor]) -> Any:
@@ -108,15 +105,6 @@ def _lora_config(weights: Mapping[str, Tensor]) -> Any:
         use_dora=any("lora_magnitude_vector" in key for key in weights),
         lora_bias=any(key.endswith(".lora_B.bias") for key in weights),
     )
-
-
-def _inject(model: nn.Module, config: Any, weights: dict[str, Tensor], name: str) -> None:
-    """A stand-in for diffusers' ``load_lora_adapter``, for transformers that do not have it."""
-    from peft import inject_adapter_in_model, set_peft_model_state_dict
-
-    inject_adapter_in_model(config, model, adapter_name=name, state_dict=weights)
-    with parts_readable():
-        set_peft_model_state_dict(model, weights, name)
 
 
 def adapters_of(model: nn.Module) -> list[str]:
