@@ -6,16 +6,14 @@ its ranks compare digests of everything that must agree; by default the first ra
 
 from __future__ import annotations
 
-import dis
 import hashlib
-import inspect
 import json
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,17 +46,20 @@ _PLACES = ("name_or_path", "transformers_version", "hf_device_map", "deprecation
 
 @dataclass
 class _Digests:
-    """One rank's digests of its pipeline and its call, or the error that prevented them."""
+    """One rank's digests of its pipeline and its call, or the error that prevented them.
+
+    Attributes:
+        place: its stage and tensor rank: ranks of one place hold the same parts of weights.
+        pipeline, parts: of every section that must agree on all ranks, and on ranks of one place.
+        inputs: of every argument, and whether all of it went in there; None: a function, which stays.
+        generators: of the default ones.
+    """
 
     failed: str = ""
-    # Its stage and tensor rank: ranks of one place hold the same parts of weights.
     place: tuple[int, int] = (0, 0)
-    # Of every section that must agree on all ranks, and on ranks of one place.
     pipeline: dict[str, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
-    # Of every argument, and whether all of it went in there; None: a function, which stays.
     inputs: dict[str, tuple[str, bool] | None] = field(default_factory=dict)
-    # Of the default generators.
     generators: str = ""
 
 
@@ -152,8 +153,13 @@ class AgreedInputs:
                 # Rare, so another message may find the difference.
                 details = link.all_gather_object({name: mine.get(name, {}) for name in differing})
                 for name, phrase in differing.items():
-                    inside = list(rank_differences([each[name] for each in details], link.ranks, among))
-                    wrong.append(f"{name} ({phrase}){_in_words(inside)}")
+                    inside = [
+                        field
+                        for field in rank_differences([each[name] for each in details], link.ranks, among)
+                        if field
+                    ]
+                    more = f" and {len(inside) - MAX_NAMED} more" if len(inside) > MAX_NAMED else ""
+                    wrong.append(f"{name} ({phrase}){': ' * bool(inside)}{', '.join(inside[:MAX_NAMED])}{more}")
         if self.policy == "strict":
             random = "the default random generator"
             strict = [{**{f"argument {n}": i for n, i in o.inputs.items()}, random: o.generators} for o in every]
@@ -173,8 +179,7 @@ class AgreedInputs:
         doing = "its pipeline"
         try:
             sections, parts = self._sections()
-            own.pipeline = {name: _digest_of(section) for name, section in sections.items()}
-            own.parts = {name: _digest_of(section) for name, section in parts.items()}
+            own.pipeline, own.parts = _digests(sections), _digests(parts)
             for name, value in (given or {}).items():
                 doing = f"argument {name}"
                 # Under "strict" functions are compared by name.
@@ -206,8 +211,7 @@ class AgreedInputs:
     def _settings(self) -> Sections:
         """Digests of everything except weights that affects the components, one section per component.
 
-        Configurations, the plain values that an object holds beside its configuration, the state of a scheduler that
-        outlives a call, the vocabulary of a tokenizer.
+        Configurations, the plain values that an object holds beside its configuration, the vocabulary of a tokenizer.
         """
         sections: Sections = {"pipeline settings": _digests(_plain_values(self.pipe))}
         for name, value in vars(self.pipe).items():
@@ -219,8 +223,8 @@ class AgreedInputs:
     def _component(self, value: Any) -> dict[str, Any]:
         settings = {"": qualified_name(type(value)), **_configuration(value)}
         if hasattr(value, "set_timesteps"):
-            hidden = {"_internal_dict", *_passing(type(value))}
-            return {**settings, **{name: own for name, own in vars(value).items() if name not in hidden}}
+            # What else it holds comes and goes with a call; latents that differ for it are noticed (`same_latents`).
+            return settings
         settings.update(_plain_values(value))
         if hasattr(value, "set_attention_backend"):
             settings["attention backend"] = sorted(backends_of(value.modules()))
@@ -301,8 +305,7 @@ class AgreedInputs:
 
 
 def _refuse_failed(failed: Sequence[str], link: Link) -> None:
-    wrong = [f"rank {rank}: {words}" for rank, words in zip(link.ranks, failed, strict=True) if words]
-    if wrong:
+    if wrong := [f"rank {rank}: {words}" for rank, words in zip(link.ranks, failed, strict=True) if words]:
         raise InputError(f"the ranks cannot compare their calls: {'; '.join(wrong)}; pass plain values and tensors")
 
 
@@ -335,16 +338,6 @@ def rank_differences(
 
 def _arguments_in_words(differing: Mapping[str, str]) -> str:
     return "; ".join(f"argument {name} ({phrase})" for name, phrase in differing.items())
-
-
-def _in_words(names: Sequence[str]) -> str:
-    names = [name for name in names if name]
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f": {', '.join(names[:MAX_NAMED])}{more}" if names else ""
-
-
-def _digest_of(section: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(sorted(section.items())).encode()).hexdigest()[:16]
 
 
 # --- the pipeline ------------------------------------------------------------------------------------------------
@@ -386,19 +379,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple, set, frozenset)):
         return len(value) <= 1000 and all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
-
-
-@cache
-def _passing(kind: type) -> set[str]:
-    """Attributes of a scheduler that every call sets: those that its methods set, but neither ``__init__`` nor a
-    setter that is the user's (``set_shift``)."""
-    names: set[str] = set()
-    for name, method in inspect.getmembers(kind, inspect.isfunction):
-        users = name.startswith("set_") and name not in ("set_timesteps", "set_begin_index")
-        if name != "__init__" and not users:
-            code = inspect.unwrap(method).__code__
-            names.update(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
-    return names
 
 
 def adapters(pipe: Any) -> dict[str, Any]:
@@ -473,10 +453,9 @@ class SameInputs(Strategy):
     def prepare(self, pipe: Any) -> None:
         if pipe is not None:
             # Weights are hashed before any are cut.
-            self._agreed[id(pipe)] = self._of(pipe, self._cut_by_load())
-
-    def _of(self, pipe: Any, cut: Collection[int]) -> AgreedInputs:
-        return AgreedInputs(pipe, self.context.mesh, self.context.config.inputs, cut)
+            self._agreed[id(pipe)] = AgreedInputs(
+                pipe, self.context.mesh, self.context.config.inputs, self._cut_by_load()
+            )
 
     def _cut_by_load(self) -> set[int]:
         """Ids of weights that `ditmesh.load` has cut: they differ from rank to rank, as they should."""
@@ -508,12 +487,13 @@ class SameInputs(Strategy):
         return set() if encoders is None else encoders.moved()
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
+        mesh, policy = self.context.mesh, self.context.config.inputs
         # Weights are where they will be.
-        agreed = self._agreed.get(id(pipe)) or self._of(pipe, self._spread() | self._moved())
+        agreed = self._agreed.get(id(pipe)) or AgreedInputs(pipe, mesh, policy, self._spread() | self._moved())
         self._agreed[id(pipe)] = agreed
         undo.callback(self._agreed.pop, id(pipe))
         agreed.placed(self._spread, self._moved)
-        if self.context.config.inputs == "per-data-rank":
+        if policy == "per-data-rank":
             # From here on no data group waits for another.
             agreed.compare(self.context.job.world)
 

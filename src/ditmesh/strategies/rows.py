@@ -36,7 +36,7 @@ from ..layout.forms import argument_kind, holds_tensors
 from ..parts.banded import Banded
 from ..parts.lazy import LazyPatches, Owners
 from .base import Context, ParallelModel, Request, Strategy
-from .caches import diffusers_hooks, stateful_hooks
+from .caches import diffusers_hooks
 from .hooks import ModelHooks, requires_grad
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
@@ -287,11 +287,6 @@ class BatchParallel:
             raise LayoutError(
                 f"samples of this call of {type(self.model).__name__} cannot be run apart: cut out of its arguments, "
                 "one of them comes out otherwise; leave data and cfg at 1"
-            )
-        if one_by_one and (hook := next(stateful_hooks(self.model), None)) is not None:
-            raise ConfigError(
-                f"diffusers' cache ({type(hook).__name__}) keeps one state, and reproducible=True runs the {batch} "
-                "samples of a call one after the other; call disable_cache(), or leave reproducible out"
             )
         batched = batched_in(arguments, batch, self._hooks.layout)
         _refuse_other_rows(arguments, batch, batched, self._hooks.layout)

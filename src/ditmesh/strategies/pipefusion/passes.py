@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,12 +22,11 @@ from ...core.patching import Proceed
 from ...errors import InputError, LayoutError
 from ...layout import Region, Stream
 from ...parts.lazy import SHARED_OWNER, Owners
-from ..balance import median_seconds
 from ..hooks import BlockSite
 from ..sequence import result_of
 from ..token_cuts import shared
 from .patches import Buffers, ForwardRun, PatchParallel, skipped
-from .stages import StageDone, Stages, filled
+from .stages import StageDone, Stages
 
 
 @dataclass
@@ -107,7 +105,7 @@ class DryRun(ForwardRun):
         if self._poison is not None and self._poison[0].blocks == site.region.blocks and site.is_last:
             value.narrow(main.dim, *self._poison[1:]).fill_(torch.nan)
         self._made[id(value)] = (self._stages.numbers[site.path], value)
-        return skipped(site, arguments, {main.name: value})
+        return skipped(site.region, arguments, {main.name: value})
 
 
 class TextlessRun(ForwardRun):
@@ -131,7 +129,7 @@ class TextlessRun(ForwardRun):
             self._tried.add(region.blocks)
             if not self._runs(site, proceed, arguments.copy()):
                 self.failed.add(region.blocks)
-        return skipped(site, arguments)
+        return skipped(site.region, arguments)
 
     def _runs(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> bool:
         region = site.region
@@ -163,29 +161,6 @@ class TextlessRun(ForwardRun):
         if stream is region.main:
             return self._plan.tokens[region.blocks]
         return (arguments.get(stream.arg).shape[stream.dim], *(0,) * (self.patches - 1))
-
-
-class TimedRun(ForwardRun):
-    """A dry run that times the first block of every kind: as much work on every rank.
-
-    An image that goes through a block patch by patch costs what it costs as a whole: tokens and queries add up, and
-    every query sees all keys.
-
-    Attributes:
-        seconds: time of every kind.
-    """
-
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
-        self.seconds: list[float] = []
-
-    def block(self, site: BlockSite, proceed: Proceed, arguments: Arguments) -> Any:
-        stages = self._stages
-        # Kinds are numbered in the order in which blocks run.
-        if stages.kinds[stages.numbers[site.path]] == len(self.seconds):
-            with filled(stages.model.get_submodule(site.path)):
-                self.seconds.append(median_seconds(partial(proceed, arguments), stages.mesh.device))
-        return skipped(site, arguments)
 
 
 class PatchRun(ForwardRun):
@@ -255,9 +230,11 @@ class PatchRun(ForwardRun):
         if stages.first <= number <= stages.last:
             return proceed(arguments)
         if number != stages.first - 1 or self._arriving is None:
-            return skipped(site, arguments)
+            return skipped(site.region, arguments)
         self._received = dict(zip(self._arrived, self._arriving.wait(), strict=True))
-        return skipped(site, arguments, {key: value for key, value in self._received.items() if isinstance(key, str)})
+        return skipped(
+            site.region, arguments, {key: value for key, value in self._received.items() if isinstance(key, str)}
+        )
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
         number, stages = self._stages.numbers[site.path], self._stages

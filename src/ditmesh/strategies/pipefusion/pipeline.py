@@ -37,14 +37,13 @@ from ...errors import ConfigError, LayoutError
 from ...layout import Region
 from ...parts.lazy import SHARED_OWNER, Deferred, LazyPatches, settled_of
 from ...parts.part import whole_of
-from ...staleness.control import MESSAGE_TIMEOUT, WarmupControl
+from ...staleness.control import WarmupControl
 from ..base import ParallelModel, Request
 from .passes import (
     DryRun,
     PatchPlan,
     PatchRun,
     TextlessRun,
-    TimedRun,
     has_text,
     marked_tokens,
     owners_of,
@@ -55,6 +54,8 @@ from .stages import PipeStrategy, StageDone, Stages
 
 # Maximum pending messages of a rank before it waits for the oldest, in steps of patches.
 _STEPS_UNDER_WAY = 4
+# Seconds that a failed request waits for pending messages of other ranks.
+MESSAGE_TIMEOUT = 20.0
 # Plans that are kept: kinds of calls (shapes, contents of masks) that a pipeline makes by turns.
 _PLANS = 8
 
@@ -169,13 +170,8 @@ class PipeFusion:
         buffers = self.buffers.setdefault((call.branch, call.link, call.ahead, call.rows), Buffers())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
         synchronous = self.control.synchronous(buffers.step >= 0 and call.step - buffers.step <= 1)
-        buffers.begin_step(call.step)
+        buffers.step = call.step
         args, kwargs = whole_of((args, kwargs)) if synchronous else tree_map(settled_of, (args, kwargs))
-        # Only before anything is kept: a block that moves leaves its keys behind.
-        if self.stages.balance.wanted and not any(branch.keys for branch in self.buffers.values()):
-            timed = TimedRun(self.stages)
-            self._run(timed, *tree_map(_blank, (args, kwargs)))
-            self.stages.measured(timed.seconds)
         plan = self._plan(args, kwargs)
         if synchronous:
             return self._whole_picture(plan, buffers, args, kwargs)

@@ -166,7 +166,7 @@ class DisplacedParallel(StaleSequence):
             return out
         if self.control.decision.synchronous or not known:
             if not self.control.decision.synchronous:
-                self.control.filled()
+                self.control.log.steps[-1].filled += 1
             buffer.post(step, whole=True)
             buffer.arrive()
         else:
