@@ -65,12 +65,13 @@ class PastStep:
 
 
 class WarmupPolicy(Protocol):
-    """Decides for one step at a time; for one of your own see `WarmupControl.policy`."""
+    """Decides for one step at a time; for one of your own see `WarmupControl.policy`.
 
-    @property
-    def reads_drift(self) -> bool:
-        """True if it reads the drift of past steps and the noise levels. Else none is measured, sent or waited for."""
-        ...
+    Attributes:
+        reads_drift: whether it reads the drift of past steps and the noise levels. Else none is measured or waited for.
+    """
+
+    reads_drift: ClassVar[bool]
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[PastStep]) -> Decision:
         """The decision for ``step`` (from 0), given all steps before it.

@@ -89,11 +89,9 @@ class Caches(Strategy):
         config = self.context.config
         if not (config.reproducible or config.stages_or_patches):
             return
-        part, way = (
-            ("patch", "use ulysses, ring, cfg or data")
-            if config.stages_or_patches
-            else ("tile", "leave reproducible out")
-        )
+        part, way = "tile", "leave reproducible out"
+        if config.stages_or_patches:
+            part, way = "patch", "use ulysses, ring, cfg or data"
         for region in model.layout.regions:
             if hook := next(stateful_hooks(model.model.get_submodule(region.blocks)), None):
                 raise ConfigError(
@@ -148,18 +146,14 @@ class Caches(Strategy):
         for model in self.context.models:
             cached: Any = model.model
             if getattr(cached, "is_cache_enabled", False):
-                _reset(cached)
+                # A call may be in progress: which of a pipeline's calls it is stays known.
+                managers = [hook.state_manager for hook in _hooks_of(cached) if hasattr(hook, "state_manager")]
+                contexts = [getattr(manager, "_context", None) for manager in managers]
+                cached._reset_stateful_cache()
+                for manager, context in zip(managers, contexts, strict=True):
+                    if context is not None:
+                        manager.set_context(context)
 
 
 def _hooks_of(model: nn.Module) -> list[Any]:
     return [hook for module in model.modules() for hook in diffusers_hooks(module).values()]
-
-
-def _reset(model: Any) -> None:
-    """Empty a model's caches. A call may be in progress: which of a pipeline's calls it is stays known."""
-    managers = [hook.state_manager for hook in _hooks_of(model) if hasattr(hook, "state_manager")]
-    contexts = [getattr(manager, "_context", None) for manager in managers]
-    model._reset_stateful_cache()
-    for manager, context in zip(managers, contexts, strict=True):
-        if context is not None:
-            manager.set_context(context)

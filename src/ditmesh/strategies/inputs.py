@@ -68,8 +68,7 @@ class AgreedInputs:
 
     Args:
         mesh: its ranks; with ``"per-data-rank"`` those of one data group (`Mesh.data_group`).
-        policy: ``"broadcast"`` and ``"per-data-rank"``: every rank runs the first rank's inputs. ``"strict"``: inputs
-            that differ are refused by name.
+        policy: ``"strict"``: inputs that differ are refused by name; else every rank runs the first rank's inputs.
         cut: ids of the weights of which every rank holds another part already.
     """
 
@@ -90,11 +89,9 @@ class AgreedInputs:
         self._warned: set[tuple[str, ...]] = set()
 
     def placed(self, spread: Callable[[], Collection[int]], moved: Callable[[], Collection[int]]) -> None:
-        """All weights have been cut.
+        """All weights have been cut: ``spread`` gives the ids of those of which every rank holds another part now.
 
-        Args:
-            spread: ids of the weights of which every rank holds another part at the moment.
-            moved: ids of those that some ranks hold, or that come and go.
+        ``moved`` gives those that some ranks hold, or that come and go.
         """
         self._spread, self._moved = spread, moved
         self._weights.look(adopt=True)
@@ -312,12 +309,9 @@ def _refuse_failed(failed: Sequence[str], link: Link) -> None:
 def rank_differences(
     every: Sequence[Mapping[str, Any]], ranks: Sequence[int], places: Sequence[Any] | None = None
 ) -> dict[str, str]:
-    """For every field the ranks disagree on, a phrase that names the ranks.
+    """For every field of ``every`` rank that they disagree on, a phrase that names the ranks.
 
-    Args:
-        every: each rank's fields.
-        ranks: the name of the ranks, for messages.
-        places: compare ranks of one place only, each with the first of them; default: all with the first.
+    ``places``: compare ranks of one place only, each with the first of them; default: all with the first.
     """
     places = places or [0] * len(every)
     phrases: dict[str, str] = {}
@@ -459,12 +453,10 @@ class SameInputs(Strategy):
 
     def _cut_by_load(self) -> set[int]:
         """Ids of weights that `ditmesh.load` has cut: they differ from rank to rank, as they should."""
-        degree = self.context.mesh.tensor.size
-        ids: set[int] = set()
+        degree, ids = self.context.mesh.tensor.size, set[int]()
         for model in self.context.models:
             names = spread_parameters(model.model, model.layout)
-            if degree > 1:
-                names |= already_cut(model.model, degree)
+            names |= already_cut(model.model, degree) if degree > 1 else set()
             ids.update(id(model.model.get_parameter(name)) for name in names)
             ids.update(id(parameter) for parameter in model.model.parameters() if hasattr(parameter, IN_PIECES))
         return ids
@@ -504,10 +496,7 @@ class SameInputs(Strategy):
         self._call.close()
 
     def _differing(self, arguments: Arguments, **others: str) -> str:
-        """The arguments of a transformer's call, and other digests, that differ between ranks, in words. Collective.
-
-        Positional ones go by their number.
-        """
+        """The arguments of a transformer's call, and other digests, that differ between ranks, in words. Collective."""
         link = self.context.mesh.world
         given = {**{f"number {n}": value for n, value in enumerate(arguments.args, 1)}, **arguments.kwargs}
         return _arguments_in_words(rank_differences(link.all_gather_object({**_digests(given), **others}), link.ranks))

@@ -36,8 +36,7 @@ class PatchPlan:
     Attributes:
         tokens: image tokens of every patch, by block list.
         streams: shape and dtype of the streams where a list begins, by block list and stream.
-        outputs: shape and dtype of every tensor the model returns, on the meta device.
-        owners: which patch owns which element of it.
+        outputs, owners: every tensor the model returns, on the meta device, and which patch owns which element of it.
         leaves, spec: the model's output, flattened; an empty tensor stands for every tensor.
         skips: block -> the earlier block that passes it image tokens besides the streams, by number.
         text_along: block lists through which text must go with every patch.
@@ -61,12 +60,9 @@ class PatchPlan:
 
 
 class DryRun(ForwardRun):
-    """Runs the glue only, and records the streams it sees.
+    """Runs the glue only, up to the list ``until``, and records the streams it sees.
 
-    Args:
-        stages: of the model.
-        poison: block list, start and length of a run of image tokens that are set to NaN when it ends.
-        until: the run ends where this list begins.
+    ``poison``: block list, start and length of a run of image tokens that are set to NaN when it ends.
     """
 
     def __init__(
@@ -111,8 +107,7 @@ class DryRun(ForwardRun):
 class TextlessRun(ForwardRun):
     """A dry run that tries this stage's first block of every list on the second patch without text.
 
-    Attributes:
-        failed: block lists with a block that raised, or returned another number of tokens.
+    ``failed`` are block lists with a block that raised, or returned another number of tokens.
     """
 
     patch = 1
@@ -135,7 +130,18 @@ class TextlessRun(ForwardRun):
         region = site.region
         if any(stream.replicate for stream in region.streams):
             return False
-        held = Partition.beside([shared(stream, self._lengths(region, stream, arguments)) for stream in region.streams])
+        # Text goes with the first patch.
+        held = Partition.beside(
+            [
+                shared(
+                    stream,
+                    self._plan.tokens[region.blocks]
+                    if stream is region.main
+                    else (arguments.get(stream.arg).shape[stream.dim], *(0,) * (self.patches - 1)),
+                )
+                for stream in region.streams
+            ]
+        )
         # Of a cut argument, a dimension of size 1 is the same for all tokens.
         cuts = [(stream.arg, stream.dim, (stream.name,), None, 0) for stream in region.streams]
         cuts += [(cut.arg, cut.dim, cut.tokens, cut.ndim, 2) for cut in region.cuts]
@@ -156,19 +162,9 @@ class TextlessRun(ForwardRun):
                 return False
         return True
 
-    def _lengths(self, region: Region, stream: Stream, arguments: Arguments) -> tuple[int, ...]:
-        """A stream's tokens in every patch: text goes with the first."""
-        if stream is region.main:
-            return self._plan.tokens[region.blocks]
-        return (arguments.get(stream.arg).shape[stream.dim], *(0,) * (self.patches - 1))
-
 
 class PatchRun(ForwardRun):
-    """One patch on its way through this stage; ``send`` sends tensors to the next one.
-
-    Attributes:
-        finishes: whether this is the last stage, which runs the model to its end.
-    """
+    """One patch on its way through this stage; the last one ``finishes``: it runs the model to its end."""
 
     def __init__(
         self,

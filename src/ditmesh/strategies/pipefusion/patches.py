@@ -55,7 +55,7 @@ class Buffers:
     """The keys and values that one guidance branch keeps between patches and steps of a request.
 
     Attributes:
-        keys: per attention call: path of the block and number of the call.
+        keys: by path of the block and number of its attention call.
         streams: whole streams as the patches left them at the end of a block list.
         step: the last step that wrote to it.
     """
@@ -70,8 +70,7 @@ class ForwardRun:
 
     Attributes:
         buffers: of the branch; None in a dry run, in which nothing is cut and numbers do not matter.
-        patches: how many patches the image is cut into; 1 in a synchronous step.
-        patch: the one that is on its way.
+        patches, patch: how many the image is cut into, 1 in a synchronous step; and the one that is on its way.
     """
 
     buffers: Buffers | None = None
@@ -154,11 +153,7 @@ class PatchLink:
 
 
 class PatchCut(TokenCut):
-    """Tokens of every patch, cut into runs for the sequence ranks of a stage.
-
-    Attributes:
-        run: the run in progress.
-    """
+    """Tokens of every patch, cut into runs for the sequence ranks of a stage."""
 
     link: PatchLink
     run: ForwardRun | None = None
@@ -224,6 +219,13 @@ class PatchParallel(SequenceParallel):
         link.patches, link.patch = (run.patches, run.patch) if run is not None else (1, 0)
         link.alone = run is None or run.buffers is None
 
+    @property
+    def _kept(self) -> Buffers:
+        """What the run in progress keeps."""
+        assert self.run is not None
+        assert self.run.buffers is not None
+        return self.run.buffers
+
     # --- blocks --------------------------------------------------------------------------------------------
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
@@ -254,7 +256,6 @@ class PatchParallel(SequenceParallel):
                     arguments.set(path, aligned(value))
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
-        """As in `SequenceParallel`; where a block list ends the patch takes its place in the whole stream."""
         self._check_coverage(site)
         self._call.ran = False
         if self.run is not None:
@@ -263,20 +264,19 @@ class PatchParallel(SequenceParallel):
         return super().after_block(site, output)
 
     def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
-        link, site, run = self.patch_link, self._leaving, self.run
+        link = self.patch_link
         if link.alone:
             return value
         value = link.patch_of(value, tokens.lengths, stream.dim)
         if link.patches == 1:
             return value
-        assert run is not None
-        assert run.buffers is not None
-        assert site is not None
+        assert self._leaving is not None
+        streams = self._kept.streams
         shape = (*value.shape[: stream.dim], tokens.total, *value.shape[stream.dim + 1 :])
-        key = (site.span, stream.name)
-        whole = run.buffers.streams.get(key)
+        key = (self._leaving.span, stream.name)
+        whole = streams.get(key)
         if whole is None or whole.shape != shape or whole.dtype != value.dtype:
-            whole = run.buffers.streams[key] = value.new_zeros(shape)
+            whole = streams[key] = value.new_zeros(shape)
         whole.narrow(stream.dim, tokens.start(link.group.start), value.shape[stream.dim]).copy_(value)
         # The model may write to its inputs.
         return whole.clone()
@@ -300,12 +300,8 @@ class PatchParallel(SequenceParallel):
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """The patch's queries over all keys: its own, and those that the other patches have left."""
         queries, keys, mask = attention.queries, attention.keys, attention.mask
-        run, site, link = self.run, self._call.site, self.patch_link
-        assert run is not None
-        assert run.buffers is not None
-        assert site is not None
-        buffers, block = run.buffers, self._blocks[site.path]
-        call = site.path, self._call.attention_calls - 1
+        link, buffers, path = self.patch_link, self._kept, self._site.path
+        call = path, self._call.attention_calls - 1
         kept = buffers.keys.setdefault(call, KVBuffer())
         groups = self.mixer.groups(link.group.start)
         if mask is not None:
@@ -317,7 +313,7 @@ class PatchParallel(SequenceParallel):
         def compute(q: list[Tensor], k: Tensor, v: Tensor, given: list[Tensor | None]) -> list[Tensor]:
             # Of another number of patches before: nothing to compare with.
             sample = id(buffers), call, link.patches, link.patch
-            self._monitor.observe(block, sample, buffers.step, (k, v), dim=2)
+            self._monitor.observe(self._blocks[path], sample, buffers.step, (k, v), dim=2)
             return [self.kernel(q[0], *_keep(kept, k, v, keys, link), given[0], attention.scale)]
 
         (out,) = self.mixer.attend_distributed(
